@@ -1,0 +1,103 @@
+"""The canonical shapes in which a problem is handed to a backend, and what comes back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+V = TypeVar("V")
+
+
+class Status(StrEnum):
+    """The one vocabulary of answers."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNBOUNDED = "unbounded"
+    NO_ANSWER = "no-answer"  # the limit came before anything was found or proved
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long and with what a backend may work; ``seed`` and ``threads`` as in CP-SAT."""
+
+    seconds: float = 10.0
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """An improvement while a backend works: the incumbent and the bound, after ``seconds``."""
+
+    seconds: float
+    objective: float | None
+    bound: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer(Generic[V]):
+    """A backend's answer. ``values`` is None exactly if nothing feasible was found.
+
+    ``bound`` bounds the form's optimum from below when minimising (from above when maximising).
+    """
+
+    status: Status
+    values: V | None
+    objective: float | None
+    bound: float
+    seconds: float
+    backend: str
+    log: str = ""
+    progress: tuple[Progress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearProgram:
+    """min cost @ x  s.t.  row_lower <= matrix @ x <= row_upper, lower <= x <= upper.
+
+    ``matrix`` has shape (rows, n); ``integral`` marks the columns that must be integers.
+    """
+
+    cost: Floats
+    matrix: sparse.csr_array
+    row_lower: Floats
+    row_upper: Floats
+    lower: Floats
+    upper: Floats
+    integral: NDArray[np.bool_]
+    hint: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Intervals:
+    """Non-preemptive intervals of fixed integer duration; minimise the largest end plus tail.
+
+    ``machines[k]`` are intervals that must not overlap. Each row (i, j) of ``before`` asks that j
+    starts no earlier than i ends. ``tails[i]`` follows the end of interval i. ``lower_bound`` is a
+    proved bound on the objective; ``horizon`` an upper bound on it; ``hint`` start times of a
+    feasible answer.
+    """
+
+    durations: Ints
+    machines: tuple[Ints, ...]
+    before: Ints
+    tails: Ints
+    horizon: int
+    lower_bound: int = 0
+    hint: Ints | None = None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def silent(_: Progress) -> None:
+    """Report progress to nobody."""

@@ -1,0 +1,166 @@
+"""Pipeline planning: a model, a cluster and a number of microbatches; and its one cost model.
+
+Every planner and checker takes its seconds and bytes from here. Sources: SPP section III
+(inter-stage transfers after the erratum ``c = d / (|F(s)| |F(s+1)| min b)``, equation 1 for the
+all-reduce), with latencies added.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.graphs.chain import Chain, ChainCosts, costs_on
+from stagewright.graphs.cluster import Cluster
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import format_bytes
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PipelineProblem:
+    """Train ``chain`` on ``cluster`` with ``microbatches`` per iteration, in least time.
+
+    Devices of a plan are given by their positions in ``cluster.devices``. A stage that k devices
+    share takes the time of the slowest of them for 1/k of a microbatch.
+    """
+
+    chain: Chain
+    cluster: Cluster
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+        for kind in sorted({device.kind for device in self.cluster.devices}):
+            costs_on(self.chain, kind, self.chain.microbatch_size)
+        self._require_layers_fit()
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the problem; a plan carries the digest of the problem that it answers."""
+        parts = (self.chain.digest(), self.cluster.digest(), str(self.microbatches))
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The device kinds of the cluster, sorted."""
+        return tuple(sorted({device.kind for device in self.cluster.devices}))
+
+    @cached_property
+    def memory_bytes(self) -> Floats:
+        """Memory per device, shape (V,)."""
+        return np.array([device.memory_bytes for device in self.cluster.devices])
+
+    def costs(self, kind: str, replicas: int) -> ChainCosts:
+        """Costs of every layer on one of ``replicas`` equal shares of a microbatch."""
+        key = (kind, replicas)
+        if key not in self._cost_table:
+            samples = self.chain.microbatch_size / replicas
+            self._cost_table[key] = costs_on(self.chain, kind, samples)
+        return self._cost_table[key]
+
+    @cached_property
+    def _cost_table(self) -> dict[tuple[str, int], ChainCosts]:
+        return {}
+
+    def compute_seconds(self, start: int, stop: int, devices: Sequence[int]) -> tuple[float, float]:
+        """Forward and backward time of layers [start, stop) for a microbatch split on devices."""
+        kinds = {self.cluster.devices[v].kind for v in devices}
+        costs = [self.costs(kind, len(devices)) for kind in sorted(kinds)]
+        return (
+            max(float(cost.forward_seconds[start:stop].sum()) for cost in costs),
+            max(float(cost.backward_seconds[start:stop].sum()) for cost in costs),
+        )
+
+    def boundary_bytes(self, stop: int) -> float:
+        """Bytes that a whole microbatch passes from layer ``stop - 1`` to layer ``stop``.
+
+        The larger of the device kinds' figures, should they differ.
+        """
+        return max(float(self.costs(kind, 1).output_bytes[stop - 1]) for kind in self.kinds)
+
+    def transfer_seconds(
+        self, stop: int, senders: Sequence[int], receivers: Sequence[int]
+    ) -> tuple[float, float]:
+        """Time of the activations behind layer ``stop - 1``, and of their gradients back.
+
+        Every sender shares with every receiver; the slowest link decides (SPP section III-B).
+        """
+        share = self.boundary_bytes(stop) / (len(senders) * len(receivers))
+        there, back = np.ix_(senders, receivers), np.ix_(receivers, senders)
+        bandwidth, latency = self.cluster.bandwidth, self.cluster.latency
+        return (
+            float(share / bandwidth[there].min() + latency[there].max()),
+            float(share / bandwidth[back].min() + latency[back].max()),
+        )
+
+    def gradient_bytes(self, start: int, stop: int) -> float:
+        """Bytes of the gradients of layers [start, stop)."""
+        return float(self.chain.parameter_bytes[start:stop].sum())
+
+    def reduce_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
+        """Ring all-reduce of the gradients: 2(k-1)/k b / slowest link (SPP equation 1).
+
+        2(k-1) steps pay the largest latency each. Zero for a single device.
+        """
+        k = len(devices)
+        if k == 1:
+            return 0.0
+        group = np.ix_(devices, devices)
+        volume = 2 * (k - 1) / k * self.gradient_bytes(start, stop)
+        latency = 2 * (k - 1) * float(self.cluster.latency[group].max())
+        return volume / float(self.cluster.bandwidth[group].min()) + latency
+
+    def static_bytes(self, start: int, stop: int, replicas: int) -> float:
+        """Bytes that a device of the stage holds all the time, when ``replicas`` share it.
+
+        Weights, gradients and optimizer state of its layers, and buffers for one activation and
+        one gradient on each side of the stage.
+        """
+        weights = self.gradient_bytes(start, stop)
+        states = weights * (2 + self.chain.optimizer_bytes_per_parameter_byte)
+        boundary = self.boundary_bytes(start) if start > 0 else 0.0
+        boundary += self.boundary_bytes(stop) if stop < len(self.chain) else 0.0
+        return states + 2 * boundary / replicas
+
+    def saved_bytes(self, start: int, stop: int, replicas: int) -> float:
+        """Bytes that a device keeps per microbatch in flight, when ``replicas`` share it.
+
+        The larger of the device kinds' figures, should they differ.
+        """
+        return max(
+            float(self.costs(kind, replicas).saved_bytes[start:stop].sum()) for kind in self.kinds
+        )
+
+    def in_flight_limit(
+        self, start: int, stop: int, devices: Sequence[int], shares: int | None = None
+    ) -> int:
+        """How many microbatches fit in the memory of the smallest device; 0 if not even one.
+
+        ``shares`` (default: the number of devices) is among how many a microbatch is split.
+        """
+        parts = shares or len(devices)
+        free = float(self.memory_bytes[list(devices)].min())
+        free -= self.static_bytes(start, stop, parts)
+        saved = self.saved_bytes(start, stop, parts)
+        if free < 0 or saved > free:
+            return 0
+        return self.microbatches if saved == 0 else min(self.microbatches, int(free // saved))
+
+    def _require_layers_fit(self) -> None:
+        """Refuse a layer that no device can hold however much its microbatches are split."""
+        largest = float(self.memory_bytes.max())
+        shares = len(self.cluster.devices)
+        for i, layer in enumerate(self.chain.layers):
+            need = self.static_bytes(i, i + 1, shares) + self.saved_bytes(i, i + 1, shares)
+            if need > largest:
+                raise InputError(
+                    f"layer {layer.name!r} fits on no device: it needs at least "
+                    f"{format_bytes(need)}, the largest device has {format_bytes(largest)}: "
+                    f"{need - largest:.0f} bytes short"
+                )

@@ -1,0 +1,184 @@
+"""The pipeline plan: one versioned JSON document that people and other programs read."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+
+from stagewright.graphs import documents
+from stagewright.graphs.errors import InputError
+
+FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
+VERSION: Literal[1] = 1
+
+
+class InvalidPlan(ValueError):
+    """A plan that breaks a rule of its problem; the message names the first broken rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers ``[start, stop)`` on ``devices``.
+
+    ``replication`` says how several devices share the microbatches: ``split`` divides every
+    microbatch evenly among them (SPP), ``round-robin`` gives microbatch m to device m mod r whole.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    layers: tuple[int, int]
+    devices: tuple[str, ...]
+    replication: Literal["split", "round-robin"] = "split"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.layers[0] < self.layers[1]:
+            raise InputError(f"layers must be [start, stop) with start < stop, got {self.layers}")
+        if not self.devices:
+            raise InputError("a stage needs at least one device")
+
+    def runners(self, microbatch: int) -> tuple[str, ...]:
+        """The devices that process ``microbatch``."""
+        if self.replication == "split":
+            return self.devices
+        return (self.devices[microbatch % len(self.devices)],)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledAction:
+    """One action in time.
+
+    Computations stand once per device. A transfer stands once, led by its first source, with all
+    endpoints; an all-reduce stands once, led by its first device, with the whole group as sources
+    and targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    device: str
+    action: str
+    start_seconds: float
+    finish_seconds: float
+    sources: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A finite schedule: every action once, with its times from the start of the iteration."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    actions: tuple[ScheduledAction, ...]
+    kind: Literal["finite"] = "finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the cost model says of the plan.
+
+    ``bubble`` is the idle share of the used devices' time in the iteration; memory is the peak per
+    device, link bytes the sum per iteration over each pair of stages ("0-1") and group ("0").
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    iteration_seconds: float
+    bubble: float
+    peak_memory_bytes: dict[str, float]
+    link_bytes: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proved lower bound on the iteration time.
+
+    ``scope`` says of what: ``problem`` bounds every plan of the problem, ``schedule`` every
+    schedule of this plan's stages.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    seconds: float
+    proved_by: str
+    scope: Literal["problem", "schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """An upper bound that a theorem promises, beside the cost that was reached."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    theorem: str
+    seconds: float
+    cost_seconds: float
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How good the plan is, and who proved it.
+
+    ``bound_seconds`` is the best bound over every plan of the problem and ``gap`` is
+    (cost - bound) / cost; ``schedule_bound_seconds`` and ``schedule_gap`` compare with the best
+    schedule of the same stages. ``bounds`` lists all that were computed.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    cost_seconds: float
+    bound_seconds: float
+    gap: float
+    proved_by: str
+    schedule_bound_seconds: float
+    schedule_gap: float
+    schedule_proved_by: str
+    bounds: tuple[Bound, ...]
+    guarantees: tuple[Guarantee, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """A plan for one training iteration of a model on a cluster.
+
+    ``digest`` names the problem (model, cluster, microbatches) that the plan answers.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    digest: str
+    planner: str
+    model: str
+    cluster: str
+    microbatches: int
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    predicted: Predicted | None = None
+    certificate: Certificate | None = None
+    weights: Literal["flush"] = "flush"
+    format: Literal["stagewright-plan"] = FORMAT
+    version: Literal[1] = VERSION
+    kind: Literal["pipeline"] = "pipeline"
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise InputError("a plan needs at least one stage")
+        if self.microbatches < 1:
+            raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+
+
+def load_plan(path: str | os.PathLike[str]) -> PipelinePlan:
+    """Read a plan document; any fault is an InputError of one line."""
+    return documents.read(PipelinePlan, path, FORMAT, VERSION)
+
+
+def save_plan(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
+    """Write a plan document atomically."""
+    documents.write_text(path, documents.to_json(plan))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the plan document."""
+    return TypeAdapter(PipelinePlan).json_schema()

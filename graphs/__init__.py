@@ -1,0 +1,1 @@
+"""What is given: device topologies, layer chains, operator graphs, and pure graph algorithms."""

@@ -1,0 +1,212 @@
+"""A model as a chain of layers, with the measured or computed cost of each."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict
+
+from stagewright.graphs import documents
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import require_amount
+
+FORMAT: Literal["stagewright-model"] = "stagewright-model"
+VERSION: Literal[1] = 1
+MAX_LAYER_SECONDS = 1e5  # a day per layer and microbatch: the times were written in milliseconds
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What one layer costs on one kind of device at one microbatch size.
+
+    ``device_kind`` None stands for any device: the source does not say where it was measured.
+    The backward time is given whole (``backward_seconds``) or as the input gradient's and the
+    weight gradient's parts. ``saved_bytes`` are what the forward keeps for the backward,
+    ``output_bytes`` what the next layer receives (and returns as a gradient).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    microbatch_size: int
+    forward_seconds: float
+    saved_bytes: float
+    output_bytes: float
+    backward_seconds: float | None = None
+    input_gradient_seconds: float | None = None
+    weight_gradient_seconds: float | None = None
+    device_kind: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatch_size < 1:
+            raise InputError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
+        parts = (self.input_gradient_seconds, self.weight_gradient_seconds)
+        whole = self.backward_seconds is not None
+        if whole == (None not in parts) or whole != (parts == (None, None)):
+            raise InputError(
+                "give either backward_seconds or both input_gradient_seconds and "
+                "weight_gradient_seconds"
+            )
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float | int):
+                require_amount(value, name)
+                if name.endswith("_seconds") and value > MAX_LAYER_SECONDS:
+                    raise InputError(f"{name} is {value:g} s for one microbatch: times are seconds")
+
+    @property
+    def total_backward_seconds(self) -> float:
+        """Time of the whole backward, B = I + W."""
+        if self.backward_seconds is not None:
+            return self.backward_seconds
+        assert self.input_gradient_seconds is not None and self.weight_gradient_seconds is not None
+        return self.input_gradient_seconds + self.weight_gradient_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: its parameters and its costs, one entry per device kind and microbatch size."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    parameter_bytes: float
+    costs: tuple[LayerCost, ...]
+
+    def __post_init__(self) -> None:
+        require_amount(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
+        if not self.costs:
+            raise InputError(f"layer {self.name!r} has no costs")
+        measured = [(cost.device_kind, cost.microbatch_size) for cost in self.costs]
+        if len(set(measured)) < len(measured):
+            raise InputError(f"layer {self.name!r}: two costs for one device kind and size")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A model: layers in the order in which a microbatch passes them.
+
+    ``microbatch_size`` (samples) is the size that is planned; ``source`` says how the costs came
+    about ("analytic: ...", "measured: ..."). ``optimizer_bytes_per_parameter_byte`` is the
+    optimizer's state: 0 for plain SGD, 1 for momentum, 2 for Adam.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    source: str
+    microbatch_size: int
+    layers: tuple[Layer, ...]
+    optimizer_bytes_per_parameter_byte: float = 2.0
+    format: Literal["stagewright-model"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InputError(f"model {self.name!r} has no layers")
+        if self.microbatch_size < 1:
+            raise InputError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
+        require_amount(
+            self.optimizer_bytes_per_parameter_byte, "optimizer_bytes_per_parameter_byte"
+        )
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"two layers are named {twice!r}")
+        kinds = _kinds(self.layers[0])
+        for layer in self.layers:
+            if _kinds(layer) != kinds:
+                raise InputError(
+                    f"layer {layer.name!r} has costs for {_shown(_kinds(layer))}, "
+                    f"layer {names[0]!r} for {_shown(kinds)}: every layer needs the same kinds"
+                )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def parameter_bytes(self) -> Floats:
+        """Parameter bytes per layer, shape (L,)."""
+        return np.array([layer.parameter_bytes for layer in self.layers], dtype=float)
+
+    def digest(self) -> str:
+        """A SHA-256 of everything that the plan of this chain depends on."""
+        return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainCosts:
+    """Costs per layer on one device kind at one number of samples; every array has shape (L,)."""
+
+    forward_seconds: Floats
+    backward_seconds: Floats
+    saved_bytes: Floats
+    output_bytes: Floats
+
+
+def costs_on(chain: Chain, device_kind: str, samples: float) -> ChainCosts:
+    """Costs of every layer on ``device_kind`` for ``samples`` samples (may be a fraction).
+
+    Between measured microbatch sizes the costs are interpolated linearly; below the smallest and
+    above the largest they are proportional to the number of samples, which with a single measured
+    size is SPP's assumption p/k (section III-B and its footnote 2).
+
+    Raises
+    ------
+    InputError
+        If the chain has no costs for ``device_kind``.
+    """
+    per_layer = [_costs_for(chain, layer, device_kind) for layer in chain.layers]
+    return ChainCosts(
+        _interpolate(per_layer, samples, lambda cost: cost.forward_seconds),
+        _interpolate(per_layer, samples, lambda cost: cost.total_backward_seconds),
+        _interpolate(per_layer, samples, lambda cost: cost.saved_bytes),
+        _interpolate(per_layer, samples, lambda cost: cost.output_bytes),
+    )
+
+
+def load_model(path: str | os.PathLike[str]) -> Chain:
+    """Read a model document; any fault is an InputError of one line."""
+    return documents.read(Chain, path, FORMAT, VERSION)
+
+
+def save_model(chain: Chain, path: str | os.PathLike[str]) -> None:
+    """Write a model document atomically."""
+    documents.write_text(path, documents.to_json(chain))
+
+
+def _costs_for(chain: Chain, layer: Layer, device_kind: str) -> Sequence[LayerCost]:
+    """The layer's costs on ``device_kind``, else those for any kind, by ascending size."""
+    for kind in (device_kind, None):
+        found = [cost for cost in layer.costs if cost.device_kind == kind]
+        if found:
+            return sorted(found, key=lambda cost: cost.microbatch_size)
+    raise InputError(
+        f"model {chain.name!r} has costs for {_shown(_kinds(layer))}, "
+        f"the cluster has a device of kind {device_kind!r}"
+    )
+
+
+def _interpolate(
+    per_layer: Sequence[Sequence[LayerCost]], samples: float, value: Callable[[LayerCost], float]
+) -> Floats:
+    rows = []
+    for costs in per_layer:
+        sizes = [0.0] + [float(cost.microbatch_size) for cost in costs]
+        values = [0.0] + [value(cost) for cost in costs]
+        beyond = max(1.0, samples / sizes[-1])
+        rows.append(float(np.interp(samples / beyond, sizes, values)) * beyond)
+    return np.array(rows)
+
+
+def _kinds(layer: Layer) -> set[str | None]:
+    return {cost.device_kind for cost in layer.costs}
+
+
+def _shown(kinds: set[str | None]) -> str:
+    return ", ".join(sorted(repr(kind) if kind else "any device" for kind in kinds))

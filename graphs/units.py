@@ -1,0 +1,80 @@
+"""Quantities with units, read from and written for people."""
+
+import math
+import re
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from stagewright.graphs.errors import InputError
+
+MIN_BANDWIDTH = 1e6  # bytes/s; anything below is a number of GB/s that lost its unit
+MIN_MEMORY = 1e6  # bytes
+
+_BYTES = TypeAdapter(ByteSize)
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes in ``text``: ``16GB``, ``16GiB``, ``1600000000``.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is no size.
+    """
+    try:
+        return float(_BYTES.validate_python(text))
+    except ValidationError:
+        raise InputError(f"{text!r} is not a size; write for example 16GB or 16GiB") from None
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second in ``text``: ``12.5GB/s``, ``100Gbps``, ``100Gbit/s``.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is no bandwidth, or so small that its unit must have been forgotten.
+    """
+    size = re.sub(r"(?i)bps$", "bit", text.strip())
+    size = re.sub(r"(?i)/s(ec)?$", "", size)
+    try:
+        value = float(_BYTES.validate_python(size))
+    except ValidationError:
+        raise InputError(
+            f"{text!r} is not a bandwidth; write for example 12.5GB/s or 100Gbps"
+        ) from None
+    require_bandwidth(value, f"bandwidth {text!r}")
+    return value
+
+
+def require_bandwidth(value: float, place: str) -> None:
+    """Refuse a bandwidth (bytes/s) that is not finite and positive, or that lost its unit."""
+    if not math.isfinite(value) or value <= 0:
+        raise InputError(f"{place} must be positive and finite, got {value:g} bytes/s")
+    if value < MIN_BANDWIDTH:
+        raise InputError(
+            f"{place} is {value:g} bytes/s, less than 1 MB/s: is a unit missing? "
+            f"Write {value:g}GB/s on the command line, {value * 1e9:g} in a file"
+        )
+
+
+def require_amount(value: float, place: str) -> None:
+    """Refuse a time, size or rate that is negative or not finite."""
+    if not math.isfinite(value) or value < 0:
+        raise InputError(f"{place} must be finite and not negative, got {value:g}")
+
+
+def format_bytes(value: float) -> str:
+    """``value`` bytes for people, with decimal units."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def format_seconds(value: float) -> str:
+    """``value`` seconds for people."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.4g} s"

@@ -1,0 +1,1 @@
+"""Planners: short, visible assemblies of solves and heuristics, one file each."""

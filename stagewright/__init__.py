@@ -1,0 +1,1 @@
+"""Stagewright: planner of distributed training whose every answer carries a certificate."""
