@@ -25,7 +25,9 @@ class ActionKind(StrEnum):
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD)
 TRANSFER = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 
-_PATTERN = re.compile(r"(\d+)(SEND_F|SEND_B|REDUCE_GRAD|F|B)(\d*)")
+# One spelling per action: no leading zeros, no digits of other scripts, no numbers without end.
+_NUMBER = r"0|[1-9][0-9]{0,8}"
+_PATTERN = re.compile(rf"({_NUMBER})(SEND_F|SEND_B|REDUCE_GRAD|F|B)({_NUMBER})?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,4 +63,4 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise InputError(f"{text!r} is no action; write for example 2F0, 1B3, 2SEND_F0")
     stage, kind, microbatch = match.groups()
-    return Action(int(stage), ActionKind(kind), int(microbatch) if microbatch else None)
+    return Action(int(stage), ActionKind(kind), None if microbatch is None else int(microbatch))

@@ -64,7 +64,8 @@ class LayerCost:
         """Time of the whole backward, B = I + W."""
         if self.backward_seconds is not None:
             return self.backward_seconds
-        assert self.input_gradient_seconds is not None and self.weight_gradient_seconds is not None
+        assert self.input_gradient_seconds is not None
+        assert self.weight_gradient_seconds is not None
         return self.input_gradient_seconds + self.weight_gradient_seconds
 
 

@@ -42,7 +42,7 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        raise InputError(f"{place}: {_first_problem(error)}") from None
+        raise InputError(f"{place}: {first_problem(error)}") from None
 
 
 def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version: int) -> T:
@@ -71,11 +71,16 @@ def to_json(document: Any) -> str:
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``path`` atomically: the old file or the whole new one, never a part."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` to ``path`` atomically, as :func:`write_text` does."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
@@ -85,7 +90,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     """The first problem as ``field.path[3]: message, got value``, and how many more there are."""
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]

@@ -14,21 +14,23 @@ _BYTES = TypeAdapter(ByteSize)
 
 
 def parse_bytes(text: str) -> float:
-    """Bytes in ``text``: ``16GB``, ``16GiB``, ``1600000000``.
+    """Bytes in ``text``: ``16GB``, ``16GiB``, ``16e9``.
 
     Raises
     ------
     InputError
-        If ``text`` is no size.
+        If ``text`` is no size, or a negative one.
     """
     try:
-        return float(_BYTES.validate_python(text))
+        value = _plain_or_bytes(text)
     except ValidationError:
         raise InputError(f"{text!r} is not a size; write for example 16GB or 16GiB") from None
+    require_amount(value, f"size {text!r}")
+    return value
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second in ``text``: ``12.5GB/s``, ``100Gbps``, ``100Gbit/s``.
+    """Bytes per second in ``text``: ``12.5GB/s``, ``100Gbps``, ``100Gbit/s``, ``12.5e9``.
 
     Raises
     ------
@@ -38,13 +40,21 @@ def parse_bandwidth(text: str) -> float:
     size = re.sub(r"(?i)bps$", "bit", text.strip())
     size = re.sub(r"(?i)/s(ec)?$", "", size)
     try:
-        value = float(_BYTES.validate_python(size))
+        value = _plain_or_bytes(size)
     except ValidationError:
         raise InputError(
             f"{text!r} is not a bandwidth; write for example 12.5GB/s or 100Gbps"
         ) from None
     require_bandwidth(value, f"bandwidth {text!r}")
     return value
+
+
+def _plain_or_bytes(text: str) -> float:
+    """A plain number in any notation, which pydantic's sizes (``16GB``) are not."""
+    try:
+        return float(text)
+    except ValueError:
+        return float(_BYTES.validate_python(text))
 
 
 def require_bandwidth(value: float, place: str) -> None:

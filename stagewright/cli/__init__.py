@@ -1,5 +1,70 @@
-"""The command line."""
+"""The command line. Heavy libraries are imported by the commands that need them, when they run."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from stagewright.cli import doctor, inputs, makespans, planning, plans
+from stagewright.graphs.errors import InputError
+
+# Everything that typer raises for a wrong command line; typer has no public name for it.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Commands(TyperGroup):
+    """The commands; bad input ends each of them with one line on stderr and exit code 2."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command and exit with the code that it returns: 0 answered, 1 the answer is no."""
+        try:
+            code = super().main(*args, **{**extra, "standalone_mode": False})
+        except InputError as error:
+            message = str(error)
+        except UsageError as error:
+            message = error.format_message()  # type: ignore[attr-defined]
+        else:
+            sys.exit(code or 0)
+        print(f"stagewright: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+app = typer.Typer(
+    name="stagewright",
+    cls=Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PANELS = {
+    "Plan": (planning.plan, plans.check, plans.simulate, plans.show),
+    "Scheduling problems": (makespans.schedule, makespans.jobshop),
+    "Models and clusters": (inputs.import_, inputs.model, inputs.cluster),
+    "About": (planning.planners, doctor.doctor),
+}
+for panel, commands in PANELS.items():
+    for command in commands:
+        app.command(command.__name__.strip("_"), rich_help_panel=panel)(command)
+
+
+@app.callback(invoke_without_command=True)
+def stagewright(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> int:
+    """Plan distributed training, with a proof of how good the plan is."""
+    if version:
+        from importlib.metadata import version as installed_version
+
+        print(f"stagewright {installed_version('stagewright')}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+    return 0
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line of this process."""
+    app()

@@ -1,0 +1,42 @@
+# On a machine with Python (3.11 or later) alone: `make demo`, `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test check bench lock clean
+
+demo: $(READY)  ## plan BERT-large and the measured profiles; write plan.json and timeline.html
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+# The pinned versions are installed once, and again when they or the package's metadata change.
+# The build runs in the environment itself, so that its tools are the pinned ones too.
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+# Newest versions of everything, torch included, resolved in an environment of their own.
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet '.[dev,executor]'
+	build/lock/bin/python -m pip freeze --all --exclude pip --exclude stagewright \
+		| sed 's/+[a-z0-9.]*$$//' > constraints.txt
+	rm -rf build/lock
+
+clean:
+	rm -rf $(VENV) build dist demo-output

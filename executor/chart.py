@@ -1,0 +1,115 @@
+"""A plan's timeline as a PNG picture."""
+
+import io
+import os
+from typing import TYPE_CHECKING
+
+from stagewright.executor.timeline import (
+    KIND_COLOURS,
+    KIND_NAMES,
+    Block,
+    Row,
+    finish_seconds,
+    headline,
+    row_note,
+    time_unit,
+    timeline,
+)
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs import documents
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH_INCHES = 14.0
+DOTS_PER_INCH = 150
+CHARACTER_SHARE = 0.0055  # of the axis' width that one character of a block's label needs
+ROW_HEIGHT = {"device": 0.86, "channel": 0.5, "reduce": 0.5}  # of the space between two rows
+MAX_HEIGHT_INCHES = 30.0
+
+
+def write_png(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
+    """Draw the schedule and write it to ``path`` atomically."""
+    documents.write_bytes(path, png(plan))
+
+
+def png(plan: PipelinePlan) -> bytes:
+    """The schedule as a PNG: a row per device (or stage), channel and all-reduce."""
+    # Imported here: matplotlib takes a second to load, and only this function needs it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = timeline(plan)
+    height = min(MAX_HEIGHT_INCHES, 1.7 + 0.26 * len(rows))
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    unit, scale = time_unit(finish_seconds(plan))
+    for y, row in enumerate(rows):
+        _draw_row(axes, y, row, scale, finish_seconds(plan))
+    _draw_bound(axes, plan, scale)
+    _dress(axes, plan, rows, unit, scale)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> None:
+    height = ROW_HEIGHT[row.group]
+    axes.broken_barh(
+        [
+            (block.start_seconds * scale, (block.finish_seconds - block.start_seconds) * scale)
+            for block in row.blocks
+        ],
+        (y - height / 2, height),
+        facecolors=[KIND_COLOURS[block.action.kind] for block in row.blocks],
+        edgecolor="white",
+        linewidth=0.4,
+    )
+    if row.group != "device":
+        return
+    for block in row.blocks:
+        label = str(block.action.microbatch)
+        if _fits(block, label, finish):
+            middle = (block.start_seconds + block.finish_seconds) / 2 * scale
+            axes.text(middle, y, label, ha="center", va="center", fontsize=7, color="white")
+
+
+def _fits(block: Block, label: str, finish: float) -> bool:
+    share = (block.finish_seconds - block.start_seconds) / finish
+    return share >= CHARACTER_SHARE * len(label)
+
+
+def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
+    if plan.certificate is not None:
+        axes.axvline(plan.certificate.bound_seconds * scale, color="#b02a30", lw=1.2, ls="--")
+
+
+def _dress(
+    axes: "Axes", plan: PipelinePlan, rows: tuple[Row, ...], unit: str, scale: float
+) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, finish_seconds(plan) * scale * 1.005 or 1.0)
+    note = row_note(plan)
+    axes.set_xlabel(f"time in {unit}" + (f" · {note}" if note else ""))
+    axes.set_title(headline(plan), fontsize=11, loc="left")
+    axes.tick_params(length=0)
+    axes.grid(axis="x", color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    kinds = {block.action.kind for row in rows for block in row.blocks}
+    handles: list[Patch | Line2D] = [
+        Patch(color=colour, label=KIND_NAMES[kind])
+        for kind, colour in KIND_COLOURS.items()
+        if kind in kinds
+    ]
+    if plan.certificate is not None:
+        handles.append(Line2D([], [], color="#b02a30", ls="--", label="proved lower bound"))
+    axes.figure.legend(
+        handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8
+    )

@@ -1,0 +1,302 @@
+"""A plan's schedule as rows of blocks in time: the source of every drawing and trace."""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs import documents
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import format_bytes, format_seconds
+
+MAX_DEVICE_ROWS = 64  # with more devices the rows would be thinner than a line of text
+
+KIND_NAMES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.SEND_FORWARD: "activations sent",
+    ActionKind.SEND_BACKWARD: "gradients sent",
+    ActionKind.REDUCE: "all-reduce",
+}
+KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour vision
+    ActionKind.FORWARD: "#4d8fd1",
+    ActionKind.BACKWARD: "#2a9d78",
+    ActionKind.SEND_FORWARD: "#f0b94a",
+    ActionKind.SEND_BACKWARD: "#d97b3f",
+    ActionKind.REDUCE: "#b0609b",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """An action in time; ``ends`` are a transfer's endpoints, in words."""
+
+    action: Action
+    start_seconds: float
+    finish_seconds: float
+    bytes: float | None = None
+    ends: str = ""
+
+    @property
+    def detail(self) -> str:
+        """Volume and endpoints for people; empty for a computation."""
+        volume = "" if self.bytes is None else format_bytes(self.bytes)
+        return ", ".join(part for part in (volume, self.ends) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one device, channel or all-reduce does; ``group`` is "device", "channel", "reduce"."""
+
+    name: str
+    group: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """One stage in a line: times are of one microbatch, memory and in-flight are peaks."""
+
+    stage: int
+    layers: tuple[int, int]
+    devices: tuple[str, ...]
+    forward_seconds: float
+    backward_seconds: float
+    in_flight: int
+    peak_memory_bytes: float | None
+
+
+def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) -> tuple[Row, ...]:
+    """Rows of devices by stage, then of channels, then of all-reduces.
+
+    With more than ``max_device_rows`` devices (None: never) a stage's first device stands for the
+    whole stage.
+
+    Raises
+    ------
+    InputError
+        If the schedule's actions do not belong to the plan's stages and devices.
+    """
+    if merges_stages(plan, max_device_rows):
+        names = {stage.devices[0]: _stage_name(s, stage.devices) for s, stage in enumerate(plan.stages)}
+    else:
+        names = {
+            device: f"{device} · stage {s}" for s, stage in enumerate(plan.stages) for device in stage.devices
+        }
+    devices: dict[str, list[Block]] = {device: [] for device in names}
+    links: dict[tuple[str, int], list[Block]] = defaultdict(list)
+    for device, block in _blocks(plan, devices):
+        if block.action.kind in COMPUTE:
+            devices[device].append(block)
+        else:
+            links[_link(block.action)].append(block)
+    rows = [Row(names[device], "device", _sorted(blocks)) for device, blocks in devices.items()]
+    for (group, s), blocks in sorted(links.items()):
+        name = f"channel {s}-{s + 1}" if group == "channel" else f"all-reduce {s}"
+        rows.append(Row(name, group, _sorted(blocks)))
+    return tuple(rows)
+
+
+def merges_stages(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) -> bool:
+    """Whether :func:`timeline` draws a row per stage instead of one per device."""
+    return max_device_rows is not None and device_count(plan) > max_device_rows
+
+
+def device_count(plan: PipelinePlan) -> int:
+    """Number of devices that the plan uses."""
+    return len({device for stage in plan.stages for device in stage.devices})
+
+
+def finish_seconds(plan: PipelinePlan) -> float:
+    """When the last action of the schedule ends; 0 for an empty schedule."""
+    return max((action.finish_seconds for action in plan.schedule.actions), default=0.0)
+
+
+def summarise(plan: PipelinePlan) -> tuple[StageSummary, ...]:
+    """A line per stage; times and in-flight counts are read from the schedule."""
+    longest: dict[tuple[int, ActionKind], float] = defaultdict(float)
+    for _, block in _blocks(plan, {stage.devices[0] for stage in plan.stages}):
+        key = (block.action.stage, block.action.kind)
+        longest[key] = max(longest[key], block.finish_seconds - block.start_seconds)
+    peaks = plan.predicted.peak_memory_bytes if plan.predicted else {}
+    flights = in_flight(plan)
+    return tuple(
+        StageSummary(
+            s,
+            stage.layers,
+            stage.devices,
+            longest[s, ActionKind.FORWARD],
+            longest[s, ActionKind.BACKWARD],
+            int(flights[s][1].max(initial=0)),
+            max((peaks[device] for device in stage.devices if device in peaks), default=None),
+        )
+        for s, stage in enumerate(plan.stages)
+    )
+
+
+def in_flight(plan: PipelinePlan) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
+    """Per stage the steps (times, counts) of microbatches in flight on its first device.
+
+    A microbatch is in flight from the start of its forward to the end of its backward.
+    """
+    first = [stage.devices[0] for stage in plan.stages]
+    changes: list[list[tuple[float, int]]] = [[] for _ in first]
+    for device, block in _blocks(plan, set(first)):
+        s = block.action.stage
+        if device == first[s] and block.action.kind is ActionKind.FORWARD:
+            changes[s].append((block.start_seconds, 1))
+        elif device == first[s] and block.action.kind is ActionKind.BACKWARD:
+            changes[s].append((block.finish_seconds, -1))
+    curves = []
+    for steps in changes:
+        steps.sort()  # at one instant the end (-1) comes before the start (+1)
+        times = np.array([0.0, *(time for time, _ in steps)])
+        curves.append((times, np.cumsum([0, *(change for _, change in steps)])))
+    return curves
+
+
+def shorten_devices(names: Sequence[str], limit: int = 3) -> str:
+    """``names`` with runs as ranges: ``s0g0-7, s1g0-3``; beyond ``limit`` runs only the count.
+
+    Examples
+    --------
+    >>> shorten_devices(["s0g0", "s0g1", "s0g2", "s1g0"])
+    's0g0-2, s1g0'
+    """
+    split = [re.fullmatch(r"(.*?)(\d*)", name, re.DOTALL) for name in names]
+    parts = [(match[1], int(match[2] or -1)) for match in split if match]
+    runs = []
+    for _, run in groupby(enumerate(parts), key=lambda item: (item[1][0], item[1][1] - item[0])):
+        members = [part for _, part in run]
+        (prefix, low), (_, high) = members[0], members[-1]
+        runs.append(f"{prefix}{low if low >= 0 else ''}" + (f"-{high}" if high > low else ""))
+    if len(runs) <= limit:
+        return ", ".join(runs)
+    return f"{', '.join(runs[: limit - 1])}, ... {runs[-1]} ({len(names)} devices)"
+
+
+def headline(plan: PipelinePlan) -> str:
+    """Model, cluster, planner and the proved figures in one line."""
+    parts = [f"{plan.model} on {plan.cluster}", f"{plan.planner}"]
+    parts.append(f"{len(plan.stages)} stages, {plan.microbatches} microbatches")
+    if plan.certificate is not None:
+        certificate = plan.certificate
+        parts.append(f"{format_seconds(certificate.cost_seconds)} per iteration")
+        parts.append(f"gap {certificate.gap:.2%} ({certificate.proved_by})")
+    return " · ".join(parts)
+
+
+def row_note(plan: PipelinePlan) -> str:
+    """What a row of :func:`timeline` stands for, where it is more than one device."""
+    if not merges_stages(plan):
+        return ""
+    return f"one row per stage ({device_count(plan)} devices)"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit in which ``seconds`` is a number of a few digits, and its units per second."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return unit, scale
+    return "us", 1e6
+
+
+def chrome_trace(plan: PipelinePlan) -> str:
+    """The schedule in Chrome's trace event format, which Perfetto reads; times in microseconds.
+
+    One process each for devices, channels and all-reduces, one thread per row.
+    """
+    processes = {"device": (1, "devices"), "channel": (2, "channels"), "reduce": (3, "all-reduces")}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        for pid, name in processes.values()
+    ]
+    for tid, row in enumerate(timeline(plan, max_device_rows=None)):
+        pid = processes[row.group][0]
+        place = {"pid": pid, "tid": tid}
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": row.name}})
+        events.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}})
+        events += [_trace_event(block, place) for block in row.blocks]
+    other = {"model": plan.model, "cluster": plan.cluster, "planner": plan.planner}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":"))
+
+
+def write_trace(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
+    """Write :func:`chrome_trace` to ``path`` atomically."""
+    documents.write_text(path, chrome_trace(plan))
+
+
+def _trace_event(block: Block, place: dict[str, int]) -> dict[str, Any]:
+    action = block.action
+    arguments = {"stage": action.stage, "microbatch": action.microbatch}
+    arguments |= {"bytes": block.bytes, "endpoints": block.ends or None}
+    return {
+        "ph": "X",
+        "name": str(action),
+        "cat": KIND_NAMES[action.kind],
+        **place,
+        "ts": block.start_seconds * 1e6,
+        "dur": (block.finish_seconds - block.start_seconds) * 1e6,
+        "args": {key: value for key, value in arguments.items() if value is not None},
+    }
+
+
+def _stage_name(s: int, devices: Sequence[str]) -> str:
+    return f"stage {s} · {len(devices)} device{'s' if len(devices) > 1 else ''}"
+
+
+def _blocks(plan: PipelinePlan, devices: Collection[str] | None = None) -> list[tuple[str, Block]]:
+    """Transfers, and the computations of ``devices`` (None: all), each with its device.
+
+    An action that fits no stage of the plan is refused.
+    """
+    blocks = []
+    parsed = {text: parse_action(text) for text in {timed.action for timed in plan.schedule.actions}}
+    for i, timed in enumerate(plan.schedule.actions):
+        action = parsed[timed.action]
+        if action.stage >= len(plan.stages):
+            raise InputError(
+                f"schedule.actions[{i}]: {action} is of stage {action.stage}, "
+                f"the plan has {len(plan.stages)} stages"
+            )
+        if timed.device not in plan.stages[action.stage].devices:
+            raise InputError(
+                f"schedule.actions[{i}]: {action} runs on {timed.device!r}, "
+                f"which is no device of stage {action.stage}"
+            )
+        if devices is not None and action.kind in COMPUTE and timed.device not in devices:
+            continue
+        ends = _ends(timed.sources, timed.targets)
+        times = (timed.start_seconds, timed.finish_seconds)
+        blocks.append((timed.device, Block(action, *times, timed.bytes, ends)))
+    return blocks
+
+
+@lru_cache(maxsize=4096)  # every microbatch repeats the endpoints
+def _ends(sources: tuple[str, ...] | None, targets: tuple[str, ...] | None) -> str:
+    if not sources or not targets:
+        return ""
+    if sources == targets:
+        return f"among {shorten_devices(sources)}"
+    return f"{shorten_devices(sources)} to {shorten_devices(targets)}"
+
+
+def _link(action: Action) -> tuple[str, int]:
+    """The row of a transfer or all-reduce: its group and the (lower) stage."""
+    if action.kind is ActionKind.REDUCE:
+        return "reduce", action.stage
+    return "channel", action.stage - (action.kind is ActionKind.SEND_BACKWARD)
+
+
+def _sorted(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    return tuple(sorted(blocks, key=lambda block: (block.start_seconds, block.finish_seconds)))

@@ -1,0 +1,176 @@
+"""BPPM: balanced pipeline partition and device mapping (SPP section IV-B, Algorithm 4, PRM).
+
+Devices stand in a fixed order and every stage takes the next ones; the largest time that all
+microbatches of an iteration spend on one stage (all-reduce included) or one channel is minimised,
+for every number of stages. The recurrence W(l, xi, r, i) is read from the last layer to the first,
+which leaves its values as they are and tells every stage how many stages follow it: that decides
+how many microbatches it must hold in flight (1F1B's min(M, number of stages from the last)).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.graphs.errors import InputError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Recurrence(NamedTuple):
+    """PRM's tables, a tuple that compiled kernels can take.
+
+    Layers and devices are counted from the end of the pipeline.
+    K device kinds, V devices, L layers, M microbatches. Every prefix has L + 1 entries, entry l
+    for the last l layers.
+
+    Attributes
+    ----------
+    microbatches
+        M.
+    forward, backward
+        Prefixes of one replica's seconds per microbatch, shape (K, V + 1, L + 1) by kind and
+        number of replicas.
+    parameters
+        Prefix of parameter bytes, shape (L + 1,).
+    boundary
+        Bytes per microbatch that enter the last l layers, shape (L + 1,); 0 at both ends.
+    saved
+        Prefixes of saved bytes per microbatch, shape (V + 1, L + 1) by number of replicas.
+    state_factor
+        Bytes of weights, gradients and optimizer state per parameter byte.
+    kinds
+        kinds[k, i]: how many of the first i devices are of kind k, shape (K, V + 1).
+    memory
+        Memory bytes per device, shape (V,).
+    pace, delay
+        Seconds per byte and latency from device to device, shape (V, V).
+    group_pace, group_delay
+        The largest of these among the r devices that end before position i, shape (V + 1, V + 1)
+        by i and r.
+    """
+
+    microbatches: int
+    forward: Floats
+    backward: Floats
+    parameters: Floats
+    boundary: Floats
+    saved: Floats
+    state_factor: float
+    kinds: Ints
+    memory: Floats
+    pace: Floats
+    delay: Floats
+    group_pace: Floats
+    group_delay: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class BalancedPartition:
+    """Partition, replication and mapping for ``problem`` with devices in ``order``.
+
+    ``order`` lists the positions of all devices; the first stage takes the first ones.
+    """
+
+    problem: PipelineProblem
+    order: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != list(range(len(self.problem.cluster))):
+            raise InputError("order must list every device of the cluster once")
+
+    def evaluate(self, stages: Sequence["StageChoice"]) -> float:
+        """W of given stages: the largest time of a stage or channel over all microbatches."""
+        problem, total = self.problem, self.problem.microbatches
+        times = [
+            total * sum(problem.compute_seconds(stage.start, stage.stop, stage.devices))
+            + problem.reduce_seconds(stage.start, stage.stop, stage.devices)
+            for stage in stages
+        ]
+        times += [
+            total * sum(problem.transfer_seconds(one.stop, one.devices, next_.devices))
+            for one, next_ in zip(stages, stages[1:], strict=False)
+        ]
+        return max(times)
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """Layers [start, stop) on the devices at these positions of the cluster."""
+
+    start: int
+    stop: int
+    devices: tuple[int, ...]
+
+
+class ByRecurrence:
+    """BPPM as a dynamic program."""
+
+    def apply(self, question: BalancedPartition) -> Recurrence:
+        """The tables of PRM's recurrence."""
+        problem = question.problem
+        backwards = np.array(question.order[::-1])
+        size = len(backwards)
+        cluster = problem.cluster
+        pace = 1.0 / cluster.bandwidth[np.ix_(backwards, backwards)]
+        delay = cluster.latency[np.ix_(backwards, backwards)]
+        kinds = [cluster.devices[v].kind for v in backwards]
+        counts = np.array([[kind == k for kind in kinds] for k in problem.kinds], dtype=np.int64)
+        by_share = [
+            [problem.costs(kind, max(r, 1)) for r in range(size + 1)] for kind in problem.kinds
+        ]
+        saved = np.array([[costs.saved_bytes for costs in row] for row in by_share]).max(axis=0)
+        # The memory rule takes the largest sum over kinds; the sum of largest entries bounds it.
+        entering = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
+        return Recurrence(
+            problem.microbatches,
+            _suffix_sums(np.array([[c.forward_seconds for c in row] for row in by_share])),
+            _suffix_sums(np.array([[c.backward_seconds for c in row] for row in by_share])),
+            _suffix_sums(problem.chain.parameter_bytes),
+            np.array([0.0, *entering[::-1], 0.0]),
+            _suffix_sums(saved),
+            2.0 + problem.chain.optimizer_bytes_per_parameter_byte,
+            np.concatenate([np.zeros((len(counts), 1), np.int64), counts.cumsum(axis=1)], axis=1),
+            problem.memory_bytes[backwards],
+            pace,
+            delay,
+            _largest_in_windows(pace),
+            _largest_in_windows(delay),
+        )
+
+    def invert(
+        self, question: BalancedPartition, cuts: Sequence[tuple[int, int]]
+    ) -> tuple[StageChoice, ...]:
+        """Stages from ``cuts``: per stage from the last, layers and devices placed so far."""
+        layers, size = len(question.problem.chain), len(question.order)
+        stages = []
+        taken = used = 0
+        for l, i in cuts:
+            devices = question.order[size - i : size - used]
+            stages.append(StageChoice(layers - l, layers - taken, tuple(devices)))
+            taken, used = l, i
+        return tuple(stages[::-1])
+
+
+def _suffix_sums(values: Floats) -> Floats:
+    """Entry l holds the sum of the last l values along the last axis."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    sums[..., 1:] = np.cumsum(values[..., ::-1], axis=-1)
+    return sums
+
+
+def _largest_in_windows(matrix: Floats) -> Floats:
+    """out[i, r] = the largest entry among rows and columns i - r ... i - 1; 0 for r < 2."""
+    size = len(matrix)
+    either = np.maximum(matrix, matrix.T)
+    np.fill_diagonal(either, 0.0)
+    out = np.zeros((size + 1, size + 1))
+    for i in range(2, size + 1):
+        # Row i - 1 against the devices just before it, nearest first.
+        newest = np.maximum.accumulate(either[i - 1, : i - 1][::-1])
+        out[i, 2 : i + 1] = np.maximum(out[i - 1, 1:i], newest)
+    return out

@@ -1,0 +1,262 @@
+"""The JSON workloads of the dnn-partitioning project (github.com/msr-fiddle/dnn-partitioning).
+
+A workload of "Efficient Algorithms for Device Placement of DNN Graph Operators" (Tarnawski et
+al., NeurIPS 2020) lists nodes with a latency on the accelerator in milliseconds and a size in
+bytes, and edges with the bytes that flow along them. Training workloads have backward nodes,
+which share a colour class with the forward nodes that they belong to.
+"""
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import networkx as nx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from stagewright.graphs import documents
+from stagewright.graphs.chain import Chain
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.opgraph import Operator, OpGraph, linearise
+from stagewright.graphs.units import format_bytes
+
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    """The files carry further fields for debugging, which are passed over."""
+
+    model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
+
+
+class _Node(_Record):
+    id: int
+    fpga_latency: _Amount
+    size: _Amount
+    is_backward_node: bool = False
+    supported_on_fpga: bool = True
+    color_class: int | None = None
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name or f"node{self.id}"
+
+
+class _Edge(_Record):
+    source_id: int
+    dest_id: int
+    size: _Amount
+
+
+class _Workload(_Record):
+    nodes: list[_Node]
+    edges: list[_Edge]
+    max_devices: int = Field(alias="maxFPGAs")
+    max_bytes: _Amount = Field(alias="maxSizePerFPGA")
+
+
+def read_dnn_partitioning(
+    path: str | os.PathLike[str],
+    *,
+    microbatch_size: int = 1,
+    device_kind: str | None = None,
+    name: str | None = None,
+    contract: bool = False,
+) -> Chain:
+    """The chain of a workload; see :func:`dnn_partitioning_graph` and ``linearise``."""
+    graph = dnn_partitioning_graph(
+        path, microbatch_size=microbatch_size, device_kind=device_kind, name=name
+    )
+    return linearise(graph, contract=contract)
+
+
+def dnn_partitioning_graph(
+    path: str | os.PathLike[str],
+    *,
+    microbatch_size: int = 1,
+    device_kind: str | None = None,
+    name: str | None = None,
+) -> OpGraph:
+    """The forward operators of a workload, with the backward time of their colour class.
+
+    * Backward time is shared among the forward operators of the class in proportion to their
+      forward times; a backward node without such an operator goes with the nearest one that has.
+    * A forward node without inputs and without latency is a weight: it becomes part of its first
+      reader. In workloads without such nodes an operator's size is its output and its weights.
+    * What is left of the size is kept for the backward; inference workloads keep nothing.
+    * That forward operators of one class belong on one device is not carried over.
+
+    Parameters
+    ----------
+    path
+        The JSON file.
+    microbatch_size
+        The batch that was measured; the file does not say.
+    device_kind
+        Where it was measured; None (any device) as the file does not say.
+    name
+        Of the model; by default the file's name without its ending.
+
+    Raises
+    ------
+    InputError
+        One line with the file and the field, node or edge.
+    """
+    workload = _read(path)
+    readers = _weight_readers(workload)
+    title = name or Path(path).name.removesuffix(".json")
+    try:
+        return OpGraph(
+            title,
+            f"measured: dnn-partitioning workload {Path(path).name} (made for up to "
+            f"{workload.max_devices} devices of {format_bytes(workload.max_bytes)}); its batch is "
+            f"not named in the file and taken as one microbatch of {microbatch_size}",
+            _operators(workload, readers),
+            _forward_edges(workload, readers),
+            microbatch_size,
+            device_kind,
+        )
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _read(path: str | os.PathLike[str]) -> _Workload:
+    try:
+        workload = _Workload.model_validate_json(documents.read_text(path))
+    except ValidationError as error:
+        raise InputError(f"{path}: {documents.first_problem(error)}") from None
+    ids = {node.id for node in workload.nodes}
+    if len(ids) < len(workload.nodes):
+        raise InputError(f"{path}: two nodes have one id")
+    for i, edge in enumerate(workload.edges):
+        for id_ in (edge.source_id, edge.dest_id):
+            if id_ not in ids:
+                raise InputError(f"{path}: edges[{i}] names node {id_}, which does not exist")
+    for node in workload.nodes:
+        if not node.supported_on_fpga:
+            raise InputError(f"{path}: {node.label!r} runs on no accelerator")
+    return workload
+
+
+def _forward(workload: _Workload) -> dict[int, _Node]:
+    return {node.id: node for node in workload.nodes if not node.is_backward_node}
+
+
+def _forward_edges(
+    workload: _Workload, without: dict[int, int] | None = None
+) -> tuple[tuple[str, str], ...]:
+    """Edges between forward nodes, by label, without those that leave the nodes ``without``."""
+    nodes = _forward(workload)
+    return tuple(
+        (nodes[edge.source_id].label, nodes[edge.dest_id].label)
+        for edge in workload.edges
+        if edge.source_id in nodes and edge.dest_id in nodes
+        if edge.source_id not in (without or {})
+    )
+
+
+def _weight_readers(workload: _Workload) -> dict[int, int]:
+    """The id of each weight's first forward reader, by the weight's id."""
+    nodes, targets = _forward(workload), {edge.dest_id for edge in workload.edges}
+    readers: dict[int, int] = {}
+    for edge in workload.edges:
+        weight, reader = nodes.get(edge.source_id), nodes.get(edge.dest_id)
+        if weight is None or reader is None or weight.id in targets:
+            continue
+        if weight.fpga_latency == 0 and weight.size > 0:
+            readers[weight.id] = min(reader.id, readers.get(weight.id, reader.id))
+    return readers
+
+
+def _operators(workload: _Workload, readers: dict[int, int]) -> tuple[Operator, ...]:
+    nodes = _forward(workload)
+    training = len(nodes) < len(workload.nodes)
+    backward_ms = _backward_milliseconds(workload, readers)
+    output_bytes = _output_bytes(workload)
+    weight_bytes: dict[int, float] = defaultdict(float)
+    for weight, reader in readers.items():
+        weight_bytes[reader] += nodes[weight].size
+    operators = []
+    for id_, node in nodes.items():
+        if id_ in readers:
+            continue
+        inside = 0.0 if readers else max(node.size - output_bytes[id_], 0.0)
+        operators.append(
+            Operator(
+                node.label,
+                node.fpga_latency / 1e3,
+                backward_ms[id_] / 1e3,
+                inside + weight_bytes[id_],
+                output_bytes[id_],
+                node.size - inside if training else 0.0,
+            )
+        )
+    return tuple(operators)
+
+
+def _output_bytes(workload: _Workload) -> dict[int, float]:
+    """The largest edge that leaves each forward node.
+
+    For the last operators, which no forward node reads, the largest edge into a backward node of
+    their class: a gradient is as large as the output.
+    """
+    nodes = {node.id: node for node in workload.nodes}
+    leaving: dict[int, float] = defaultdict(float)
+    entering: dict[int | None, float] = defaultdict(float)
+    for edge in workload.edges:
+        source, target = nodes[edge.source_id], nodes[edge.dest_id]
+        if not target.is_backward_node:
+            leaving[source.id] = max(leaving[source.id], edge.size)
+        elif source.is_backward_node:
+            entering[target.color_class] = max(entering[target.color_class], edge.size)
+    return {
+        id_: leaving[id_] if id_ in leaving else min(entering[node.color_class], node.size)
+        for id_, node in _forward(workload).items()
+    }
+
+
+def _backward_milliseconds(workload: _Workload, readers: dict[int, int]) -> dict[int, float]:
+    """Backward time per forward operator; the sum is that of all backward nodes."""
+    nodes = _forward(workload)
+    classes: dict[int | None, set[int]] = defaultdict(set)
+    for id_, node in nodes.items():
+        if node.color_class is not None:
+            classes[node.color_class].add(readers.get(id_, id_))
+    milliseconds = dict.fromkeys(nodes, 0.0)
+    for node, colour in _classes_of_backward_nodes(workload, set(classes)):
+        members = sorted(classes[colour])
+        total = sum(nodes[id_].fpga_latency for id_ in members)
+        for id_ in members:
+            share = nodes[id_].fpga_latency / total if total else 1 / len(members)
+            milliseconds[id_] += node.fpga_latency * share
+    return milliseconds
+
+
+def _classes_of_backward_nodes(
+    workload: _Workload, known: set[int | None]
+) -> list[tuple[_Node, int | None]]:
+    """Each backward node with its own class if that is ``known``, else the nearest node's."""
+    backward = {node.id: node for node in workload.nodes if node.is_backward_node}
+    graph = nx.Graph()
+    graph.add_nodes_from(backward)
+    graph.add_edges_from(
+        (edge.source_id, edge.dest_id)
+        for edge in workload.edges
+        if edge.source_id in backward and edge.dest_id in backward
+    )
+    coupled = {id_ for id_, node in backward.items() if node.color_class in known}
+    if not backward:
+        return []
+    if not coupled:
+        raise InputError("no backward node shares a colour class with a forward node")
+    cells = nx.voronoi_cells(graph, coupled)
+    lost = cells.pop("unreachable", set())
+    if lost:
+        raise InputError(f"{backward[min(lost)].label!r} belongs to no forward node")
+    return [
+        (backward[id_], backward[centre].color_class)
+        for centre, cell in sorted(cells.items())
+        for id_ in sorted(cell)
+    ]

@@ -1,0 +1,120 @@
+"""What one operation or layer computes, moves and keeps: the counts behind the analytic profiles.
+
+Conventions: a multiply-add is two FLOPs, and only matrix products and convolutions have any; what
+an operation moves are the elements that it reads and writes once each. What autograd keeps for
+the backward is counted per tensor, once, at the operation that reads it (at a softmax: that
+writes it); dropout masks take one byte per element. The gradient with respect to each operand of
+a product costs what its forward costs; that of any other operation costs its forward once, and
+its few weights (a norm's) come out of the same pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["matmul", "convolution", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation on a microbatch; elements unless the name says bytes.
+
+    ``input_gradients`` and ``weight_gradients`` tell how many times the forward's cost the two
+    parts of the backward take.
+    """
+
+    kind: Kind
+    flops: float
+    moved: float
+    parameters: float = 0.0
+    saved: float = 0.0
+    mask_bytes: float = 0.0
+    input_gradients: float = 1.0
+    weight_gradients: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """One layer: its operations, and the elements that it hands on.
+
+    ``differentiable`` is false where the layer's input has no gradient (images, tokens): then the
+    whole backward serves the weights.
+    """
+
+    name: str
+    operations: tuple[Operation, ...]
+    output: float
+    differentiable: bool = True
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward."""
+        return sum(operation.flops for operation in self.operations)
+
+    @property
+    def parameters(self) -> float:
+        """Number of parameters."""
+        return sum(operation.parameters for operation in self.operations)
+
+
+def dense(
+    rows: int, inputs: int, outputs: int, *, bias: bool = True, tied: bool = False
+) -> Operation:
+    """A linear layer on ``rows`` vectors; ``tied`` weights are counted at their first use."""
+    weights = inputs * outputs
+    return Operation(
+        "matmul",
+        2.0 * rows * weights,
+        rows * inputs + weights + rows * outputs,
+        parameters=0 if tied else weights + (outputs if bias else 0),
+        saved=rows * inputs,
+        weight_gradients=1,
+    )
+
+
+def product(batch: int, rows: int, inner: int, columns: int) -> Operation:
+    """``batch`` products of two activations, (rows, inner) times (inner, columns)."""
+    operands = batch * (rows * inner + inner * columns)
+    return Operation(
+        "matmul",
+        2.0 * batch * rows * inner * columns,
+        operands + batch * rows * columns,
+        saved=operands,
+        input_gradients=2,
+    )
+
+
+def embedding(rows: int, entries: int, width: int) -> Operation:
+    """A look-up of ``rows`` vectors in a table; their ids have no gradient."""
+    return Operation(
+        "memory",
+        0.0,
+        2 * rows * width,
+        parameters=entries * width,
+        input_gradients=0,
+        weight_gradients=1,
+    )
+
+
+def norm(elements: int, width: int, *, passes: int = 2) -> Operation:
+    """Layer norm (read, write) or, with 3 passes, batch norm (read, read again, write)."""
+    return Operation("memory", 0.0, passes * elements, parameters=2 * width, saved=elements)
+
+
+def elementwise(
+    elements: float, *, operands: int = 1, saved: float = 0.0, mask_bytes: float = 0.0
+) -> Operation:
+    """Any operation that reads ``operands`` tensors and writes one."""
+    return Operation("memory", 0.0, (operands + 1) * elements, saved=saved, mask_bytes=mask_bytes)
+
+
+def dropout(elements: float) -> Operation:
+    """Dropout, with its mask."""
+    return elementwise(elements, mask_bytes=elements)
+
+
+def layer(
+    name: str, output: float, operations: Sequence[Operation], *, differentiable: bool = True
+) -> LayerWork:
+    """A layer of ``operations``."""
+    return LayerWork(name, tuple(operations), output, differentiable)

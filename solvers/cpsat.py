@@ -1,0 +1,98 @@
+"""CP-SAT answers ``Intervals``."""
+
+import math
+from itertools import chain
+from time import perf_counter
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from stagewright.formulations.forms import (
+    Answer,
+    Intervals,
+    Ints,
+    Limits,
+    OnProgress,
+    Progress,
+    Status,
+)
+from stagewright.solvers.backend import UnknownStatusError
+
+STATUS = {
+    cp_model.OPTIMAL: Status.OPTIMAL,
+    cp_model.FEASIBLE: Status.FEASIBLE,
+    cp_model.INFEASIBLE: Status.INFEASIBLE,
+    cp_model.UNKNOWN: Status.NO_ANSWER,
+}
+
+
+def run(form: Intervals, limits: Limits, on_progress: OnProgress) -> Answer[Ints]:
+    """Minimise the makespan of ``form``; its horizon and lower bound become constraints."""
+    began = perf_counter()
+    model, starts = build(form)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = limits.threads
+    solver.parameters.random_seed = limits.seed
+    solver.parameters.log_search_progress = True
+    solver.parameters.log_to_stdout = False
+    log: list[str] = []
+    solver.log_callback = log.append
+    watch = _Watch(began, on_progress)
+    solver.parameters.max_time_in_seconds = max(0.0, limits.seconds - (perf_counter() - began))
+    code = solver.solve(model, watch)
+    if code not in STATUS:
+        raise UnknownStatusError(
+            f"CP-SAT ended with {solver.status_name(code)}: {model.validate()}"
+        )
+    status = STATUS[code]
+    values, objective, bound = None, None, math.inf
+    if status is not Status.INFEASIBLE:
+        bound = max(float(form.lower_bound), solver.best_objective_bound)
+    if status in (Status.OPTIMAL, Status.FEASIBLE):
+        values = np.array([solver.value(start) for start in starts], dtype=np.int64)
+        objective = solver.objective_value
+    seconds = perf_counter() - began
+    text, progress = "\n".join(log), tuple(watch.progress)
+    return Answer(status, values, objective, bound, seconds, "cp-sat", text, progress)
+
+
+def build(form: Intervals) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
+    """The CP-SAT model of ``form``, and the start variables in the order of its intervals."""
+    model = cp_model.CpModel()
+    durations = form.durations.tolist()
+    starts = [model.new_int_var(0, form.horizon, "") for _ in durations]
+    makespan = model.new_int_var(0, form.horizon, "makespan")
+    model.add(makespan >= form.lower_bound)
+    for machine in form.machines:
+        model.add_no_overlap(
+            model.new_fixed_size_interval_var(starts[i], durations[i], "") for i in machine.tolist()
+        )
+    for i, j in form.before.tolist():
+        model.add(starts[j] >= starts[i] + durations[i])
+    # An interval without tail ends before its successors do: only the others bound the makespan.
+    followed = set(form.before[:, 0].tolist())
+    for i, tail in enumerate(form.tails.tolist()):
+        if tail or i not in followed:
+            model.add(makespan >= starts[i] + durations[i] + tail)
+    if form.hint is not None:
+        ends = form.hint + form.durations + form.tails
+        hints = chain(form.hint.tolist(), [int(ends.max(initial=0))])
+        for variable, value in zip(chain(starts, [makespan]), hints, strict=True):
+            model.add_hint(variable, value)
+    model.minimize(makespan)
+    return model, starts
+
+
+class _Watch(cp_model.CpSolverSolutionCallback):
+    """Keeps and reports every improvement."""
+
+    def __init__(self, began: float, on_progress: OnProgress) -> None:
+        super().__init__()
+        self._began, self._on_progress = began, on_progress
+        self.progress: list[Progress] = []
+
+    def on_solution_callback(self) -> None:
+        seconds = perf_counter() - self._began
+        step = Progress(seconds, self.objective_value, self.best_objective_bound)
+        self.progress.append(step)
+        self._on_progress(step)

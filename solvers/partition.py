@@ -1,0 +1,94 @@
+"""The smallest bottleneck W for every number of stages, from passes of the recurrence's kernel."""
+
+import math
+from dataclasses import dataclass, field
+
+from stagewright.formulations.bppm import (
+    BalancedPartition,
+    ByRecurrence,
+    Recurrence,
+    StageChoice,
+)
+from stagewright.solvers import recurrence
+from stagewright.solvers.recurrence import Cuts
+
+# A bracket is narrowed to this ratio before its upper end is tested for optimality; each failed
+# test narrows it further.
+FIRST_RATIO = 1e-2
+NARROWING = 1 / 32
+WIDENING = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """A partition and its bottleneck; ``bound`` is a proved lower bound on W, equal if exact."""
+
+    bottleneck_seconds: float
+    bound_seconds: float
+    stages: tuple[StageChoice, ...]
+
+
+@dataclass
+class PartitionSearch:
+    """Brackets of W(xi) for every number of stages xi <= ``most``, narrowed pass by pass.
+
+    Every pass tells of all numbers of stages at once whether they fit under its limit, so
+    narrowing one bracket narrows the others. W(xi) is at least ``bound[xi]``, and ``found[xi]``
+    is the best placement so far with its bottleneck.
+    """
+
+    question: BalancedPartition
+    most: int | None = None
+    form: Recurrence = field(init=False)
+    bound: dict[int, float] = field(init=False)
+    found: dict[int, tuple[float, Cuts]] = field(init=False)
+    passes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.form = ByRecurrence().apply(self.question)
+        layers, size = len(self.form.parameters) - 1, len(self.form.memory)
+        self.most = min(layers, size, self.most or size)
+        load = float(recurrence.least_work(self.form)[-1]) / size
+        self.bound = dict.fromkeys(range(1, self.most + 1), load * (1 - recurrence.MARGIN))
+        self.found = {}
+
+    def test(self, limit: float) -> None:
+        """One pass: which numbers of stages fit under ``limit``, and how."""
+        assert self.most is not None
+        self.passes += 1
+        table = recurrence.reach_under(self.form, limit, self.most)
+        fitting = set(recurrence.complete_counts(self.form, table))
+        for stages in self.bound:
+            if stages not in fitting:
+                self.bound[stages] = max(self.bound[stages], math.nextafter(limit, math.inf))
+            elif stages not in self.found or self.found[stages][0] > limit:
+                cuts = recurrence.trace_back(self.form, table, stages)
+                self.found[stages] = (recurrence.bottleneck(self.form, cuts), cuts)
+
+    def solve(self, stages: int, ratio: float = 0.0, ceiling: float = math.inf) -> Balanced | None:
+        """A partition into ``stages`` stages with W at most 1 + ``ratio`` times the least.
+
+        None if every partition (memory permitting) has a bottleneck of ``ceiling`` or more.
+        With ``ratio`` 0 the result is exact: no placement stays below its bottleneck by even the
+        last bit of a float.
+        """
+        self._find_one(stages, ceiling)
+        narrow = max(FIRST_RATIO, ratio)
+        while self.bound[stages] < ceiling:
+            low, (high, cuts) = self.bound[stages], self.found[stages]
+            if high <= low * (1 + ratio):
+                choice = ByRecurrence().invert(self.question, cuts)
+                return Balanced(high, min(low, high), choice)
+            if high <= low * (1 + narrow):
+                self.test(math.nextafter(high, 0.0))
+                narrow *= NARROWING
+            else:
+                self.test(math.sqrt(low * high))
+        return None
+
+    def _find_one(self, stages: int, ceiling: float) -> None:
+        """Raise the limit until some placement is found or the ceiling is passed."""
+        while stages not in self.found and self.bound[stages] < ceiling:
+            limit = self.bound[stages] * WIDENING
+            largest = 4 * float(recurrence.least_work(self.form)[-1])
+            self.test(min(limit if limit < largest else math.inf, math.nextafter(ceiling, 0)))

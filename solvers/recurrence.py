@@ -1,0 +1,357 @@
+"""The compiled kernel of PRM's recurrence (:class:`stagewright.formulations.bppm.Recurrence`).
+
+For a fixed bottleneck T the question is which states can be reached with no stage and no channel
+above T: i devices used, r of them by the stage placed last, l layers placed. Every state holds the
+set of stage counts xi that reach it as a bitset, so one pass over the devices answers for all
+numbers of stages at once. Four facts make the pass quick:
+
+* a stage's time grows with its layers, so the l' from which (l', l] stays under T are one
+  window that only moves forward with l;
+* once r r' is large enough no channel exceeds T whatever its links: all such r' are joined by
+  suffix unions, and the few smaller r' are looked at one by one;
+* work that is left over must fit under T on the devices left over, and work that is done on those
+  used, which leaves a band of l for every i;
+* whoever needs the placement reads it from the same table.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from stagewright.formulations.bppm import Recurrence
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Words = NDArray[np.uint64]
+Cuts = list[tuple[int, int]]
+
+ONE = np.uint64(1)
+TOP = np.uint64(63)
+ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+MARGIN = 1e-9  # rounding may not cut a state that just fits
+
+
+class Band(NamedTuple):
+    """Which l are looked at with i devices: ``low[i] <= l <= high[i]``.
+
+    State (i, r, l) stands in row ``base[i] + (r - 1) * (high[i] - low[i] + 1) + l - low[i]``.
+    """
+
+    low: Ints
+    high: Ints
+    base: Ints
+
+
+class Table(NamedTuple):
+    """What one pass found: ``reach`` has a row per state (see Band) and bit xi - 1 per count."""
+
+    limit: float
+    band: Band
+    reach: Words
+
+
+def reach_under(form: Recurrence, limit: float, most: int) -> Table:
+    """All states with no stage or channel above ``limit`` in at most ``most`` stages."""
+    band = _band(form, limit)
+    reach = np.zeros((int(band.base[-1]), (most + 63) // 64), dtype=np.uint64)
+    largest_boundary = float(form.boundary.max())
+    slowest = (float(form.pace.max()), float(form.delay.max()))
+    _sweep(form, band, limit, most, largest_boundary, slowest, reach)
+    return Table(limit, band, reach)
+
+
+def complete_counts(form: Recurrence, table: Table) -> list[int]:
+    """The numbers of stages in which all layers can be placed on all devices, ascending."""
+    return [
+        word * 64 + bit + 1
+        for word, value in enumerate(np.bitwise_or.reduce(_final(form, table), axis=0))
+        for bit in range(64)
+        if int(value) >> bit & 1
+    ]
+
+
+def trace_back(form: Recurrence, table: Table, stages: int) -> Cuts:
+    """A placement in ``stages`` stages that the table holds.
+
+    Per stage from the last: (layers placed, devices used) so far. Among all placements under the
+    limit, each stage from the first on is as quick as it can be.
+    """
+    word, bit = divmod(stages - 1, 64)
+    final = np.flatnonzero(_final(form, table)[:, word] >> np.uint64(bit) & ONE)
+    l, i, r = len(form.parameters) - 1, len(form.memory), 0
+    best = np.inf
+    for candidate in final + 1:
+        before = _predecessor(form, table.band, table.reach, table.limit, stages, l, i, candidate)
+        if before[0] < best:
+            best, r = before[0], int(candidate)
+    cuts = [(l, i)]
+    for n in range(stages, 1, -1):
+        _, l, later = _predecessor(form, table.band, table.reach, table.limit, n, l, i, r)
+        i, r = i - r, later
+        cuts.append((l, i))
+    return cuts[::-1]
+
+
+def bottleneck(form: Recurrence, cuts: Cuts) -> float:
+    """The largest stage or channel time of a placement, by the kernel's own arithmetic."""
+    worst, taken, used, replicas = 0.0, 0, 0, 0
+    for l, i in cuts:
+        worst = max(worst, _stage_time(form, taken, l, used, i - used))
+        if used:
+            worst = max(worst, _channel_time(form, taken, used, replicas, i - used))
+        taken, used, replicas = l, i, i - used
+    return worst
+
+
+def least_work(form: Recurrence) -> Floats:
+    """Prefix over the last l layers of M times device-seconds at the cheapest kind and share.
+
+    A stage on r devices under T does at most r T of this work.
+    """
+    replicas = np.arange(len(form.memory) + 1)[None, :, None]
+    work = (np.diff(form.forward) + np.diff(form.backward)) * replicas
+    cheapest = work[:, 1:].min(axis=(0, 1))
+    return form.microbatches * np.concatenate([[0.0], np.cumsum(cheapest)])
+
+
+def _band(form: Recurrence, limit: float) -> Band:
+    work, size = least_work(form), len(form.memory)
+    layers = len(work) - 1
+    devices = np.arange(size + 1)
+    room = np.minimum(limit, 2 * work[-1]) * (1 + MARGIN)
+    high = np.searchsorted(work, devices * room, side="right") - 1
+    low = np.searchsorted(work, work[-1] * (1 - MARGIN) - (size - devices) * room)
+    high[:size] = np.minimum(high[:size], layers - 1)
+    low[size] = layers
+    low[0] = high[0] = 0
+    low = np.minimum(np.maximum(low, devices > 0), high + 1)
+    base = np.concatenate([[0], np.cumsum(devices * (high - low + 1))])
+    return Band(low.astype(np.int64), high.astype(np.int64), base.astype(np.int64))
+
+
+def _final(form: Recurrence, table: Table) -> Words:
+    """Bitsets of the complete states, a row per r = 1 ... V."""
+    size = len(form.memory)
+    if table.band.high[size] < table.band.low[size]:
+        return np.zeros((0, table.reach.shape[1]), dtype=np.uint64)
+    return table.reach[table.band.base[size] : table.band.base[size + 1]]
+
+
+@njit(cache=True)
+def _stage_time(form, before, l, used, r):
+    """Time of layers (before, l] on the r devices behind the first ``used``."""
+    f = b = 0.0
+    for k in range(form.kinds.shape[0]):
+        if form.kinds[k, used + r] > form.kinds[k, used]:
+            f = max(f, form.forward[k, r, l] - form.forward[k, r, before])
+            b = max(b, form.backward[k, r, l] - form.backward[k, r, before])
+    time = form.microbatches * (f + b)
+    if r > 1:
+        volume = 2.0 * (r - 1) / r * (form.parameters[l] - form.parameters[before])
+        time += volume * form.group_pace[used + r, r]
+        time += 2.0 * (r - 1) * form.group_delay[used + r, r]
+    return time
+
+
+@njit(cache=True)
+def _channel_time(form, l, used, later, r):
+    """Time of all transfers between the ``later`` devices before ``used`` and the r behind."""
+    there = back = there_delay = back_delay = 0.0
+    for k in range(used, used + r):
+        for j in range(used - later, used):
+            there = max(there, form.pace[k, j])
+            back = max(back, form.pace[j, k])
+            there_delay = max(there_delay, form.delay[k, j])
+            back_delay = max(back_delay, form.delay[j, k])
+    once = form.boundary[l] / (r * later) * (there + back) + there_delay + back_delay
+    return form.microbatches * once
+
+
+@njit(cache=True)
+def _most_in_flight(form, before, l, used, r):
+    """How many microbatches of layers (before, l] fit on the r devices; M if all do."""
+    free = form.memory[used : used + r].min()
+    free -= form.state_factor * (form.parameters[l] - form.parameters[before])
+    free -= 2.0 * (form.boundary[before] + form.boundary[l]) / r
+    saved = form.saved[r, l] - form.saved[r, before]
+    if free < 0.0:
+        return 0
+    if saved * form.microbatches <= free:
+        return form.microbatches
+    return int(free // saved)
+
+
+@njit(cache=True)
+def _row(band, i, r, l):
+    return band.base[i] + (r - 1) * (band.high[i] - band.low[i] + 1) + l - band.low[i]
+
+
+@njit(cache=True)
+def _sweep(form, band, limit, most, largest_boundary, slowest, reach):
+    """Fill ``reach``, from few devices to many."""
+    size, layers, words = len(form.memory), len(form.parameters) - 1, reach.shape[1]
+    joined = np.zeros((size + 2, layers + 1, words), dtype=np.uint64)
+    source = np.zeros((layers + 1, words), dtype=np.uint64)
+    worst = np.zeros((4, size + 1))
+    queue = np.zeros((2, layers + 2, words), dtype=np.uint64)
+    roomy = np.zeros(size + 1, dtype=np.bool_)
+    for r in range(1, size + 1):
+        states = form.state_factor * form.parameters[layers] + 4.0 * largest_boundary / r
+        states += min(form.microbatches, most) * form.saved[r, layers]
+        roomy[r] = states <= form.memory.min()
+    for used in range(size):
+        low, high = band.low[used], band.high[used]
+        joined[used + 1, low : high + 1] = 0
+        for later in range(used, 0, -1):
+            at = _row(band, used, later, low)
+            for l in range(low, high + 1):
+                for w in range(words):
+                    joined[later, l, w] = joined[later + 1, l, w] | reach[at + l - low, w]
+        while low <= high and used > 0 and not joined[1, low].any():
+            low += 1
+        while low <= high and used > 0 and not joined[1, high].any():
+            high -= 1
+        if low > high:
+            continue
+        worst[:] = 0.0
+        for r in range(1, size - used + 1):
+            free = _unconstrained(form, limit, largest_boundary, slowest, used, r)
+            if used == 0 or free == 1:
+                behind = joined[1]
+            else:
+                source[low : high + 1] = joined[free, low : high + 1]
+                _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source)
+                behind = source
+            if roomy[r]:
+                _place(form, band, limit, low, high, used, r, behind, queue, reach)
+            else:
+                _place_in_memory(form, band, limit, low, high, used, r, most, behind, reach)
+
+
+@njit(cache=True)
+def _unconstrained(form, limit, largest_boundary, slowest, used, r):
+    """From how many replicas of the later stage on no channel exceeds the limit."""
+    slack = limit / form.microbatches - 2.0 * slowest[1]
+    if slack <= 0.0:
+        return used + 1
+    needed = largest_boundary * 2.0 * slowest[0] / (r * slack) * (1 + 1e-12)
+    return max(1, int(np.ceil(min(needed, used + 1.0))))
+
+
+@njit(cache=True)
+def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source):
+    """Add to ``source`` the states of fewer than ``free`` replicas whose channel is quick enough.
+
+    ``worst[:, r']`` collects the slowest link (pace there and back, delay there and back) between
+    the r'-th device before ``used`` and the devices behind it, as r grows.
+    """
+    there = back = there_delay = back_delay = 0.0
+    newest = used + r - 1
+    for later in range(1, free):
+        j = used - later
+        worst[0, later] = max(worst[0, later], form.pace[newest, j])
+        worst[1, later] = max(worst[1, later], form.pace[j, newest])
+        worst[2, later] = max(worst[2, later], form.delay[newest, j])
+        worst[3, later] = max(worst[3, later], form.delay[j, newest])
+        there = max(there, worst[0, later])
+        back = max(back, worst[1, later])
+        there_delay = max(there_delay, worst[2, later])
+        back_delay = max(back_delay, worst[3, later])
+        at = _row(band, used, later, low) - low
+        for l in range(low, high + 1):
+            once = form.boundary[l] / (r * later) * (there + back) + there_delay + back_delay
+            if form.microbatches * once <= limit:
+                for w in range(reach.shape[1]):
+                    source[l, w] |= reach[at + l, w]
+
+
+@njit(cache=True)
+def _place(form, band, limit, low, high, used, r, source, queue, reach):
+    """A stage on the next r devices: the union of ``source`` over a sliding window of l'.
+
+    The window is a queue of two stacks with running unions; one more stage is one shift.
+    """
+    words = reach.shape[1]
+    i = used + r
+    front, back = queue[0], queue[1, 0]
+    front_top = front_bottom = tail = low  # front holds unions of source[l' ... front_bottom - 1]
+    back[:] = 0
+    start = low
+    for l in range(max(band.low[i], low + 1), band.high[i] + 1):
+        while start < l and start <= high and _stage_time(form, start, l, used, r) > limit:
+            start += 1
+        if start > high:
+            return
+        if start >= l:
+            continue
+        while tail < min(l, high + 1):
+            for w in range(words):
+                back[w] |= source[tail, w] if used > 0 else np.uint64(0)
+            tail += 1
+        front_top = max(front_top, start)
+        if front_top >= front_bottom:
+            front_bottom = tail
+            for w in range(words):
+                union = np.uint64(0)
+                for k in range(tail - 1, start - 1, -1):
+                    union |= source[k, w]
+                    front[k, w] = union
+                back[w] = 0
+            front_top = start
+        at = _row(band, i, r, l)
+        if used == 0:
+            reach[at, 0] = ONE
+            continue
+        carry = np.uint64(0)
+        for w in range(words):
+            union = front[front_top, w] | back[w]
+            reach[at, w] |= (union << ONE) | carry
+            carry = union >> TOP
+
+
+@njit(cache=True)
+def _place_in_memory(form, band, limit, low, high, used, r, most, source, reach):
+    """As ``_place``, where the n-th stage from the end must also hold min(M, n) microbatches."""
+    words = reach.shape[1]
+    i = used + r
+    start = low
+    for l in range(max(band.low[i], low + 1), band.high[i] + 1):
+        while start < l and start <= high and _stage_time(form, start, l, used, r) > limit:
+            start += 1
+        at = _row(band, i, r, l)
+        for before in range(start, min(l, high + 1)):
+            held = _most_in_flight(form, before, l, used, r)
+            counts = most if held >= form.microbatches else min(held, most)
+            if used == 0:
+                reach[at, 0] |= ONE if counts > 0 else np.uint64(0)
+                continue
+            carry = np.uint64(0)
+            for w in range(words):
+                allowed = min(max(counts - 64 * w, 0), 64)
+                mask = np.uint64(0) if allowed == 0 else ALL >> np.uint64(64 - allowed)
+                reach[at, w] |= ((source[before, w] << ONE) | carry) & mask
+                carry = source[before, w] >> TOP
+
+
+@njit(cache=True)
+def _predecessor(form, band, reach, limit, stages, l, i, r):
+    """(time, l', r') of the quickest stage (l', l] on r devices that ends ``stages`` stages."""
+    used = i - r
+    best = (np.inf, 0, 0)
+    if stages == 1:
+        return (_stage_time(form, 0, l, 0, r), 0, 0) if used == 0 else best
+    word, bit = (stages - 2) // 64, np.uint64((stages - 2) % 64)
+    for before in range(band.low[used], min(band.high[used], l - 1) + 1):
+        time = _stage_time(form, before, l, used, r)
+        held = _most_in_flight(form, before, l, used, r)
+        if time > limit or time >= best[0] or held < min(stages, form.microbatches):
+            continue
+        for later in range(1, used + 1):
+            if reach[_row(band, used, later, before), word] >> bit & ONE == np.uint64(0):
+                continue
+            if _channel_time(form, before, used, later, r) <= limit:
+                best = (time, before, later)
+                break
+    return best

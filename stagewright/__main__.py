@@ -1,0 +1,6 @@
+"""``python -m stagewright`` is the command ``stagewright``."""
+
+from stagewright.cli import main
+
+if __name__ == "__main__":
+    main()

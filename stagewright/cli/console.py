@@ -1,0 +1,145 @@
+"""What the commands share: options, tables, JSON, progress."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.graphs.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from stagewright.formulations.forms import Limits, OnProgress, Progress
+    from stagewright.formulations.pipeline import PipelineProblem
+
+WIDTH_WITHOUT_TERMINAL = 120
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+ModelFile = Annotated[Path, typer.Option("--model", help="Model file.", metavar="FILE")]
+ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file.", metavar="FILE")]
+PlanFile = Annotated[Path, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)]
+TimeLimit = Annotated[float, typer.Option(help="Seconds that the search may take.")]
+Threads = Annotated[
+    int, typer.Option(help="Threads of the solvers; with 1 the answer is reproducible.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+OutputFile = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Where to write.", metavar="FILE")
+]
+
+DEFAULT_THREADS = min(8, os.cpu_count() or 1)
+
+
+def out() -> "Console":
+    """The console of stdout."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH_WITHOUT_TERMINAL
+    return console
+
+
+def print_lines(*lines: "RenderableType") -> None:
+    """Print text and tables to stdout."""
+    console = out()
+    for line in lines:
+        console.print(line)
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    """Print a table; a heading that starts with ``<`` is of a column of text."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for name in head:
+        table.add_column(name.lstrip("<"), justify="left" if name[:1] == "<" else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    out().print(table)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print ``document`` as one JSON object; what is not finite becomes null."""
+    sys.stdout.write(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def progress(task: str) -> Iterator["OnProgress"]:
+    """Show ``task`` and its progress on stderr while the body runs, where that is a terminal."""
+    from rich.console import Console
+
+    from stagewright.formulations.forms import silent
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield silent
+        return
+    with console.status(task) as status:
+
+        def report(news: "Progress") -> None:
+            best = "none yet" if news.objective is None else f"{news.objective:.6g}"
+            status.update(f"{task}: {news.seconds:.0f} s, best {best}, bound {news.bound:.6g}")
+
+        yield report
+
+
+def require_folder(*paths: Path | None) -> None:
+    """Refuse output files that cannot be written, before any work is done for them."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; name a file in it")
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: the folder {path.parent} does not exist")
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(f"{path}: the folder {path.parent} is not writable")
+
+
+def read_limits(seconds: float, threads: int, seed: int) -> "Limits":
+    """The limits of a search from the options of a command."""
+    from stagewright.formulations.forms import Limits
+
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InputError(f"--time-limit must be a positive number of seconds, got {seconds:g}")
+    if threads < 1:
+        raise InputError(f"--threads must be at least 1, got {threads}")
+    if not 0 <= seed < 2**31:
+        raise InputError(f"--seed must be from 0 to {2**31 - 1}, got {seed}")
+    return Limits(seconds, threads, seed)
+
+
+def read_problem(model: Path, cluster: Path, microbatches: int) -> "PipelineProblem":
+    """The planning problem of a model file and a cluster file."""
+    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.graphs.chain import load_model
+    from stagewright.graphs.cluster import load_cluster
+
+    if microbatches < 1:
+        raise InputError(f"--microbatches must be at least 1, got {microbatches}")
+    return PipelineProblem(load_model(model), load_cluster(cluster), microbatches)
+
+
+def percent(share: float | None) -> str:
+    """A share as a percentage; a dash where there is none."""
+    return "-" if share is None or not math.isfinite(share) else f"{share:.2%}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,186 @@
+"""``import``, ``model`` and ``cluster``: the documents that a plan starts from."""
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.console import JsonFlag, OutputFile, print_json, print_lines, require_folder
+from stagewright.graphs.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.graphs.chain import Chain
+    from stagewright.graphs.cluster import Cluster
+
+MicrobatchSize = Annotated[
+    int | None, typer.Option("--microbatch-size", help="Samples in a microbatch.", metavar="B")
+]
+
+
+class Source(StrEnum):
+    """Formats that ``import`` reads."""
+
+    PIPEDREAM = "pipedream"
+    DNN_PARTITIONING = "dnn-partitioning"
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="The profile to read.", show_default=False)],
+    source: Annotated[Source, typer.Option("--from", help="The profile's format.")],
+    output: OutputFile = None,
+    microbatch_size: MicrobatchSize = None,
+    device: Annotated[
+        str | None, typer.Option(help="Kind of device that was measured; without it, any device.")
+    ] = None,
+    contract: Annotated[
+        bool, typer.Option("--contract", help="Merge branches, so that layers are cut points.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Turn another project's profile into a model file."""
+    from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
+    from stagewright.graphs.importers.pipedream import read_pipedream
+
+    require_folder(output)
+    size = 1 if microbatch_size is None else microbatch_size
+    read = read_pipedream if source is Source.PIPEDREAM else read_dnn_partitioning
+    chain = read(file, microbatch_size=size, device_kind=device, contract=contract)
+    return _hand_out(chain, output, as_json)
+
+
+def model(
+    name: Annotated[
+        str, typer.Argument(help="For example bert-large, vgg19, gpt.", show_default=False)
+    ],
+    output: OutputFile = None,
+    microbatch_size: MicrobatchSize = None,
+    device: Annotated[str, typer.Option(help="Kind of device.")] = "v100",
+    layers: Annotated[int | None, typer.Option(help="gpt: transformer layers.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="gpt: hidden size.")] = None,
+    heads: Annotated[int | None, typer.Option(help="gpt: attention heads.")] = None,
+    sequence: Annotated[int | None, typer.Option(help="gpt: tokens in a sequence.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="gpt: entries in the vocabulary.")] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Write the analytic profile of a named model: computed from FLOPs and bytes, not measured."""
+    from stagewright.graphs.analytic import analytic_model
+
+    require_folder(output)
+    given = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "sequence": sequence,
+        "vocabulary": vocabulary,
+    }
+    sizes = {key: value for key, value in given.items() if value is not None}
+    return _hand_out(analytic_model(name, microbatch_size, device, **sizes), output, as_json)
+
+
+def cluster(
+    shape: Annotated[
+        str | None, typer.Argument(help="Servers x devices, for example 8x4.", show_default=False)
+    ] = None,
+    intra: Annotated[
+        str | None, typer.Option(help="Bandwidth inside a server, for example 100GB/s.")
+    ] = None,
+    inter: Annotated[
+        str | None, typer.Option(help="Bandwidth between servers, for example 12.5GB/s or 100Gbps.")
+    ] = None,
+    latency_intra: Annotated[float, typer.Option(help="Seconds, inside a server.")] = 0.0,
+    latency_inter: Annotated[float, typer.Option(help="Seconds, between servers.")] = 0.0,
+    matrix: Annotated[
+        Path | None, typer.Option(help="A text file of bandwidths, a row per device.")
+    ] = None,
+    nvidia_smi: Annotated[
+        Path | None, typer.Option(help="The text that nvidia-smi topo -m prints.")
+    ] = None,
+    dgx1: Annotated[bool, typer.Option("--dgx1", help="Eight V100 in a cube of NVLinks.")] = False,
+    device: Annotated[str, typer.Option(help="Kind of device.")] = "v100",
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of a device, for example 16GB; else the kind's.")
+    ] = None,
+    output: OutputFile = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Describe a cluster: servers x devices, or from a file, or a DGX-1."""
+    from stagewright.graphs import documents, topology
+    from stagewright.graphs.units import parse_bytes
+
+    require_folder(output)
+    given = [shape is not None, matrix is not None, nvidia_smi is not None, dgx1]
+    if sum(given) != 1:
+        raise InputError("give one of: a shape such as 8x4, --matrix, --nvidia-smi, --dgx1")
+    if shape is None and (intra or inter or latency_inter):
+        raise InputError("--intra, --inter and --latency-inter belong to a shape such as 8x4")
+    bytes_ = None if memory is None else parse_bytes(memory)
+    every: dict[str, Any] = {"kind": device, "memory_bytes": bytes_, "latency": latency_intra}
+    if matrix is not None:
+        made = topology.read_matrix(matrix, **every)
+    elif nvidia_smi is not None:
+        text = documents.read_text(nvidia_smi)
+        made = topology.parse_nvidia_smi(text, place=str(nvidia_smi), **every)
+    elif dgx1:
+        made = topology.dgx1(**every)
+    else:
+        latency = (latency_intra, latency_inter)
+        made = _servers(shape or "", intra, inter, latency, device, bytes_)
+    return _hand_out(made, output, as_json)
+
+
+def _servers(
+    shape: str,
+    intra: str | None,
+    inter: str | None,
+    latency: tuple[float, float],
+    device: str,
+    memory_bytes: float | None,
+) -> "Cluster":
+    from stagewright.graphs.cluster import Link, uniform_servers
+    from stagewright.graphs.devices import accelerator
+    from stagewright.graphs.units import parse_bandwidth
+
+    match = re.fullmatch(r"(\d+)[xX](\d+)", shape)
+    if match is None:
+        raise InputError(f"{shape!r} is no shape; write servers x devices, for example 8x4")
+    servers, devices = int(match[1]), int(match[2])
+    if devices > 1 and intra is None:
+        raise InputError("--intra is missing; write for example --intra 100GB/s")
+    if servers > 1 and inter is None:
+        raise InputError("--inter is missing: the servers must be connected, e.g. --inter 12.5GB/s")
+    links = [
+        None if text is None else Link(parse_bandwidth(text), seconds)
+        for text, seconds in zip((intra, inter), latency, strict=True)
+    ]
+    inside = links[0] or links[1]
+    if inside is None:
+        raise InputError("--intra is missing; write for example --intra 100GB/s")
+    card = accelerator(device)
+    return uniform_servers(
+        servers,
+        devices,
+        inside,
+        links[1],
+        kind=card.name,
+        memory_bytes=card.memory_bytes if memory_bytes is None else memory_bytes,
+        peak_flops=card.fp32_flops,
+    )
+
+
+def _hand_out(document: "Chain | Cluster", output: Path | None, as_json: bool) -> int:
+    """Print the document, or write it to ``output`` and print what it is."""
+    from stagewright.graphs import documents
+    from stagewright.graphs.chain import Chain
+
+    if output is None:
+        print(documents.to_json(document), end="")
+        return 0
+    documents.write_text(output, documents.to_json(document))
+    what = "layers" if isinstance(document, Chain) else "devices"
+    if as_json:
+        print_json({"name": document.name, what: len(document), "file": str(output)})
+    else:
+        print_lines(f"{output}: {document.name}, {len(document)} {what}")
+    return 0

@@ -1,0 +1,78 @@
+"""``plan`` and ``planners``: from a model and a cluster to a certified plan."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.console import (
+    DEFAULT_THREADS,
+    ClusterFile,
+    JsonFlag,
+    ModelFile,
+    OutputFile,
+    Seed,
+    Threads,
+    TimeLimit,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    progress,
+    read_limits,
+    read_problem,
+    require_folder,
+)
+from stagewright.cli.plans import plan_json, print_plan
+
+if TYPE_CHECKING:
+    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.solvers.planning import Result
+
+
+def plan(
+    model: ModelFile,
+    cluster: ClusterFile,
+    microbatches: Annotated[int, typer.Option(help="Microbatches in an iteration.")],
+    planner: Annotated[
+        str, typer.Option(help="One of those that `stagewright planners` lists.")
+    ] = "auto",
+    time_limit: TimeLimit = 10.0,
+    threads: Threads = DEFAULT_THREADS,
+    seed: Seed = 0,
+    output: OutputFile = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time."""
+    from stagewright.formulations.plan import save_plan
+    from stagewright.solvers.planning import plan as solve
+
+    require_folder(output)
+    limits = read_limits(time_limit, threads, seed)
+    problem = read_problem(model, cluster, microbatches)
+    with progress("planning") as on_progress:
+        result = solve(problem, planner, limits, on_progress=on_progress)
+    if output is not None and result.plan is not None:
+        save_plan(result.plan, output)
+    if as_json:
+        print_json(_result_json(problem, result))
+    else:
+        _print_result(problem, result)
+        if output is not None and result.plan is not None:
+            print_lines(f"{output} is written")
+    return 1 if result.plan is None else 0
+
+
+def planners(as_json: JsonFlag = False) -> int:
+    """List the planners."""
+    from stagewright.solvers.planning import PLANNERS
+
+    if as_json:
+        listed = [
+            {"name": one.name, "summary": one.summary, "source": one.source}
+            for one in PLANNERS.values()
+        ]
+        print_json({"planners": listed})
+    else:
+        rows = [(one.name, one.summary, one.source) for one in PLANNERS.values()]
+        print_table(("<planner", "<what it does", "<source"), rows)
+    return 0

@@ -1,0 +1,273 @@
+"""``check``, ``simulate`` and ``show``: what is done with a plan file."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.console import (
+    ClusterFile,
+    JsonFlag,
+    ModelFile,
+    PlanFile,
+    Seed,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    progress,
+    read_problem,
+    require_folder,
+)
+from stagewright.graphs.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.executor.simulate import Simulation
+    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.formulations.plan import Certificate, PipelinePlan
+    from stagewright.graphs.chain import Chain
+
+
+def check(plan: PlanFile, model: ModelFile, cluster: ClusterFile, as_json: JsonFlag = False) -> int:
+    """Check every rule of a plan again, from the definitions; exit code 1 if one is broken."""
+    from stagewright.formulations.check import check as broken_rules
+    from stagewright.formulations.check import predict
+    from stagewright.graphs.units import format_seconds
+
+    answer, problem = _read_plan(plan, model, cluster)
+    violations = broken_rules(problem, answer)
+    cost = None if violations else predict(problem, answer).iteration_seconds
+    if as_json:
+        found = [
+            {"rule": one.rule, "place": one.place, "message": one.message} for one in violations
+        ]
+        status = "invalid" if violations else "valid"
+        print_json({"status": status, "cost_seconds": cost, "violations": found})
+    elif cost is not None:
+        print_lines(f"{plan}: valid, {format_seconds(cost)} per iteration")
+    else:
+        rows = [(one.rule, one.place, one.message) for one in violations]
+        rules = f"{len(rows)} broken rule{'s' if len(rows) > 1 else ''}"
+        print_table(("<rule", "<place", "<what was found"), rows, f"{plan}: {rules}")
+    return 1 if violations else 0
+
+
+def simulate(
+    plan: PlanFile,
+    model: ModelFile,
+    cluster: ClusterFile,
+    jitter: Annotated[
+        float, typer.Option(help="Spread of the durations: deviation of their logarithm.")
+    ] = 0.0,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(help="A slow device and its factor; may be repeated.", metavar="DEVICE=F"),
+    ] = None,
+    seed: Seed = 0,
+    as_json: JsonFlag = False,
+) -> int:
+    """Run the order of a plan as discrete events, with jitter and stragglers if wanted."""
+    from stagewright.executor.simulate import simulate as run
+    from stagewright.formulations.plan import InvalidPlan
+
+    factors = dict(_read_straggler(text) for text in straggler or [])
+    answer, problem = _read_plan(plan, model, cluster)
+    try:
+        with progress("simulating"):
+            outcome = run(problem, answer, jitter=jitter, stragglers=factors, seed=seed)
+    except InvalidPlan as error:
+        if as_json:
+            print_json({"status": "invalid", "reason": str(error)})
+        else:
+            print_lines(f"{plan} cannot run: {error}")
+        return 1
+    if as_json:
+        print_json(_simulation_json(answer, outcome, jitter, factors, seed))
+    else:
+        _print_simulation(answer, outcome)
+    return 0
+
+
+def show(
+    plan: PlanFile,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with the timeline.", metavar="FILE")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a picture.", metavar="FILE")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace for Perfetto or Chrome.", metavar="FILE")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Draw a plan, or print its summary where no file is asked for."""
+    from stagewright.executor.chart import write_png
+    from stagewright.executor.page import write_html
+    from stagewright.executor.timeline import write_trace
+    from stagewright.formulations.plan import load_plan
+
+    require_folder(html, png, trace)
+    answer = load_plan(plan)
+    writers: tuple[tuple[Path | None, Callable[[PipelinePlan, Path], None]], ...] = (
+        (html, write_html),
+        (png, write_png),
+        (trace, write_trace),
+    )
+    wanted = [(path, write) for path, write in writers if path is not None]
+    with progress("drawing"):
+        for path, write in wanted:
+            write(answer, path)
+    if as_json:
+        print_json(plan_json(answer) | {"files": [str(path) for path, _ in wanted]})
+    elif wanted:
+        print_lines(*(f"{path} is written" for path, _ in wanted))
+    else:
+        print_plan(answer)
+    return 0
+
+
+def plan_json(plan: "PipelinePlan | None") -> dict[str, Any]:
+    """What ``--json`` says of a plan; the same fields, all null, without one."""
+    certificate = plan.certificate if plan else None
+    names = ("schedule_bound_seconds", "schedule_gap", "schedule_proved_by")
+    predicted = plan.predicted if plan else None
+    return {
+        "planner": plan.planner if plan else None,
+        "cost_seconds": certificate.cost_seconds if certificate else None,
+        "bound_seconds": certificate.bound_seconds if certificate else None,
+        "gap": certificate.gap if certificate else None,
+        "proved_by": certificate.proved_by if certificate else None,
+        **{name: getattr(certificate, name, None) for name in names},
+        "stages": [
+            {"layers": stage.layers, "devices": stage.devices, "replication": stage.replication}
+            for stage in plan.stages
+        ]
+        if plan
+        else None,
+        "bubble": predicted.bubble if predicted else None,
+        "peak_memory_bytes": predicted.peak_memory_bytes if predicted else None,
+        "guarantees": [
+            {"theorem": one.theorem, "seconds": one.seconds, "holds": one.holds}
+            for one in certificate.guarantees
+        ]
+        if certificate
+        else None,
+    }
+
+
+def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
+    """Print the stages of a plan and its certificate; layers by name where the chain is known."""
+    from stagewright.executor.timeline import headline, shorten_devices, summarise
+    from stagewright.graphs.units import format_bytes, format_seconds
+
+    rows = []
+    for line in summarise(plan):
+        peak = "-" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
+        start, stop = line.layers
+        names = [f"{chain.layers[start].name} .. {chain.layers[stop - 1].name}"] if chain else []
+        rows.append(
+            [
+                str(line.stage), f"{start}-{stop - 1}", *names, shorten_devices(line.devices),
+                str(len(line.devices)), format_seconds(line.forward_seconds),
+                format_seconds(line.backward_seconds), str(line.in_flight), peak,
+            ]
+        )  # fmt: skip
+    between = ["<first .. last layer"] if chain else []
+    print_lines(headline(plan))
+    print_table(
+        ["stage", "<layers", *between, "<devices", "replicas", "forward", "backward", "in flight",
+         "peak memory"],
+        rows,
+    )  # fmt: skip
+    if plan.predicted is not None:
+        print_lines(f"idle   {percent(plan.predicted.bubble)} of the used devices' time")
+    if plan.certificate is not None:
+        print_lines(*_certificate_lines(plan.certificate))
+
+
+def _certificate_lines(certificate: "Certificate") -> list[str]:
+    from stagewright.graphs.units import format_seconds
+
+    lines = [
+        f"cost   {format_seconds(certificate.cost_seconds)} per iteration",
+        f"bound  {format_seconds(certificate.bound_seconds)} for every plan, gap "
+        f"{percent(certificate.gap)}, proved by {certificate.proved_by}",
+        f"       {format_seconds(certificate.schedule_bound_seconds)} for every schedule of these "
+        f"stages, gap {percent(certificate.schedule_gap)}, proved by "
+        f"{certificate.schedule_proved_by}",
+    ]
+    for one in certificate.guarantees:
+        holds = "holds" if one.holds else "DOES NOT HOLD"
+        lines.append(
+            f"       {one.theorem}: {format_seconds(one.cost_seconds)} <= "
+            f"{format_seconds(one.seconds)} {holds}"
+        )
+    return lines
+
+
+def _read_plan(
+    plan: Path, model: Path, cluster: Path
+) -> "tuple[PipelinePlan, PipelineProblem]":
+    """The plan, and the problem of its number of microbatches that it must answer."""
+    from stagewright.formulations.plan import load_plan
+
+    answer = load_plan(plan)
+    problem = read_problem(model, cluster, answer.microbatches)
+    if answer.digest != problem.digest:
+        raise InputError(
+            f"{plan} is a plan for another problem: it was made for {answer.model} on "
+            f"{answer.cluster}, and its digest is not that of {model} and {cluster} with "
+            f"{answer.microbatches} microbatches"
+        )
+    return answer, problem
+
+
+def _read_straggler(text: str) -> tuple[str, float]:
+    name, _, factor = text.rpartition("=")
+    try:
+        return name, float(factor)
+    except ValueError:
+        raise InputError(f"--straggler {text!r}: write DEVICE=FACTOR, e.g. s0g0=1.5") from None
+
+
+def _simulation_json(
+    plan: "PipelinePlan",
+    outcome: "Simulation",
+    jitter: float,
+    stragglers: dict[str, float],
+    seed: int,
+) -> dict[str, Any]:
+    from stagewright.executor.timeline import finish_seconds
+
+    return {
+        "status": "simulated",
+        "iteration_seconds": outcome.iteration_seconds,
+        "plan_seconds": finish_seconds(plan),
+        "slowdown": outcome.iteration_seconds / finish_seconds(plan),
+        "idle_seconds": outcome.idle_seconds,
+        "slack_seconds": outcome.slack_seconds,
+        "jitter": jitter,
+        "stragglers": stragglers,
+        "seed": seed,
+    }
+
+
+def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
+    from stagewright.executor.timeline import finish_seconds, shorten_devices
+    from stagewright.graphs.units import format_seconds
+
+    def of_stage(devices: Sequence[str]) -> tuple[str, str]:
+        idle = max(outcome.idle_seconds[device] for device in devices)
+        slack = min(outcome.slack_seconds[device] for device in devices)
+        return percent(idle / outcome.iteration_seconds), format_seconds(slack)
+
+    planned = finish_seconds(plan)
+    print_lines(
+        f"{format_seconds(outcome.iteration_seconds)} per iteration, "
+        f"{outcome.iteration_seconds / planned:.4f} x the plan's {format_seconds(planned)}"
+    )
+    rows = [
+        (str(s), shorten_devices(stage.devices), *of_stage(stage.devices))
+        for s, stage in enumerate(plan.stages)
+    ]
+    print_table(("stage", "<devices", "idle", "slack"), rows)

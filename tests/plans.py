@@ -1,0 +1,196 @@
+"""Small problems and valid plans for them, by a naive list scheduler that knows no planner."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+from hypothesis import strategies as st
+
+from stagewright.formulations.actions import Action, ActionKind
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import PipelinePlan, Schedule, ScheduledAction, Stage
+from stagewright.graphs.chain import Chain, Layer, LayerCost
+from stagewright.graphs.cluster import Cluster, Device, Link, ServerLinks
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+REDUCE = ActionKind.REDUCE
+
+
+def small_problem(
+    layers: int = 6, devices: int = 6, microbatches: int = 4, memory_bytes: float = 16e9
+) -> PipelineProblem:
+    """Uneven layers on servers of two devices; every third device is of a slower kind."""
+    chain = Chain("small", "test", 6, tuple(_layer(i) for i in range(layers)))
+    kinds = ["slow" if v % 3 == 2 else "fast" for v in range(devices)]
+    names = [f"g{v}" for v in range(devices)]
+    cluster = Cluster(
+        "small",
+        tuple(Device(name, kind, memory_bytes) for name, kind in zip(names, kinds, strict=True)),
+        ServerLinks(
+            tuple(tuple(names[v : v + 2]) for v in range(0, devices, 2)),
+            Link(20e9, 1e-5),
+            Link(5e9, 3e-5),
+        ),
+    )
+    return PipelineProblem(chain, cluster, microbatches)
+
+
+def _layer(i: int) -> Layer:
+    seconds, size = 0.01 * (1 + i * 7 % 5), 1e7 * (1 + i * 3 % 4)
+    costs = (
+        LayerCost(6, seconds, 5 * size, size, backward_seconds=2.1 * seconds, device_kind="fast"),
+        LayerCost(6, 1.3 * seconds, 5 * size, size, 2.5 * seconds, device_kind="slow"),
+    )
+    return Layer(f"layer{i}", 3e7 * (1 + i * 5 % 3), costs)
+
+
+def make_stages(cuts: Sequence[int], replicas: Sequence[int], ways: Sequence[str]) -> list[Stage]:
+    """Stages that end at ``cuts``, with the next free of the devices g0, g1, ..."""
+    stages, start, taken = [], 0, 0
+    for stop, count, way in zip(cuts, replicas, ways, strict=True):
+        devices = tuple(f"g{v}" for v in range(taken, taken + count))
+        stages.append(Stage((start, stop), devices, way))  # type: ignore[arg-type]
+        start, taken = stop, taken + count
+    return stages
+
+
+def valid_plan(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    *,
+    in_flight: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
+    wait: Callable[[], float] = lambda: 0.0,
+) -> PipelinePlan:
+    """Schedule, again and again, the action that can start first.
+
+    ``in_flight`` bounds the microbatches in flight per stage (default: what the memory holds);
+    ``order`` is the order in which each device starts its microbatches; every action waits
+    ``wait()`` seconds longer than it must.
+    """
+    limits = in_flight or [_limit(problem, stage) for stage in stages]
+    position = {m: i for i, m in enumerate(order or range(problem.microbatches))}
+    finish: dict[Action, float] = {}
+    free: dict[object, float] = {}
+    waiting = _all_actions(stages, problem.microbatches)
+    entries: list[ScheduledAction] = []
+
+    def earliest(action: Action) -> float:
+        needed = [finish[before] for before in _needs(stages, action, problem.microbatches)]
+        return max([free.get(_resource(stages, action), 0.0), *needed])
+
+    def may_start(action: Action) -> bool:
+        if not all(need in finish for need in _needs(stages, action, problem.microbatches)):
+            return False
+        if action.kind is not F:
+            return True
+        stage = stages[action.stage]
+        mates = [m for m in position if stage.runners(m) == stage.runners(action.microbatch)]
+        started = [m for m in mates if Action(action.stage, F, m) in finish]
+        ended = [m for m in mates if Action(action.stage, B, m) in finish]
+        first = min(set(mates) - set(started), key=position.__getitem__)
+        return action.microbatch == first and len(started) - len(ended) < limits[action.stage]
+
+    while waiting:
+        action = min(
+            filter(may_start, waiting),
+            key=lambda a: (earliest(a), a.kind is F, position.get(a.microbatch, 0)),
+        )
+        waiting.remove(action)
+        start = earliest(action) + wait()
+        finish[action] = start + _seconds(problem, stages, action)
+        free[_resource(stages, action)] = finish[action]
+        entries += _entries(problem, stages, action, start, finish[action])
+    return PipelinePlan(
+        problem.digest, "test", problem.chain.name, problem.cluster.name,
+        problem.microbatches, tuple(stages), Schedule(tuple(entries)),
+    )  # fmt: skip
+
+
+@st.composite
+def scheduled(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, PipelinePlan]:
+    """A problem and a valid plan for it, with needless waits if ``waits``."""
+    layers = draw(st.integers(1, 5))
+    inner = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
+    cuts = [*sorted(inner), layers]
+    microbatches = draw(st.integers(1, 5))
+    problem = small_problem(layers, 12, microbatches)
+    stages = make_stages(
+        cuts,
+        [draw(st.integers(1, 3)) for _ in cuts],
+        [draw(st.sampled_from(["split", "round-robin"])) for _ in cuts],
+    )
+    delays = st.sampled_from([0.0, 0.0, 0.003, 0.2])
+    plan = valid_plan(
+        problem,
+        stages,
+        order=draw(st.permutations(range(microbatches))),
+        in_flight=[draw(st.integers(1, microbatches)) for _ in cuts],
+        wait=(lambda: draw(delays)) if waits else (lambda: 0.0),
+    )
+    return problem, plan
+
+
+def _limit(problem: PipelineProblem, stage: Stage) -> int:
+    devices = [problem.cluster.index[name] for name in stage.devices]
+    return problem.in_flight_limit(*stage.layers, devices, len(stage.runners(0)))
+
+
+def _all_actions(stages: Sequence[Stage], microbatches: int) -> list[Action]:
+    last = len(stages) - 1
+    every = product(range(last + 1), range(microbatches))
+    found = [Action(s, kind, m) for s, m in every for kind in (F, B)]
+    found += [Action(s, SEND_F, m) for s in range(last) for m in range(microbatches)]
+    found += [Action(s + 1, SEND_B, m) for s in range(last) for m in range(microbatches)]
+    return found + [Action(s, REDUCE) for s, stage in enumerate(stages) if len(stage.devices) > 1]
+
+
+def _needs(stages: Sequence[Stage], action: Action, microbatches: int) -> list[Action]:
+    s, m = action.stage, action.microbatch
+    if action.kind is F:
+        return [Action(s - 1, SEND_F, m)] if s > 0 else []
+    if action.kind is B:
+        return [Action(s, F, m) if s == len(stages) - 1 else Action(s + 1, SEND_B, m)]
+    if action.kind is REDUCE:
+        return [Action(s, B, i) for i in range(microbatches)]
+    return [Action(s, F if action.kind is SEND_F else B, m)]
+
+
+def _resource(stages: Sequence[Stage], action: Action) -> object:
+    s, m = action.stage, action.microbatch
+    if action.kind is REDUCE:
+        return action
+    if action.kind in (F, B):
+        return stages[s].runners(m)
+    left = s if action.kind is SEND_F else s - 1
+    return (left, stages[left].runners(m), stages[left + 1].runners(m))
+
+
+def _seconds(problem: PipelineProblem, stages: Sequence[Stage], action: Action) -> float:
+    stage, index = stages[action.stage], problem.cluster.index
+    if action.kind is REDUCE:
+        return problem.reduce_seconds(*stage.layers, [index[name] for name in stage.devices])
+    if action.kind in (F, B):
+        devices = [index[name] for name in stage.runners(action.microbatch)]
+        return problem.compute_seconds(*stage.layers, devices)[action.kind is B]
+    left = action.stage if action.kind is SEND_F else action.stage - 1
+    one, other = (
+        [index[name] for name in stages[s].runners(action.microbatch)] for s in (left, left + 1)
+    )
+    return problem.transfer_seconds(stages[left].layers[1], one, other)[action.kind is SEND_B]
+
+
+def _entries(
+    problem: PipelineProblem, stages: Sequence[Stage], action: Action, start: float, finish: float
+) -> list[ScheduledAction]:
+    stage, text = stages[action.stage], str(action)
+    if action.kind is REDUCE:
+        size, group = problem.gradient_bytes(*stage.layers), stage.devices
+        return [ScheduledAction(group[0], text, start, finish, group, group, size)]
+    sources = stage.runners(action.microbatch)
+    if action.kind in (F, B):
+        return [ScheduledAction(name, text, start, finish) for name in sources]
+    forth = action.kind is SEND_F
+    targets = stages[action.stage + (1 if forth else -1)].runners(action.microbatch)
+    size = problem.boundary_bytes(stage.layers[1] if forth else stage.layers[0])
+    return [ScheduledAction(sources[0], text, start, finish, sources, targets, size)]

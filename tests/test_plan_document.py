@@ -1,0 +1,204 @@
+"""The plan's document: what is written is read back, and any fault is one line with its place."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import make_stages, small_problem, valid_plan
+
+from stagewright.formulations.check import check, predict
+from stagewright.formulations.plan import (
+    Bound,
+    Certificate,
+    Guarantee,
+    PipelinePlan,
+    Stage,
+    json_schema,
+    load_plan,
+    save_plan,
+)
+from stagewright.graphs import documents
+from stagewright.graphs.errors import InputError
+
+PROBLEM = small_problem(layers=4, devices=4, microbatches=2)
+
+
+def small_plan() -> PipelinePlan:
+    plan = valid_plan(PROBLEM, make_stages((1, 4), (2, 1), ("round-robin", "split")))
+    figures = predict(PROBLEM, plan)
+    cost = figures.iteration_seconds
+    certificate = Certificate(
+        cost, cost / 3, (cost - cost / 3) / cost, "one", cost, 0.0, "two",
+        (Bound(cost / 3, "one", "problem"), Bound(cost, "two", "schedule")),
+        (Guarantee("Theorem 1", 2 * cost, cost, True),),
+    )  # fmt: skip
+    return replace(plan, predicted=figures, certificate=certificate)
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    """A plan document as plain data, to be damaged."""
+    found: dict[str, Any] = json.loads(documents.to_json(small_plan()))
+    return found
+
+
+def load(tmp_path: Path, text: str) -> PipelinePlan:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    return load_plan(path)
+
+
+def test_the_same_plan_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(small_plan(), path)
+    assert load_plan(path) == small_plan()
+    assert check(PROBLEM, load_plan(path)) == ()
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_figures_and_certificate_may_be_absent(tmp_path: Path) -> None:
+    bare = replace(small_plan(), predicted=None, certificate=None)
+    save_plan(bare, tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    assert "predicted" not in text
+    assert load_plan(tmp_path / "plan.json") == bare
+
+
+def test_what_other_programs_read(data: dict[str, Any]) -> None:
+    assert (data["format"], data["version"], data["kind"]) == ("stagewright-plan", 1, "pipeline")
+    assert data["stages"] == [
+        {"layers": [0, 1], "devices": ["g0", "g1"], "replication": "round-robin"},
+        {"layers": [1, 4], "devices": ["g2"], "replication": "split"},
+    ]
+    assert data["microbatches"] == 2
+    actions = data["schedule"]["actions"]
+    assert set(actions[0]) == {"device", "action", "start_seconds", "finish_seconds"}
+    send = next(entry for entry in actions if entry["action"] == "0SEND_F1")
+    assert (send["device"], send["sources"], send["targets"]) == ("g1", ["g1"], ["g2"])
+    assert send["bytes"] == PROBLEM.boundary_bytes(1)
+
+
+Damage = Callable[[dict[str, Any]], Any]
+
+
+def put(*path: Any, value: Any) -> Damage:
+    def damage(data: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    return damage
+
+
+def without(*path: Any) -> Damage:
+    def damage(data: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        del data[path[-1]]
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (put("format", value="stagewright-model"), "expected a 'stagewright-plan' document"),
+        (without("format"), "expected a 'stagewright-plan' document"),
+        (put("version", value=2), "version 2 is not known; this release reads 1"),
+        (without("version"), "version None is not known"),
+        (put("kind", value="operators"), "kind: "),
+        (put("colour", value="red"), "colour: unknown field"),
+        (put("stages", 0, "gpus", value=[]), r"stages\[0\].gpus: unknown field"),
+        (put("schedule", "actions", 3, "note", value=""), r"actions\[3\].note: unknown field"),
+        (put("predicted", "flops", value=1), "predicted.flops: unknown field"),
+        (without("digest"), "digest: missing field"),
+        (without("stages", 1, "devices"), r"stages\[1\].devices: missing field"),
+        (without("schedule", "actions", 0, "start_seconds"), r"actions\[0\].start_seconds: miss"),
+        (put("microbatches", value="many"), "microbatches: .*got 'many'"),
+        (put("microbatches", value=2.5), "microbatches: .*got 2.5"),
+        (put("microbatches", value=0), "microbatches must be at least 1, got 0"),
+        (put("stages", value=[]), "a plan needs at least one stage"),
+        (put("stages", value="all"), "stages: "),
+        (put("stages", 0, "layers", value=[0]), r"stages\[0\].layers\[1\]: missing field"),
+        (put("stages", 0, "layers", value=[1, 1]), r"stages\[0\]: layers must be \[start, stop\)"),
+        (put("stages", 0, "layers", value=[0, 1, 2]), r"stages\[0\].layers: "),
+        (put("stages", 0, "devices", value=[]), r"stages\[0\]: a stage needs at least one device"),
+        (put("stages", 0, "devices", value=[0, 1]), r"stages\[0\].devices\[0\]: .*string"),
+        (put("stages", 0, "replication", value="both"), r"stages\[0\].replication: .*'split'"),
+        (put("weights", value="stash"), "weights: .*'flush'"),
+        (put("schedule", "kind", value="periodic"), "schedule.kind: "),
+        (put("schedule", "actions", 1, "start_seconds", value=None), r"actions\[1\].start_seconds"),
+        (put("schedule", "actions", 1, "device", value=7), r"actions\[1\].device: .*string"),
+        (put("predicted", "bubble", value="small"), "predicted.bubble: .*got 'small'"),
+        (put("certificate", "bounds", 0, "scope", value="mine"), r"bounds\[0\].scope: "),
+        (put("certificate", "guarantees", 0, "holds", value="often"), r"guarantees\[0\].holds: "),
+    ],
+)  # fmt: skip
+def test_a_damaged_document_is_refused(
+    tmp_path: Path, data: dict[str, Any], damage: Damage, message: str
+) -> None:
+    damage(data)
+    with pytest.raises(InputError, match=message) as caught:
+        load(tmp_path, json.dumps(data))
+    assert str(caught.value).startswith(f"{tmp_path / 'plan.json'}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, number: str) -> None:
+    text = documents.to_json(small_plan()).replace(
+        '"start_seconds": 0.0', f'"start_seconds": {number}', 1
+    )
+    with pytest.raises(InputError, match=r"schedule.actions\[0\].start_seconds: .*finite"):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
+    text = documents.to_json(small_plan()).rstrip()
+    with pytest.raises(InputError, match="not a complete JSON document") as caught:
+        load(tmp_path, text[: int(share * len(text))])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"plan"'])
+def test_other_json_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match="expected a 'stagewright-plan' document"):
+        load(tmp_path, text)
+
+
+def test_an_absent_or_unreadable_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none.json: No such file"):
+        load_plan(tmp_path / "none.json")
+    with pytest.raises(InputError, match="Is a directory"):
+        load_plan(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="not a text file"):
+        load_plan(tmp_path / "binary")
+
+
+def test_a_stage_knows_who_runs_a_microbatch() -> None:
+    assert Stage((0, 1), ("a", "b")).runners(3) == ("a", "b")
+    turns = Stage((0, 1), ("a", "b", "c"), "round-robin")
+    assert [turns.runners(m) for m in range(4)] == [("a",), ("b",), ("c",), ("a",)]
+
+
+def references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*map(references, node.values()))
+    return set().union(*map(references, node)) if isinstance(node, list) else set()
+
+
+def test_the_schema_is_json_and_closed(data: dict[str, Any]) -> None:
+    schema = json.loads(json.dumps(json_schema()))
+    assert references(schema) == {f"#/$defs/{name}" for name in schema["$defs"]}
+    for part in (schema, *schema["$defs"].values()):
+        assert part["type"] == "object"
+        assert part["additionalProperties"] is False
+    assert set(data) == set(schema["properties"])
+    assert set(schema["required"]) <= set(data)
+    assert {"stages", "microbatches", "schedule", "digest"} <= set(schema["required"])

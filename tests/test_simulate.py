@@ -1,0 +1,216 @@
+"""The simulator runs the order of a plan: its times, its deadlocks, its delays."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import make_stages, scheduled, small_problem, valid_plan
+
+from stagewright.executor.simulate import Deadlock, simulate
+from stagewright.formulations.check import check
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import InvalidPlan, PipelinePlan, Schedule, Stage
+from stagewright.graphs.chain import Chain, Layer, LayerCost
+from stagewright.graphs.cluster import Link, uniform_servers
+from stagewright.graphs.errors import InputError
+
+
+def at_times(plan: PipelinePlan, times: dict[str, float]) -> PipelinePlan:
+    """The plan with the actions in ``times`` at other starts, as long as before."""
+    actions = [
+        replace(
+            e,
+            start_seconds=times[e.action],
+            finish_seconds=times[e.action] + e.finish_seconds - e.start_seconds,
+        )
+        if e.action in times
+        else e
+        for e in plan.schedule.actions
+    ]
+    return replace(plan, schedule=Schedule(tuple(actions)))
+
+
+def two_stages(microbatches: int = 2) -> tuple[PipelineProblem, PipelinePlan]:
+    """Stages on g0 and g1, with one microbatch after the other."""
+    problem = small_problem(4, 4, microbatches)
+    stages = make_stages((2, 4), (1, 1), ("split", "split"))
+    return problem, valid_plan(problem, stages, in_flight=(1, 1))
+
+
+@settings(max_examples=80, deadline=None)
+@given(scheduled(), st.randoms(use_true_random=False))
+def test_a_tight_plan_runs_at_its_own_times(case, random) -> None:  # type: ignore[no-untyped-def]
+    problem, plan = case
+    actions = list(plan.schedule.actions)
+    random.shuffle(actions)
+    shuffled = replace(plan, schedule=Schedule(tuple(actions)))
+    found = simulate(problem, shuffled)
+    assert found.actions == shuffled.schedule.actions
+    assert found.iteration_seconds == max(e.finish_seconds for e in actions)
+
+
+@settings(max_examples=80, deadline=None)
+@given(scheduled(waits=True))
+def test_needless_waits_disappear(case: tuple[PipelineProblem, PipelinePlan]) -> None:
+    problem, plan = case
+    found = simulate(problem, plan)
+    for ran, planned in zip(found.actions, plan.schedule.actions, strict=True):
+        assert (ran.action, ran.device) == (planned.action, planned.device)
+        assert ran.start_seconds <= planned.start_seconds
+    tight = replace(plan, schedule=Schedule(found.actions))
+    assert check(problem, tight) == ()
+    assert simulate(problem, tight) == found
+
+
+@settings(max_examples=40, deadline=None)
+@given(scheduled(), st.floats(1, 3), st.data())
+def test_a_straggler_delays_and_its_slack_says_by_how_much(
+    case: tuple[PipelineProblem, PipelinePlan], factor: float, data: st.DataObject
+) -> None:
+    problem, plan = case
+    used = [name for stage in plan.stages for name in stage.devices]
+    slow = data.draw(st.sampled_from(used))
+    before = simulate(problem, plan)
+    after = simulate(problem, plan, stragglers={slow: factor})
+    added = (factor - 1) * (before.iteration_seconds - before.idle_seconds[slow])
+    grown = after.iteration_seconds - before.iteration_seconds
+    rounding = 1e-9 * after.iteration_seconds
+    assert -rounding <= grown <= added + rounding
+    assert min(before.slack_seconds.values()) >= -rounding
+    if added <= before.slack_seconds[slow]:
+        assert grown <= rounding
+    for early, late in zip(before.actions, after.actions, strict=True):
+        assert late.start_seconds >= early.start_seconds - rounding
+
+
+def test_a_single_device_by_hand() -> None:
+    layer = Layer("l", 1e6, (LayerCost(1, 1.0, 1e6, 1e6, 2.0),))
+    problem = PipelineProblem(Chain("c", "test", 1, (layer,)), uniform_servers(1, 1, Link(1e9)), 3)
+    plan = valid_plan(problem, [Stage((0, 1), ("s0g0",))])
+    found = simulate(problem, plan, stragglers={"s0g0": 2.0})
+    assert found.iteration_seconds == 18
+    assert found.idle_seconds == {"s0g0": 0}
+    assert found.slack_seconds == {"s0g0": 0}
+
+
+def test_the_wait_for_the_other_stage_is_idle_time_and_slack() -> None:
+    """F 1 s on both devices, B 2 s, transfers 1 s; two devices, one microbatch: F f F B b B."""
+    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(1, 1.0, 0, 1e9, 2.0),)) for i in range(2))
+    cluster = uniform_servers(1, 2, Link(1e9))
+    problem = PipelineProblem(Chain("c", "test", 1, layers), cluster, 1)
+    plan = valid_plan(problem, [Stage((0, 1), ("s0g0",)), Stage((1, 2), ("s0g1",))])
+    found = simulate(problem, plan)
+    assert found.iteration_seconds == 8
+    assert found.idle_seconds == {"s0g0": 5, "s0g1": 5}
+    assert found.slack_seconds == {"s0g0": 0, "s0g1": 0}
+
+
+def test_turns_leave_slack_to_the_device_with_fewer_microbatches() -> None:
+    problem = small_problem(2, 2, 3)
+    plan = valid_plan(problem, make_stages((2,), (2,), ("round-robin",)))
+    found = simulate(problem, plan)
+    forward, backward = problem.compute_seconds(0, 2, [1])
+    assert found.slack_seconds["g0"] == pytest.approx(0)
+    assert found.slack_seconds["g1"] == pytest.approx(forward + backward)
+
+
+def test_only_the_order_in_the_plan_matters() -> None:
+    problem, plan = two_stages(3)
+    stretched = [
+        replace(e, start_seconds=5 * e.start_seconds + 1, finish_seconds=7 * e.finish_seconds + 1)
+        for e in plan.schedule.actions
+    ]
+    found = simulate(problem, replace(plan, schedule=Schedule(tuple(stretched))))
+    assert found.actions == plan.schedule.actions
+
+
+def test_a_deadlock_on_one_device_prints_its_cycle() -> None:
+    problem, plan = two_stages()
+    with pytest.raises(Deadlock, match=r"^deadlock: (1[FB]0 on g1)( waits for 1[FB]0 on g1){2}$"):
+        simulate(problem, at_times(plan, {"1B0": 0.0}))
+
+
+def test_a_deadlock_across_devices_prints_its_cycle() -> None:
+    """Stage 0 goes F0 B0 F1 B1, stage 1 wants F1 before B0."""
+    problem, plan = two_stages()
+    start = {e.action: e.start_seconds for e in plan.schedule.actions}
+    with pytest.raises(Deadlock) as caught:
+        simulate(problem, at_times(plan, {"1F1": start["1B0"] - 1e-6}))
+    steps = str(caught.value).removeprefix("deadlock: ").split(" waits for ")
+    assert steps[0] == steps[-1]
+    assert set(steps) == {
+        "1F1 on g1", "0SEND_F1 on g0", "0F1 on g0", "0B0 on g0", "1SEND_B0 on g1", "1B0 on g1",
+    }  # fmt: skip
+    assert ("1SEND_B0 on g1", "1B0 on g1") in pairwise(steps)
+
+
+def test_a_deadlock_on_a_channel_prints_its_cycle() -> None:
+    """The channel would carry the gradient before the activation that it depends on."""
+    problem, plan = two_stages()
+    with pytest.raises(Deadlock, match="1SEND_B0 on g1") as caught:
+        simulate(problem, at_times(plan, {"1SEND_B0": 0.0}))
+    assert "0SEND_F0 on g0" in str(caught.value)
+    assert isinstance(caught.value, InvalidPlan)
+
+
+@pytest.mark.parametrize("ways", [("split", "split"), ("round-robin", "split")])
+def test_actions_that_last_no_time_keep_their_order(ways: tuple[str, str]) -> None:
+    """Everything free but the backwards: ties everywhere, listed backwards."""
+    costs = (LayerCost(1, 0.0, 0.0, 0.0, 1.0),)
+    layers = tuple(Layer(f"l{i}", 0.0, costs) for i in range(2))
+    problem = PipelineProblem(Chain("c", "test", 1, layers), uniform_servers(1, 4, Link(1e9)), 3)
+    stages = [Stage((0, 1), ("s0g0", "s0g1"), ways[0]), Stage((1, 2), ("s0g2",), ways[1])]
+    plan = valid_plan(problem, stages)
+    backwards = replace(plan, schedule=Schedule(plan.schedule.actions[::-1]))
+    assert check(problem, backwards) == ()
+    assert simulate(problem, backwards).actions == backwards.schedule.actions
+
+
+def test_jitter_is_drawn_from_the_seed_and_has_mean_one() -> None:
+    problem, plan = two_stages(4)
+    runs = [simulate(problem, plan, jitter=0.2, seed=seed) for seed in range(100)]
+    assert simulate(problem, plan, jitter=0.2, seed=0) == runs[0]
+    assert len({run.iteration_seconds for run in runs}) == 100
+    lasts = [
+        sum(e.finish_seconds - e.start_seconds for e in actions)
+        for actions in (plan.schedule.actions, *(run.actions for run in runs))
+    ]
+    assert sum(lasts[1:]) / 100 == pytest.approx(lasts[0], rel=0.02)
+    # One microbatch at a time: the jittered iteration is a sum along the only path.
+    assert runs[0].iteration_seconds == pytest.approx(lasts[1])
+
+
+def test_the_devices_of_a_split_stage_wait_for_their_slowest() -> None:
+    problem = small_problem(4, 4, 1)
+    plan = valid_plan(problem, make_stages((2, 4), (2, 1), ("split", "split")))
+    found = simulate(problem, plan, stragglers={"g1": 3.0})
+    times = {(e.action, e.device): e for e in found.actions}
+    slow = times["0F0", "g1"].finish_seconds
+    assert slow == pytest.approx(3 * times["0F0", "g0"].finish_seconds)
+    assert times["0SEND_F0", "g0"].start_seconds == slow
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"jitter": -0.1}, "jitter must be finite and not negative"),
+        ({"jitter": float("nan")}, "jitter must be finite and not negative"),
+        ({"stragglers": {"g9": 2.0}}, "straggler 'g9' is no device of 'small'"),
+        ({"stragglers": {"g0": 0.0}}, "straggler 'g0': factor must be positive"),
+        ({"stragglers": {"g0": -1.0}}, "straggler 'g0': factor must be finite and not negative"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message: str) -> None:  # type: ignore[no-untyped-def]
+    problem, plan = two_stages()
+    with pytest.raises(InputError, match=message):
+        simulate(problem, plan, **options)
+
+
+def test_an_incomplete_plan_is_refused() -> None:
+    problem, plan = two_stages()
+    with pytest.raises(InvalidPlan, match="missing: "):
+        simulate(problem, replace(plan, schedule=Schedule(plan.schedule.actions[1:])))
+    with pytest.raises(InvalidPlan, match="digest: "):
+        simulate(small_problem(4, 4, 2, memory_bytes=8e9), plan)
