@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+TORCH := 2.13.0
 
 .PHONY: demo test check bench lock clean
 
 demo: $(READY)  ## plan BERT-large and the measured profiles; write plan.json and timeline.html
-	$(BIN)/python examples/demo.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(READY)
 	$(BIN)/pytest
@@ -29,14 +30,16 @@ $(READY): constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
-# Newest versions of everything, torch included, resolved in an environment of their own.
+# Newest versions of everything, resolved in an environment of their own. Torch is optional, large,
+# and built per accelerator: its version alone is pinned, by hand.
 lock:
-	rm -rf build/lock
+	rm -rf build
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet '.[dev,executor]'
-	build/lock/bin/python -m pip freeze --all --exclude pip --exclude stagewright \
-		| sed 's/+[a-z0-9.]*$$//' > constraints.txt
-	rm -rf build/lock
+	build/lock/bin/python -m pip install --quiet '.[dev]'
+	{ build/lock/bin/python -m pip freeze --all --exclude pip --exclude stagewright; \
+		echo torch==$(TORCH); } | LC_ALL=C sort -f > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+	rm -rf build
 
 clean:
 	rm -rf $(VENV) build dist demo-output

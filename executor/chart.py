@@ -26,6 +26,7 @@ DOTS_PER_INCH = 150
 CHARACTER_SHARE = 0.0055  # of the axis' width that one character of a block's label needs
 ROW_HEIGHT = {"device": 0.86, "channel": 0.5, "reduce": 0.5}  # of the space between two rows
 MAX_HEIGHT_INCHES = 30.0
+MAX_OUTLINED_BLOCKS = 120  # in a row; white outlines around more of them would hide the thin ones
 
 
 def write_png(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
@@ -64,7 +65,7 @@ def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> No
         (y - height / 2, height),
         facecolors=[KIND_COLOURS[block.action.kind] for block in row.blocks],
         edgecolor="white",
-        linewidth=0.4,
+        linewidth=0.4 if len(row.blocks) <= MAX_OUTLINED_BLOCKS else 0,
     )
     if row.group != "device":
         return

@@ -46,7 +46,8 @@ section { background: #fff; border: 1px solid #e2e5ea; border-radius: 8px; paddi
 .fact { background: #fff; border: 1px solid #e2e5ea; border-radius: 8px; padding: 12px 16px; }
 .fact b { display: block; font-size: 22px; font-weight: 600; }
 .fact span { color: #5a6776; font-size: 13px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 0 16px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr));
+  gap: 0 16px; }
 .charts section { min-width: 0; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid #eceef1; }
@@ -94,9 +95,7 @@ def _embed(figure: "Figure", buttons: bool = False) -> str:
     }
     # plotly draws a random id per figure; a fixed one makes the page the same for the same plan.
     name = f"figure-{figure.layout.meta}"
-    return str(
-        figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
-    )
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config))
 
 
 def _subtitle(plan: PipelinePlan) -> str:

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -88,10 +87,14 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
         If the schedule's actions do not belong to the plan's stages and devices.
     """
     if merges_stages(plan, max_device_rows):
-        names = {stage.devices[0]: _stage_name(s, stage.devices) for s, stage in enumerate(plan.stages)}
+        names = {
+            stage.devices[0]: _stage_name(s, stage.devices) for s, stage in enumerate(plan.stages)
+        }
     else:
         names = {
-            device: f"{device} · stage {s}" for s, stage in enumerate(plan.stages) for device in stage.devices
+            device: f"{device} · stage {s}"
+            for s, stage in enumerate(plan.stages)
+            for device in stage.devices
         }
     devices: dict[str, list[Block]] = {device: [] for device in names}
     links: dict[tuple[str, int], list[Block]] = defaultdict(list)
@@ -173,16 +176,24 @@ def shorten_devices(names: Sequence[str], limit: int = 3) -> str:
     >>> shorten_devices(["s0g0", "s0g1", "s0g2", "s1g0"])
     's0g0-2, s1g0'
     """
-    split = [re.fullmatch(r"(.*?)(\d*)", name, re.DOTALL) for name in names]
-    parts = [(match[1], int(match[2] or -1)) for match in split if match]
-    runs = []
-    for _, run in groupby(enumerate(parts), key=lambda item: (item[1][0], item[1][1] - item[0])):
-        members = [part for _, part in run]
-        (prefix, low), (_, high) = members[0], members[-1]
-        runs.append(f"{prefix}{low if low >= 0 else ''}" + (f"-{high}" if high > low else ""))
-    if len(runs) <= limit:
-        return ", ".join(runs)
-    return f"{', '.join(runs[: limit - 1])}, ... {runs[-1]} ({len(names)} devices)"
+    runs: list[list[tuple[str, str]]] = []
+    for name in names:
+        digits = re.search(r"\d*$", name)[0]  # type: ignore[index]  # matches at least ""
+        part = (name.removesuffix(digits), digits)
+        if runs and _continues(runs[-1][-1], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    texts = ["".join(run[0]) + (f"-{run[-1][1]}" if len(run) > 1 else "") for run in runs]
+    if len(texts) <= limit:
+        return ", ".join(texts)
+    return f"{', '.join(texts[: limit - 1])}, ... {texts[-1]} ({len(names)} devices)"
+
+
+def _continues(before: tuple[str, str], after: tuple[str, str]) -> bool:
+    """Whether name ``after``, split before its last number, is the next after ``before``."""
+    same = before[0] == after[0] and before[1] != "" != after[1]
+    return same and int(after[1]) == int(before[1]) + 1
 
 
 def headline(plan: PipelinePlan) -> str:
@@ -225,10 +236,14 @@ def chrome_trace(plan: PipelinePlan) -> str:
         pid = processes[row.group][0]
         place = {"pid": pid, "tid": tid}
         events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": row.name}})
-        events.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}})
+        events.append(
+            {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
+        )
         events += [_trace_event(block, place) for block in row.blocks]
     other = {"model": plan.model, "cluster": plan.cluster, "planner": plan.planner}
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":"))
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":")
+    )
 
 
 def write_trace(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
@@ -238,7 +253,7 @@ def write_trace(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
 
 def _trace_event(block: Block, place: dict[str, int]) -> dict[str, Any]:
     action = block.action
-    arguments = {"stage": action.stage, "microbatch": action.microbatch}
+    arguments: dict[str, Any] = {"stage": action.stage, "microbatch": action.microbatch}
     arguments |= {"bytes": block.bytes, "endpoints": block.ends or None}
     return {
         "ph": "X",
@@ -261,7 +276,9 @@ def _blocks(plan: PipelinePlan, devices: Collection[str] | None = None) -> list[
     An action that fits no stage of the plan is refused.
     """
     blocks = []
-    parsed = {text: parse_action(text) for text in {timed.action for timed in plan.schedule.actions}}
+    parsed = {
+        text: parse_action(text) for text in {timed.action for timed in plan.schedule.actions}
+    }
     for i, timed in enumerate(plan.schedule.actions):
         action = parsed[timed.action]
         if action.stage >= len(plan.stages):

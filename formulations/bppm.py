@@ -123,8 +123,7 @@ class ByRecurrence:
         by_share = [
             [problem.costs(kind, max(r, 1)) for r in range(size + 1)] for kind in problem.kinds
         ]
-        saved = np.array([[costs.saved_bytes for costs in row] for row in by_share]).max(axis=0)
-        # The memory rule takes the largest sum over kinds; the sum of largest entries bounds it.
+        saved = np.array([problem.saved_per_layer(max(r, 1)) for r in range(size + 1)])
         entering = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
         return Recurrence(
             problem.microbatches,

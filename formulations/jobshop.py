@@ -1,5 +1,6 @@
 """The job shop: jobs of steps in fixed order, each step on its machine, in the least makespan."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,11 +46,6 @@ class JobShop:
             raise InputError(f"the durations add up to {self.total}, the limit is {MAX_TOTAL}")
 
     @property
-    def machines(self) -> int:
-        """Number of machines: one more than the largest that a step names."""
-        return 1 + max(machine for steps in self.jobs for machine, _ in steps)
-
-    @property
     def total(self) -> int:
         """The sum of all durations: the makespan of one step after the other."""
         return sum(duration for steps in self.jobs for _, duration in steps)
@@ -64,7 +60,7 @@ class JobShop:
         """
         if [len(row) for row in starts] != [len(steps) for steps in self.jobs]:
             raise InvalidPlan("there must be one start time per step")
-        busy: list[list[tuple[int, int, str]]] = [[] for _ in range(self.machines)]
+        busy = defaultdict[int, list[tuple[int, int, str]]](list)
         for j, (row, steps) in enumerate(zip(starts, self.jobs, strict=True)):
             ready = 0
             for k, (start, (machine, duration)) in enumerate(zip(row, steps, strict=True)):
@@ -72,11 +68,11 @@ class JobShop:
                     raise InvalidPlan(f"job {j}, step {k} starts at {start}, ready at {ready}")
                 ready = start + duration
                 busy[machine].append((start, ready, f"job {j}, step {k}"))
-        for machine, blocks in enumerate(busy):
+        for machine, blocks in busy.items():
             for (_, end, one), (start, _, other) in pairwise(sorted(blocks)):
                 if start < end:
                     raise InvalidPlan(f"machine {machine}: {other} starts before {one} ends")
-        return max(end for blocks in busy for _, end, _ in blocks)
+        return max(end for blocks in busy.values() for _, end, _ in blocks)
 
 
 def parse_jobshop(text: str, place: str) -> JobShop:
@@ -121,7 +117,8 @@ def _job(words: list[str], machines: int, place: str) -> tuple[tuple[int, int], 
     numbers = _integers(words, place)
     if len(numbers) != 2 * machines:
         raise InputError(
-            f"{place}: expected {machines} pairs of machine and duration, got {len(numbers)} numbers"
+            f"{place}: expected {machines} pairs of machine and duration, "
+            f"got {len(numbers)} numbers"
         )
     steps = tuple(zip(numbers[::2], numbers[1::2], strict=True))
     for machine, duration in steps:
@@ -158,7 +155,7 @@ class ByIntervals:
         steps = [step for job in problem.jobs for step in job]
         machine = np.array([machine for machine, _ in steps])
         durations = np.array([duration for _, duration in steps], dtype=np.int64)
-        members = tuple(np.flatnonzero(machine == k) for k in range(problem.machines))
+        members = tuple(np.flatnonzero(machine == k) for k in np.unique(machine))
         heads, tails = _heads_and_tails(problem)
         hint, horizon = None, problem.total
         if self.incumbent is not None:

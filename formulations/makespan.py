@@ -123,7 +123,7 @@ def _require_order(problem: MakespanProblem, times: Timetable, tolerance: float)
         ]
     if not all(np.isfinite(start).all() and (start >= -tolerance).all() for *_, start in steps):
         raise InvalidPlan("a start time is negative or not finite")
-    if not (times.forward[0] >= -tolerance).all():
+    if not ((times.forward[0] >= -tolerance).all() and np.isfinite(times.reduce).all()):
         raise InvalidPlan("a start time is negative or not finite")
     for before, after, s, start, duration, following in steps:
         early = np.flatnonzero(following < start + duration - tolerance)

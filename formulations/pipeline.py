@@ -131,11 +131,14 @@ class PipelineProblem:
     def saved_bytes(self, start: int, stop: int, replicas: int) -> float:
         """Bytes that a device keeps per microbatch in flight, when ``replicas`` share it.
 
-        The larger of the device kinds' figures, should they differ.
+        Every layer counts with the largest figure of the device kinds, should they differ.
         """
-        return max(
-            float(self.costs(kind, replicas).saved_bytes[start:stop].sum()) for kind in self.kinds
-        )
+        return float(self.saved_per_layer(replicas)[start:stop].sum())
+
+    def saved_per_layer(self, replicas: int) -> Floats:
+        """Saved bytes of every layer, shape (L,), on one of ``replicas`` shares."""
+        kinds = [self.costs(kind, replicas).saved_bytes for kind in self.kinds]
+        return np.max(kinds, axis=0)
 
     def in_flight_limit(
         self, start: int, stop: int, devices: Sequence[int], shares: int | None = None

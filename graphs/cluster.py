@@ -284,11 +284,12 @@ def _widest_paths(direct: Floats, latency: Floats) -> tuple[Floats, Floats]:
     np.fill_diagonal(linked, True)
     wide = direct.copy()
     np.fill_diagonal(wide, np.inf)
-    delay = latency.copy()
-    if not linked.all():
-        for via in range(len(direct)):
-            through = np.minimum.outer(wide[:, via], wide[via])
-            better = (through > wide) & ~linked
-            wide[better] = through[better]
-            delay[better] = np.add.outer(delay[:, via], delay[via])[better]
-    return wide, delay
+    if linked.all():
+        return wide, latency
+    own, delay = wide.copy(), latency.copy()
+    for via in range(len(direct)):
+        through = np.minimum.outer(wide[:, via], wide[via])
+        better = through > wide
+        wide[better] = through[better]
+        delay[better] = np.add.outer(delay[:, via], delay[via])[better]
+    return np.where(linked, own, wide), np.where(linked, latency, delay)

@@ -49,3 +49,18 @@ def accelerator(name: str) -> Accelerator:
     except KeyError:
         known = ", ".join(sorted(ACCELERATORS))
         raise InputError(f"device {name!r} is not known; known are {known}") from None
+
+
+def kind_of_device(kind: str, memory_bytes: float | None) -> tuple[str, float, float | None]:
+    """Kind, memory and fp32 peak of a device; what is not in the table needs its memory given.
+
+    Raises
+    ------
+    InputError
+        If the kind is unknown and no memory is given.
+    """
+    if memory_bytes is not None and kind.lower() not in ACCELERATORS:
+        return kind, memory_bytes, None
+    card = accelerator(kind)
+    memory = card.memory_bytes if memory_bytes is None else memory_bytes
+    return card.name, memory, card.fp32_flops

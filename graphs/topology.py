@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stagewright.graphs import documents
 from stagewright.graphs.cluster import Cluster, Device, from_matrix
-from stagewright.graphs.devices import accelerator
+from stagewright.graphs.devices import kind_of_device
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import parse_bandwidth
 
@@ -65,7 +65,7 @@ def dgx1(
     latency
         Seconds per transfer.
     kind, memory_bytes
-        The devices' kind, and their memory if it is not that of the table in ``devices``.
+        The devices' kind, and their memory: that of the table in ``devices`` if not given.
     name
         Of the cluster.
     """
@@ -141,7 +141,7 @@ def parse_nvidia_smi(
     latency
         Seconds per transfer.
     kind, memory_bytes
-        The devices' kind, and their memory if it is not that of the table in ``devices``.
+        The devices' kind, and their memory: that of the table in ``devices`` if not given.
     name
         Of the cluster.
 
@@ -170,9 +170,7 @@ def parse_nvidia_smi(
 
 
 def _devices(names: Sequence[str], kind: str, memory_bytes: float | None) -> list[Device]:
-    card = accelerator(kind)
-    memory = card.memory_bytes if memory_bytes is None else memory_bytes
-    return [Device(name, card.name, memory, card.fp32_flops) for name in names]
+    return [Device(name, *kind_of_device(kind, memory_bytes)) for name in names]
 
 
 def _split(line: str) -> list[str]:

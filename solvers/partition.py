@@ -1,6 +1,7 @@
 """The smallest bottleneck W for every number of stages, from passes of the recurrence's kernel."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stagewright.formulations.bppm import (
@@ -9,6 +10,7 @@ from stagewright.formulations.bppm import (
     Recurrence,
     StageChoice,
 )
+from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.solvers import recurrence
 from stagewright.solvers.recurrence import Cuts
 
@@ -76,19 +78,38 @@ class PartitionSearch:
         narrow = max(FIRST_RATIO, ratio)
         while self.bound[stages] < ceiling:
             low, (high, cuts) = self.bound[stages], self.found[stages]
-            if high <= low * (1 + ratio):
+            if high >= ceiling:
+                self.test(math.nextafter(ceiling, 0.0))
+            elif high <= low * (1 + ratio):
                 choice = ByRecurrence().invert(self.question, cuts)
                 return Balanced(high, min(low, high), choice)
-            if high <= low * (1 + narrow):
+            elif high <= low * (1 + narrow):
                 self.test(math.nextafter(high, 0.0))
                 narrow *= NARROWING
             else:
                 self.test(math.sqrt(low * high))
         return None
 
+    def next_limit(self, limit: float) -> float:
+        """A wider limit to try when nothing was found under ``limit``; inf asks for memory alone."""
+        wider = limit * WIDENING
+        return wider if wider < 4 * float(recurrence.least_work(self.form)[-1]) else math.inf
+
     def _find_one(self, stages: int, ceiling: float) -> None:
         """Raise the limit until some placement is found or the ceiling is passed."""
         while stages not in self.found and self.bound[stages] < ceiling:
-            limit = self.bound[stages] * WIDENING
-            largest = 4 * float(recurrence.least_work(self.form)[-1])
-            self.test(min(limit if limit < largest else math.inf, math.nextafter(ceiling, 0)))
+            limit = self.next_limit(self.bound[stages])
+            self.test(min(limit, math.nextafter(ceiling, 0)) if ceiling < math.inf else limit)
+
+
+def balanced_partitions(
+    problem: PipelineProblem, order: Sequence[int]
+) -> dict[int, tuple[float, tuple[StageChoice, ...]]]:
+    """W and its partition for every number of stages that fits, devices taken in ``order``."""
+    search = PartitionSearch(BalancedPartition(problem, tuple(order)))
+    solved = {stages: search.solve(stages) for stages in search.bound}
+    return {
+        stages: (balanced.bottleneck_seconds, balanced.stages)
+        for stages, balanced in solved.items()
+        if balanced is not None
+    }

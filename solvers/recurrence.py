@@ -139,7 +139,7 @@ def _final(form: Recurrence, table: Table) -> Words:
     return table.reach[table.band.base[size] : table.band.base[size + 1]]
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _stage_time(form, before, l, used, r):
     """Time of layers (before, l] on the r devices behind the first ``used``."""
     f = b = 0.0
@@ -147,15 +147,44 @@ def _stage_time(form, before, l, used, r):
         if form.kinds[k, used + r] > form.kinds[k, used]:
             f = max(f, form.forward[k, r, l] - form.forward[k, r, before])
             b = max(b, form.backward[k, r, l] - form.backward[k, r, before])
-    time = form.microbatches * (f + b)
-    if r > 1:
-        volume = 2.0 * (r - 1) / r * (form.parameters[l] - form.parameters[before])
-        time += volume * form.group_pace[used + r, r]
-        time += 2.0 * (r - 1) * form.group_delay[used + r, r]
-    return time
+    per_byte, once = _reduce(form, used, r)
+    return (
+        form.microbatches * (f + b)
+        + per_byte * (form.parameters[l] - form.parameters[before])
+        + once
+    )
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
+def _reduce(form, used, r):
+    """An all-reduce's seconds per byte of parameters, and its latency."""
+    if r == 1:
+        return 0.0, 0.0
+    per_byte = 2.0 * (r - 1) / r * form.group_pace[used + r, r]
+    return per_byte, 2.0 * (r - 1) * form.group_delay[used + r, r]
+
+
+@njit(cache=True, error_model="numpy")
+def _window_start(form, limit, start, l, used, r, per_byte, once):
+    """The least l' >= ``start`` from which (l', l] stays under the limit; l if none does."""
+    if form.kinds.shape[0] > 1:
+        while start < l and _stage_time(form, start, l, used, r) > limit:
+            start += 1
+        return start
+    # The same arithmetic as in _stage_time, without its loop over kinds.
+    forward, backward, parameters = form.forward[0, r], form.backward[0, r], form.parameters
+    f, b, p = forward[l], backward[l], parameters[l]
+    while start < l and (
+        form.microbatches * ((f - forward[start]) + (b - backward[start]))
+        + per_byte * (p - parameters[start])
+        + once
+        > limit
+    ):
+        start += 1
+    return start
+
+
+@njit(cache=True, error_model="numpy")
 def _channel_time(form, l, used, later, r):
     """Time of all transfers between the ``later`` devices before ``used`` and the r behind."""
     there = back = there_delay = back_delay = 0.0
@@ -169,7 +198,7 @@ def _channel_time(form, l, used, later, r):
     return form.microbatches * once
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _most_in_flight(form, before, l, used, r):
     """How many microbatches of layers (before, l] fit on the r devices; M if all do."""
     free = form.memory[used : used + r].min()
@@ -183,12 +212,12 @@ def _most_in_flight(form, before, l, used, r):
     return int(free // saved)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _row(band, i, r, l):
     return band.base[i] + (r - 1) * (band.high[i] - band.low[i] + 1) + l - band.low[i]
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _sweep(form, band, limit, most, largest_boundary, slowest, reach):
     """Fill ``reach``, from few devices to many."""
     size, layers, words = len(form.memory), len(form.parameters) - 1, reach.shape[1]
@@ -230,7 +259,7 @@ def _sweep(form, band, limit, most, largest_boundary, slowest, reach):
                 _place_in_memory(form, band, limit, low, high, used, r, most, behind, reach)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _unconstrained(form, limit, largest_boundary, slowest, used, r):
     """From how many replicas of the later stage on no channel exceeds the limit."""
     slack = limit / form.microbatches - 2.0 * slowest[1]
@@ -240,7 +269,7 @@ def _unconstrained(form, limit, largest_boundary, slowest, used, r):
     return max(1, int(np.ceil(min(needed, used + 1.0))))
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source):
     """Add to ``source`` the states of fewer than ``free`` replicas whose channel is quick enough.
 
@@ -267,7 +296,7 @@ def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, s
                     source[l, w] |= reach[at + l, w]
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _place(form, band, limit, low, high, used, r, source, queue, reach):
     """A stage on the next r devices: the union of ``source`` over a sliding window of l'.
 
@@ -279,9 +308,9 @@ def _place(form, band, limit, low, high, used, r, source, queue, reach):
     front_top = front_bottom = tail = low  # front holds unions of source[l' ... front_bottom - 1]
     back[:] = 0
     start = low
+    per_byte, once = _reduce(form, used, r)
     for l in range(max(band.low[i], low + 1), band.high[i] + 1):
-        while start < l and start <= high and _stage_time(form, start, l, used, r) > limit:
-            start += 1
+        start = _window_start(form, limit, start, l, used, r, per_byte, once)
         if start > high:
             return
         if start >= l:
@@ -311,15 +340,15 @@ def _place(form, band, limit, low, high, used, r, source, queue, reach):
             carry = union >> TOP
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _place_in_memory(form, band, limit, low, high, used, r, most, source, reach):
     """As ``_place``, where the n-th stage from the end must also hold min(M, n) microbatches."""
     words = reach.shape[1]
     i = used + r
     start = low
+    per_byte, once = _reduce(form, used, r)
     for l in range(max(band.low[i], low + 1), band.high[i] + 1):
-        while start < l and start <= high and _stage_time(form, start, l, used, r) > limit:
-            start += 1
+        start = _window_start(form, limit, start, l, used, r, per_byte, once)
         at = _row(band, i, r, l)
         for before in range(start, min(l, high + 1)):
             held = _most_in_flight(form, before, l, used, r)
@@ -335,7 +364,7 @@ def _place_in_memory(form, band, limit, low, high, used, r, most, source, reach)
                 carry = source[before, w] >> TOP
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _predecessor(form, band, reach, limit, stages, l, i, r):
     """(time, l', r') of the quickest stage (l', l] on r devices that ends ``stages`` stages."""
     used = i - r

@@ -1,1 +1,124 @@
-"""Stagewright: planner of distributed training whose every answer carries a certificate."""
+"""Stagewright: planner of distributed training whose every answer carries a certificate.
+
+Examples
+--------
+>>> import stagewright
+>>> from stagewright.graphs.cluster import Link, uniform_servers
+>>> from stagewright.graphs.analytic import analytic_model
+>>> cluster = uniform_servers(1, 2, Link(100e9))
+>>> result = stagewright.plan(analytic_model("vgg19"), cluster, microbatches=4, planner="dp")
+>>> result.status.value
+'feasible'
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from stagewright.graphs.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stagewright.executor.simulate import Simulation
+    from stagewright.formulations.check import Violation
+    from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
+    from stagewright.graphs.chain import Chain, load_model, save_model
+    from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
+    from stagewright.solvers.planning import Result
+
+__all__ = [
+    "InputError",
+    "check",
+    "load_cluster",
+    "load_model",
+    "load_plan",
+    "plan",
+    "save_cluster",
+    "save_model",
+    "save_plan",
+    "simulate",
+]
+
+# Loaded when first asked for, so that ``import stagewright`` stays quick.
+_LAZY = {
+    "load_cluster": "stagewright.graphs.cluster",
+    "load_model": "stagewright.graphs.chain",
+    "load_plan": "stagewright.formulations.plan",
+    "save_cluster": "stagewright.graphs.cluster",
+    "save_model": "stagewright.graphs.chain",
+    "save_plan": "stagewright.formulations.plan",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'stagewright' has no attribute {name!r}")
+
+
+def plan(
+    chain: "Chain",
+    cluster: "Cluster",
+    microbatches: int = 8,
+    planner: str = "auto",
+    time_limit: float = 10.0,
+    *,
+    threads: int = 1,
+    seed: int = 0,
+) -> "Result":
+    """Plan one training iteration of ``chain`` on ``cluster``.
+
+    Parameters
+    ----------
+    chain, cluster
+        What is trained and on what; see :func:`load_model` and :func:`load_cluster`.
+    microbatches
+        Microbatches in an iteration.
+    planner
+        ``auto`` (the portfolio) or one that ``stagewright planners`` lists.
+    time_limit
+        Seconds.
+    threads, seed
+        For the solvers; one thread makes a run repeatable.
+
+    Returns
+    -------
+    Result
+        Status, plan, cost, proved bound and gap. Infeasible is an answer, not an error.
+
+    Raises
+    ------
+    InputError
+        If an argument cannot be planned: one line that says what and why.
+    """
+    from stagewright.formulations.forms import Limits
+    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.solvers.planning import plan as solve
+
+    problem = PipelineProblem(chain, cluster, microbatches)
+    return solve(problem, planner, Limits(time_limit, threads, seed))
+
+
+def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Violation, ...]":
+    """Every rule that ``plan`` breaks as an answer for ``chain`` on ``cluster``; none if valid."""
+    from stagewright.formulations.check import check as check_plan
+    from stagewright.formulations.pipeline import PipelineProblem
+
+    return check_plan(PipelineProblem(chain, cluster, plan.microbatches), plan)
+
+
+def simulate(
+    plan: "PipelinePlan",
+    chain: "Chain",
+    cluster: "Cluster",
+    *,
+    jitter: float = 0.0,
+    stragglers: "Mapping[str, float] | None" = None,
+    seed: int = 0,
+) -> "Simulation":
+    """Run the order of ``plan`` under the cost model; see :mod:`stagewright.executor.simulate`."""
+    from stagewright.executor.simulate import simulate as simulate_plan
+    from stagewright.formulations.pipeline import PipelineProblem
+
+    problem = PipelineProblem(chain, cluster, plan.microbatches)
+    return simulate_plan(problem, plan, jitter=jitter, stragglers=stragglers, seed=seed)

@@ -9,7 +9,7 @@ from stagewright.formulations.actions import Action, ActionKind
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import PipelinePlan, Schedule, ScheduledAction, Stage
 from stagewright.graphs.chain import Chain, Layer, LayerCost
-from stagewright.graphs.cluster import Cluster, Device, Link, ServerLinks
+from stagewright.graphs.cluster import Device, from_matrix
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
@@ -19,19 +19,19 @@ REDUCE = ActionKind.REDUCE
 def small_problem(
     layers: int = 6, devices: int = 6, microbatches: int = 4, memory_bytes: float = 16e9
 ) -> PipelineProblem:
-    """Uneven layers on servers of two devices; every third device is of a slower kind."""
+    """Uneven layers on servers of two devices; every third device is of a slower kind.
+
+    Links are slower from a later device to an earlier one.
+    """
     chain = Chain("small", "test", 6, tuple(_layer(i) for i in range(layers)))
-    kinds = ["slow" if v % 3 == 2 else "fast" for v in range(devices)]
-    names = [f"g{v}" for v in range(devices)]
-    cluster = Cluster(
-        "small",
-        tuple(Device(name, kind, memory_bytes) for name, kind in zip(names, kinds, strict=True)),
-        ServerLinks(
-            tuple(tuple(names[v : v + 2]) for v in range(0, devices, 2)),
-            Link(20e9, 1e-5),
-            Link(5e9, 3e-5),
-        ),
-    )
+    machines = [
+        Device(f"g{v}", "slow" if v % 3 == 2 else "fast", memory_bytes) for v in range(devices)
+    ]
+    bandwidth = [
+        [(20e9 if i // 2 == j // 2 else 5e9) * (0.8 if i > j else 1) for j in range(devices)]
+        for i in range(devices)
+    ]
+    cluster = from_matrix(machines, bandwidth, 1e-5, name="small")
     return PipelineProblem(chain, cluster, microbatches)
 
 

@@ -5,6 +5,7 @@ transfer and an all-reduce take about as long as a computation. Ties and zeros d
 """
 
 from collections.abc import Sequence
+from itertools import combinations
 
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from stagewright.formulations.makespan import MakespanProblem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Cluster, Device, from_matrix
+from stagewright.graphs.units import MIN_MEMORY
 
 MILLISECOND = 1e-3
 MEGABYTE = 1e6
@@ -35,9 +37,9 @@ def random_chain(
     layers = []
     for i in range(draw(_sizes(max_layers))):
         costs = []
-        output = draw(st.integers(0, 12)) * MEGABYTE
-        saved = draw(st.integers(0, 30)) * MEGABYTE
         for kind in kinds:
+            output = draw(st.integers(0, 12)) * MEGABYTE
+            saved = draw(st.integers(0, 30)) * MEGABYTE
             for size in sizes:
                 share = size / sizes[0]
                 costs.append(
@@ -145,20 +147,29 @@ def random_makespan(
 
 
 def _memories(chain: Chain, microbatches: int) -> st.SearchStrategy[float]:
-    """From what one layer with one microbatch needs to ample."""
-    states = 2 + chain.optimizer_bytes_per_parameter_byte
-    largest = [
-        (max(cost.saved_bytes for cost in layer.costs), max(c.output_bytes for c in layer.costs))
+    """Just enough for some stage on one device with some number of microbatches in flight."""
+    count = len(chain)
+    floor = max(MIN_MEMORY, *(_need(chain, i, i + 1, 1) for i in range(count)))
+    needs = {
+        max(floor, _need(chain, start, stop, in_flight))
+        for start, stop in combinations(range(count + 1), 2)
+        for in_flight in range(1, microbatches + 1)
+    }
+    return st.sampled_from(sorted(needs))
+
+
+def _need(chain: Chain, start: int, stop: int, in_flight: int) -> float:
+    """Bytes of layers [start, stop), and half a megabyte to be clear of rounding."""
+    planned = [
+        [cost for cost in layer.costs if cost.microbatch_size == chain.microbatch_size]
         for layer in chain.layers
     ]
-    buffers = 4 * max(output for _, output in largest)
-    needs = [
-        states * layer.parameter_bytes + saved + buffers
-        for layer, (saved, _) in zip(chain.layers, largest, strict=True)
-    ]
-    whole = states * chain.parameter_bytes.sum() + microbatches * sum(s for s, _ in largest)
-    floor = max(MEGABYTE, *needs)
-    return st.sampled_from([max(floor, share * float(whole)) for share in (0.3, 0.6, 0.9, 1.5)])
+    outputs = [0.0] + [max(cost.output_bytes for cost in costs) for costs in planned[:-1]] + [0.0]
+    saved = max(sum(c.saved_bytes for c in kind) for kind in zip(*planned[start:stop], strict=True))
+    states = 2 + chain.optimizer_bytes_per_parameter_byte
+    weights = states * float(chain.parameter_bytes[start:stop].sum())
+    buffers = 2 * (outputs[start] + outputs[stop])
+    return weights + buffers + in_flight * saved + MEGABYTE / 2
 
 
 def _sizes(largest: int) -> st.SearchStrategy[int]:

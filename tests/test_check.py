@@ -418,6 +418,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "cost forged": ("certificate", scaled_cost),
     "cost NaN": ("certificate", certified(cost_seconds=NAN)),
     "gap forged": ("certificate", certified(gap=0.0)),
+    "gap rounded off": ("certificate", certified(gap=0.5 - 1e-6)),
     "schedule gap forged": ("certificate", certified(schedule_gap=0.0)),
     "bound above the cost": ("certificate", bound(1.01, "schedule")),
     "negative bound": ("certificate", bound(-1, "problem")),
@@ -537,6 +538,17 @@ def test_figures_by_hand() -> None:
     assert found.link_bytes == {"0-1": 4e9}
 
 
+def test_all_that_a_long_action_overlaps_is_reported() -> None:
+    plan = base("split")
+    backward, forward = (entries(plan, text)[0] for text in ("1B0", "1F1"))
+    step = forward.finish_seconds - forward.start_seconds
+    plan = moved(plan, "1F1", backward.start_seconds + 0.01 * step)
+    plan = moved(plan, "1F2", backward.start_seconds + 1.02 * step)
+    messages = [v.message for v in check(problem(), plan) if v.rule == "overlap"]
+    assert any(message.startswith("1F1 ") for message in messages)
+    assert any(message.startswith("1F2 ") for message in messages)
+
+
 def test_each_pair_of_endpoints_has_its_own_channel() -> None:
     """Round-robin stages send over different pairs at the same time."""
     plan = base("round-robin")
@@ -602,10 +614,12 @@ def test_valid_plans_pass(case: tuple[PipelineProblem, PipelinePlan]) -> None:
 def test_nothing_can_start_earlier_in_a_tight_plan(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
 ) -> None:
+    """By less than the shortest action, so that it cannot jump ahead in the order."""
     given_problem, plan = case
     texts = sorted({e.action for e in plan.schedule.actions if e.start_seconds > 0})
     text = data.draw(st.sampled_from(texts))
-    start = start_of(plan, text) * (1 - data.draw(st.floats(1e-6, 1)))
+    shortest = min(e.finish_seconds - e.start_seconds for e in plan.schedule.actions)
+    start = start_of(plan, text) - shortest * data.draw(st.floats(1e-3, 0.999))
     rules = {violation.rule for violation in check(given_problem, moved(plan, text, start))}
     assert rules & {"dependency", "overlap"}
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -155,13 +156,16 @@ def test_a_deadlock_on_a_channel_prints_its_cycle() -> None:
     assert isinstance(caught.value, InvalidPlan)
 
 
-@pytest.mark.parametrize("ways", [("split", "split"), ("round-robin", "split")])
-def test_actions_that_last_no_time_keep_their_order(ways: tuple[str, str]) -> None:
-    """Everything free but the backwards: ties everywhere, listed backwards."""
-    costs = (LayerCost(1, 0.0, 0.0, 0.0, 1.0),)
+@pytest.mark.parametrize("seconds", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+@pytest.mark.parametrize("way", ["split", "round-robin"])
+def test_actions_that_last_no_time_keep_their_order(
+    way: Literal["split", "round-robin"], seconds: tuple[float, float]
+) -> None:
+    """Free transfers and computations: ties everywhere, listed backwards."""
+    costs = (LayerCost(1, seconds[0], 1e6, 0.0, seconds[1]),)
     layers = tuple(Layer(f"l{i}", 0.0, costs) for i in range(2))
     problem = PipelineProblem(Chain("c", "test", 1, layers), uniform_servers(1, 4, Link(1e9)), 3)
-    stages = [Stage((0, 1), ("s0g0", "s0g1"), ways[0]), Stage((1, 2), ("s0g2",), ways[1])]
+    stages = [Stage((0, 1), ("s0g0", "s0g1"), way), Stage((1, 2), ("s0g2",))]
     plan = valid_plan(problem, stages)
     backwards = replace(plan, schedule=Schedule(plan.schedule.actions[::-1]))
     assert check(problem, backwards) == ()
@@ -170,14 +174,14 @@ def test_actions_that_last_no_time_keep_their_order(ways: tuple[str, str]) -> No
 
 def test_jitter_is_drawn_from_the_seed_and_has_mean_one() -> None:
     problem, plan = two_stages(4)
-    runs = [simulate(problem, plan, jitter=0.2, seed=seed) for seed in range(100)]
-    assert simulate(problem, plan, jitter=0.2, seed=0) == runs[0]
+    runs = [simulate(problem, plan, jitter=0.5, seed=seed) for seed in range(100)]
+    assert simulate(problem, plan, jitter=0.5, seed=0) == runs[0]
     assert len({run.iteration_seconds for run in runs}) == 100
     lasts = [
         sum(e.finish_seconds - e.start_seconds for e in actions)
         for actions in (plan.schedule.actions, *(run.actions for run in runs))
     ]
-    assert sum(lasts[1:]) / 100 == pytest.approx(lasts[0], rel=0.02)
+    assert sum(lasts[1:]) / 100 == pytest.approx(lasts[0], rel=0.05)
     # One microbatch at a time: the jittered iteration is a sum along the only path.
     assert runs[0].iteration_seconds == pytest.approx(lasts[1])
 
@@ -190,6 +194,18 @@ def test_the_devices_of_a_split_stage_wait_for_their_slowest() -> None:
     slow = times["0F0", "g1"].finish_seconds
     assert slow == pytest.approx(3 * times["0F0", "g0"].finish_seconds)
     assert times["0SEND_F0", "g0"].start_seconds == slow
+
+
+def test_each_device_of_the_last_stage_goes_on_from_its_own_forward() -> None:
+    problem = small_problem(2, 2, 1)
+    plan = valid_plan(problem, make_stages((2,), (2,), ("split",)))
+    zigzag = sorted(plan.schedule.actions, key=lambda e: (e.device == "g0") == ("F" in e.action))
+    found = simulate(problem, replace(plan, schedule=Schedule(tuple(zigzag))),
+                     stragglers={"g1": 3.0})  # fmt: skip
+    times = {(e.action, e.device): e for e in found.actions}
+    for name in ("g0", "g1"):
+        assert times["0B0", name].start_seconds == times["0F0", name].finish_seconds
+    assert times["0REDUCE_GRAD", "g0"].start_seconds == times["0B0", "g1"].finish_seconds
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ crosses the cut behind it (SPP section V-A).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from stagewright.graphs.errors import InputError
 from stagewright.graphs.models.operations import (
     LayerWork,
     Operation,
@@ -308,4 +309,7 @@ def _bottleneck(tape: Tape, shape: Shape, inner: int, stride: int) -> Shape:
 
 def _length(length: int, kernel: int, stride: int, padded: bool) -> int:
     padding = (kernel - 1) // 2 if padded else 0
-    return (length + 2 * padding - kernel) // stride + 1
+    result = (length + 2 * padding - kernel) // stride + 1
+    if result < 1:
+        raise InputError(f"image is too small: {length} pixels are left for a kernel of {kernel}")
+    return result

@@ -6,7 +6,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stagewright.cli import doctor, inputs, makespans, planning, plans
+from stagewright.cli.doctor import doctor
+from stagewright.cli.inputs import cluster, import_, model
+from stagewright.cli.makespans import jobshop, schedule
+from stagewright.cli.planning import plan, planners
+from stagewright.cli.plans import check, show, simulate
 from stagewright.graphs.errors import InputError
 
 # Everything that typer raises for a wrong command line; typer has no public name for it.
@@ -40,10 +44,10 @@ app = typer.Typer(
 )
 
 PANELS = {
-    "Plan": (planning.plan, plans.check, plans.simulate, plans.show),
-    "Scheduling problems": (makespans.schedule, makespans.jobshop),
-    "Models and clusters": (inputs.import_, inputs.model, inputs.cluster),
-    "About": (planning.planners, doctor.doctor),
+    "Plan": (plan, check, simulate, show),
+    "Scheduling problems": (schedule, jobshop),
+    "Models and clusters": (import_, model, cluster),
+    "About": (planners, doctor),
 }
 for panel, commands in PANELS.items():
     for command in commands:

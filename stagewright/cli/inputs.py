@@ -26,6 +26,13 @@ class Source(StrEnum):
     DNN_PARTITIONING = "dnn-partitioning"
 
 
+class Precision(StrEnum):
+    """Of an analytic profile."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+
+
 def import_(
     file: Annotated[Path, typer.Argument(help="The profile to read.", show_default=False)],
     source: Annotated[Source, typer.Option("--from", help="The profile's format.")],
@@ -56,7 +63,12 @@ def model(
     ],
     output: OutputFile = None,
     microbatch_size: MicrobatchSize = None,
-    device: Annotated[str, typer.Option(help="Kind of device.")] = "v100",
+    device: Annotated[
+        str, typer.Option(help="Kind of device; several with commas for a mixed cluster.")
+    ] = "v100",
+    precision: Annotated[
+        Precision, typer.Option(help="Of weights and activations.")
+    ] = Precision.FP32,
     layers: Annotated[int | None, typer.Option(help="gpt: transformer layers.")] = None,
     hidden: Annotated[int | None, typer.Option(help="gpt: hidden size.")] = None,
     heads: Annotated[int | None, typer.Option(help="gpt: attention heads.")] = None,
@@ -75,8 +87,10 @@ def model(
         "sequence": sequence,
         "vocabulary": vocabulary,
     }
-    sizes = {key: value for key, value in given.items() if value is not None}
-    return _hand_out(analytic_model(name, microbatch_size, device, **sizes), output, as_json)
+    sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
+    kinds = device.split(",")
+    chain = analytic_model(name, microbatch_size, kinds, precision=precision.value, **sizes)
+    return _hand_out(chain, output, as_json)
 
 
 def cluster(
@@ -139,7 +153,7 @@ def _servers(
     memory_bytes: float | None,
 ) -> "Cluster":
     from stagewright.graphs.cluster import Link, uniform_servers
-    from stagewright.graphs.devices import accelerator
+    from stagewright.graphs.devices import kind_of_device
     from stagewright.graphs.units import parse_bandwidth
 
     match = re.fullmatch(r"(\d+)[xX](\d+)", shape)
@@ -157,15 +171,9 @@ def _servers(
     inside = links[0] or links[1]
     if inside is None:
         raise InputError("--intra is missing; write for example --intra 100GB/s")
-    card = accelerator(device)
+    kind, memory, peak = kind_of_device(device, memory_bytes)
     return uniform_servers(
-        servers,
-        devices,
-        inside,
-        links[1],
-        kind=card.name,
-        memory_bytes=card.memory_bytes if memory_bytes is None else memory_bytes,
-        peak_flops=card.fp32_flops,
+        servers, devices, inside, links[1], kind=kind, memory_bytes=memory, peak_flops=peak
     )
 
 

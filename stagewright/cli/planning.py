@@ -1,5 +1,6 @@
 """``plan`` and ``planners``: from a model and a cluster to a certified plan."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,6 @@ from stagewright.cli.console import (
     Seed,
     Threads,
     TimeLimit,
-    percent,
     print_json,
     print_lines,
     print_table,
@@ -43,12 +43,13 @@ def plan(
     as_json: JsonFlag = False,
 ) -> int:
     """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time."""
-    from stagewright.formulations.plan import save_plan
-    from stagewright.solvers.planning import plan as solve
-
     require_folder(output)
     limits = read_limits(time_limit, threads, seed)
     problem = read_problem(model, cluster, microbatches)
+    # After the input is read: bad input is refused without waiting for the solvers to load.
+    from stagewright.formulations.plan import save_plan
+    from stagewright.solvers.planning import plan as solve
+
     with progress("planning") as on_progress:
         result = solve(problem, planner, limits, on_progress=on_progress)
     if output is not None and result.plan is not None:
@@ -60,6 +61,41 @@ def plan(
         if output is not None and result.plan is not None:
             print_lines(f"{output} is written")
     return 1 if result.plan is None else 0
+
+
+def _result_json(problem: "PipelineProblem", result: "Result") -> dict[str, Any]:
+    """One object with the same fields whatever the answer is; without a plan many are null."""
+    return {
+        **plan_json(result.plan),
+        "status": result.status,
+        "planner": result.planner,
+        "cost_seconds": result.cost,
+        "bound_seconds": result.bound,
+        "gap": result.gap,
+        "proved_by": result.proved_by,
+        "wall_seconds": result.seconds,
+        "reason": result.reason,
+        "microbatches": problem.microbatches,
+        "model": problem.chain.name,
+        "cluster": problem.cluster.name,
+        "attempts": [asdict(attempt) for attempt in result.attempts],
+    }
+
+
+def _print_result(problem: "PipelineProblem", result: "Result") -> None:
+    from stagewright.graphs.units import format_seconds
+
+    if result.plan is not None:
+        print_plan(result.plan, problem.chain)
+    reason = f": {result.reason}" if result.reason else ""
+    print_lines(f"{result.planner}: {result.status} after {result.seconds:.2f} s{reason}")
+    rows = []
+    for one in result.attempts:
+        cost = "-" if one.cost_seconds is None else format_seconds(one.cost_seconds)
+        rows.append((one.planner, one.status.value, cost, f"{one.wall_seconds:.2f}", one.reason))
+    if rows:
+        head = ("<planner", "<status", "cost", "seconds", "<how it went")
+        print_table(head, rows)
 
 
 def planners(as_json: JsonFlag = False) -> int:

@@ -205,9 +205,7 @@ def _certificate_lines(certificate: "Certificate") -> list[str]:
     return lines
 
 
-def _read_plan(
-    plan: Path, model: Path, cluster: Path
-) -> "tuple[PipelinePlan, PipelineProblem]":
+def _read_plan(plan: Path, model: Path, cluster: Path) -> "tuple[PipelinePlan, PipelineProblem]":
     """The plan, and the problem of its number of microbatches that it must answer."""
     from stagewright.formulations.plan import load_plan
 

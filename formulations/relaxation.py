@@ -1,0 +1,80 @@
+"""A relaxation of pipeline planning that bounds every plan: the best link, wherever it is used.
+
+Every pair of devices is given the largest bandwidth and the least latency of the cluster, every
+layer the time of its quickest device kind, and every device the largest memory. A stage that the
+first microbatch reaches after time h, and whose last backward is followed by the way back, makes
+the iteration last at least h + M x (h: both ways through the stages before it; x: forward and
+backward of one microbatch), and at least the way there plus M x plus its all-reduce.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.pipeline import PipelineProblem
+
+Floats = NDArray[np.float64]
+
+
+class Relaxation(NamedTuple):
+    """Tables of the relaxed problem; prefixes over the first l layers have L + 1 entries.
+
+    Attributes
+    ----------
+    microbatches
+        M.
+    forward, backward
+        Seconds per microbatch on each of r devices, prefixes, shape (V + 1, L + 1) by r.
+    parameters
+        Prefix of parameter bytes, shape (L + 1,).
+    boundary
+        Bytes per microbatch behind layer l, shape (L + 1,).
+    saved
+        Prefixes of saved bytes, shape (V + 1, L + 1) by r.
+    state_factor
+        Bytes of weights, gradients and optimizer state per parameter byte.
+    memory
+        The largest device's bytes.
+    pace, delay
+        Seconds per byte and latency of the best link.
+    """
+
+    microbatches: int
+    forward: Floats
+    backward: Floats
+    parameters: Floats
+    boundary: Floats
+    saved: Floats
+    state_factor: float
+    memory: float
+    pace: float
+    delay: float
+
+
+def relax(problem: PipelineProblem) -> Relaxation:
+    """The relaxation of ``problem``."""
+    size = len(problem.cluster)
+    shares = [max(r, 1) for r in range(size + 1)]
+    costs = [[problem.costs(kind, r) for r in shares] for kind in problem.kinds]
+    apart = ~np.eye(size, dtype=bool)
+    links, delays = problem.cluster.bandwidth[apart], problem.cluster.latency[apart]
+    boundary = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
+    return Relaxation(
+        problem.microbatches,
+        _prefix(np.min([[c.forward_seconds for c in row] for row in costs], axis=0)),
+        _prefix(np.min([[c.backward_seconds for c in row] for row in costs], axis=0)),
+        _prefix(problem.chain.parameter_bytes),
+        np.array([0.0, *boundary, 0.0]),
+        _prefix(np.array([problem.saved_per_layer(r) for r in shares])),
+        2.0 + problem.chain.optimizer_bytes_per_parameter_byte,
+        float(problem.memory_bytes.max()),
+        1 / float(links.max()) if len(links) else 0.0,
+        float(delays.min()) if len(delays) else 0.0,
+    )
+
+
+def _prefix(values: Floats) -> Floats:
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    sums[..., 1:] = np.cumsum(values, axis=-1)
+    return sums

@@ -1,0 +1,26 @@
+"""GPipe: equal numbers of layers on every device, all forwards before all backwards."""
+
+import numpy as np
+
+from stagewright.formulations.bppm import StageChoice
+from stagewright.formulations.forms import Limits, OnProgress
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.spp import makespan_problem
+from stagewright.solvers.list_scheduling import list_schedule
+from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, shortage
+
+
+def plan_gpipe(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+) -> Proposal | NoPlan:
+    """As SPP describes it (section II): no replication, devices in the order of the cluster."""
+    count = min(len(problem.chain), len(problem.cluster))
+    parts = np.array_split(np.arange(len(problem.chain)), count)
+    stages = tuple(
+        StageChoice(int(part[0]), int(part[-1]) + 1, (v,)) for v, part in enumerate(parts)
+    )
+    scheduling = makespan_problem(problem, stages)
+    times = scheduling and list_schedule(scheduling, "gpipe")
+    if times is None:
+        return NoPlan(shortage(problem, stages, held=problem.microbatches))
+    return Proposal(named_stages(problem, stages), times)

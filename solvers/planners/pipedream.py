@@ -1,0 +1,160 @@
+"""PipeDream's partition with a synchronous barrier (thesis 2.4.1; SPP section V-A, baseline iii)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from stagewright.formulations.bppm import StageChoice
+from stagewright.formulations.forms import Limits, OnProgress
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.spp import makespan_problem
+from stagewright.graphs.cluster import Cluster
+from stagewright.solvers.list_scheduling import list_schedule
+from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, shortage
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers [start, stop) on ``workers`` components of one level."""
+
+    start: int
+    stop: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """A[i, j, m]: the slowest stage of layers [i, j) on m components; and how it came about.
+
+    ``split[i, j, m]`` is the first layer of the last stage (i for a single stage) and
+    ``last[i, j, m]`` the components of that stage.
+    """
+
+    slowest: Floats
+    split: NDArray[np.int64]
+    last: NDArray[np.int64]
+
+
+def plan_pipedream(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+) -> Proposal | NoPlan:
+    """PipeDream's partition and replication, scheduled by 1F1B, flushed after every iteration.
+
+    Devices are taken in the order of the cluster, as the paper's homogeneous levels have it.
+    """
+    stages = partition(problem)
+    scheduling = makespan_problem(problem, stages)
+    if scheduling is None:
+        return NoPlan(shortage(problem, stages))
+    times = list_schedule(scheduling, "1f1b")
+    assert times is not None  # 1F1B keeps every limit
+    return Proposal(named_stages(problem, stages), times)
+
+
+def partition(problem: PipelineProblem) -> tuple[StageChoice, ...]:
+    """The stages of PipeDream's optimizer on the levels of the cluster."""
+    levels = optimize(problem)
+    layers = len(problem.chain)
+    servers = problem.cluster.servers
+    if len(levels) == 1:
+        every = [v for server in servers for v in server]
+        outer = [(part, [[v] for v in every]) for part in _parts(levels[0], 0, layers, len(every))]
+        return _place(outer)
+    stages: list[StageChoice] = []
+    used = 0
+    for wide in _parts(levels[1], 0, layers, len(servers)):
+        group = servers[used : used + wide.workers]
+        used += wide.workers
+        columns = [list(column) for column in zip(*group, strict=True)]
+        inner = _parts(levels[0], wide.start, wide.stop, len(columns))
+        stages += _place([(part, columns) for part in inner])
+    return tuple(stages)
+
+
+def optimize(problem: PipelineProblem) -> tuple[Level, ...]:
+    """The tables A^k, from the lowest level: devices of a server, then servers."""
+    costs = [problem.costs(kind, 1) for kind in problem.kinds]
+    work = np.max([c.forward_seconds + c.backward_seconds for c in costs], axis=0)
+    compute = _spans(work)
+    weights = _spans(problem.chain.parameter_bytes)
+    activations = np.array([problem.boundary_bytes(s + 1) for s in range(len(work))])
+    levels: list[Level] = []
+    for workers, bandwidth in _hierarchy(problem.cluster):
+        highest = len(levels) + 1 == len(_hierarchy(problem.cluster))
+        tables = _solve_level(
+            compute, weights, activations / bandwidth, bandwidth, workers, highest
+        )
+        levels.append(Level(*tables))
+        compute = np.ascontiguousarray(levels[-1].slowest[:, :, workers])
+    return tuple(levels)
+
+
+def _hierarchy(cluster: Cluster) -> list[tuple[int, float]]:
+    """(components, bandwidth) per level; unequal servers are read as one level of all devices."""
+    servers = cluster.servers
+    slowest = float(cluster.bandwidth.min()) if len(cluster) > 1 else np.inf
+    if len(servers) == 1 or len({len(server) for server in servers}) > 1:
+        return [(len(cluster), slowest)]
+    if len(servers[0]) == 1:
+        return [(len(servers), slowest)]
+    inside = min(float(cluster.bandwidth[np.ix_(server, server)].min()) for server in servers)
+    return [(len(servers[0]), inside), (len(servers), slowest)]
+
+
+def _spans(values: Floats) -> Floats:
+    """out[i, j] = sum of values[i:j]."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return sums[None, :] - sums[:, None]
+
+
+def _parts(level: Level, start: int, stop: int, workers: int) -> list[Part]:
+    found: list[Part] = []
+    while True:
+        split, last = int(level.split[start, stop, workers]), int(level.last[start, stop, workers])
+        found.append(Part(split, stop, last))
+        if split == start:
+            return found[::-1]
+        stop, workers = split, workers - last
+
+
+def _place(parts: Sequence[tuple[Part, list[list[int]]]]) -> tuple[StageChoice, ...]:
+    """Each part takes the next columns (devices of equal place in every server)."""
+    stages, used = [], 0
+    for part, columns in parts:
+        taken = columns[used : used + part.workers]
+        stages.append(StageChoice(part.start, part.stop, tuple(v for c in taken for v in c)))
+        used += part.workers
+    return tuple(stages)
+
+
+@njit(cache=True, error_model="numpy")
+def _solve_level(compute, weights, activation_seconds, bandwidth, workers, highest):
+    """Thesis 2.4.1: T(i, j, m) = max(A_below(i, j), 2 (m-1) w(i, j) / B) / m, and
+
+    A(i, j, m) = min(T(i, j, m), min over s, m' of max(A(i, s, m - m'), 2 a_s / B, T(s, j, m'))).
+    The printed minimum leaves out the single stage on all m. The highest level needs i = 0 only.
+    """  # noqa: D400
+    layers = compute.shape[0] - 1
+    slowest = np.full((layers + 1, layers + 1, workers + 1), np.inf)
+    split = np.zeros((layers + 1, layers + 1, workers + 1), dtype=np.int64)
+    last = np.zeros((layers + 1, layers + 1, workers + 1), dtype=np.int64)
+    for i in range(1 if highest else layers):
+        for j in range(i + 1, layers + 1):
+            for m in range(1, workers + 1):
+                best = max(compute[i, j], 2.0 * (m - 1) * weights[i, j] / bandwidth) / m
+                slowest[i, j, m], split[i, j, m], last[i, j, m] = best, i, m
+                for s in range(j - 1, i, -1):
+                    moved = 2.0 * activation_seconds[s - 1]
+                    if moved >= slowest[i, j, m]:
+                        continue
+                    for k in range(1, m):
+                        one = max(compute[s, j], 2.0 * (k - 1) * weights[s, j] / bandwidth) / k
+                        time = max(slowest[i, s, m - k], moved, one)
+                        if time < slowest[i, j, m]:
+                            slowest[i, j, m], split[i, j, m], last[i, j, m] = time, s, k
+    return slowest, split, last

@@ -1,0 +1,71 @@
+"""What a planner hands back, before it is assembled, checked and certified."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stagewright.formulations.bppm import StageChoice
+from stagewright.formulations.forms import Status
+from stagewright.formulations.makespan import Timetable
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import Bound, Guarantee, Stage
+from stagewright.graphs.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What one planner of a portfolio gave."""
+
+    planner: str
+    status: Status
+    cost_seconds: float | None
+    wall_seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """Stages, start times, and what the planner proved on the way; ``notes`` say how it went."""
+
+    stages: tuple[Stage, ...]
+    times: Timetable
+    bounds: tuple[Bound, ...] = ()
+    guarantees: tuple[Guarantee, ...] = ()
+    notes: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    """No plan, and why: ``proved`` if there is none, else the limit came first."""
+
+    reason: str
+    proved: bool = True
+    bounds: tuple[Bound, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+
+
+def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tuple[Stage, ...]:
+    """Split stages with device names in place of positions."""
+    devices = problem.cluster.devices
+    return tuple(
+        Stage((c.start, c.stop), tuple(devices[v].name for v in c.devices)) for c in choices
+    )
+
+
+def shortage(problem: PipelineProblem, stages: Sequence[StageChoice], held: int = 1) -> str:
+    """Which stage cannot hold ``held`` microbatches, on which device, and how many bytes short."""
+    for s, stage in enumerate(stages):
+        if problem.in_flight_limit(stage.start, stage.stop, stage.devices) >= held:
+            continue
+        shares = len(stage.devices)
+        need = problem.static_bytes(stage.start, stage.stop, shares)
+        need += held * problem.saved_bytes(stage.start, stage.stop, shares)
+        tightest = min(stage.devices, key=lambda v: problem.memory_bytes[v])
+        memory = float(problem.memory_bytes[tightest])
+        return (
+            f"stage {s} (layers {stage.start} to {stage.stop - 1}) with {held} microbatches in "
+            f"flight needs {format_bytes(need)}, device "
+            f"{problem.cluster.devices[tightest].name!r} has {format_bytes(memory)}: "
+            f"{need - memory:.0f} bytes short"
+        )
+    raise AssertionError("no stage is short of memory")

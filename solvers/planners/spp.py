@@ -1,0 +1,143 @@
+"""SPP: device order, then for every number of stages partition and schedule (Algorithm 3)."""
+
+import math
+from dataclasses import dataclass
+from time import monotonic
+
+from stagewright.formulations.bppm import BalancedPartition, ByRecurrence, StageChoice
+from stagewright.formulations.forms import Limits, OnProgress, Progress
+from stagewright.formulations.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import Guarantee
+from stagewright.formulations.spp import lemma1_seconds, makespan_problem, shortest_path_seconds
+from stagewright.graphs.ordering import recursive_device_order
+from stagewright.solvers.list_scheduling import best_list_schedule, list_schedule
+from stagewright.solvers.partition import PartitionSearch
+from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages
+
+# From this many (devices x layers) on, W is settled to 2 % of the recurrence's optimum, not to
+# its last bit: a pass of the kernel then takes seconds.
+EXACT_UP_TO = 50_000
+COARSE_RATIO = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Candidate:
+    """A partition with its schedule; ``pe_seconds`` is the makespan of PE alone."""
+
+    stages: tuple[StageChoice, ...]
+    scheduling: MakespanProblem
+    times: Timetable
+    seconds: float
+    pe_seconds: float
+
+
+def plan_spp(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+) -> Proposal | NoPlan:
+    """The best of all numbers of stages that can still win.
+
+    A number of stages is dismissed when its bottleneck W, or the least time in which a microbatch
+    passes so many stages, is at least the best makespan found. Every partition is scheduled by PE
+    and by the other list rules, and the shortest schedule is kept, so that Lemma 1 and Theorem 1
+    hold for it.
+    """
+    began = monotonic()
+    order = recursive_device_order(problem.cluster)
+    search = PartitionSearch(BalancedPartition(problem, order))
+    ratio = COARSE_RATIO if len(order) * len(problem.chain) > EXACT_UP_TO else 0.0
+    best = _first_candidate(problem, search)
+    paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
+    solved: list[int] = []
+    late = False
+    for count in sorted(search.bound, key=lambda n: _promise(problem, search, n)):
+        late = monotonic() - began > limits.seconds and best is not None
+        ceiling = best.seconds if best else math.inf
+        if late or max(search.bound[count], paths[count]) >= ceiling:
+            continue
+        balanced = search.solve(count, ratio, ceiling)
+        if balanced is None:
+            continue
+        solved.append(count)
+        candidate = _schedule(problem, balanced.stages)
+        if candidate and (best is None or candidate.seconds < best.seconds):
+            best = candidate
+            on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
+    if best is None:
+        return NoPlan("no partition of the layers fits in the devices' memory")
+    return Proposal(
+        named_stages(problem, best.stages),
+        best.times,
+        guarantees=_guarantees(problem, search, best),
+        notes=_notes(search, paths, solved, best, ratio, late),
+    )
+
+
+def _first_candidate(problem: PipelineProblem, search: PartitionSearch) -> _Candidate | None:
+    """Widen the limit until partitions are found; schedule the most promising of them."""
+    limit = min(search.bound.values())
+    while not search.found and limit < math.inf:
+        limit = search.next_limit(limit)
+        search.test(limit)
+    candidates = []
+    for count in sorted(search.found, key=lambda n: _promise(problem, search, n))[:3]:
+        stages = ByRecurrence().invert(search.question, search.found[count][1])
+        candidates.append(_schedule(problem, stages))
+    kept = [candidate for candidate in candidates if candidate]
+    return min(kept, key=lambda candidate: candidate.seconds, default=None)
+
+
+def _promise(problem: PipelineProblem, search: PartitionSearch, count: int) -> float:
+    """A guess of the makespan, for the order in which stage counts are tried."""
+    if count not in search.found:
+        return math.inf
+    bottleneck, cuts = search.found[count]
+    return bottleneck * (1 + (count - 1) / problem.microbatches)
+
+
+def _schedule(problem: PipelineProblem, stages: tuple[StageChoice, ...]) -> _Candidate | None:
+    scheduling = makespan_problem(problem, stages)
+    if scheduling is None:
+        return None
+    _, times = best_list_schedule(scheduling)
+    pe = list_schedule(scheduling, "pe")
+    assert pe is not None  # PE keeps every limit
+    return _Candidate(
+        stages, scheduling, times, times.makespan(scheduling), pe.makespan(scheduling)
+    )
+
+
+def _guarantees(
+    problem: PipelineProblem, search: PartitionSearch, best: _Candidate
+) -> tuple[Guarantee, ...]:
+    """Lemma 1 and Theorem 1, where memory does not limit what is in flight: the paper's setting."""
+    if min(best.scheduling.in_flight) < problem.microbatches:
+        return ()
+    lemma = lemma1_seconds(best.scheduling)
+    least = min(bottleneck for bottleneck, _ in search.found.values())
+    theorem = (2 + (4 * len(problem.cluster) - 4) / problem.microbatches) * least
+    return (
+        Guarantee("SPP Lemma 1, for PE's schedule", lemma, best.pe_seconds,
+                  best.pe_seconds <= lemma * (1 + 1e-9)),
+        Guarantee("SPP Theorem 1, (2 + (4V-4)/M)(1+Phi) T*, with W <= (1+Phi) T* (Lemma 2)",
+                  theorem, best.seconds, best.seconds <= theorem * (1 + 1e-9)),
+    )  # fmt: skip
+
+
+def _notes(
+    search: PartitionSearch,
+    paths: dict[int, float],
+    solved: list[int],
+    best: _Candidate,
+    ratio: float,
+    late: bool,
+) -> tuple[str, ...]:
+    by_bottleneck = [n for n in search.bound if search.bound[n] >= best.seconds]
+    by_path = [n for n in paths if paths[n] >= best.seconds and n not in by_bottleneck]
+    exactness = "exactly" if ratio == 0 else f"within {ratio:.0%}"
+    return (
+        f"W solved {exactness} for {len(solved)} stage counts in {search.passes} passes",
+        f"{len(by_bottleneck)} stage counts dismissed by their bottleneck, "
+        f"{len(by_path)} by the shortest path of a microbatch",
+        *(["stopped at the time limit"] if late else []),
+    )

@@ -1,0 +1,142 @@
+"""The front of all planners: run one or the portfolio, then assemble, check and certify."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from stagewright.formulations.assembly import assemble, certify
+from stagewright.formulations.bounds import schedule_bounds
+from stagewright.formulations.bppm import StageChoice
+from stagewright.formulations.forms import Limits, OnProgress, Status, silent
+from stagewright.formulations.makespan import MakespanProblem
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import Bound, PipelinePlan, Stage
+from stagewright.formulations.spp import makespan_problem
+from stagewright.graphs.errors import InputError
+from stagewright.solvers.planners.auto import plan_auto
+from stagewright.solvers.planners.dp import plan_dp
+from stagewright.solvers.planners.exact_plan import plan_exact
+from stagewright.solvers.planners.gpipe import plan_gpipe
+from stagewright.solvers.planners.hetpipe import plan_hetpipe
+from stagewright.solvers.planners.pipedream import plan_pipedream
+from stagewright.solvers.planners.proposal import Attempt, NoPlan, Proposal
+from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
+
+OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerInfo:
+    """A planner: its name, what it does, where it comes from, and the function."""
+
+    name: str
+    summary: str
+    source: str
+    run: Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
+
+
+PLANNERS = {
+    info.name: info
+    for info in (
+        PlannerInfo("spp", "device order by min-cuts, balanced partition, list schedule, "
+                    "best number of stages", "Luo et al., INFOCOM 2022", plan_spp),
+        PlannerInfo("exact", "partition, mapping and order at once, for small cases",
+                    "joint branch and bound over CP-SAT schedules", plan_exact),
+        PlannerInfo("dp", "data parallelism: the whole model on every device",
+                    "SPP section V-A, baseline", plan_dp),
+        PlannerInfo("gpipe", "equal numbers of layers, all forwards first",
+                    "Huang et al., NeurIPS 2019", plan_gpipe),
+        PlannerInfo("pipedream", "hierarchical partition and replication, 1F1B with a flush",
+                    "Narayanan's thesis 2.4.1", plan_pipedream),
+        PlannerInfo("hetpipe", "a pipeline in every server, data parallelism among servers",
+                    "Park et al., ATC 2020, with a synchronous barrier", plan_hetpipe),
+        PlannerInfo("auto", "all of these within the time limit, then the best plan's schedule "
+                    "improved by CP-SAT", "portfolio", plan_auto),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to a planning problem.
+
+    ``cost`` is the iteration in seconds, ``bound`` bounds every plan of the problem from
+    below, ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time, ``reason`` says why there is no plan, or how the planner went.
+    """
+
+    status: Status
+    planner: str
+    plan: PipelinePlan | None
+    cost: float | None
+    bound: float | None
+    gap: float | None
+    proved_by: str | None
+    seconds: float
+    reason: str = ""
+    attempts: tuple[Attempt, ...] = ()
+
+
+def plan(
+    problem: PipelineProblem,
+    planner: str = "auto",
+    limits: Limits | None = None,
+    on_progress: OnProgress = silent,
+) -> Result:
+    """Plan ``problem``; infeasible and out of time are answers, not errors.
+
+    Raises
+    ------
+    InputError
+        If ``planner`` is not one of PLANNERS.
+    """
+    if planner not in PLANNERS:
+        raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
+    began = monotonic()
+    answer = PLANNERS[planner].run(problem, limits or Limits(), on_progress)
+    if isinstance(answer, NoPlan):
+        status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
+        bounds = answer.bounds
+        best = max(bounds, key=lambda bound: bound.seconds, default=None)
+        return Result(
+            status, planner, None, None, best and best.seconds, None, best and best.proved_by,
+            monotonic() - began, answer.reason, answer.attempts,
+        )  # fmt: skip
+    certified = _certified(problem, planner, answer)
+    proof = certified.certificate
+    assert proof is not None
+    status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else Status.FEASIBLE
+    return Result(
+        status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
+        proof.proved_by, monotonic() - began, "; ".join(answer.notes), answer.attempts,
+    )  # fmt: skip
+
+
+def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:
+    drawn = assemble(problem, planner, proposal.stages, proposal.times)
+    assert drawn.predicted is not None
+    cost = drawn.predicted.iteration_seconds
+    bounds = [
+        Bound(load_bound(problem), "load of all devices", "problem"),
+        Bound(
+            fill_and_drain_bound(problem, cost),
+            "fill-and-drain relaxation, best link everywhere",
+            "problem",
+        ),
+        *proposal.bounds,
+    ]
+    scheduling = _scheduling(problem, proposal.stages)
+    if scheduling is not None:
+        bounds += schedule_bounds(scheduling)
+    return certify(problem, drawn, bounds, proposal.guarantees)
+
+
+def _scheduling(problem: PipelineProblem, stages: tuple[Stage, ...]) -> MakespanProblem | None:
+    """The makespan problem of split stages; round-robin stages have none of this form."""
+    if any(stage.replication != "split" for stage in stages):
+        return None
+    index = problem.cluster.index
+    choices = [
+        StageChoice(*stage.layers, tuple(index[name] for name in stage.devices)) for stage in stages
+    ]
+    return makespan_problem(problem, choices)

@@ -1,0 +1,271 @@
+"""Drawings and traces show every action of a plan, at its time, and nothing else."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from plans import make_stages, scheduled, small_problem, valid_plan
+
+from stagewright.executor.chart import png, write_png
+from stagewright.executor.page import page
+from stagewright.executor.timeline import (
+    KIND_COLOURS,
+    chrome_trace,
+    in_flight,
+    merges_stages,
+    shorten_devices,
+    summarise,
+    timeline,
+    write_trace,
+)
+from stagewright.formulations.actions import COMPUTE, ActionKind, parse_action
+from stagewright.formulations.check import predict
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import (
+    Bound,
+    Certificate,
+    Guarantee,
+    PipelinePlan,
+    Schedule,
+    ScheduledAction,
+    Stage,
+)
+from stagewright.graphs.errors import InputError
+
+CHROMIUM = shutil.which("chromium")
+CHROMIUM_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000", "--dump-dom",
+)  # fmt: skip
+
+
+def certified(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+    predicted = predict(problem, plan)
+    cost = predicted.iteration_seconds
+    certificate = Certificate(
+        cost, 0.6 * cost, 0.4, "critical path", 0.8 * cost, 0.2, "cp-sat",
+        (Bound(0.6 * cost, "critical path", "problem"), Bound(0.8 * cost, "cp-sat", "schedule")),
+        (Guarantee("Lemma 1", 2 * cost, cost, True),),
+    )  # fmt: skip
+    return replace(plan, predicted=predicted, certificate=certificate)
+
+
+@pytest.fixture(scope="module")
+def plan() -> PipelinePlan:
+    """Stages 0 and 2 are replicated; there are transfers and all-reduces."""
+    problem = small_problem(microbatches=5)
+    ways = ("split", "split", "round-robin")
+    return certified(problem, valid_plan(problem, make_stages((2, 4, 6), (2, 1, 3), ways)))
+
+
+@pytest.fixture(scope="module")
+def wide_plan() -> PipelinePlan:
+    problem = small_problem(devices=72)
+    stages = make_stages((3, 6), (66, 6), ("split", "split"))
+    return certified(problem, valid_plan(problem, stages))
+
+
+@settings(max_examples=30, deadline=None)
+@given(scheduled(waits=True))
+def test_every_action_is_drawn_once_on_its_row(case: tuple[PipelineProblem, PipelinePlan]) -> None:
+    _, plan = case
+    rows = timeline(plan)
+    drawn = Counter(
+        (row.name.split(" ·")[0], str(block.action), block.start_seconds, block.finish_seconds)
+        for row in rows
+        for block in row.blocks
+        if row.group == "device"
+    )
+    computed = Counter(
+        (timed.device, timed.action, timed.start_seconds, timed.finish_seconds)
+        for timed in plan.schedule.actions
+        if parse_action(timed.action).kind in COMPUTE
+    )
+    assert drawn == computed
+    assert sum(len(row.blocks) for row in rows) == len(plan.schedule.actions)
+    groups = [row.group for row in rows]
+    assert groups == sorted(groups, key=("device", "channel", "reduce").index)
+
+
+def test_a_channel_carries_both_directions(plan: PipelinePlan) -> None:
+    channels = {row.name: row.blocks for row in timeline(plan) if row.group == "channel"}
+    assert list(channels) == ["channel 0-1", "channel 1-2"]
+    carried = {str(block.action) for block in channels["channel 1-2"]}
+    assert carried == {f"{end}{m}" for end in ("1SEND_F", "2SEND_B") for m in range(5)}
+    assert channels["channel 0-1"][0].detail == "40 MB, g0-1 to g2"
+
+
+def test_many_devices_are_drawn_as_one_row_per_stage(wide_plan: PipelinePlan) -> None:
+    assert merges_stages(wide_plan)
+    names = [row.name for row in timeline(wide_plan) if row.group == "device"]
+    assert names == ["stage 0 · 66 devices", "stage 1 · 6 devices"]
+    assert len(timeline(wide_plan, max_device_rows=None)) > 72
+    assert "one row per stage (72 devices)" in page(wide_plan)
+
+
+@settings(max_examples=30, deadline=None)
+@given(scheduled(waits=True))
+def test_in_flight_counts_what_has_started_and_not_ended(
+    case: tuple[PipelineProblem, PipelinePlan],
+) -> None:
+    _, plan = case
+    for s, (times, counts) in enumerate(in_flight(plan)):
+        assert counts[0] == counts[-1] == 0
+        spans = [
+            {
+                parse_action(timed.action).kind: timed
+                for timed in plan.schedule.actions
+                if timed.device == plan.stages[s].devices[0]
+                and parse_action(timed.action).stage == s
+                and parse_action(timed.action).microbatch == m
+            }
+            for m in range(plan.microbatches)
+        ]
+        for instant in np.unique(times):
+            alive = sum(
+                span[ActionKind.FORWARD].start_seconds
+                <= instant
+                < span[ActionKind.BACKWARD].finish_seconds
+                for span in spans
+                if ActionKind.FORWARD in span
+            )
+            assert counts[times <= instant][-1] == alive
+
+
+def test_the_summary_gives_the_cost_models_figures() -> None:
+    problem = small_problem()
+    stages = make_stages((2, 6), (2, 1), ("split", "split"))
+    plan = valid_plan(problem, stages)
+    first = summarise(replace(plan, predicted=predict(problem, plan)))[0]
+    assert first.layers == (0, 2)
+    seconds = problem.compute_seconds(0, 2, (0, 1))
+    assert (first.forward_seconds, first.backward_seconds) == pytest.approx(seconds)
+    memory = problem.static_bytes(0, 2, 2) + first.in_flight * problem.saved_bytes(0, 2, 2)
+    assert first.peak_memory_bytes == pytest.approx(memory)
+    assert summarise(plan)[0].peak_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["s0g0"], "s0g0"),
+        (["s0g0", "s0g1", "s0g2", "s1g0"], "s0g0-2, s1g0"),
+        (["a", "b", "a7", "a9"], "a, b, ... a9 (4 devices)"),
+        (["g2", "g1"], "g2, g1"),
+        (["gpu-09", "gpu-10"], "gpu-09-10"),
+        ([f"s{s}g{g}" for s in range(9) for g in range(4)], "s0g0-3, s1g0-3, ... s8g0-3 (36 dev"),
+    ],
+)
+def test_devices_are_shortened_to_ranges(names: list[str], short: str) -> None:
+    assert shorten_devices(names).startswith(short)
+
+
+def test_the_trace_holds_every_action_in_microseconds(plan: PipelinePlan, tmp_path: Path) -> None:
+    write_trace(plan, tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text())
+    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert all(isinstance(event[key], int) for event in events for key in ("pid", "tid"))
+    drawn = Counter((event["name"], round(event["ts"], 6)) for event in events)
+    assert drawn == Counter(
+        (timed.action, round(timed.start_seconds * 1e6, 6)) for timed in plan.schedule.actions
+    )
+    last = max(event["ts"] + event["dur"] for event in events)
+    assert last == pytest.approx(max(t.finish_seconds for t in plan.schedule.actions) * 1e6)
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in document["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    reduce = next(event for event in events if event["name"] == "0REDUCE_GRAD")
+    assert threads[reduce["pid"], reduce["tid"]] == "all-reduce 0"
+    assert reduce["args"]["endpoints"] == "among g0-1"
+
+
+def test_the_picture_shows_every_kind_in_its_colour(plan: PipelinePlan) -> None:
+    data = png(plan)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width >= 2000
+    assert height >= 400
+    pixels = matplotlib.image.imread(BytesIO(data))[:, :, :3]
+    shown = {tuple(colour) for colour in (pixels.reshape(-1, 3) * 255).round().astype(int)}
+    for kind, colour in KIND_COLOURS.items():
+        assert tuple(bytes.fromhex(colour[1:])) in shown, kind
+    assert png(plan) == data
+
+
+def test_a_plan_without_figures_is_drawn_too(plan: PipelinePlan) -> None:
+    bare = replace(plan, predicted=None, certificate=None)
+    assert png(bare)[1:4] == b"PNG"
+    assert "bound" not in re.sub(r"<script.*?</script>", "", page(bare), flags=re.DOTALL)
+
+
+def test_the_page_loads_nothing_and_is_reproducible(plan: PipelinePlan) -> None:
+    text = page(plan)
+    assert not re.search(r"<(script|img|iframe)[^>]*\bsrc=|<link\b", text)
+    assert page(plan) == text
+
+
+def test_names_cannot_break_out_of_the_page(plan: PipelinePlan) -> None:
+    evil = "</script><script>alert(1)</script>"
+    stages = tuple(replace(stage, devices=(evil + str(s),)) for s, stage in enumerate(plan.stages))
+    actions = (ScheduledAction(evil + "0", "0F0", 0.0, 1.0),)
+    hostile = replace(plan, model=evil, stages=stages, schedule=Schedule(actions))
+    assert evil not in page(hostile)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("which", ["plan", "wide_plan"])
+def test_a_browser_draws_the_page(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    plan = request.getfixturevalue(which)
+    (tmp_path / "page.html").write_text(page(plan))
+    assert CHROMIUM is not None
+    browser = subprocess.run(
+        [CHROMIUM, *CHROMIUM_FLAGS, f"--user-data-dir={tmp_path}/profile",
+         f"file://{tmp_path}/page.html"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    start = browser.stdout.index('id="figure-timeline"')
+    drawn = browser.stdout[start : browser.stdout.index('id="figure-memory"')]
+    bars = len(re.findall(r'<g class="point"><path', drawn))
+    assert bars == sum(len(row.blocks) for row in timeline(plan))
+    for name in ("forward", "backward", "all-reduce", "proved lower bound"):
+        assert f">{name}</text>" in drawn
+    for figure in ("memory", "in-flight", "bounds"):
+        assert f'id="figure-{figure}"' in browser.stdout
+    assert browser.stdout.count("main-svg") >= 8
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (ScheduledAction("g0", "7F0", 0.0, 1.0), "7F0 is of stage 7, the plan has 1 stages"),
+        (ScheduledAction("g9", "0F0", 0.0, 1.0), "'g9', which is no device of stage 0"),
+        (ScheduledAction("g0", "forward", 0.0, 1.0), "'forward' is no action"),
+    ],
+)
+def test_actions_that_fit_no_stage_are_refused(action: ScheduledAction, message: str) -> None:
+    schedule = Schedule((action,))
+    plan = PipelinePlan("0", "test", "m", "c", 1, (Stage((0, 1), ("g0",)),), schedule)
+    for draw in (timeline, chrome_trace, page, png):
+        with pytest.raises(InputError, match=re.escape(message)):
+            draw(plan)
+
+
+def test_nothing_is_written_where_the_folder_is_missing(plan: PipelinePlan, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be written"):
+        write_png(plan, tmp_path / "none" / "plan.png")
+    assert list(tmp_path.iterdir()) == []
