@@ -57,17 +57,21 @@ def png(plan: PipelinePlan) -> bytes:
 
 def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> None:
     height = ROW_HEIGHT[row.group]
+    colours = [KIND_COLOURS[block.action.kind] for block in row.blocks]
+    # White outlines part computations; a transfer's own colour makes the shortest one visible.
+    computes = row.group == "device"
+    width = 0.4 if len(row.blocks) <= MAX_OUTLINED_BLOCKS else 0
     axes.broken_barh(
         [
             (block.start_seconds * scale, (block.finish_seconds - block.start_seconds) * scale)
             for block in row.blocks
         ],
         (y - height / 2, height),
-        facecolors=[KIND_COLOURS[block.action.kind] for block in row.blocks],
-        edgecolor="white",
-        linewidth=0.4 if len(row.blocks) <= MAX_OUTLINED_BLOCKS else 0,
+        facecolors=colours,
+        edgecolors="white" if computes else colours,
+        linewidth=width if computes else 0.8,
     )
-    if row.group != "device":
+    if not computes:
         return
     for block in row.blocks:
         label = str(block.action.microbatch)

@@ -20,8 +20,8 @@ from stagewright.executor.timeline import (
     time_unit,
     timeline,
 )
-from stagewright.formulations.actions import ActionKind
-from stagewright.formulations.plan import Bound, PipelinePlan
+from stagewright.formulations.actions import COMPUTE, ActionKind
+from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs import documents
 from stagewright.graphs.units import format_bytes, format_seconds
 
@@ -50,9 +50,17 @@ section { background: #fff; border: 1px solid #e2e5ea; border-radius: 8px; paddi
   gap: 0 16px; }
 .charts section { min-width: 0; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid #eceef1; }
+th, td { text-align: right; white-space: nowrap; padding: 5px 10px;
+  border-bottom: 1px solid #eceef1; }
 th { color: #5a6776; font-weight: 500; font-size: 13px; }
-th.text, td.text { text-align: left; }
+th.text, td.text { text-align: left; white-space: normal; }
+.bounds td { padding: 3px 6px; font-size: 13px; }
+.bar { width: 45%; }
+.bar div { height: 14px; border-radius: 2px; background: #1d2733; }
+.bar div.problem { background: #4d8fd1; }
+.bar div.schedule { background: #a9c6e6; }
+b.problem { border-bottom: 3px solid #4d8fd1; font-weight: 500; }
+b.schedule { border-bottom: 3px solid #a9c6e6; font-weight: 500; }
 """
 
 
@@ -67,8 +75,15 @@ def page(plan: PipelinePlan) -> str:
 
     title = html.escape(f"{plan.model} on {plan.cluster}")
     note = row_note(plan)
-    figures = [_memory_figure(plan), _in_flight_figure(plan), _bounds_figure(plan)]
-    charts = "".join(f"<section>{_embed(figure)}</section>" for figure in figures if figure)
+    charts = {
+        "Peak memory": _memory_figure(plan),
+        "Microbatches in flight, per stage": _in_flight_figure(plan),
+    }
+    sections = "".join(
+        f"<section><h2>{name}</h2>{_embed(figure)}</section>"
+        for name, figure in charts.items()
+        if figure is not None
+    )
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -79,7 +94,7 @@ def page(plan: PipelinePlan) -> str:
 <div class="facts">{_facts(plan)}</div>
 <section><h2>One training iteration{html.escape(f", {note}") if note else ""}</h2>
 {_embed(_timeline_figure(plan), buttons=True)}</section>
-<div class="charts">{charts}</div>
+<div class="charts">{sections}{_bounds(plan)}</div>
 <section><h2>Stages</h2>{_stage_table(plan)}</section>
 {_guarantees(plan)}
 </main></body></html>
@@ -111,8 +126,8 @@ def _facts(plan: PipelinePlan) -> str:
         certificate = plan.certificate
         facts += [
             (format_seconds(certificate.bound_seconds), f"bound, by {certificate.proved_by}"),
-            (f"{certificate.gap:.2%}", "gap to every plan"),
-            (f"{certificate.schedule_gap:.2%}", "gap to every schedule of these stages"),
+            (f"{certificate.gap:.2%}", "gap, over every plan"),
+            (f"{certificate.schedule_gap:.2%}", "gap, over every schedule of these stages"),
         ]
     if plan.predicted is not None:
         facts.append((f"{plan.predicted.bubble:.1%}", "of the devices' time idle"))
@@ -124,16 +139,15 @@ def _facts(plan: PipelinePlan) -> str:
     )
 
 
-def _figure(name: str, height: int, title: str = "") -> "Figure":
+def _figure(name: str, height: int) -> "Figure":
     from plotly.graph_objects import Figure
 
     figure = Figure()
     figure.update_layout(
         meta=name,
         template="plotly_white",
-        title={"text": title, "font": {"size": 16, "color": "#1d2733"}, "x": 0} if title else None,
         height=height,
-        margin={"l": 10, "r": 10, "t": 44 if title else 34, "b": 40},
+        margin={"l": 10, "r": 10, "t": 34, "b": 40},
         font={"family": "system-ui, sans-serif", "size": 12, "color": "#1d2733"},
         legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
         yaxis={"automargin": True},
@@ -179,7 +193,10 @@ def _bars(
     blocks = [block for _, _, block in placed]
     starts = np.array([block.start_seconds for block in blocks]) * scale
     finishes = np.array([block.finish_seconds for block in blocks]) * scale
-    text = labelled and kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+    computes = kind in COMPUTE
+    text = labelled and computes
+    # White outlines part computations; a transfer's own colour makes the shortest one visible.
+    outline = {"color": "white", "width": 0.5 if labelled else 0}
     return Bar(
         name=KIND_NAMES[kind],
         orientation="h",
@@ -189,7 +206,7 @@ def _bars(
         width=[BAR_WIDTH[row.group] for _, row, _ in placed],
         marker={
             "color": KIND_COLOURS[kind],
-            "line": {"color": "white", "width": 0.5 if labelled else 0},
+            "line": outline if computes else {"color": KIND_COLOURS[kind], "width": 1},
         },
         text=[block.action.microbatch for block in blocks] if text else None,
         textposition="inside" if text else "none",
@@ -235,7 +252,7 @@ def _memory_figure(plan: PipelinePlan) -> "Figure | None":
     else:
         names = [device for stage in plan.stages for device in stage.devices]
         peaks = [plan.predicted.peak_memory_bytes.get(name, 0.0) for name in names]
-    figure = _figure("memory", 330, "Peak memory")
+    figure = _figure("memory", 330)
     figure.add_trace(
         Bar(
             x=names,
@@ -255,7 +272,7 @@ def _in_flight_figure(plan: PipelinePlan) -> "Figure":
     from plotly.graph_objects import Scatter
 
     unit, scale = time_unit(finish_seconds(plan))
-    figure = _figure("in-flight", 330, "Microbatches in flight, per stage")
+    figure = _figure("in-flight", 330)
     shades = sample_colorscale("Viridis", np.linspace(0, 0.9, len(plan.stages)).tolist())
     for (s, (times, counts)), shade in zip(enumerate(in_flight(plan)), shades, strict=True):
         figure.add_trace(
@@ -273,36 +290,29 @@ def _in_flight_figure(plan: PipelinePlan) -> "Figure":
     return figure
 
 
-def _bounds_figure(plan: PipelinePlan) -> "Figure | None":
-    """The cost beside every lower bound that was computed, longest last."""
+def _bounds(plan: PipelinePlan) -> str:
+    """The cost beside every lower bound that was computed, as bars to scale."""
     if plan.certificate is None:
-        return None
-    from plotly.graph_objects import Bar
-
-    certificate = plan.certificate
-    unit, scale = time_unit(certificate.cost_seconds)
-    bounds = sorted(certificate.bounds, key=lambda bound: bound.seconds)
-    values = [bound.seconds * scale for bound in bounds] + [certificate.cost_seconds * scale]
-    colours = ["#8fb3d9" if bound.scope == "schedule" else "#4d8fd1" for bound in bounds]
-    figure = _figure("bounds", max(200, 110 + 30 * len(values)), "Cost and lower bounds")
-    figure.add_trace(
-        Bar(
-            orientation="h",
-            y=[_bound_name(bound) for bound in bounds] + ["<b>this plan</b>"],
-            x=values,
-            marker_color=[*colours, "#1d2733"],
-            text=[f"{value:.5g} {unit}" for value in values],
-            textposition="auto",
-            hoverinfo="skip",
-        )
+        return ""
+    cost = plan.certificate.cost_seconds
+    largest = {
+        (bound.proved_by, bound.scope): bound.seconds
+        for bound in sorted(plan.certificate.bounds, key=lambda bound: bound.seconds)
+    }
+    rows = [("this plan", "cost", cost)]
+    rows += [(who, scope, seconds) for (who, scope), seconds in reversed(largest.items())]
+    body = "".join(
+        f'<tr><td class="text">{html.escape(who)}</td><td class="bar"><div class="{scope}" '
+        f'style="width: {100 * min(1.0, seconds / (cost or 1.0)):.2f}%"></div></td>'
+        f"<td>{format_seconds(seconds)}</td></tr>"
+        for who, scope, seconds in rows
     )
-    figure.update_xaxes(title=f"{unit} per iteration", rangemode="tozero")
-    return figure
-
-
-def _bound_name(bound: Bound) -> str:
-    of = "every plan" if bound.scope == "problem" else "these stages"
-    return f"{bound.proved_by} ({of})"
+    return (
+        "<section><h2>Cost and lower bounds</h2>"
+        '<p class="sub">of <b class="problem">every plan</b>, and of '
+        '<b class="schedule">every schedule of these stages</b></p>'
+        f'<table class="bounds"><tbody>{body}</tbody></table></section>'
+    )
 
 
 def _stage_table(plan: PipelinePlan) -> str:

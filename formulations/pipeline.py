@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.graphs.chain import Chain, ChainCosts, costs_on
+from stagewright.graphs.chain import Chain, ChainCosts, Profile, profile_on
 from stagewright.graphs.cluster import Cluster
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
@@ -36,8 +36,6 @@ class PipelineProblem:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
-        for kind in sorted({device.kind for device in self.cluster.devices}):
-            costs_on(self.chain, kind, self.chain.microbatch_size)
         self._require_layers_fit()
 
     @cached_property
@@ -61,8 +59,12 @@ class PipelineProblem:
         key = (kind, replicas)
         if key not in self._cost_table:
             samples = self.chain.microbatch_size / replicas
-            self._cost_table[key] = costs_on(self.chain, kind, samples)
+            self._cost_table[key] = self._profiles[kind].at(samples)
         return self._cost_table[key]
+
+    @cached_property
+    def _profiles(self) -> dict[str, Profile]:
+        return {kind: profile_on(self.chain, kind) for kind in self.kinds}
 
     @cached_property
     def _cost_table(self) -> dict[tuple[str, int], ChainCosts]:

@@ -42,7 +42,7 @@ def lemma1_seconds(problem: MakespanProblem) -> float:
     """
     stages = np.add(problem.forward, problem.backward)
     channels = np.add(problem.send_forward, problem.send_backward)
-    largest = max(*stages, *channels)
+    largest = max([*stages, *channels])
     return float((problem.microbatches + 4 * len(stages) - 4) * largest + max(problem.reduce))
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -150,12 +150,37 @@ class ChainCosts:
     output_bytes: Floats
 
 
-def costs_on(chain: Chain, device_kind: str, samples: float) -> ChainCosts:
-    """Costs of every layer on ``device_kind`` for ``samples`` samples (may be a fraction).
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """A chain's costs on one device kind, ready to be read at any number of samples.
 
-    Between measured microbatch sizes the costs are interpolated linearly; below the smallest and
-    above the largest they are proportional to the number of samples, which with a single measured
-    size is SPP's assumption p/k (section III-B and its footnote 2).
+    ``sizes`` are each layer's measured microbatch sizes behind a 0, ascending, rows filled up with
+    inf, shape (L, n + 1); ``values`` the four costs of ChainCosts at these sizes, (4, L, n + 1).
+    """
+
+    sizes: Floats
+    values: Floats
+
+    def at(self, samples: float) -> ChainCosts:
+        """Costs for ``samples`` samples (may be a fraction).
+
+        Between measured sizes the costs are interpolated linearly; below the smallest and above
+        the largest they are proportional to the number of samples, which with a single measured
+        size is SPP's assumption p/k (section III-B and its footnote 2).
+        """
+        rows = np.arange(len(self.sizes))
+        largest = np.where(np.isinf(self.sizes), 0.0, self.sizes).max(axis=1)
+        beyond = np.maximum(1.0, samples / largest)
+        inside = samples / beyond
+        above = np.maximum(1, (self.sizes < inside[:, None]).sum(axis=1))
+        low, high = self.sizes[rows, above - 1], self.sizes[rows, above]
+        share = np.clip((inside - low) / (high - low), 0.0, 1.0)
+        below_values, above_values = self.values[:, rows, above - 1], self.values[:, rows, above]
+        return ChainCosts(*((below_values + share * (above_values - below_values)) * beyond))
+
+
+def profile_on(chain: Chain, device_kind: str) -> Profile:
+    """The costs of every layer on ``device_kind``, or else those for any kind.
 
     Raises
     ------
@@ -163,12 +188,20 @@ def costs_on(chain: Chain, device_kind: str, samples: float) -> ChainCosts:
         If the chain has no costs for ``device_kind``.
     """
     per_layer = [_costs_for(chain, layer, device_kind) for layer in chain.layers]
-    return ChainCosts(
-        _interpolate(per_layer, samples, lambda cost: cost.forward_seconds),
-        _interpolate(per_layer, samples, lambda cost: cost.total_backward_seconds),
-        _interpolate(per_layer, samples, lambda cost: cost.saved_bytes),
-        _interpolate(per_layer, samples, lambda cost: cost.output_bytes),
-    )
+    longest = max(len(costs) for costs in per_layer)
+    sizes = np.full((len(per_layer), longest + 1), np.inf)
+    values = np.zeros((4, len(per_layer), longest + 1))
+    sizes[:, 0] = 0.0
+    for i, costs in enumerate(per_layer):
+        for k, cost in enumerate(costs, start=1):
+            sizes[i, k] = cost.microbatch_size
+            values[:, i, k] = (
+                cost.forward_seconds,
+                cost.total_backward_seconds,
+                cost.saved_bytes,
+                cost.output_bytes,
+            )
+    return Profile(sizes, values)
 
 
 def load_model(path: str | os.PathLike[str]) -> Chain:
@@ -191,18 +224,6 @@ def _costs_for(chain: Chain, layer: Layer, device_kind: str) -> Sequence[LayerCo
         f"model {chain.name!r} has costs for {_shown(_kinds(layer))}, "
         f"the cluster has a device of kind {device_kind!r}"
     )
-
-
-def _interpolate(
-    per_layer: Sequence[Sequence[LayerCost]], samples: float, value: Callable[[LayerCost], float]
-) -> Floats:
-    rows = []
-    for costs in per_layer:
-        sizes = [0.0] + [float(cost.microbatch_size) for cost in costs]
-        values = [0.0] + [value(cost) for cost in costs]
-        beyond = max(1.0, samples / sizes[-1])
-        rows.append(float(np.interp(samples / beyond, sizes, values)) * beyond)
-    return np.array(rows)
 
 
 def _kinds(layer: Layer) -> set[str | None]:

@@ -60,7 +60,7 @@ class PartitionSearch:
         self.passes += 1
         table = recurrence.reach_under(self.form, limit, self.most)
         fitting = set(recurrence.complete_counts(self.form, table))
-        for stages in self.bound:
+        for stages in range(1, self.most + 1):
             if stages not in fitting:
                 self.bound[stages] = max(self.bound[stages], math.nextafter(limit, math.inf))
             elif stages not in self.found or self.found[stages][0] > limit:
@@ -75,7 +75,7 @@ class PartitionSearch:
         last bit of a float.
         """
         self._find_one(stages, ceiling)
-        narrow = max(FIRST_RATIO, ratio)
+        narrow = FIRST_RATIO
         while self.bound[stages] < ceiling:
             low, (high, cuts) = self.bound[stages], self.found[stages]
             if high >= ceiling:
@@ -83,8 +83,9 @@ class PartitionSearch:
             elif high <= low * (1 + ratio):
                 choice = ByRecurrence().invert(self.question, cuts)
                 return Balanced(high, min(low, high), choice)
-            elif high <= low * (1 + narrow):
-                self.test(math.nextafter(high, 0.0))
+            elif high <= low * (1 + max(narrow, ratio)) or (ratio > 0 and narrow == FIRST_RATIO):
+                # The placement found may be the best already: look just below it.
+                self.test(min(math.nextafter(high, 0.0), high / (1 + ratio)))
                 narrow *= NARROWING
             else:
                 self.test(math.sqrt(low * high))

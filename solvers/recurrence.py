@@ -165,23 +165,27 @@ def _reduce(form, used, r):
 
 
 @njit(cache=True, error_model="numpy")
-def _window_start(form, limit, start, l, used, r, per_byte, once):
-    """The least l' >= ``start`` from which (l', l] stays under the limit; l if none does."""
-    if form.kinds.shape[0] > 1:
-        while start < l and _stage_time(form, start, l, used, r) > limit:
-            start += 1
-        return start
-    # The same arithmetic as in _stage_time, without its loop over kinds.
+def _window_starts(form, limit, low, first, last, used, r, starts):
+    """starts[l] for l = first ... last: the least l' >= low with (l', l] under the limit, or l."""
+    per_byte, once = _reduce(form, used, r)
     forward, backward, parameters = form.forward[0, r], form.backward[0, r], form.parameters
-    f, b, p = forward[l], backward[l], parameters[l]
-    while start < l and (
-        form.microbatches * ((f - forward[start]) + (b - backward[start]))
-        + per_byte * (p - parameters[start])
-        + once
-        > limit
-    ):
-        start += 1
-    return start
+    one_kind = form.kinds.shape[0] == 1
+    start = low
+    for l in range(first, last + 1):
+        if one_kind:
+            # The same arithmetic as in _stage_time, without its loop over kinds.
+            f, b, p = forward[l], backward[l], parameters[l]
+            while start < l and (
+                form.microbatches * ((f - forward[start]) + (b - backward[start]))
+                + per_byte * (p - parameters[start])
+                + once
+                > limit
+            ):
+                start += 1
+        else:
+            while start < l and _stage_time(form, start, l, used, r) > limit:
+                start += 1
+        starts[l] = start
 
 
 @njit(cache=True, error_model="numpy")
@@ -224,7 +228,8 @@ def _sweep(form, band, limit, most, largest_boundary, slowest, reach):
     joined = np.zeros((size + 2, layers + 1, words), dtype=np.uint64)
     source = np.zeros((layers + 1, words), dtype=np.uint64)
     worst = np.zeros((4, size + 1))
-    queue = np.zeros((2, layers + 2, words), dtype=np.uint64)
+    front = np.zeros(layers + 1, dtype=np.uint64)
+    starts = np.zeros(layers + 1, dtype=np.int64)
     roomy = np.zeros(size + 1, dtype=np.bool_)
     for r in range(1, size + 1):
         states = form.state_factor * form.parameters[layers] + 4.0 * largest_boundary / r
@@ -246,17 +251,27 @@ def _sweep(form, band, limit, most, largest_boundary, slowest, reach):
             continue
         worst[:] = 0.0
         for r in range(1, size - used + 1):
+            i = used + r
             free = _unconstrained(form, limit, largest_boundary, slowest, used, r)
-            if used == 0 or free == 1:
-                behind = joined[1]
-            else:
+            _collect_links(form, used, r, free, worst)
+            first, last = max(band.low[i], low + 1), band.high[i]
+            if first > last:
+                continue
+            _window_starts(form, limit, low, first, last, used, r, starts)
+            at = _row(band, i, r, first)
+            out = reach[at : at + last - first + 1]
+            if used == 0:
+                _place_first(form, starts, first, last, r, roomy[r], out)
+                continue
+            behind = joined[free]
+            if free > 1:
                 source[low : high + 1] = joined[free, low : high + 1]
                 _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source)
                 behind = source
             if roomy[r]:
-                _place(form, band, limit, low, high, used, r, behind, queue, reach)
+                _place(starts, first, last, high, behind, front, out)
             else:
-                _place_in_memory(form, band, limit, low, high, used, r, most, behind, reach)
+                _place_in_memory(form, starts, first, last, high, used, r, most, behind, out)
 
 
 @njit(cache=True, error_model="numpy")
@@ -270,13 +285,13 @@ def _unconstrained(form, limit, largest_boundary, slowest, used, r):
 
 
 @njit(cache=True, error_model="numpy")
-def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source):
-    """Add to ``source`` the states of fewer than ``free`` replicas whose channel is quick enough.
+def _collect_links(form, used, r, free, worst):
+    """Take the newest of the r devices behind ``used`` into account.
 
-    ``worst[:, r']`` collects the slowest link (pace there and back, delay there and back) between
-    the r'-th device before ``used`` and the devices behind it, as r grows.
+    ``worst[:, r']`` is the slowest link (pace there and back, delay there and back) between the
+    r'-th device before ``used`` and the devices behind it. ``free`` never grows with r, so that
+    rows beyond it are not missed later.
     """
-    there = back = there_delay = back_delay = 0.0
     newest = used + r - 1
     for later in range(1, free):
         j = used - later
@@ -284,6 +299,13 @@ def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, s
         worst[1, later] = max(worst[1, later], form.pace[j, newest])
         worst[2, later] = max(worst[2, later], form.delay[newest, j])
         worst[3, later] = max(worst[3, later], form.delay[j, newest])
+
+
+@njit(cache=True, error_model="numpy")
+def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source):
+    """Add to ``source`` the states of fewer than ``free`` replicas whose channel is quick enough."""
+    there = back = there_delay = back_delay = 0.0
+    for later in range(1, free):
         there = max(there, worst[0, later])
         back = max(back, worst[1, later])
         there_delay = max(there_delay, worst[2, later])
@@ -297,71 +319,56 @@ def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, s
 
 
 @njit(cache=True, error_model="numpy")
-def _place(form, band, limit, low, high, used, r, source, queue, reach):
-    """A stage on the next r devices: the union of ``source`` over a sliding window of l'.
+def _place(starts, first, last, high, source, front, out):
+    """A stage behind ``source``: for every l the union over its window of l', one count more.
 
-    The window is a queue of two stacks with running unions; one more stage is one shift.
+    ``out`` has a row per l from ``first`` on. The window is a queue of two stacks with running
+    unions: ``front[k]`` is the union of source[k ... border - 1], ``back`` of what came since.
     """
-    words = reach.shape[1]
-    i = used + r
-    front, back = queue[0], queue[1, 0]
-    front_top = front_bottom = tail = low  # front holds unions of source[l' ... front_bottom - 1]
-    back[:] = 0
-    start = low
-    per_byte, once = _reduce(form, used, r)
-    for l in range(max(band.low[i], low + 1), band.high[i] + 1):
-        start = _window_start(form, limit, start, l, used, r, per_byte, once)
-        if start > high:
-            return
-        if start >= l:
-            continue
-        while tail < min(l, high + 1):
-            for w in range(words):
-                back[w] |= source[tail, w] if used > 0 else np.uint64(0)
-            tail += 1
-        front_top = max(front_top, start)
-        if front_top >= front_bottom:
-            front_bottom = tail
-            for w in range(words):
+    for w in range(source.shape[1]):
+        border = tail = starts[first]
+        back = np.uint64(0)
+        for l in range(first, last + 1):
+            start = starts[l]
+            if start > high:
+                break
+            while tail < min(l, high + 1):
+                back |= source[tail, w]
+                tail += 1
+            if start >= border:
                 union = np.uint64(0)
                 for k in range(tail - 1, start - 1, -1):
                     union |= source[k, w]
-                    front[k, w] = union
-                back[w] = 0
-            front_top = start
-        at = _row(band, i, r, l)
-        if used == 0:
-            reach[at, 0] = ONE
-            continue
-        carry = np.uint64(0)
-        for w in range(words):
-            union = front[front_top, w] | back[w]
-            reach[at, w] |= (union << ONE) | carry
-            carry = union >> TOP
+                    front[k] = union
+                border, back = tail, np.uint64(0)
+            if start < tail:
+                union = front[start] | back
+                out[l - first, w] |= union << ONE
+                if w + 1 < source.shape[1]:
+                    out[l - first, w + 1] |= union >> TOP
 
 
 @njit(cache=True, error_model="numpy")
-def _place_in_memory(form, band, limit, low, high, used, r, most, source, reach):
+def _place_in_memory(form, starts, first, last, high, used, r, most, source, out):
     """As ``_place``, where the n-th stage from the end must also hold min(M, n) microbatches."""
-    words = reach.shape[1]
-    i = used + r
-    start = low
-    per_byte, once = _reduce(form, used, r)
-    for l in range(max(band.low[i], low + 1), band.high[i] + 1):
-        start = _window_start(form, limit, start, l, used, r, per_byte, once)
-        at = _row(band, i, r, l)
-        for before in range(start, min(l, high + 1)):
+    for l in range(first, last + 1):
+        for before in range(starts[l], min(l, high + 1)):
             held = _most_in_flight(form, before, l, used, r)
             counts = most if held >= form.microbatches else min(held, most)
-            if used == 0:
-                reach[at, 0] |= ONE if counts > 0 else np.uint64(0)
-                continue
             carry = np.uint64(0)
-            for w in range(words):
+            for w in range(source.shape[1]):
                 allowed = min(max(counts - 64 * w, 0), 64)
                 mask = np.uint64(0) if allowed == 0 else ALL >> np.uint64(64 - allowed)
-                reach[at, w] |= ((source[before, w] << ONE) | carry) & mask
+                out[l - first, w] |= ((source[before, w] << ONE) | carry) & mask
                 carry = source[before, w] >> TOP
+
+
+@njit(cache=True, error_model="numpy")
+def _place_first(form, starts, first, last, r, roomy, out):
+    """The stage at the very end: nothing stands behind it."""
+    for l in range(first, last + 1):
+        if starts[l] == 0 and (roomy or _most_in_flight(form, 0, l, 0, r) > 0):
+            out[l - first, 0] |= ONE
 
 
 @njit(cache=True, error_model="numpy")

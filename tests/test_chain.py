@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagewright.graphs.chain import Chain, Layer, LayerCost, costs_on, load_model, save_model
+from stagewright.graphs.chain import Chain, Layer, LayerCost, load_model, profile_on, save_model
 from stagewright.graphs.errors import InputError
 
 CHAIN = Chain(
@@ -45,7 +45,7 @@ CHAIN = Chain(
 
 
 def test_costs_are_interpolated_between_measured_sizes():
-    costs = costs_on(CHAIN, "v100", 3)
+    costs = profile_on(CHAIN, "v100").at(3)
     np.testing.assert_allclose(costs.forward_seconds, [0.25, 0.075])
     np.testing.assert_allclose(costs.backward_seconds, [0.5, 0.225])
     np.testing.assert_allclose(costs.saved_bytes, [30, 3.75])
@@ -53,12 +53,12 @@ def test_costs_are_interpolated_between_measured_sizes():
 
 
 def test_costs_beyond_the_measured_sizes_are_proportional():
-    np.testing.assert_allclose(costs_on(CHAIN, "v100", 1).forward_seconds, [0.1, 0.025])
-    np.testing.assert_allclose(costs_on(CHAIN, "v100", 8).forward_seconds, [0.6, 0.2])
+    np.testing.assert_allclose(profile_on(CHAIN, "v100").at(1).forward_seconds, [0.1, 0.025])
+    np.testing.assert_allclose(profile_on(CHAIN, "v100").at(8).forward_seconds, [0.6, 0.2])
 
 
 def test_another_device_kind_falls_back_on_the_costs_for_any_device():
-    np.testing.assert_allclose(costs_on(CHAIN, "k80", 4).forward_seconds, [0.9, 0.5])
+    np.testing.assert_allclose(profile_on(CHAIN, "k80").at(4).forward_seconds, [0.9, 0.5])
 
 
 def test_a_kind_without_costs_is_refused():
@@ -70,13 +70,13 @@ def test_a_kind_without_costs_is_refused():
         ),
     )
     with pytest.raises(InputError, match=r"costs for 'v100', the cluster has .* 'k80'"):
-        costs_on(only_v100, "k80", 4)
+        profile_on(only_v100, "k80").at(4)
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
 def test_costs_never_fall_when_samples_grow(one, other):
     small, large = sorted((one, other))
-    few, many = costs_on(CHAIN, "v100", small), costs_on(CHAIN, "v100", large)
+    few, many = profile_on(CHAIN, "v100").at(small), profile_on(CHAIN, "v100").at(large)
     assert (few.forward_seconds <= many.forward_seconds * (1 + 1e-12)).all()
     assert (few.saved_bytes <= many.saved_bytes * (1 + 1e-12)).all()
 

@@ -380,7 +380,7 @@ def test_plan_writes_what_it_prints_and_check_accepts_it(files: Path) -> None:
     )
     checked = answered_json("check", files / "new.json", *given_to(files))
     assert checked["cost_seconds"] == pytest.approx(document["cost_seconds"])
-    text = answered(*arguments)
+    text = answered(*arguments, "--planner", "spp")
     for word in ("layer0", "bound", "gap", "proved by", "Lemma 1"):
         assert word in text
 
@@ -399,6 +399,22 @@ def test_plan_reports_an_infeasible_problem(tmp_path: Path) -> None:
         assert document[name] is None
     assert "infeasible" in answered(*arguments, code=1)
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_spp_plans_a_single_layer_as_a_single_stage(tmp_path: Path) -> None:
+    cost = LayerCost(1, 0.1, saved_bytes=1e6, output_bytes=1e3, backward_seconds=0.2)
+    save_model(Chain("one", "test", 1, (Layer("all", 1e6, (cost,)),)), tmp_path / "model.json")
+    save_cluster(uniform_servers(1, 2, Link(1e10)), tmp_path / "cluster.json")
+    arguments = ["plan", *given_to(tmp_path), "--microbatches", 2, "--planner", "spp"]
+    document = answered_json(*arguments)
+    assert [stage["layers"] for stage in document["stages"]] == [[0, 1]]
+    assert all(guarantee["holds"] for guarantee in document["guarantees"])
+
+
+def test_plan_says_no_when_the_time_is_too_short(files: Path) -> None:
+    arguments = ["plan", *given_to(files), "--microbatches", 4, "--planner", "exact"]
+    document = answered_json(*arguments, "--time-limit", 1e-9, code=1)
+    assert (document["status"], document["stages"]) == ("no-answer", None)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,8 @@ def test_in_flight_counts_what_has_started_and_not_ended(
 ) -> None:
     _, plan = case
     for s, (times, counts) in enumerate(in_flight(plan)):
-        assert counts[0] == counts[-1] == 0
+        assert counts[-1] == 0
+        assert (np.diff(times) > 0).all()
         spans = [
             {
                 parse_action(timed.action).kind: timed
@@ -208,7 +209,7 @@ def test_the_picture_shows_every_kind_in_its_colour(plan: PipelinePlan) -> None:
 def test_a_plan_without_figures_is_drawn_too(plan: PipelinePlan) -> None:
     bare = replace(plan, predicted=None, certificate=None)
     assert png(bare)[1:4] == b"PNG"
-    assert "bound" not in re.sub(r"<script.*?</script>", "", page(bare), flags=re.DOTALL)
+    assert "lower bound" not in re.sub(r"<script.*?</script>", "", page(bare), flags=re.DOTALL)
 
 
 def test_the_page_loads_nothing_and_is_reproducible(plan: PipelinePlan) -> None:
@@ -244,9 +245,9 @@ def test_a_browser_draws_the_page(
     assert bars == sum(len(row.blocks) for row in timeline(plan))
     for name in ("forward", "backward", "all-reduce", "proved lower bound"):
         assert f">{name}</text>" in drawn
-    for figure in ("memory", "in-flight", "bounds"):
+    for figure in ("memory", "in-flight"):
         assert f'id="figure-{figure}"' in browser.stdout
-    assert browser.stdout.count("main-svg") >= 8
+    assert browser.stdout.count("main-svg") >= 6
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from time import monotonic
 
+from stagewright.formulations.bounds import schedule_bounds
 from stagewright.formulations.bppm import BalancedPartition, ByRecurrence, StageChoice
 from stagewright.formulations.forms import Limits, OnProgress, Progress
 from stagewright.formulations.makespan import MakespanProblem, Timetable
@@ -50,16 +51,17 @@ def plan_spp(
     paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
     solved: list[int] = []
     late = False
-    for count in sorted(search.bound, key=lambda n: _promise(problem, search, n)):
+    for count in sorted(search.bound, reverse=True):
         late = monotonic() - began > limits.seconds and best is not None
         ceiling = best.seconds if best else math.inf
         if late or max(search.bound[count], paths[count]) >= ceiling:
             continue
+        search.most = count  # larger numbers of stages are settled: passes need not follow them
         balanced = search.solve(count, ratio, ceiling)
         if balanced is None:
             continue
         solved.append(count)
-        candidate = _schedule(problem, balanced.stages)
+        candidate = _schedule(problem, balanced.stages, ceiling)
         if candidate and (best is None or candidate.seconds < best.seconds):
             best = candidate
             on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
@@ -95,16 +97,21 @@ def _promise(problem: PipelineProblem, search: PartitionSearch, count: int) -> f
     return bottleneck * (1 + (count - 1) / problem.microbatches)
 
 
-def _schedule(problem: PipelineProblem, stages: tuple[StageChoice, ...]) -> _Candidate | None:
+def _schedule(
+    problem: PipelineProblem, stages: tuple[StageChoice, ...], ceiling: float = math.inf
+) -> _Candidate | None:
+    """The stages with their best list schedule; None if no schedule can end before ``ceiling``."""
     scheduling = makespan_problem(problem, stages)
     if scheduling is None:
         return None
-    _, times = best_list_schedule(scheduling)
+    bound = max(bound.seconds for bound in schedule_bounds(scheduling))
+    if bound >= ceiling:
+        return None
     pe = list_schedule(scheduling, "pe")
     assert pe is not None  # PE keeps every limit
-    return _Candidate(
-        stages, scheduling, times, times.makespan(scheduling), pe.makespan(scheduling)
-    )
+    pe_seconds = pe.makespan(scheduling)
+    times = pe if pe_seconds <= bound else best_list_schedule(scheduling)[1]
+    return _Candidate(stages, scheduling, times, times.makespan(scheduling), pe_seconds)
 
 
 def _guarantees(

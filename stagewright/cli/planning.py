@@ -87,7 +87,9 @@ def _print_result(problem: "PipelineProblem", result: "Result") -> None:
 
     if result.plan is not None:
         print_plan(result.plan, problem.chain)
-    reason = f": {result.reason}" if result.reason else ""
+    # A portfolio's reason stands beside its best attempt already.
+    shown = result.reason and (result.plan is None or not result.attempts)
+    reason = f": {result.reason}" if shown else ""
     print_lines(f"{result.planner}: {result.status} after {result.seconds:.2f} s{reason}")
     rows = []
     for one in result.attempts:

@@ -256,7 +256,8 @@ def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
 
     def of_stage(devices: Sequence[str]) -> tuple[str, str]:
         idle = max(outcome.idle_seconds[device] for device in devices)
-        slack = min(outcome.slack_seconds[device] for device in devices)
+        # Rounded to nanoseconds: below that is only the rounding of sums.
+        slack = abs(round(min(outcome.slack_seconds[device] for device in devices), 9))
         return percent(idle / outcome.iteration_seconds), format_seconds(slack)
 
     planned = finish_seconds(plan)

@@ -1,0 +1,159 @@
+"""The profiles that PipeDream's authors measured: every planner, and the reference answers.
+
+They are read from the folder ``shared/data/pipedream`` beside the checkout and are not part of
+this repository. A profile's batch is taken as one microbatch. Large profiles are contracted at
+the cuts that one output crosses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import Table, percent
+from stagewright.formulations.bppm import StageChoice
+from stagewright.formulations.forms import Limits
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.graphs.cluster import Cluster, Link, uniform_servers
+from stagewright.graphs.importers import read_pipedream
+from stagewright.solvers.planners.pipedream import optimize, partition
+from stagewright.solvers.planning import plan
+
+DATA = Path(__file__).parents[2] / "shared" / "data" / "pipedream"
+MISSING = f"skipped: the public profiles are not in {Path(*DATA.parts[-3:])} beside the checkout"
+MICROBATCHES = 8
+CONTRACTED_FROM = 100  # layers
+PLANNERS = ("spp", "dp", "gpipe", "pipedream", "hetpipe", "auto")
+PROFILES = (
+    "alexnet", "vgg16", "resnet50", "resnet101", "densenet121", "inception_v3", "gnmt",
+    "gnmt_large",
+)  # fmt: skip
+
+
+def clusters() -> tuple[Cluster, ...]:
+    """V100 servers as in table 2.1 of Narayanan's thesis (A: PCIe, 10 Gbps; B: NVLink, 25 Gbps)."""
+    return (
+        uniform_servers(1, 4, Link(12e9), name="1x4"),
+        uniform_servers(4, 4, Link(12e9), Link(1.25e9), name="A 4x4"),
+        uniform_servers(2, 8, Link(30e9), Link(3.125e9), name="B 2x8"),
+    )
+
+
+def problem(case: tuple[str, Cluster]) -> PipelineProblem:
+    """A profile on a cluster."""
+    profile, cluster = case
+    path = DATA / f"{profile}.graph.txt"
+    chain = read_pipedream(path)
+    if len(chain) >= CONTRACTED_FROM:
+        chain = read_pipedream(path, contract=True)
+    return PipelineProblem(chain, cluster, MICROBATCHES)
+
+
+def planners_table(profiles: Sequence[str], seconds: float) -> Table:
+    """Every planner's seconds per iteration, and the best plan's certified gap."""
+    rows = []
+    for profile in profiles:
+        for cluster in clusters():
+            asked = problem((profile, cluster))
+            results = {name: plan(asked, name, Limits(seconds)) for name in PLANNERS}
+            costs = {name: result.cost for name, result in results.items()}
+            lost = [
+                name
+                for name in PLANNERS[1:-1]
+                if costs["spp"] and (costs[name] or costs["spp"]) < costs["spp"] * (1 - 1e-9)
+            ]
+            best = results["auto"]
+            rows.append(
+                (
+                    profile, len(asked.chain), cluster.name, *costs.values(),
+                    percent(results["spp"].gap), percent(best.gap), best.proved_by,
+                    ", ".join(lost) or "none",
+                )  # fmt: skip
+            )
+    columns = ("profile", "layers", "cluster", *PLANNERS, "gap of spp", "gap of auto", "proved by",
+               "spp slower than")  # fmt: skip
+    title = f"Seconds per iteration of {MICROBATCHES} microbatches, and gap to the certified bound"
+    return Table("pipedream-planners", title, columns, tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What PipeDream's own optimizer answers on one level of equal devices, transfers counted."""
+
+    profile: str
+    devices: int
+    bandwidth: float
+    replicas: tuple[int, ...]
+    cuts: tuple[int, ...] | None
+    slowest_seconds: float
+
+
+REFERENCES = (
+    Reference("vgg16", 4, 1e9, (3, 1), (17,), 0.205521),
+    Reference("vgg16", 16, 3.125e9, (15, 1), (25,), 0.045525),
+    Reference("alexnet", 4, 1e9, (3, 1), None, 0.034217),
+    Reference("gnmt", 4, 1e9, (1, 1, 1, 1), None, 0.025868),
+)
+
+
+def reference_problem(reference: Reference) -> PipelineProblem:
+    """The profile, not contracted, on devices that all see one bandwidth."""
+    chain = read_pipedream(DATA / f"{reference.profile}.graph.txt")
+    return PipelineProblem(chain, uniform_servers(1, reference.devices, Link(reference.bandwidth)), 1)
+
+
+def thesis_seconds(asked: PipelineProblem) -> float:
+    """The slowest stage or channel by the thesis's formula, max(compute, all-reduce)."""
+    return float(optimize(asked)[-1].slowest[0, len(asked.chain), len(asked.cluster)])
+
+
+def public_code_seconds(asked: PipelineProblem, stages: Sequence[StageChoice]) -> float:
+    """The same stages by the formula of PipeDream's public code.
+
+    A stage on m devices takes (sum T + 4 (m - 1) / m sum w / B) / m: compute and all-reduce one
+    after the other, where the thesis overlaps them; a channel takes 2 a / B.
+    """
+    bandwidth = float(asked.cluster.bandwidth.min())
+    costs = asked.costs(asked.kinds[0], 1)
+    work = costs.forward_seconds + costs.backward_seconds
+    slowest = 0.0
+    for stage in stages:
+        m = len(stage.devices)
+        reduced = 4 * (m - 1) / m * asked.gradient_bytes(stage.start, stage.stop) / bandwidth
+        slowest = max(slowest, (work[stage.start : stage.stop].sum() + reduced) / m)
+        if stage.stop < len(work):
+            slowest = max(slowest, 2 * asked.boundary_bytes(stage.stop) / bandwidth)
+    return float(slowest)
+
+
+def references_table() -> Table:
+    """PipeDream's shipped answers beside those of the planner ``pipedream``."""
+    rows = []
+    for reference in REFERENCES:
+        asked = reference_problem(reference)
+        stages = partition(asked)
+        thesis, public = thesis_seconds(asked), public_code_seconds(asked, stages)
+        rows.append(
+            (
+                reference.profile,
+                f"{reference.devices} at {reference.bandwidth / 1e9:g} GB/s",
+                "-".join(str(len(stage.devices)) for stage in stages),
+                " ".join(str(stage.stop) for stage in stages[:-1]),
+                tuple(len(stage.devices) for stage in stages) == reference.replicas,
+                f"{reference.slowest_seconds:.6f}",
+                f"{public:.6f}",
+                f"{thesis:.6f}",
+            )
+        )
+    columns = ("profile", "devices", "our replicas", "our cuts", "replicas as PipeDream's",
+               "its slowest s", "ours by the public code's formula",
+               "ours by the thesis's formula")  # fmt: skip
+    return Table("pipedream-references", "PipeDream's own answers", columns, tuple(rows))
+
+
+def tables(quick: bool) -> list[Table]:
+    """Both tables; nothing where the profiles are absent."""
+    if not DATA.is_dir():
+        print(MISSING)
+        return []
+    profiles = PROFILES[:2] if quick else PROFILES
+    return [references_table(), planners_table(profiles, 1.0 if quick else 10.0)]

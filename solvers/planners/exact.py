@@ -1,0 +1,245 @@
+"""The exact joint reference: best-first branch and bound over plans, CP-SAT for their schedules."""
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+from itertools import count
+from time import perf_counter
+
+import numpy as np
+
+from stagewright.formulations.bounds import schedule_bounds
+from stagewright.formulations.bppm import StageChoice
+from stagewright.formulations.forms import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.joint import JointPlanning, Prefix
+from stagewright.formulations.makespan import MakespanProblem, Timetable
+from stagewright.formulations.makespan_models import ByIntervals
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import Bound
+from stagewright.formulations.spp import makespan_problem
+from stagewright.solvers.backend import solve
+from stagewright.solvers.list_scheduling import best_list_schedule
+from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages
+from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.relaxation import load_bound
+
+PRECISION = 2e-7  # relative; plans that are better by less are not looked for
+FIRST_SECONDS = 1.0  # CP-SAT's first time limit for a schedule; every further turn has
+GROWTH = 4.0  # times the last one's
+STEPS = 2e7  # entries of the tables of bounds beyond which only the load is looked at
+PROVED_BY = "joint branch and bound with CP-SAT"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExactAnswer:
+    """The best plan that was found, and a proved bound on every plan.
+
+    ``stages`` is None if no plan beats the given incumbent (or none fits), or none was found in
+    time. ``complete`` says that the search ended by itself: nothing is better than the best plan,
+    or the incumbent, by more than the gap to ``bound_seconds``, which is inf if nothing fits.
+    """
+
+    stages: tuple[StageChoice, ...] | None
+    timetable: Timetable | None
+    cost_seconds: float | None
+    bound_seconds: float
+    complete: bool
+    plans: int = 0  # scheduled
+    proofs: int = 0  # CP-SAT calls
+
+
+def exact(
+    problem: PipelineProblem,
+    limits: Limits,
+    on_progress: OnProgress = silent,
+    incumbent_seconds: float = math.inf,
+) -> ExactAnswer:
+    """The least iteration time over all partitions, mappings and schedules.
+
+    ``incumbent_seconds`` is the time of a plan that is known already.
+    """
+    if (len(problem.chain) * len(problem.cluster)) ** 2 / 4 > STEPS:
+        return ExactAnswer(None, None, None, load_bound(problem), False)
+    search = _Search(problem, limits, on_progress, incumbent_seconds)
+    complete = search.run()
+    stages, timetable = search.best or (None, None)
+    cost = search.cost if search.best else None
+    return ExactAnswer(
+        stages, timetable, cost, search.bound(), complete, search.plans, search.proofs
+    )
+
+
+def plan_exact(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+) -> Proposal | NoPlan:
+    """The exact joint reference; begins from SPP's plan and never returns a worse one."""
+    began = perf_counter()
+    first = plan_spp(problem, limits, on_progress)
+    known = _seconds(problem, first) if isinstance(first, Proposal) else math.inf
+    left = max(0.0, limits.seconds - (perf_counter() - began))
+    answer = exact(problem, replace(limits, seconds=left), on_progress, known)
+    bounds = (Bound(answer.bound_seconds, PROVED_BY, "problem"),)
+    if answer.stages is None and isinstance(first, NoPlan):
+        if answer.complete:
+            return NoPlan("no partition of the layers fits in the devices' memory")
+        return NoPlan("no plan was found within the time limit", False, bounds)
+    ended = "complete" if answer.complete else "stopped at the time limit"
+    notes = (f"{answer.plans} plans scheduled, {answer.proofs} by CP-SAT; {ended}",)
+    if answer.stages is None or answer.timetable is None:
+        assert isinstance(first, Proposal)
+        return Proposal(first.stages, first.times, bounds, first.guarantees, notes)
+    return Proposal(named_stages(problem, answer.stages), answer.timetable, bounds, notes=notes)
+
+
+def _seconds(problem: PipelineProblem, proposal: Proposal) -> float:
+    index = problem.cluster.index
+    choices = [
+        StageChoice(*stage.layers, tuple(index[name] for name in stage.devices))
+        for stage in proposal.stages
+    ]
+    scheduling = makespan_problem(problem, choices)
+    assert scheduling is not None
+    return proposal.times.makespan(scheduling)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Candidate:
+    """A complete plan that waits for its schedule."""
+
+    stages: tuple[StageChoice, ...]
+    scheduling: MakespanProblem
+
+
+class _Search:
+    """Prefixes and candidates in a heap.
+
+    First come those that CP-SAT has left open least often (``turn``), then the least bounds, then
+    those nearest to a schedule.
+    """
+
+    def __init__(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress, cost: float
+    ) -> None:
+        self.problem, self.limits, self.on_progress = problem, limits, on_progress
+        self.began = perf_counter()
+        self.cost = cost
+        self.best: tuple[tuple[StageChoice, ...], Timetable] | None = None
+        self.plans = self.proofs = 0
+        self._tree = JointPlanning(problem)
+        self._heap: list[tuple[int, float, int, int, Prefix | _Candidate]] = []
+        self._number = count()
+        self._closed = math.inf  # the least bound of all that was dismissed
+        self._seen: set[MakespanProblem] = set()
+        self._done: dict[int, list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {}
+        self._push(self._tree.root.bound, self._tree.root)
+
+    def run(self) -> bool:
+        """Search until nothing is left (True) or the time is over."""
+        while self._heap:
+            if self._left() <= 0:
+                return False
+            turn, bound, *_, item = heapq.heappop(self._heap)
+            if bound >= self._ceiling():
+                self._close(bound)
+            elif isinstance(item, _Candidate):
+                self._schedule(item, bound, turn)
+            elif item.layers == len(self.problem.chain):
+                self._complete(item)
+            elif not self._expand(item):
+                self._push(bound, item)
+                return False
+        return True
+
+    def bound(self) -> float:
+        """No plan is shorter than this, up to the time of the best."""
+        waiting = min((entry[1] for entry in self._heap), default=math.inf)
+        return min(self._closed, waiting, self.cost)
+
+    def _expand(self, prefix: Prefix) -> bool:
+        """Push the children; False if the time is over before all are there."""
+        for child in self._tree.children(prefix):
+            if self._left() <= 0:
+                return False
+            self._push(child.bound, child)
+        return True
+
+    def _complete(self, prefix: Prefix) -> None:
+        """A whole plan: push it with the bounds on its schedule, unless it cannot win."""
+        scheduling = makespan_problem(self.problem, prefix.stages)
+        assert scheduling is not None  # the tree leaves out stages that do not fit
+        if scheduling in self._seen or self._dominated(scheduling):
+            return
+        self._seen.add(scheduling)
+        bound = max(prefix.bound, *(bound.seconds for bound in schedule_bounds(scheduling)))
+        self._push(bound, _Candidate(prefix.stages, scheduling))
+
+    def _schedule(self, candidate: _Candidate, bound: float, turn: int) -> None:
+        """List schedules, then CP-SAT for a limited time."""
+        scheduling = candidate.scheduling
+        _, times = best_list_schedule(scheduling)
+        self.plans += turn == 0
+        self._offer(candidate, times, bound)
+        open_, bound = self._prove(candidate, times, bound, turn)
+        if open_:
+            self._push(bound, candidate, turn + 1)
+        else:
+            self._close(bound)
+            self._done.setdefault(scheduling.stages, []).append(_row(scheduling))
+
+    def _prove(
+        self, candidate: _Candidate, times: Timetable, bound: float, turn: int
+    ) -> tuple[bool, float]:
+        """Whether the candidate may still beat the best plan, and a bound on its schedules."""
+        if bound >= self._ceiling():
+            return False, bound
+        self.proofs += 1
+        model = ByIntervals(candidate.scheduling, times)
+        # A schedule below the ceiling is no longer in ticks, which are rounded down.
+        horizon = math.floor(self._ceiling() * model.scale)
+        form = replace(model.apply(), horizon=horizon, hint=None)
+        seconds = min(self._left(), FIRST_SECONDS * GROWTH**turn)
+        answer = solve(form, "cp-sat", replace(self.limits, seconds=seconds))
+        if answer.status is Status.INFEASIBLE:
+            return False, (horizon + 1) / model.scale
+        if answer.values is not None:
+            self._offer(candidate, model.invert(answer.values), bound)
+        bound = max(bound, answer.bound / model.scale)
+        return answer.status is not Status.OPTIMAL and bound < self._ceiling(), bound
+
+    def _offer(self, candidate: _Candidate, times: Timetable, bound: float) -> None:
+        """Keep a schedule if it is the best; ``bound`` is that of its candidate."""
+        seconds = candidate.scheduling.evaluate(times)
+        if seconds < self.cost:
+            self.cost, self.best = seconds, (candidate.stages, times)
+            elapsed = perf_counter() - self.began
+            self.on_progress(Progress(elapsed, seconds, min(bound, self.bound())))
+
+    def _dominated(self, scheduling: MakespanProblem) -> bool:
+        """Whether a plan that is done with is nowhere slower and holds no fewer in flight."""
+        done = self._done.get(scheduling.stages)
+        return done is not None and bool((np.array(done) <= _row(scheduling)).all(axis=1).any())
+
+    def _push(self, bound: float, item: Prefix | _Candidate, turn: int = 0) -> None:
+        if bound >= self._ceiling():
+            self._close(bound)
+        else:
+            depth = item.layers if isinstance(item, Prefix) else len(self.problem.chain) + 1
+            heapq.heappush(self._heap, (turn, bound, -depth, next(self._number), item))
+
+    def _close(self, bound: float) -> None:
+        self._closed = min(self._closed, bound)
+
+    def _ceiling(self) -> float:
+        return self.cost * (1 - PRECISION)
+
+    def _left(self) -> float:
+        return self.limits.seconds - (perf_counter() - self.began)
+
+
+def _row(scheduling: MakespanProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The problem as one row of numbers that are the better the smaller."""
+    limits = -np.minimum(scheduling.in_flight, scheduling.microbatches)
+    return np.concatenate([
+        scheduling.forward, scheduling.backward, scheduling.send_forward,
+        scheduling.send_backward, scheduling.reduce, limits,
+    ])  # fmt: skip
