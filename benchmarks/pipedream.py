@@ -64,10 +64,15 @@ def planners_table(profiles: Sequence[str], seconds: float) -> Table:
             best = results["auto"]
             rows.append(
                 (
-                    profile, len(asked.chain), cluster.name, *costs.values(),
-                    percent(results["spp"].gap), percent(best.gap), best.proved_by,
+                    profile,
+                    len(asked.chain),
+                    cluster.name,
+                    *costs.values(),
+                    percent(results["spp"].gap),
+                    percent(best.gap),
+                    best.proved_by,
                     ", ".join(lost) or "none",
-                )  # fmt: skip
+                )
             )
     columns = ("profile", "layers", "cluster", *PLANNERS, "gap of spp", "gap of auto", "proved by",
                "spp slower than")  # fmt: skip
@@ -98,7 +103,9 @@ REFERENCES = (
 def reference_problem(reference: Reference) -> PipelineProblem:
     """The profile, not contracted, on devices that all see one bandwidth."""
     chain = read_pipedream(DATA / f"{reference.profile}.graph.txt")
-    return PipelineProblem(chain, uniform_servers(1, reference.devices, Link(reference.bandwidth)), 1)
+    return PipelineProblem(
+        chain, uniform_servers(1, reference.devices, Link(reference.bandwidth)), 1
+    )
 
 
 def thesis_seconds(asked: PipelineProblem) -> float:

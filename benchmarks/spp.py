@@ -261,7 +261,10 @@ SWEEPS = (
         7,
         "Gbps between servers",
         bert,
-        {f"{low}-{high}": {"inter_gbps": (low, high)} for low, high in ((8, 10), (16, 20), (32, 40))},
+        {
+            f"{low}-{high}": {"inter_gbps": (low, high)}
+            for low, high in ((8, 10), (16, 20), (32, 40))
+        },
     ),
     Sweep(
         8,
@@ -428,7 +431,13 @@ def bottleneck_penalty(rows: Sequence[ByStages], count: int) -> float:
 
 # --- The picture ---------------------------------------------------------------------------------
 
-LABELS = {"spp": "SPP", "dp": "DP", "gpipe": "GPipe", "pipedream": "PipeDream", "hetpipe": "HetPipe"}
+LABELS = {
+    "spp": "SPP",
+    "dp": "DP",
+    "gpipe": "GPipe",
+    "pipedream": "PipeDream",
+    "hetpipe": "HetPipe",
+}
 
 
 def draw(
@@ -455,3 +464,21 @@ def draw(
     picture.axes[0].legend(fontsize=7)
     path.parent.mkdir(exist_ok=True)
     picture.savefig(path)
+
+
+def tables(quick: bool) -> list[Table]:
+    """Table III, the sweeps, the trends, and the picture; the two smallest cases if ``quick``."""
+    if quick:
+        return table3(list(PRINTED)[:2], 1.0)
+    figures = {
+        sweep.figure: {point: compare(sweep.problem(point)) for point in sweep.points}
+        for sweep in SWEEPS
+    }
+    stages = by_stages(bert())
+    draw(figures, stages)
+    return [
+        *table3(list(PRINTED), 30.0),
+        *(sweep_table(sweep, figures[sweep.figure]) for sweep in SWEEPS),
+        stages_table(stages),
+        trends_table(trends(figures, stages)),
+    ]

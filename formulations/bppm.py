@@ -9,6 +9,7 @@ how many microbatches it must hold in flight (1F1B's min(M, number of stages fro
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -93,7 +94,7 @@ class BalancedPartition:
         ]
         times += [
             total * sum(problem.transfer_seconds(one.stop, one.devices, next_.devices))
-            for one, next_ in zip(stages, stages[1:], strict=False)
+            for one, next_ in pairwise(stages)
         ]
         return max(times)
 

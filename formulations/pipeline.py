@@ -140,7 +140,7 @@ class PipelineProblem:
     def saved_per_layer(self, replicas: int) -> Floats:
         """Saved bytes of every layer, shape (L,), on one of ``replicas`` shares."""
         kinds = [self.costs(kind, replicas).saved_bytes for kind in self.kinds]
-        return np.max(kinds, axis=0)
+        return np.asarray(np.max(kinds, axis=0))
 
     def in_flight_limit(
         self, start: int, stop: int, devices: Sequence[int], shares: int | None = None

@@ -13,7 +13,7 @@ FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
 
 
-class InvalidPlan(ValueError):
+class InvalidPlan(ValueError):  # noqa: N818 - the design's name
     """A plan that breaks a rule of its problem; the message names the first broken rule."""
 
 

@@ -1,6 +1,7 @@
 """Synchronous pipeline planning (SPP): from stages to their makespan problem, and its theorems."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def makespan_problem(
     computed = [problem.compute_seconds(s.start, s.stop, s.devices) for s in stages]
     sent = [
         problem.transfer_seconds(one.stop, one.devices, following.devices)
-        for one, following in zip(stages, stages[1:], strict=False)
+        for one, following in pairwise(stages)
     ]
     limits = tuple(problem.in_flight_limit(s.start, s.stop, s.devices) for s in stages)
     if min(limits) < 1:

@@ -116,7 +116,7 @@ def _inseparable(weights: Floats, order: Ints, attachment: Floats, best: float) 
     # a vertex attached by at least ``best`` to those before it, by none from its last neighbour.
     late = np.flatnonzero(attachment >= enough)
     pairs = [(order[-1], order[-2])]
-    pairs += [(order[k], _last_linked(weights, order, k)) for k in late if k > 0]
+    pairs += [(order[k], _last_linked(weights, order, k)) for k in late.tolist() if k > 0]
     # The links of one and two steps between a vertex and its strongest neighbour carry this much.
     strongest = np.argmax(weights, axis=1)
     vertices = np.arange(len(weights))

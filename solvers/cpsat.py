@@ -26,7 +26,8 @@ STATUS = {
 }
 
 # The searches that prove disjunctive problems quickly come first; CP-SAT's own order leaves two
-# threads with one proof that is slow on them. One thread runs CP-SAT's default search.
+# threads with one proof that is slow on them. One thread runs the default search without LP, which
+# disjunctions gain little from.
 SEARCHES = (
     "no_lp", "objective_lb_search", "quick_restart_no_lp", "core", "default_lp", "max_lp",
     "probing", "pseudo_costs",
@@ -40,6 +41,8 @@ def run(form: Intervals, limits: Limits, on_progress: OnProgress) -> Answer[Ints
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = limits.threads
     solver.parameters.subsolvers.extend(SEARCHES)
+    if limits.threads == 1:
+        solver.parameters.linearization_level = 0
     solver.parameters.random_seed = limits.seed
     solver.parameters.log_search_progress = True
     solver.parameters.log_to_stdout = False

@@ -22,25 +22,31 @@ Ints = NDArray[np.int64]
 
 EAGERNESS = (0.0, 0.25, 0.5, 1.0)
 NOISE = (0.0, 0.2, 1.0, 3.0)  # in units of the longest block
+PATIENCE = 1000  # passes without improvement after which the search ends
 RESTART = 40  # passes after which the search starts again from a random rule
 
 
 def improve(
     problem: MakespanProblem, incumbent: Timetable, target: float, seconds: float, seed: int
 ) -> Timetable:
-    """The best schedule found in ``seconds``, at worst ``incumbent``; ends early at ``target``."""
+    """The best schedule found in ``seconds``, at worst ``incumbent``.
+
+    The search ends early at ``target``, or when it has run out of patience.
+    """
     search = _Search(problem, np.random.default_rng(seed))
     best = current = block_starts(problem, incumbent)
-    cost, passes, began = search.makespan(best), 0, perf_counter()
-    while cost > target and perf_counter() - began < seconds:
+    cost, passes, last, began = search.makespan(best), 0, 0, perf_counter()
+    while cost > target and passes - last < PATIENCE and perf_counter() - began < seconds:
         if passes % RESTART == RESTART - 1:
             current = search.as_early(search.random_rule())
         elif search.random.integers(2):
             current = best
         current = search.as_early(search.as_late(current))
+        passes += 1
+        if search.makespan(current) < cost:
+            last = passes
         if search.makespan(current) <= cost:
             best, cost = current, search.makespan(current)
-        passes += 1
     return timetable_of(problem, best)
 
 

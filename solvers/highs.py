@@ -38,7 +38,7 @@ def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[
     lets it use the pool, whose size is HiGHS's own choice.
     """
     began = perf_counter()
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver: Any = highspy.Highs()
     _configure(solver, limits)
     log: list[str] = []
     progress: list[Progress] = []

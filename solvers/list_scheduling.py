@@ -101,67 +101,76 @@ class _Ready:
         return self.started["F"][stage] - self.started["B"][stage]
 
 
-def _run(problem: MakespanProblem, choose: Callable[[int, _Ready], str]) -> Timetable:
-    """Event-driven run: whenever a stage or channel falls idle or work arrives, start what can."""
-    stages, last = problem.stages, problem.stages - 1
-    duration = {"F": problem.forward, "B": problem.backward}
-    sending = {"F": problem.send_forward, "B": problem.send_backward}
-    starts: dict[str, list[list[float]]] = {k: [[] for _ in range(stages)] for k in "FB"}
-    sends: dict[str, list[list[float]]] = {k: [[] for _ in range(last)] for k in "FB"}
-    ready = _Ready(problem)
-    idle, free = [True] * stages, [True] * last
-    waiting: list[deque[str]] = [deque() for _ in range(last)]
-    events: list[tuple[float, int, str, int, str]] = []
-    sequence = 0
+class _Run:
+    """An event-driven run: whatever falls idle or gets work starts what ``choose`` lets it."""
 
-    def push(time: float, what: str, place: int, work: str) -> None:
-        nonlocal sequence
-        sequence += 1
-        heapq.heappush(events, (time, sequence, what, place, work))
+    def __init__(self, problem: MakespanProblem, choose: Callable[[int, _Ready], str]) -> None:
+        stages, self.last = problem.stages, problem.stages - 1
+        self.choose = choose
+        self.duration = {"F": problem.forward, "B": problem.backward}
+        self.sending = {"F": problem.send_forward, "B": problem.send_backward}
+        self.starts: dict[str, list[list[float]]] = {k: [[] for _ in range(stages)] for k in "FB"}
+        self.sends: dict[str, list[list[float]]] = {k: [[] for _ in range(self.last)] for k in "FB"}
+        self.ready = _Ready(problem)
+        self.idle, self.free = [True] * stages, [True] * self.last
+        self.waiting: list[deque[str]] = [deque() for _ in range(self.last)]
+        self.events: list[tuple[float, int, bool, int, str]] = []
+        self.sequence = 0
 
-    def start_stage(stage: int, now: float) -> None:
-        work = choose(stage, ready) if idle[stage] else ""
+    def finish(self) -> None:
+        self.start_stage(0, 0.0)
+        while self.events:
+            now, _, is_transfer, place, work = heapq.heappop(self.events)
+            (self.sent if is_transfer else self.computed)(place, work, now)
+
+    def push(self, time: float, is_transfer: bool, place: int, work: str) -> None:
+        self.sequence += 1  # among equal times, first come first served
+        heapq.heappush(self.events, (time, self.sequence, is_transfer, place, work))
+
+    def start_stage(self, stage: int, now: float) -> None:
+        work = self.choose(stage, self.ready) if self.idle[stage] else ""
         if work:
-            idle[stage] = False
-            ready.started[work][stage] += 1
-            starts[work][stage].append(now)
-            push(now + duration[work][stage], "computed", stage, work)
+            self.idle[stage] = False
+            self.ready.started[work][stage] += 1
+            self.starts[work][stage].append(now)
+            self.push(now + self.duration[work][stage], False, stage, work)
 
-    def start_channel(channel: int, now: float) -> None:
-        if free[channel] and waiting[channel]:
-            work = waiting[channel].popleft()
-            free[channel] = False
-            sends[work][channel].append(now)
-            push(now + sending[work][channel], "sent", channel, work)
+    def start_channel(self, channel: int, now: float) -> None:
+        if self.free[channel] and self.waiting[channel]:
+            work = self.waiting[channel].popleft()
+            self.free[channel] = False
+            self.sends[work][channel].append(now)
+            self.push(now + self.sending[work][channel], True, channel, work)
 
-    def computed(stage: int, work: str, now: float) -> None:
-        idle[stage] = True
-        if work == "F" and stage == last:
-            ready.arrived["B"][stage] += 1
+    def computed(self, stage: int, work: str, now: float) -> None:
+        self.idle[stage] = True
+        if work == "F" and stage == self.last:
+            self.ready.arrived["B"][stage] += 1
         elif work == "F" or stage > 0:
             channel = stage if work == "F" else stage - 1
-            waiting[channel].append(work)
-            start_channel(channel, now)
-        start_stage(stage, now)
+            self.waiting[channel].append(work)
+            self.start_channel(channel, now)
+        self.start_stage(stage, now)
 
-    def sent(channel: int, work: str, now: float) -> None:
-        free[channel] = True
+    def sent(self, channel: int, work: str, now: float) -> None:
+        self.free[channel] = True
         target = channel + 1 if work == "F" else channel
-        ready.arrived[work][target] += 1
-        start_channel(channel, now)
-        start_stage(target, now)
+        self.ready.arrived[work][target] += 1
+        self.start_channel(channel, now)
+        self.start_stage(target, now)
 
-    start_stage(0, 0.0)
-    while events:
-        now, _, what, place, work = heapq.heappop(events)
-        (computed if what == "computed" else sent)(place, work, now)
-    if any(len(row) < problem.microbatches for row in starts["B"]):
+
+def _run(problem: MakespanProblem, choose: Callable[[int, _Ready], str]) -> Timetable:
+    run = _Run(problem, choose)
+    run.finish()
+    if any(len(row) < problem.microbatches for row in run.starts["B"]):
         raise ValueError("the orders of the stages wait for each other in a circle")
-    backward = np.array(starts["B"])
+    backward = np.array(run.starts["B"])
+    shape = (problem.stages - 1, problem.microbatches)
     return Timetable(
-        np.array(starts["F"]),
+        np.array(run.starts["F"]),
         backward,
-        np.array(sends["F"]).reshape(last, problem.microbatches),
-        np.array(sends["B"]).reshape(last, problem.microbatches),
+        np.array(run.sends["F"]).reshape(shape),
+        np.array(run.sends["B"]).reshape(shape),
         backward[:, -1] + np.array(problem.backward),
     )

@@ -92,7 +92,7 @@ class PartitionSearch:
         return None
 
     def next_limit(self, limit: float) -> float:
-        """A wider limit to try when nothing was found under ``limit``; inf asks for memory alone."""
+        """A wider limit to try when ``limit`` found nothing; inf asks for memory alone."""
         wider = limit * WIDENING
         return wider if wider < 4 * float(recurrence.least_work(self.form)[-1]) else math.inf
 

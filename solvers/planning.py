@@ -6,20 +6,17 @@ from time import monotonic
 
 from stagewright.formulations.assembly import assemble, certify
 from stagewright.formulations.bounds import schedule_bounds
-from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.forms import Limits, OnProgress, Status, silent
-from stagewright.formulations.makespan import MakespanProblem
 from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound, PipelinePlan, Stage
-from stagewright.formulations.spp import makespan_problem
+from stagewright.formulations.plan import Bound, PipelinePlan
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.planners.auto import plan_auto
 from stagewright.solvers.planners.dp import plan_dp
-from stagewright.solvers.planners.exact_plan import plan_exact
+from stagewright.solvers.planners.exact import plan_exact
 from stagewright.solvers.planners.gpipe import plan_gpipe
 from stagewright.solvers.planners.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.pipedream import plan_pipedream
-from stagewright.solvers.planners.proposal import Attempt, NoPlan, Proposal
+from stagewright.solvers.planners.proposal import Attempt, NoPlan, Proposal, scheduling_of
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
 
@@ -61,8 +58,9 @@ PLANNERS = {
 class Result:
     """The answer to a planning problem.
 
-    ``cost`` is the iteration in seconds, ``bound`` bounds every plan of the problem from
-    below, ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time, ``reason`` says why there is no plan, or how the planner went.
+    ``cost`` is the iteration in seconds, ``bound`` bounds every plan of the problem from below,
+    ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. ``reason`` says why there is no
+    plan, or how the planner went; ``attempts`` what the planners of a portfolio gave.
     """
 
     status: Status
@@ -97,9 +95,9 @@ def plan(
     if isinstance(answer, NoPlan):
         status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
         bounds = answer.bounds
-        best = max(bounds, key=lambda bound: bound.seconds, default=None)
+        seconds, proved_by = max(((b.seconds, b.proved_by) for b in bounds), default=(None, None))
         return Result(
-            status, planner, None, None, best and best.seconds, None, best and best.proved_by,
+            status, planner, None, None, seconds, None, proved_by,
             monotonic() - began, answer.reason, answer.attempts,
         )  # fmt: skip
     certified = _certified(problem, planner, answer)
@@ -125,18 +123,7 @@ def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> Pi
         ),
         *proposal.bounds,
     ]
-    scheduling = _scheduling(problem, proposal.stages)
+    scheduling = scheduling_of(problem, proposal.stages)
     if scheduling is not None:
         bounds += schedule_bounds(scheduling)
     return certify(problem, drawn, bounds, proposal.guarantees)
-
-
-def _scheduling(problem: PipelineProblem, stages: tuple[Stage, ...]) -> MakespanProblem | None:
-    """The makespan problem of split stages; round-robin stages have none of this form."""
-    if any(stage.replication != "split" for stage in stages):
-        return None
-    index = problem.cluster.index
-    choices = [
-        StageChoice(*stage.layers, tuple(index[name] for name in stage.devices)) for stage in stages
-    ]
-    return makespan_problem(problem, choices)

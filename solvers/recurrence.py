@@ -83,7 +83,9 @@ def trace_back(form: Recurrence, table: Table, stages: int) -> Cuts:
     l, i, r = len(form.parameters) - 1, len(form.memory), 0
     best = np.inf
     for candidate in final + 1:
-        before = _predecessor(form, table.band, table.reach, table.limit, stages, l, i, candidate)
+        before = _predecessor(
+            form, table.band, table.reach, table.limit, stages, l, i, int(candidate)
+        )
         if before[0] < best:
             best, r = before[0], int(candidate)
     cuts = [(l, i)]
@@ -140,7 +142,7 @@ def _final(form: Recurrence, table: Table) -> Words:
 
 
 @njit(cache=True, error_model="numpy")
-def _stage_time(form, before, l, used, r):
+def _stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
     """Time of layers (before, l] on the r devices behind the first ``used``."""
     f = b = 0.0
     for k in range(form.kinds.shape[0]):
@@ -148,15 +150,16 @@ def _stage_time(form, before, l, used, r):
             f = max(f, form.forward[k, r, l] - form.forward[k, r, before])
             b = max(b, form.backward[k, r, l] - form.backward[k, r, before])
     per_byte, once = _reduce(form, used, r)
-    return (
+    time: float = (
         form.microbatches * (f + b)
         + per_byte * (form.parameters[l] - form.parameters[before])
         + once
     )
+    return time
 
 
 @njit(cache=True, error_model="numpy")
-def _reduce(form, used, r):
+def _reduce(form: Recurrence, used: int, r: int) -> tuple[float, float]:
     """An all-reduce's seconds per byte of parameters, and its latency."""
     if r == 1:
         return 0.0, 0.0
@@ -165,7 +168,9 @@ def _reduce(form, used, r):
 
 
 @njit(cache=True, error_model="numpy")
-def _window_starts(form, limit, low, first, last, used, r, starts):
+def _window_starts(
+    form: Recurrence, limit: float, low: int, first: int, last: int, used: int, r: int, starts: Ints
+) -> None:
     """starts[l] for l = first ... last: the least l' >= low with (l', l] under the limit, or l."""
     per_byte, once = _reduce(form, used, r)
     forward, backward, parameters = form.forward[0, r], form.backward[0, r], form.parameters
@@ -189,7 +194,7 @@ def _window_starts(form, limit, low, first, last, used, r, starts):
 
 
 @njit(cache=True, error_model="numpy")
-def _channel_time(form, l, used, later, r):
+def _channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
     """Time of all transfers between the ``later`` devices before ``used`` and the r behind."""
     there = back = there_delay = back_delay = 0.0
     for k in range(used, used + r):
@@ -198,14 +203,14 @@ def _channel_time(form, l, used, later, r):
             back = max(back, form.pace[j, k])
             there_delay = max(there_delay, form.delay[k, j])
             back_delay = max(back_delay, form.delay[j, k])
-    once = form.boundary[l] / (r * later) * (there + back) + there_delay + back_delay
+    once: float = form.boundary[l] / (r * later) * (there + back) + there_delay + back_delay
     return form.microbatches * once
 
 
 @njit(cache=True, error_model="numpy")
-def _most_in_flight(form, before, l, used, r):
-    """How many microbatches of layers (before, l] fit on the r devices; M if all do."""
-    free = form.memory[used : used + r].min()
+def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float) -> int:
+    """How many microbatches of layers (before, l] r devices can hold in ``memory``; M if all."""
+    free = memory
     free -= form.state_factor * (form.parameters[l] - form.parameters[before])
     free -= 2.0 * (form.boundary[before] + form.boundary[l]) / r
     saved = form.saved[r, l] - form.saved[r, before]
@@ -217,12 +222,21 @@ def _most_in_flight(form, before, l, used, r):
 
 
 @njit(cache=True, error_model="numpy")
-def _row(band, i, r, l):
-    return band.base[i] + (r - 1) * (band.high[i] - band.low[i] + 1) + l - band.low[i]
+def _row(band: Band, i: int, r: int, l: int) -> int:
+    row: int = band.base[i] + (r - 1) * (band.high[i] - band.low[i] + 1) + l - band.low[i]
+    return row
 
 
 @njit(cache=True, error_model="numpy")
-def _sweep(form, band, limit, most, largest_boundary, slowest, reach):
+def _sweep(  # noqa: C901 - one flat pass, its steps are the functions below
+    form: Recurrence,
+    band: Band,
+    limit: float,
+    most: int,
+    largest_boundary: float,
+    slowest: tuple[float, float],
+    reach: Words,
+) -> None:
     """Fill ``reach``, from few devices to many."""
     size, layers, words = len(form.memory), len(form.parameters) - 1, reach.shape[1]
     joined = np.zeros((size + 2, layers + 1, words), dtype=np.uint64)
@@ -230,52 +244,67 @@ def _sweep(form, band, limit, most, largest_boundary, slowest, reach):
     worst = np.zeros((4, size + 1))
     front = np.zeros(layers + 1, dtype=np.uint64)
     starts = np.zeros(layers + 1, dtype=np.int64)
-    roomy = np.zeros(size + 1, dtype=np.bool_)
+    needed = np.zeros(size + 1)  # bytes that any stage on r devices can do with
     for r in range(1, size + 1):
-        states = form.state_factor * form.parameters[layers] + 4.0 * largest_boundary / r
-        states += min(form.microbatches, most) * form.saved[r, layers]
-        roomy[r] = states <= form.memory.min()
+        needed[r] = form.state_factor * form.parameters[layers] + 4.0 * largest_boundary / r
+        needed[r] += min(form.microbatches, most) * form.saved[r, layers]
     for used in range(size):
         low, high = band.low[used], band.high[used]
-        joined[used + 1, low : high + 1] = 0
-        for later in range(used, 0, -1):
-            at = _row(band, used, later, low)
-            for l in range(low, high + 1):
-                for w in range(words):
-                    joined[later, l, w] = joined[later + 1, l, w] | reach[at + l - low, w]
-        while low <= high and used > 0 and not joined[1, low].any():
-            low += 1
-        while low <= high and used > 0 and not joined[1, high].any():
-            high -= 1
+        if used > 0:
+            low, high = _join(band, used, reach, joined)
         if low > high:
             continue
         worst[:] = 0.0
+        memory = np.inf
         for r in range(1, size - used + 1):
-            i = used + r
+            memory = min(memory, form.memory[used + r - 1])
             free = _unconstrained(form, limit, largest_boundary, slowest, used, r)
             _collect_links(form, used, r, free, worst)
-            first, last = max(band.low[i], low + 1), band.high[i]
+            first, last = max(band.low[used + r], low + 1), band.high[used + r]
             if first > last:
                 continue
             _window_starts(form, limit, low, first, last, used, r, starts)
-            at = _row(band, i, r, first)
+            at = _row(band, used + r, r, first)
             out = reach[at : at + last - first + 1]
-            if used == 0:
-                _place_first(form, starts, first, last, r, roomy[r], out)
-                continue
             behind = joined[free]
             if free > 1:
                 source[low : high + 1] = joined[free, low : high + 1]
                 _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source)
                 behind = source
-            if roomy[r]:
+            if used == 0:
+                _place_first(form, starts, first, last, r, memory, out)
+            elif needed[r] <= memory:
                 _place(starts, first, last, high, behind, front, out)
             else:
-                _place_in_memory(form, starts, first, last, high, used, r, most, behind, out)
+                _place_in_memory(form, starts, first, last, high, r, memory, most, behind, out)
 
 
 @njit(cache=True, error_model="numpy")
-def _unconstrained(form, limit, largest_boundary, slowest, used, r):
+def _join(band: Band, used: int, reach: Words, joined: Words) -> tuple[int, int]:
+    """joined[r', l] = states with r' or more replicas; returns the least and largest l reached."""
+    low, high = band.low[used], band.high[used]
+    joined[used + 1, low : high + 1] = 0
+    for later in range(used, 0, -1):
+        at = _row(band, used, later, low)
+        for l in range(low, high + 1):
+            for w in range(reach.shape[1]):
+                joined[later, l, w] = joined[later + 1, l, w] | reach[at + l - low, w]
+    while low <= high and not joined[1, low].any():
+        low += 1
+    while low <= high and not joined[1, high].any():
+        high -= 1
+    return low, high
+
+
+@njit(cache=True, error_model="numpy")
+def _unconstrained(
+    form: Recurrence,
+    limit: float,
+    largest_boundary: float,
+    slowest: tuple[float, float],
+    used: int,
+    r: int,
+) -> int:
     """From how many replicas of the later stage on no channel exceeds the limit."""
     slack = limit / form.microbatches - 2.0 * slowest[1]
     if slack <= 0.0:
@@ -285,7 +314,7 @@ def _unconstrained(form, limit, largest_boundary, slowest, used, r):
 
 
 @njit(cache=True, error_model="numpy")
-def _collect_links(form, used, r, free, worst):
+def _collect_links(form: Recurrence, used: int, r: int, free: int, worst: Floats) -> None:
     """Take the newest of the r devices behind ``used`` into account.
 
     ``worst[:, r']`` is the slowest link (pace there and back, delay there and back) between the
@@ -302,8 +331,20 @@ def _collect_links(form, used, r, free, worst):
 
 
 @njit(cache=True, error_model="numpy")
-def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source):
-    """Add to ``source`` the states of fewer than ``free`` replicas whose channel is quick enough."""
+def _through_narrow(
+    form: Recurrence,
+    band: Band,
+    limit: float,
+    reach: Words,
+    low: int,
+    high: int,
+    used: int,
+    r: int,
+    free: int,
+    worst: Floats,
+    source: Words,
+) -> None:
+    """Add to ``source`` the states of fewer than ``free`` replicas with a quick channel."""
     there = back = there_delay = back_delay = 0.0
     for later in range(1, free):
         there = max(there, worst[0, later])
@@ -319,7 +360,9 @@ def _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, s
 
 
 @njit(cache=True, error_model="numpy")
-def _place(starts, first, last, high, source, front, out):
+def _place(
+    starts: Ints, first: int, last: int, high: int, source: Words, front: Words, out: Words
+) -> None:
     """A stage behind ``source``: for every l the union over its window of l', one count more.
 
     ``out`` has a row per l from ``first`` on. The window is a queue of two stacks with running
@@ -336,10 +379,7 @@ def _place(starts, first, last, high, source, front, out):
                 back |= source[tail, w]
                 tail += 1
             if start >= border:
-                union = np.uint64(0)
-                for k in range(tail - 1, start - 1, -1):
-                    union |= source[k, w]
-                    front[k] = union
+                _join_back(source, w, start, tail, front)
                 border, back = tail, np.uint64(0)
             if start < tail:
                 union = front[start] | back
@@ -349,11 +389,33 @@ def _place(starts, first, last, high, source, front, out):
 
 
 @njit(cache=True, error_model="numpy")
-def _place_in_memory(form, starts, first, last, high, used, r, most, source, out):
+def _join_back(source: Words, w: int, start: int, tail: int, front: Words) -> None:
+    """front[k] = the union of source[k ... tail - 1]."""
+    union = np.uint64(0)
+    for k in range(tail - 1, start - 1, -1):
+        union |= source[k, w]
+        front[k] = union
+
+
+@njit(cache=True, error_model="numpy")
+def _place_in_memory(
+    form: Recurrence,
+    starts: Ints,
+    first: int,
+    last: int,
+    high: int,
+    r: int,
+    memory: float,
+    most: int,
+    source: Words,
+    out: Words,
+) -> None:
     """As ``_place``, where the n-th stage from the end must also hold min(M, n) microbatches."""
     for l in range(first, last + 1):
         for before in range(starts[l], min(l, high + 1)):
-            held = _most_in_flight(form, before, l, used, r)
+            if not source[before].any():
+                continue
+            held = _most_in_flight(form, before, l, r, memory)
             counts = most if held >= form.microbatches else min(held, most)
             carry = np.uint64(0)
             for w in range(source.shape[1]):
@@ -364,25 +426,31 @@ def _place_in_memory(form, starts, first, last, high, used, r, most, source, out
 
 
 @njit(cache=True, error_model="numpy")
-def _place_first(form, starts, first, last, r, roomy, out):
+def _place_first(
+    form: Recurrence, starts: Ints, first: int, last: int, r: int, memory: float, out: Words
+) -> None:
     """The stage at the very end: nothing stands behind it."""
     for l in range(first, last + 1):
-        if starts[l] == 0 and (roomy or _most_in_flight(form, 0, l, 0, r) > 0):
+        if starts[l] == 0 and _most_in_flight(form, 0, l, r, memory) > 0:
             out[l - first, 0] |= ONE
 
 
 @njit(cache=True, error_model="numpy")
-def _predecessor(form, band, reach, limit, stages, l, i, r):
+def _predecessor(
+    form: Recurrence, band: Band, reach: Words, limit: float, stages: int, l: int, i: int, r: int
+) -> tuple[float, int, int]:
     """(time, l', r') of the quickest stage (l', l] on r devices that ends ``stages`` stages."""
     used = i - r
+    memory = form.memory[used:i].min() if used < i else 0.0
     best = (np.inf, 0, 0)
     if stages == 1:
         return (_stage_time(form, 0, l, 0, r), 0, 0) if used == 0 else best
     word, bit = (stages - 2) // 64, np.uint64((stages - 2) % 64)
     for before in range(band.low[used], min(band.high[used], l - 1) + 1):
         time = _stage_time(form, before, l, used, r)
-        held = _most_in_flight(form, before, l, used, r)
-        if time > limit or time >= best[0] or held < min(stages, form.microbatches):
+        if time > limit or time >= best[0]:
+            continue
+        if _most_in_flight(form, before, l, r, memory) < min(stages, form.microbatches):
             continue
         for later in range(1, used + 1):
             if reach[_row(band, used, later, before), word] >> bit & ONE == np.uint64(0):

@@ -2,10 +2,13 @@
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.relaxation import Relaxation, relax
 from stagewright.formulations.spp import cheapest_work
+
+Floats = NDArray[np.float64]
 
 PRECISION = 1e-3  # relative width at which the bisection stops
 STEPS = 2e9  # pairs of states beyond which only the load is looked at
@@ -42,47 +45,47 @@ def fill_and_drain_bound(problem: PipelineProblem, incumbent: float) -> float:
 
 
 @njit(cache=True, error_model="numpy")
-def _fits_under(form, limit):
+def _fits_under(form: Relaxation, limit: float) -> bool:
     """Whether some relaxed plan lasts no longer than ``limit``, rounding aside.
 
     way[i, l] is the least time there and back through stages that hold the first l layers on i
     devices, there[i, l] the least time there alone; both are kept apart, which only relaxes more.
     """
-    M = form.microbatches
     size, layers = form.forward.shape[0] - 1, form.forward.shape[1] - 1
-    limit = limit * (1 + MARGIN)
     way = np.full((size + 1, layers + 1), np.inf)
     there = np.full((size + 1, layers + 1), np.inf)
     way[0, 0] = there[0, 0] = 0.0
     for used in range(size):
         for r in range(1, size - used + 1):
-            ring = 2.0 * (r - 1) / r * form.pace
-            ring_delay = 2.0 * (r - 1) * form.delay
             for before in range(layers):
-                if way[used, before] == np.inf:
-                    continue
-                # The channel in front: at best every device used so far sends.
-                once = 0.0
-                if used > 0:
-                    once = form.boundary[before] / (r * used) * form.pace + form.delay
-                    if 2 * M * once + there[used, before] > limit:
-                        continue
-                head, forth = way[used, before] + 2 * once, there[used, before] + once
-                for l in range(before + 1, layers + 1):
-                    f = form.forward[r, l] - form.forward[r, before]
-                    x = f + form.backward[r, l] - form.backward[r, before]
-                    weights = form.parameters[l] - form.parameters[before]
-                    reduce = ring * weights + ring_delay if r > 1 else 0.0
-                    saved = form.saved[r, l] - form.saved[r, before]
-                    if (
-                        head + M * x > limit
-                        or forth + M * x + reduce > limit
-                        or form.state_factor * weights + saved > form.memory
-                    ):
-                        break
-                    way[used + r, l] = min(way[used + r, l], head + x)
-                    there[used + r, l] = min(there[used + r, l], forth + f)
-    for used in range(size + 1):
-        if way[used, layers] < np.inf:
-            return True
-    return False
+                if way[used, before] < np.inf:
+                    _place(form, limit * (1 + MARGIN), used, r, before, way, there)
+    return bool(np.isfinite(way[:, layers]).any())
+
+
+@njit(cache=True, error_model="numpy")
+def _place(
+    form: Relaxation, limit: float, used: int, r: int, before: int, way: Floats, there: Floats
+) -> None:
+    """Every stage that starts behind layer ``before`` on r devices and stays under the limit."""
+    M = form.microbatches
+    # The channel in front: at best every device used so far sends.
+    once = form.boundary[before] / (r * used) * form.pace + form.delay if used > 0 else 0.0
+    if 2 * M * once + there[used, before] > limit:
+        return
+    head, forth = way[used, before] + 2 * once, there[used, before] + once
+    ring = 2.0 * (r - 1) / r * form.pace
+    ring_delay = 2.0 * (r - 1) * form.delay
+    for l in range(before + 1, way.shape[1]):
+        f = form.forward[r, l] - form.forward[r, before]
+        x = f + form.backward[r, l] - form.backward[r, before]
+        weights = form.parameters[l] - form.parameters[before]
+        saved = form.saved[r, l] - form.saved[r, before]
+        if (
+            head + M * x > limit
+            or forth + M * x + ring * weights + ring_delay > limit
+            or form.state_factor * weights + saved > form.memory
+        ):
+            return
+        way[used + r, l] = min(way[used + r, l], head + x)
+        there[used + r, l] = min(there[used + r, l], forth + f)

@@ -107,7 +107,7 @@ def canonical(cluster: Cluster, plan: Iterable[tuple[int, int, tuple[int, ...]]]
 
 
 def two_fast_two_slow() -> Cluster:
-    """One kind twice, and links that differ by direction."""
+    """Two devices of each of two kinds, and links that differ by direction."""
     devices = [Device(f"g{v}", "ab"[v // 2], 16 * GB) for v in range(4)]
     bandwidth = np.full((4, 4), GB)
     bandwidth[:2, 2:] = 4 * GB
@@ -160,6 +160,15 @@ class TestTree:
             scheduling = makespan_problem(problem, leaf.stages)
             assert tree.root.bound <= leaf.bound
             assert leaf.bound <= brute_force_makespan(scheduling) * (1 + ROUNDING)
+
+    def test_bounds_of_a_forced_partition(self):
+        """Memory asks for a stage per layer: 25 ms there, 4 x 34 ms, 51 ms back. With transfers
+        of 30 ms the channel decides: 34 ms of stage 0 around 4 x 60 ms.
+        """
+        problem = PipelineProblem(contended().chain, pair(500 * MB), 4)
+        assert JointPlanning(problem).root.bound == pytest.approx(212 * MS)
+        slower = PipelineProblem(chain([(4, 30), (1, 33)], output=30 * MB), pair(550 * MB), 4)
+        assert JointPlanning(slower).root.bound == pytest.approx((34 + 4 * 60) * MS)
 
 
 class TestOptimum:
@@ -279,7 +288,7 @@ class TestPlanner:
         assert module._seconds(contended(), proposal) == pytest.approx(220 * MS)
 
     def test_nothing_fits(self):
-        """Two layers of 400 MB of parameters and states on one device of 500 MB."""
+        """Two layers, each with 390 MB of weights and states, on one device of 500 MB."""
         cluster = uniform_servers(1, 1, Link(GB), memory_bytes=500 * MB)
         problem = PipelineProblem(chain([(1, 2)] * 2, parameters=130 * MB), cluster, 2)
         answer = exact(problem, LIMITS)

@@ -1,7 +1,5 @@
 """What the papers prove, and what the planners claim, on random tiny instances."""
 
-import json
-import sys
 from functools import partial
 from itertools import combinations
 from math import inf
@@ -22,13 +20,13 @@ from oracles import (
 )
 from strategies import paper_problem, random_cluster, random_makespan, random_problem
 
-from stagewright.cli import main
 from stagewright.formulations.forms import Limits, Status
 from stagewright.formulations.makespan import MakespanProblem
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.list_scheduling import list_schedule
 from stagewright.solvers.partition import balanced_partitions
 from stagewright.solvers.planning import plan
+from stagewright.solvers.scheduling import solve_schedule
 
 KINDS = ("pe", "gpipe", "1f1b", "eager")
 PLANNERS = ("spp", "dp", "gpipe", "pipedream", "hetpipe", "auto")
@@ -115,9 +113,7 @@ class TestOptimalSchedule:
             (4, 4, 2, 4, 1, (4, 3, 2, 1)),
         ],
     )
-    def test_command(
-        self, stages, microbatches, forward, backward, transfer, in_flight, monkeypatch, capsys
-    ):
+    def test_by_hand(self, stages, microbatches, forward, backward, transfer, in_flight):
         sends = (float(transfer),) * (stages - 1)
         problem = MakespanProblem(
             microbatches,
@@ -128,18 +124,18 @@ class TestOptimalSchedule:
             (0.0,) * stages,
             in_flight,
         )
-        command = (
-            f"stagewright schedule --stages {stages} --microbatches {microbatches} "
-            f"--times {forward},{backward} --transfer {transfer} "
-            f"--in-flight {','.join(map(str, in_flight))} --kind optimal --json"
-        )
-        monkeypatch.setattr("sys.argv", command.split())
-        with pytest.raises(SystemExit) as stop:
-            sys.exit(main())
-        assert not stop.value.code
-        answer = json.loads(capsys.readouterr().out)
-        assert answer["status"] == "optimal"
-        assert answer["cost_seconds"] == pytest.approx(brute_force_makespan(problem))
+        answer = solve_schedule(problem, "optimal", LIMITS)
+        assert answer.status is Status.OPTIMAL
+        assert answer.cost == pytest.approx(brute_force_makespan(problem))
+
+    @slow
+    @given(random_makespan())
+    def test_random(self, problem):
+        answer = solve_schedule(problem, "optimal", LIMITS)
+        assert answer.timetable is not None
+        optimum = brute_force_makespan(problem)
+        assert problem.evaluate(answer.timetable) == pytest.approx(optimum, rel=TICKS)
+        assert answer.bound <= optimum * SLACK
 
 
 class TestPartition:

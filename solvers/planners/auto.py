@@ -1,21 +1,20 @@
-"""The portfolio: every planner within the limit, then CP-SAT on the best plan's schedule."""
+"""The portfolio: every planner within the limit, then the best plan's stages and schedule."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from stagewright.formulations.assembly import assemble
-from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.forms import Limits, OnProgress, Status
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound
-from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.planners.dp import plan_dp
-from stagewright.solvers.planners.exact_plan import plan_exact
+from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.gpipe import plan_gpipe
 from stagewright.solvers.planners.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.pipedream import plan_pipedream
-from stagewright.solvers.planners.proposal import Attempt, NoPlan, Proposal
+from stagewright.solvers.planners.proposal import Attempt, NoPlan, Proposal, scheduling_of
+from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound
 from stagewright.solvers.scheduling import solve_schedule
@@ -30,7 +29,7 @@ HEURISTICS: tuple[tuple[str, Planner], ...] = (
     ("hetpipe", plan_hetpipe),
 )
 # Devices times layers up to which the joint reference has a chance within a short limit.
-SMALL = 60
+SMALL = 250
 GOOD_ENOUGH = 1e-6  # relative gap
 
 
@@ -39,80 +38,99 @@ def plan_auto(
 ) -> Proposal | NoPlan:
     """The best checked plan of the portfolio within ``limits.seconds``.
 
-    SPP comes first and may use half of the time, the baselines take little; what is left goes to
-    the schedule of the best plan and, for small problems, to the joint reference.
+    SPP comes first and may use half of the time, the baselines take little. What is left goes to a
+    local search on the best plan's stages, to CP-SAT on its schedule, and for small problems to
+    the joint reference.
     """
-    began = monotonic()
-    best: Proposal | None = None
-    cost = float("inf")
-    tried: list[Attempt] = []
-    refusals: list[NoPlan] = []
+    portfolio = _Portfolio(problem, limits, on_progress)
+    for name, run in HEURISTICS:
+        if portfolio.left() > 0 or portfolio.best is None:
+            portfolio.consider(name, run, limits.seconds / 2)
+    if portfolio.is_open():
+        portfolio.consider("refined", portfolio.refine, portfolio.left() / 2)
+    if portfolio.is_open():
+        portfolio.consider("cp-sat schedule", portfolio.reschedule, portfolio.left() / 2)
+    small = len(problem.cluster) * len(problem.chain) <= SMALL
+    if portfolio.best is None or (small and portfolio.is_open()):
+        portfolio.consider("exact", portfolio.prove, max(portfolio.left(), 1.0))
+    return portfolio.answer()
 
-    def consider(name: str, run: Planner, seconds: float) -> None:
-        nonlocal best, cost
+
+@dataclass
+class _Portfolio:
+    """The best plan so far and how every planner went."""
+
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    began: float = field(default_factory=monotonic)
+    best: Proposal | None = None
+    cost: float = float("inf")
+    attempts: list[Attempt] = field(default_factory=list)
+    refusals: list[NoPlan] = field(default_factory=list)
+
+    def left(self) -> float:
+        return self.limits.seconds - (monotonic() - self.began)
+
+    def is_open(self) -> bool:
+        """Whether there is a plan that time and bounds allow to improve."""
+        return (
+            self.best is not None
+            and self.left() > 0
+            and fill_and_drain_bound(self.problem, self.cost) < self.cost * (1 - GOOD_ENOUGH)
+        )
+
+    def consider(self, name: str, run: Planner, seconds: float) -> None:
         since = monotonic()
-        answer = run(problem, replace(limits, seconds=seconds), on_progress)
+        answer = run(self.problem, replace(self.limits, seconds=seconds), self.on_progress)
         spent = monotonic() - since
         if isinstance(answer, NoPlan):
-            refusals.append(answer)
+            self.refusals.append(answer)
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
-            tried.append(Attempt(name, status, None, spent, answer.reason))
+            self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        reached = _cost(problem, name, answer)
-        notes = "; ".join(answer.notes)
-        tried.append(Attempt(name, Status.FEASIBLE, reached, spent, notes))
-        # A bound on every plan holds whoever proved it; one on a schedule only for its stages.
-        shared = [bound for bound in answer.bounds if bound.scope == "problem"]
-        if best is None or reached <= cost:
-            shared = [bound for bound in (best.bounds if best else ()) if bound.scope == "problem"]
-            best, cost = answer, reached
-        best = replace(best, bounds=(*best.bounds, *shared))
+        predicted = assemble(self.problem, name, answer.stages, answer.times).predicted
+        assert predicted is not None
+        cost = predicted.iteration_seconds
+        known = self.best.notes if self.best else ()
+        notes = "; ".join(note for note in answer.notes if note not in known)
+        self.attempts.append(Attempt(name, Status.FEASIBLE, cost, spent, notes))
+        # A bound on every plan holds whoever proved it, one on schedules only for its own stages.
+        worse = answer
+        if self.best is None or cost <= self.cost:
+            worse, self.best, self.cost = self.best or answer, answer, cost
+        shared = [bound for bound in worse.bounds if bound.scope == "problem"]
+        self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
 
-    def left() -> float:
-        return limits.seconds - (monotonic() - began)
+    def refine(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        assert self.best is not None
+        if scheduling_of(problem, self.best.stages) is None:
+            return NoPlan("only split stages are refined")
+        return refine(problem, self.best, limits, on_progress)
 
-    for name, run in HEURISTICS:
-        if left() > 0 or best is None:
-            consider(name, run, limits.seconds / 2)
-    if best is not None and fill_and_drain_bound(problem, cost) < cost * (1 - GOOD_ENOUGH):
-        if left() > 0 and _is_split(best):
-            improved = best
-            consider("cp-sat schedule", _improve(improved, on_progress), left() / 2)
-        if left() > 0 and len(problem.cluster) * len(problem.chain) <= SMALL:
-            consider("exact", plan_exact, left())
-    if best is None:
-        exact = plan_exact(problem, replace(limits, seconds=max(left(), 1.0)), on_progress)
-        if isinstance(exact, NoPlan):
-            reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
-            return replace(exact, reason=f"{exact.reason} ({reasons})", attempts=tuple(tried))
-        best = exact
-    return replace(best, attempts=tuple(tried))
-
-
-def _cost(problem: PipelineProblem, name: str, proposal: Proposal) -> float:
-    predicted = assemble(problem, name, proposal.stages, proposal.times).predicted
-    assert predicted is not None
-    return predicted.iteration_seconds
-
-
-def _is_split(proposal: Proposal) -> bool:
-    return all(stage.replication == "split" for stage in proposal.stages)
-
-
-def _improve(proposal: Proposal, on_progress: OnProgress) -> Planner:
-    """CP-SAT on the schedule of the proposal's stages, started from its times."""
-
-    def run(problem: PipelineProblem, limits: Limits, _: OnProgress) -> Proposal | NoPlan:
-        index = problem.cluster.index
-        choices = [
-            StageChoice(*stage.layers, tuple(index[name] for name in stage.devices))
-            for stage in proposal.stages
-        ]
-        scheduling = makespan_problem(problem, choices)
-        assert scheduling is not None
-        solved = solve_schedule(scheduling, "optimal", limits, on_progress, proposal.times)
+    def reschedule(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        assert self.best is not None
+        scheduling = scheduling_of(problem, self.best.stages)
+        if scheduling is None:
+            return NoPlan("only split stages are rescheduled")
+        solved = solve_schedule(scheduling, "optimal", limits, on_progress, self.best.times)
         assert solved.timetable is not None
         bound = Bound(solved.bound, solved.proved_by, "schedule")
-        return replace(proposal, times=solved.timetable, bounds=(*proposal.bounds, bound))
+        return replace(self.best, times=solved.timetable, bounds=(*self.best.bounds, bound))
 
-    return run
+    def prove(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        return improve_exactly(problem, self.best, limits, on_progress)
+
+    def answer(self) -> Proposal | NoPlan:
+        attempts = tuple(self.attempts)
+        if self.best is not None:
+            return replace(self.best, attempts=attempts)
+        last = self.refusals[-1]
+        reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in self.refusals))
+        return replace(last, reason=reasons, attempts=attempts)

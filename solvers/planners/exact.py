@@ -19,7 +19,7 @@ from stagewright.formulations.plan import Bound
 from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.backend import solve
 from stagewright.solvers.list_scheduling import best_list_schedule
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages
+from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, scheduling_of
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import load_bound
 
@@ -75,31 +75,28 @@ def plan_exact(
     """The exact joint reference; begins from SPP's plan and never returns a worse one."""
     began = perf_counter()
     first = plan_spp(problem, limits, on_progress)
-    known = _seconds(problem, first) if isinstance(first, Proposal) else math.inf
     left = max(0.0, limits.seconds - (perf_counter() - began))
-    answer = exact(problem, replace(limits, seconds=left), on_progress, known)
+    known = first if isinstance(first, Proposal) else None
+    return improve_exactly(problem, known, replace(limits, seconds=left), on_progress)
+
+
+def improve_exactly(
+    problem: PipelineProblem, known: Proposal | None, limits: Limits, on_progress: OnProgress
+) -> Proposal | NoPlan:
+    """The joint optimum, or the best plan found in time; never worse than the one known."""
+    scheduling = scheduling_of(problem, known.stages) if known else None
+    seconds = known.times.makespan(scheduling) if known and scheduling else math.inf
+    answer = exact(problem, limits, on_progress, seconds)
     bounds = (Bound(answer.bound_seconds, PROVED_BY, "problem"),)
-    if answer.stages is None and isinstance(first, NoPlan):
-        if answer.complete:
-            return NoPlan("no partition of the layers fits in the devices' memory")
-        return NoPlan("no plan was found within the time limit", False, bounds)
     ended = "complete" if answer.complete else "stopped at the time limit"
     notes = (f"{answer.plans} plans scheduled, {answer.proofs} by CP-SAT; {ended}",)
-    if answer.stages is None or answer.timetable is None:
-        assert isinstance(first, Proposal)
-        return Proposal(first.stages, first.times, bounds, first.guarantees, notes)
-    return Proposal(named_stages(problem, answer.stages), answer.timetable, bounds, notes=notes)
-
-
-def _seconds(problem: PipelineProblem, proposal: Proposal) -> float:
-    index = problem.cluster.index
-    choices = [
-        StageChoice(*stage.layers, tuple(index[name] for name in stage.devices))
-        for stage in proposal.stages
-    ]
-    scheduling = makespan_problem(problem, choices)
-    assert scheduling is not None
-    return proposal.times.makespan(scheduling)
+    if answer.stages is not None and answer.timetable is not None:
+        return Proposal(named_stages(problem, answer.stages), answer.timetable, bounds, notes=notes)
+    if known is not None:
+        return replace(known, bounds=(*known.bounds, *bounds), notes=notes)
+    if answer.complete:
+        return NoPlan("no partition of the layers fits in the devices' memory")
+    return NoPlan("no plan was found within the time limit", False, bounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ def plan_gpipe(
         StageChoice(int(part[0]), int(part[-1]) + 1, (v,)) for v, part in enumerate(parts)
     )
     scheduling = makespan_problem(problem, stages)
-    times = scheduling and list_schedule(scheduling, "gpipe")
+    times = list_schedule(scheduling, "gpipe") if scheduling else None
     if times is None:
         return NoPlan(shortage(problem, stages, held=problem.microbatches))
     return Proposal(named_stages(problem, stages), times)

@@ -1,6 +1,7 @@
 """HetPipe with a synchronous barrier: a pipeline in every server, data parallelism among them."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,7 @@ def plan_hetpipe(
     pipelines: list[tuple[MakespanProblem, Timetable]] = []
     for w, server in enumerate(workers):
         stages = [
-            StageChoice(start, stop, (server[s],))
-            for s, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False))
+            StageChoice(start, stop, (server[s],)) for s, (start, stop) in enumerate(pairwise(cuts))
         ]
         scheduling = makespan_problem(problem, stages)
         if scheduling is None:

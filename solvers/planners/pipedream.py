@@ -1,4 +1,4 @@
-"""PipeDream's partition with a synchronous barrier (thesis 2.4.1; SPP section V-A, baseline iii)."""
+"""PipeDream's partition with a synchronous barrier (thesis 2.4.1; SPP V-A, baseline iii)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from stagewright.solvers.list_scheduling import list_schedule
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, shortage
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Level:
     """
 
     slowest: Floats
-    split: NDArray[np.int64]
-    last: NDArray[np.int64]
+    split: Ints
+    last: Ints
 
 
 def plan_pipedream(
@@ -109,7 +110,7 @@ def _hierarchy(cluster: Cluster) -> list[tuple[int, float]]:
 def _spans(values: Floats) -> Floats:
     """out[i, j] = sum of values[i:j]."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    return sums[None, :] - sums[:, None]
+    return np.asarray(np.subtract.outer(sums, sums).T)
 
 
 def _parts(level: Level, start: int, stop: int, workers: int) -> list[Part]:
@@ -133,12 +134,20 @@ def _place(parts: Sequence[tuple[Part, list[list[int]]]]) -> tuple[StageChoice, 
 
 
 @njit(cache=True, error_model="numpy")
-def _solve_level(compute, weights, activation_seconds, bandwidth, workers, highest):
-    """Thesis 2.4.1: T(i, j, m) = max(A_below(i, j), 2 (m-1) w(i, j) / B) / m, and
+def _solve_level(
+    compute: Floats,
+    weights: Floats,
+    activation_seconds: Floats,
+    bandwidth: float,
+    workers: int,
+    highest: bool,
+) -> tuple[Floats, Ints, Ints]:
+    """The tables of one level; the highest level needs i = 0 only.
 
-    A(i, j, m) = min(T(i, j, m), min over s, m' of max(A(i, s, m - m'), 2 a_s / B, T(s, j, m'))).
-    The printed minimum leaves out the single stage on all m. The highest level needs i = 0 only.
-    """  # noqa: D400
+    T(i, j, m) = max(A_below(i, j), 2 (m-1) w(i, j) / B) / m, and A(i, j, m) is the least of
+    T(i, j, m) and, over s and m', max(A(i, s, m - m'), 2 a_s / B, T(s, j, m')). The printed
+    minimum leaves out the single stage on all m.
+    """
     layers = compute.shape[0] - 1
     slowest = np.full((layers + 1, layers + 1, workers + 1), np.inf)
     split = np.zeros((layers + 1, layers + 1, workers + 1), dtype=np.int64)
@@ -146,14 +155,13 @@ def _solve_level(compute, weights, activation_seconds, bandwidth, workers, highe
     for i in range(1 if highest else layers):
         for j in range(i + 1, layers + 1):
             for m in range(1, workers + 1):
-                best = max(compute[i, j], 2.0 * (m - 1) * weights[i, j] / bandwidth) / m
-                slowest[i, j, m], split[i, j, m], last[i, j, m] = best, i, m
-                for s in range(j - 1, i, -1):
-                    moved = 2.0 * activation_seconds[s - 1]
-                    if moved >= slowest[i, j, m]:
-                        continue
-                    for k in range(1, m):
-                        one = max(compute[s, j], 2.0 * (k - 1) * weights[s, j] / bandwidth) / k
+                alone = max(compute[i, j], 2.0 * (m - 1) * weights[i, j] / bandwidth) / m
+                slowest[i, j, m], split[i, j, m], last[i, j, m] = alone, i, m
+            for s in range(j - 1, i, -1):
+                moved = 2.0 * activation_seconds[s - 1]
+                for k in range(1, workers):
+                    one = max(compute[s, j], 2.0 * (k - 1) * weights[s, j] / bandwidth) / k
+                    for m in range(k + 1, workers + 1):
                         time = max(slowest[i, s, m - k], moved, one)
                         if time < slowest[i, j, m]:
                             slowest[i, j, m], split[i, j, m], last[i, j, m] = time, s, k

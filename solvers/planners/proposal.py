@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.forms import Status
-from stagewright.formulations.makespan import Timetable
+from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Guarantee, Stage
+from stagewright.formulations.spp import makespan_problem
 from stagewright.graphs.units import format_bytes
 
 
@@ -49,6 +50,21 @@ def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tu
     devices = problem.cluster.devices
     return tuple(
         Stage((c.start, c.stop), tuple(devices[v].name for v in c.devices)) for c in choices
+    )
+
+
+def scheduling_of(problem: PipelineProblem, stages: Sequence[Stage]) -> MakespanProblem | None:
+    """The makespan problem of split stages; None for round-robin ones, which have none."""
+    if any(stage.replication != "split" for stage in stages):
+        return None
+    return makespan_problem(problem, choices_of(problem, stages))
+
+
+def choices_of(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[StageChoice, ...]:
+    """Stages with device positions in place of names."""
+    index = problem.cluster.index
+    return tuple(
+        StageChoice(*stage.layers, tuple(index[name] for name in stage.devices)) for stage in stages
     )
 
 

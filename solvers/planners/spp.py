@@ -93,8 +93,7 @@ def _promise(problem: PipelineProblem, search: PartitionSearch, count: int) -> f
     """A guess of the makespan, for the order in which stage counts are tried."""
     if count not in search.found:
         return math.inf
-    bottleneck, cuts = search.found[count]
-    return bottleneck * (1 + (count - 1) / problem.microbatches)
+    return search.found[count][0] * (1 + (count - 1) / problem.microbatches)
 
 
 def _schedule(

@@ -73,11 +73,14 @@ def schedule(
         result = solve_schedule(problem, kind.value, limits, on_progress)
     document = {
         "status": result.status,
-        "kind": kind.value,
+        "planner": kind.value,
         "stages": stages,
         "microbatches": microbatches,
         "makespan": _plain(result.cost),
         "bound": _plain(result.bound),
+        # The names that every answer of this command line has; the unit is that of --times.
+        "cost_seconds": _plain(result.cost),
+        "bound_seconds": _plain(result.bound),
         "gap": result.gap,
         "proved_by": result.proved_by,
         "wall_seconds": result.seconds,
@@ -125,6 +128,8 @@ def jobshop(
         "status": answer.status,
         "makespan": makespan,
         "bound": _plain(answer.bound),
+        "cost_seconds": makespan,
+        "bound_seconds": _plain(answer.bound),
         "gap": gap,
         "proved_by": answer.backend,
         "wall_seconds": answer.seconds,

@@ -145,7 +145,8 @@ def plan_json(plan: "PipelinePlan | None") -> dict[str, Any]:
         if plan
         else None,
         "bubble": predicted.bubble if predicted else None,
-        "peak_memory_bytes": predicted.peak_memory_bytes if predicted else None,
+        "peak_memory_bytes": max(predicted.peak_memory_bytes.values()) if predicted else None,
+        "peak_memory_bytes_per_device": predicted.peak_memory_bytes if predicted else None,
         "guarantees": [
             {"theorem": one.theorem, "seconds": one.seconds, "holds": one.holds}
             for one in certificate.guarantees

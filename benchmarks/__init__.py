@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks [--quick] [NAME ...]``; results stand in the README."""

@@ -1,0 +1,43 @@
+"""Run the benchmarks and print their tables; with ``--write`` into the README too."""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Annotated
+
+import typer
+
+from benchmarks import auto, partition, pipedream, spp
+from benchmarks.report import Table, machine, write_section
+
+# Each gives its tables; the argument asks for a few small cases only.
+BENCHMARKS: dict[str, Callable[[bool], Sequence[Table]]] = {
+    "partition": partition.tables,
+    "spp": spp.tables,
+    "pipedream": pipedream.tables,
+    "auto": auto.tables,
+}
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help=" | ".join(BENCHMARKS))] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few small cases of each.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Put the tables in the README.")] = False,
+) -> None:
+    """Run all benchmarks, or those named."""
+    unknown = sorted(set(names or ()) - BENCHMARKS.keys())
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(BENCHMARKS)}")
+    if quick and write:
+        raise typer.BadParameter("--write needs the full run")
+    print(machine())
+    for name in names or BENCHMARKS:
+        began = perf_counter()
+        for table in BENCHMARKS[name](quick):
+            print(f"\n{table}")
+            if write:
+                write_section(table.name, f"{table}\n\n*{machine()}*")
+        print(f"\n{name}: {perf_counter() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,106 @@
+"""Local search on the stages of a plan: what SPP's device order and bottleneck cannot see."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from time import monotonic
+
+from stagewright.formulations.bounds import schedule_bounds
+from stagewright.formulations.bppm import StageChoice
+from stagewright.formulations.forms import Limits, OnProgress, Progress
+from stagewright.formulations.makespan import Timetable
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.spp import makespan_problem
+from stagewright.solvers.list_scheduling import best_list_schedule
+from stagewright.solvers.planners.proposal import Proposal, choices_of, named_stages
+
+Stages = tuple[StageChoice, ...]
+
+WORTH_IT = 1e-9  # relative improvement; less is rounding
+
+
+def refine(
+    problem: PipelineProblem, known: Proposal, limits: Limits, on_progress: OnProgress
+) -> Proposal:
+    """Hill climbing until no neighbour has a shorter list schedule, or the limit comes.
+
+    ``known`` must consist of split stages. Neighbours move a layer or a device across one border,
+    join two stages, cut one in two, or leave a device of a stage idle. Most neighbours are
+    dismissed by a bound on their schedules.
+    """
+    began = monotonic()
+    stages, times = choices_of(problem, known.stages), known.times
+    scheduling = makespan_problem(problem, stages)
+    assert scheduling is not None
+    seconds = times.makespan(scheduling)
+    steps = 0
+    improved = True
+    while improved and monotonic() - began < limits.seconds:
+        improved = False
+        for neighbour in _neighbours(stages):
+            if monotonic() - began > limits.seconds:
+                break
+            found = _schedule(problem, neighbour, seconds * (1 - WORTH_IT))
+            if found is not None:
+                stages, (times, seconds) = neighbour, found
+                steps, improved = steps + 1, True
+                on_progress(Progress(monotonic() - began, seconds, 0.0))
+                break
+    notes = (*known.notes, f"stages refined in {steps} steps") if steps else known.notes
+    return replace(
+        known,
+        stages=named_stages(problem, stages),
+        times=times,
+        guarantees=() if steps else known.guarantees,
+        notes=notes,
+    )
+
+
+def _schedule(
+    problem: PipelineProblem, stages: Stages, ceiling: float
+) -> tuple[Timetable, float] | None:
+    """The best list schedule and its makespan, if that is below ``ceiling``."""
+    scheduling = makespan_problem(problem, stages)
+    if scheduling is None:
+        return None
+    if max(bound.seconds for bound in schedule_bounds(scheduling)) >= ceiling:
+        return None
+    times = best_list_schedule(scheduling)[1]
+    seconds = times.makespan(scheduling)
+    return (times, seconds) if seconds < ceiling else None
+
+
+def _neighbours(stages: Stages) -> Iterator[Stages]:
+    for s, stage in enumerate(stages):
+        before, after = stages[:s], stages[s + 1 :]
+        if after:
+            for pair in _across(stage, after[0]):
+                yield (*before, *pair, *after[1:])
+        for halves in _cuts(stage):
+            yield (*before, *halves, *after)
+        if len(stage.devices) > 1:
+            yield (*before, replace(stage, devices=stage.devices[:-1]), *after)
+            yield (*before, replace(stage, devices=stage.devices[1:]), *after)
+
+
+def _across(one: StageChoice, other: StageChoice) -> Iterator[Stages]:
+    """Two neighbouring stages with their border elsewhere, or joined."""
+    for shift in (1, -1, 2, -2):
+        border = one.stop + shift
+        if one.start < border < other.stop:
+            yield replace(one, stop=border), replace(other, start=border)
+    devices = one.devices + other.devices
+    for split in (len(one.devices) + 1, len(one.devices) - 1):
+        if 0 < split < len(devices):
+            yield replace(one, devices=devices[:split]), replace(other, devices=devices[split:])
+    yield (StageChoice(one.start, other.stop, devices),)
+
+
+def _cuts(stage: StageChoice) -> Iterator[Stages]:
+    """The stage as two, about evenly in layers and devices."""
+    middle, half = (stage.start + stage.stop) // 2, len(stage.devices) // 2
+    if middle > stage.start and half > 0:
+        for border in {middle, middle + 1} & set(range(stage.start + 1, stage.stop)):
+            yield (
+                StageChoice(stage.start, border, stage.devices[:half]),
+                StageChoice(border, stage.stop, stage.devices[half:]),
+            )

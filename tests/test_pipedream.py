@@ -1,0 +1,48 @@
+"""PipeDream's planner against the answers of the authors' own optimizer, on their profiles."""
+
+import numpy as np
+import pytest
+
+from benchmarks.pipedream import (
+    DATA,
+    REFERENCES,
+    Reference,
+    public_code_seconds,
+    reference_problem,
+    thesis_seconds,
+)
+from stagewright.solvers.planners.pipedream import partition
+
+pytestmark = pytest.mark.skipif(
+    not DATA.is_dir(), reason="the public profiles are not beside the checkout"
+)
+REFERENCE_DIGITS = 5e-7  # the references are given to six decimals
+
+
+def name(reference: Reference) -> str:
+    return f"{reference.profile}-{reference.devices}"
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=name)
+def test_partition_is_that_of_the_authors(reference: Reference):
+    stages = partition(reference_problem(reference))
+    assert tuple(len(stage.devices) for stage in stages) == reference.replicas
+    if reference.cuts is not None:
+        assert tuple(stage.stop for stage in stages[:-1]) == reference.cuts
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=name)
+def test_slowest_stage_by_the_formula_of_the_public_code(reference: Reference):
+    problem = reference_problem(reference)
+    seconds = public_code_seconds(problem, partition(problem))
+    assert seconds == pytest.approx(reference.slowest_seconds, abs=REFERENCE_DIGITS)
+
+
+@pytest.mark.parametrize(
+    ("reference", "agrees"), [*zip(REFERENCES, (True, False, False, True), strict=True)]
+)
+def test_the_thesis_overlaps_the_all_reduce(reference: Reference, agrees: bool):
+    """The formulas agree exactly where no replicated stage is the slowest."""
+    seconds = thesis_seconds(reference_problem(reference))
+    assert seconds <= reference.slowest_seconds + REFERENCE_DIGITS
+    assert np.isclose(seconds, reference.slowest_seconds, rtol=0, atol=REFERENCE_DIGITS) == agrees
