@@ -87,7 +87,7 @@ def _first(
     """The best list schedule, or the incumbent if that is better."""
     source: str
     source, timetable = best_list_schedule(problem)
-    if incumbent is not None and incumbent.makespan(problem) < timetable.makespan(problem):
+    if incumbent is not None and problem.evaluate(incumbent) < timetable.makespan(problem):
         source, timetable = "incumbent", incumbent
     return _result(problem, timetable, source, bounds, perf_counter() - began)
 

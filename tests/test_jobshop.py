@@ -1,5 +1,5 @@
 import csv
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from pathlib import Path
 
 import pytest
@@ -51,7 +51,7 @@ def longest_path(problem, steps, orders):
         if k > 0:
             before[j, k].append((j, k - 1))
     for order in orders:
-        for one, other in zip(order, order[1:], strict=False):
+        for one, other in pairwise(order):
             before[other].append(one)
     ends = {}
     while len(ends) < len(steps):

@@ -28,8 +28,6 @@ HEURISTICS: tuple[tuple[str, Planner], ...] = (
     ("pipedream", plan_pipedream),
     ("hetpipe", plan_hetpipe),
 )
-# Devices times layers up to which the joint reference has a chance within a short limit.
-SMALL = 250
 GOOD_ENOUGH = 1e-6  # relative gap
 
 
@@ -39,8 +37,7 @@ def plan_auto(
     """The best checked plan of the portfolio within ``limits.seconds``.
 
     SPP comes first and may use half of the time, the baselines take little. What is left goes to a
-    local search on the best plan's stages, to CP-SAT on its schedule, and for small problems to
-    the joint reference.
+    local search on the best plan's stages, to CP-SAT on its schedule, and to the joint reference.
     """
     portfolio = _Portfolio(problem, limits, on_progress)
     for name, run in HEURISTICS:
@@ -50,8 +47,7 @@ def plan_auto(
         portfolio.consider("refined", portfolio.refine, portfolio.left() / 2)
     if portfolio.is_open():
         portfolio.consider("cp-sat schedule", portfolio.reschedule, portfolio.left() / 2)
-    small = len(problem.cluster) * len(problem.chain) <= SMALL
-    if portfolio.best is None or (small and portfolio.is_open()):
+    if portfolio.best is None or portfolio.is_open():
         portfolio.consider("exact", portfolio.prove, max(portfolio.left(), 1.0))
     return portfolio.answer()
 

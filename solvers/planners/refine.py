@@ -1,5 +1,6 @@
 """Local search on the stages of a plan: what SPP's device order and bottleneck cannot see."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from time import monotonic
@@ -19,39 +20,39 @@ WORTH_IT = 1e-9  # relative improvement; less is rounding
 
 
 def refine(
-    problem: PipelineProblem, known: Proposal, limits: Limits, on_progress: OnProgress
+    problem: PipelineProblem,
+    known: Proposal,
+    limits: Limits,
+    on_progress: OnProgress,
+    attempts: float = math.inf,
 ) -> Proposal:
-    """Hill climbing until no neighbour has a shorter list schedule, or the limit comes.
+    """Hill climbing until no neighbour has a shorter list schedule, or a limit comes.
 
-    ``known`` must consist of split stages. Neighbours move a layer or a device across one border,
-    join two stages, cut one in two, or leave a device of a stage idle. Most neighbours are
-    dismissed by a bound on their schedules.
+    ``known`` must consist of split stages; ``attempts`` limits the neighbours that are looked at.
+    Neighbours move layers or a device across one border, join two stages, cut one in two, or leave
+    a device of a stage idle. Most of them are dismissed by a bound on their schedules.
     """
     began = monotonic()
     stages, times = choices_of(problem, known.stages), known.times
     scheduling = makespan_problem(problem, stages)
     assert scheduling is not None
     seconds = times.makespan(scheduling)
-    steps = 0
-    improved = True
-    while improved and monotonic() - began < limits.seconds:
-        improved = False
-        for neighbour in _neighbours(stages):
-            if monotonic() - began > limits.seconds:
-                break
-            found = _schedule(problem, neighbour, seconds * (1 - WORTH_IT))
-            if found is not None:
-                stages, (times, seconds) = neighbour, found
-                steps, improved = steps + 1, True
-                on_progress(Progress(monotonic() - began, seconds, 0.0))
-                break
-    notes = (*known.notes, f"stages refined in {steps} steps") if steps else known.notes
+    steps = looked = 0
+    queue = _neighbours(stages)
+    while (neighbour := next(queue, None)) is not None:
+        looked += 1
+        if looked > attempts or monotonic() - began > limits.seconds:
+            break
+        found = _schedule(problem, neighbour, seconds * (1 - WORTH_IT))
+        if found is not None:
+            stages, (times, seconds), steps = neighbour, found, steps + 1
+            queue = _neighbours(stages)
+            on_progress(Progress(monotonic() - began, seconds, 0.0))
+    if steps == 0:
+        return known
+    notes = (*known.notes, f"stages refined in {steps} steps")
     return replace(
-        known,
-        stages=named_stages(problem, stages),
-        times=times,
-        guarantees=() if steps else known.guarantees,
-        notes=notes,
+        known, stages=named_stages(problem, stages), times=times, guarantees=(), notes=notes
     )
 
 
