@@ -33,6 +33,8 @@ class Recurrence(NamedTuple):
     ----------
     microbatches
         M.
+    held
+        The n-th stage from the end must hold min(held, n) microbatches in memory.
     forward, backward
         Prefixes of one replica's seconds per microbatch, shape (K, V + 1, L + 1) by kind and
         number of replicas.
@@ -56,6 +58,7 @@ class Recurrence(NamedTuple):
     """
 
     microbatches: int
+    held: int
     forward: Floats
     backward: Floats
     parameters: Floats
@@ -74,11 +77,13 @@ class Recurrence(NamedTuple):
 class BalancedPartition:
     """Partition, replication and mapping for ``problem`` with devices in ``order``.
 
-    ``order`` lists the positions of all devices; the first stage takes the first ones.
+    ``order`` lists the positions of all devices; the first stage takes the first ones. The n-th
+    stage from the end must hold min(held, n) microbatches; None stands for 1F1B's min(M, n).
     """
 
     problem: PipelineProblem
     order: tuple[int, ...]
+    held: int | None = None
 
     def __post_init__(self) -> None:
         if sorted(self.order) != list(range(len(self.problem.cluster))):
@@ -128,6 +133,7 @@ class ByRecurrence:
         entering = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
         return Recurrence(
             problem.microbatches,
+            question.held or problem.microbatches,
             _suffix_sums(np.array([[c.forward_seconds for c in row] for row in by_share])),
             _suffix_sums(np.array([[c.backward_seconds for c in row] for row in by_share])),
             _suffix_sums(problem.chain.parameter_bytes),

@@ -61,7 +61,7 @@ class ByAssignment:
         passed = np.array([_channel_seconds(question, channel) for channel in channels])
         unit = float(taken.max(initial=0.0)) or 1.0
         size = len(stages) + len(channels)
-        flow = [*_one_path(stages, self.stages), *_links(stages, channels)]
+        flow = [*_one_path(stages, self.stages), *_links(stages, channels, self.stages)]
         loads = _loads(stages, taken / unit, 0, size) + _loads(
             channels, passed / unit, len(stages), size
         )
@@ -139,22 +139,21 @@ def _one_path(stages: Sequence[_StageColumn], count: int) -> Rows:
     return [{x: 1.0 for x, stage in enumerate(stages) if stage.n == count}]
 
 
-def _links(stages: Sequence[_StageColumn], channels: Sequence[_ChannelColumn]) -> Rows:
+def _links(stages: Sequence[_StageColumn], channels: Sequence[_ChannelColumn], count: int) -> Rows:
     """What enters a place of the network leaves it.
 
     There are two kinds of places: behind stage n, where its cut and its devices decide which
     channels may follow, and in front of stage n - 1 likewise.
     """
     out = _balance(
-        stages, channels, lambda s: (s.n, s.b, s.i, s.j), lambda c: (c.n, c.l, c.h, c.i), last=1
+        stages, channels, lambda s: (s.n, s.b, s.i, s.j), lambda c: (c.n, c.l, c.h, c.i), end=1
     )
-    first = max((stage.n for stage in stages), default=0)
     into = _balance(
         stages,
         channels,
         lambda s: (s.n, s.a, s.i, s.j),
         lambda c: (c.n - 1, c.l, c.i, c.j),
-        last=first,
+        end=count,
     )
     return out + into
 
@@ -167,12 +166,12 @@ def _balance(
     channels: Sequence[_ChannelColumn],
     of_stage: Callable[[_StageColumn], Place],
     of_channel: Callable[[_ChannelColumn], Place],
-    last: int,
+    end: int,
 ) -> Rows:
-    """A row per place: its stages minus its channels. Stages ``last`` have none on that side."""
+    """A row per place: its stages minus its channels. Stage ``end`` has none on that side."""
     rows: dict[Place, dict[int, float]] = {}
     for x, stage in enumerate(stages):
-        if stage.n != last:
+        if stage.n != end:
             rows.setdefault(of_stage(stage), {})[x] = 1.0
     for y, channel in enumerate(channels, start=len(stages)):
         rows.setdefault(of_channel(channel), {})[y] = -1.0

@@ -7,6 +7,7 @@ stage waits for the end of its backward m.
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -16,47 +17,57 @@ from stagewright.formulations.disjunctive import by_disjunctions, starts_of
 from stagewright.formulations.forms import Floats, Intervals, Ints, LinearProgram
 from stagewright.formulations.makespan import MakespanProblem, Timetable
 
-TICKS = 30  # log2 of the horizon in ticks for times that are no integers
-MAX_TICKS = 2**40  # integer times are taken as they are up to this horizon
+TICKS = 24  # log2 of the horizon for times without a common unit; far finer ticks slow the proofs
+MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horizon
+MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least
+EXACT = 1e-12  # relative error of a time that still counts as a multiple of the unit
 
 
 @dataclass(frozen=True)
 class ByIntervals:
     """One interval per block and microbatch: number ``block * M + m``.
 
-    Blocks are numbered as in :func:`~stagewright.formulations.bounds.blocks_of`. Times are rounded
-    down to ticks of ``1 / scale``, so that a bound on the form, divided by ``scale``, is a bound on
-    the problem. ``incumbent``, a feasible timetable, gives the hint and the horizon.
+    Blocks are numbered as in :func:`~stagewright.formulations.bounds.blocks_of`. Times that are
+    multiples of a common unit are taken exactly: ties that rounding would break make the search
+    much harder. Others are rounded down, so that a bound on the form, in units, is always a bound
+    on the problem. ``incumbent``, a feasible timetable, gives the hint and the horizon.
     """
 
     problem: MakespanProblem
     incumbent: Timetable
 
     @cached_property
-    def scale(self) -> float:
-        """Ticks per unit of time: 1 for integer times, else a power of two (exact products)."""
+    def unit(self) -> float:
+        """Time per tick: 1 for integers, else the common unit, else a power of two."""
         horizon = self.incumbent.makespan(self.problem)
         durations, _, tails = blocks_of(self.problem)
-        times = np.r_[durations, tails]
-        if horizon == 0 or (horizon <= MAX_TICKS and (times == np.floor(times)).all()):
+        times = np.unique(np.r_[durations, tails])
+        times = times[times > 0]
+        if len(times) == 0:
             return 1.0
-        return math.ldexp(1.0, TICKS - math.frexp(horizon)[1])
+        for unit in (1.0, _common_unit(times)):
+            if horizon <= MAX_TICKS * unit and _are_multiples(times, unit):
+                return unit
+        return math.ldexp(1.0, math.frexp(horizon)[1] - TICKS)
 
     @cached_property
     def ticks(self) -> MakespanProblem:
-        """The problem in ticks, every time rounded down."""
+        """The problem in ticks."""
 
-        def down(times: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(float(math.floor(time * self.scale)) for time in times)
+        def count(times: tuple[float, ...]) -> tuple[float, ...]:
+            ticks = np.array(times) / self.unit
+            nearest = np.round(ticks)
+            multiple = np.abs(ticks - nearest) <= EXACT * nearest
+            return tuple(np.where(multiple, nearest, np.floor(ticks)).tolist())
 
         problem = self.problem
         return MakespanProblem(
             problem.microbatches,
-            down(problem.forward),
-            down(problem.backward),
-            down(problem.send_forward),
-            down(problem.send_backward),
-            down(problem.reduce),
+            count(problem.forward),
+            count(problem.backward),
+            count(problem.send_forward),
+            count(problem.send_backward),
+            count(problem.reduce),
             problem.in_flight,
         )
 
@@ -157,6 +168,18 @@ def earliest(
         if work[j] > 0 or work[last - j] > 0:
             free[machine] = start + work[j]
     return timetable_of(problem, times)
+
+
+def _common_unit(times: Floats) -> float:
+    """The largest unit of which all ``times`` seem to be multiples, judged by their ratios."""
+    least = float(times.min())
+    ratios = [Fraction(time / least).limit_denominator(MAX_DENOMINATOR) for time in times.tolist()]
+    return least / math.lcm(*(ratio.denominator for ratio in ratios))
+
+
+def _are_multiples(times: Floats, unit: float) -> bool:
+    ticks = times / unit
+    return bool((np.abs(ticks - np.round(ticks)) <= EXACT * ticks).all())
 
 
 def _machines(durations: Floats, number: Ints) -> tuple[Ints, ...]:

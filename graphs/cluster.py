@@ -5,11 +5,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Discriminator, Tag
 
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
@@ -84,6 +84,18 @@ class MatrixLinks:
     servers: tuple[tuple[str, ...], ...] | None = None
 
 
+def _shape_of_links(links: object) -> str:
+    """Which of the two a document means, so that its faults are told against that one alone."""
+    of_servers = isinstance(links, ServerLinks) or (isinstance(links, dict) and "intra" in links)
+    return "servers" if of_servers else "matrix"
+
+
+Links = Annotated[
+    Annotated[ServerLinks, Tag("servers")] | Annotated[MatrixLinks, Tag("matrix")],
+    Discriminator(_shape_of_links),
+]
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Devices and links. Devices without a direct link talk over the widest path between them."""
@@ -92,7 +104,7 @@ class Cluster:
 
     name: str
     devices: tuple[Device, ...]
-    links: ServerLinks | MatrixLinks
+    links: Links
     format: Literal["stagewright-cluster"] = FORMAT
     version: Literal[1] = VERSION
 

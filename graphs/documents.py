@@ -6,10 +6,12 @@ against the annotations and its ``__post_init__`` against the rules between fiel
 
 import json
 import os
+import reprlib
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from stagewright.graphs.errors import InputError
 
@@ -29,8 +31,9 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         wrong types, or a broken rule, with the path of the field.
     """
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        # The json module recurses into deep nesting and lets lone surrogates pass.
+        data = from_json(text)
+    except ValueError as error:
         raise InputError(f"{place}: not a complete JSON document ({error})") from None
     if not isinstance(data, dict) or data.get("format") != format_name:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -40,7 +43,8 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
             f"{place}: version {data.get('version')!r} is not known; this release reads {version}"
         )
     try:
-        return TypeAdapter(kind).validate_python(data)
+        # From JSON, because only then do strict types take an array for a tuple.
+        return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {first_problem(error)}") from None
 
@@ -101,6 +105,6 @@ def first_problem(error: ValidationError) -> str:
     elif first["type"] == "missing":
         message = "missing field"
     elif first["type"] != "value_error" and isinstance(first["input"], str | int | float):
-        message += f", got {first['input']!r}"
+        message += f", got {reprlib.repr(first['input'])}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{place.lstrip('.')}: {message}{more}" if place else f"{message}{more}"

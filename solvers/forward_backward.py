@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 EAGERNESS = (0.0, 0.25, 0.5, 1.0)
 NOISE = (0.0, 0.2, 1.0, 3.0)  # in units of the longest block
-PATIENCE = 1000  # passes without improvement after which the search ends
+PATIENCE = 3000  # passes without improvement after which the search ends
 RESTART = 40  # passes after which the search starts again from a random rule
 
 

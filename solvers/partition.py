@@ -91,6 +91,17 @@ class PartitionSearch:
                 self.test(math.sqrt(low * high))
         return None
 
+    def with_memory(self, factor: float) -> tuple[StageChoice, ...] | None:
+        """Some partition that would fit in ``factor`` times the devices' memory."""
+        assert self.most is not None
+        form = self.form._replace(memory=self.form.memory * factor)
+        table = recurrence.reach_under(form, math.inf, self.most)
+        counts = recurrence.complete_counts(form, table)
+        if not counts:
+            return None
+        cuts = recurrence.trace_back(form, table, counts[-1])
+        return ByRecurrence().invert(self.question, cuts)
+
     def next_limit(self, limit: float) -> float:
         """A wider limit to try when ``limit`` found nothing; inf asks for memory alone."""
         wider = limit * WIDENING

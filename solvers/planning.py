@@ -19,6 +19,7 @@ from stagewright.solvers.planners.pipedream import plan_pipedream
 from stagewright.solvers.planners.proposal import Attempt, NoPlan, Proposal, scheduling_of
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
+from stagewright.solvers.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
 
@@ -83,6 +84,8 @@ def plan(
 ) -> Result:
     """Plan ``problem``; infeasible and out of time are answers, not errors.
 
+    The first use on a machine compiles the kernels; that does not count towards the limit.
+
     Raises
     ------
     InputError
@@ -90,6 +93,7 @@ def plan(
     """
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
+    compile_kernels()
     began = monotonic()
     answer = PLANNERS[planner].run(problem, limits or Limits(), on_progress)
     if isinstance(answer, NoPlan):

@@ -209,15 +209,15 @@ def _channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> fl
 
 @njit(cache=True, error_model="numpy")
 def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float) -> int:
-    """How many microbatches of layers (before, l] r devices can hold in ``memory``; M if all."""
+    """How many microbatches of layers (before, l] each of r devices can hold, up to form.held."""
     free = memory
     free -= form.state_factor * (form.parameters[l] - form.parameters[before])
     free -= 2.0 * (form.boundary[before] + form.boundary[l]) / r
     saved = form.saved[r, l] - form.saved[r, before]
     if free < 0.0:
         return 0
-    if saved * form.microbatches <= free:
-        return form.microbatches
+    if saved * form.held <= free:
+        return form.held
     return int(free // saved)
 
 
@@ -247,7 +247,7 @@ def _sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     needed = np.zeros(size + 1)  # bytes that any stage on r devices can do with
     for r in range(1, size + 1):
         needed[r] = form.state_factor * form.parameters[layers] + 4.0 * largest_boundary / r
-        needed[r] += min(form.microbatches, most) * form.saved[r, layers]
+        needed[r] += min(form.held, most) * form.saved[r, layers]
     for used in range(size):
         low, high = band.low[used], band.high[used]
         if used > 0:
@@ -410,13 +410,13 @@ def _place_in_memory(
     source: Words,
     out: Words,
 ) -> None:
-    """As ``_place``, where the n-th stage from the end must also hold min(M, n) microbatches."""
+    """As ``_place``, where the n-th stage from the end must also hold min(held, n) microbatches."""
     for l in range(first, last + 1):
         for before in range(starts[l], min(l, high + 1)):
             if not source[before].any():
                 continue
             held = _most_in_flight(form, before, l, r, memory)
-            counts = most if held >= form.microbatches else min(held, most)
+            counts = most if held >= form.held else min(held, most)
             carry = np.uint64(0)
             for w in range(source.shape[1]):
                 allowed = min(max(counts - 64 * w, 0), 64)
@@ -450,7 +450,7 @@ def _predecessor(
         time = _stage_time(form, before, l, used, r)
         if time > limit or time >= best[0]:
             continue
-        if _most_in_flight(form, before, l, r, memory) < min(stages, form.microbatches):
+        if _most_in_flight(form, before, l, r, memory) < min(stages, form.held):
             continue
         for later in range(1, used + 1):
             if reach[_row(band, used, later, before), word] >> bit & ONE == np.uint64(0):

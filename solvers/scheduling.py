@@ -119,16 +119,16 @@ def _proved(
     left = max(0.0, limits.seconds - start)
 
     def seconds(step: Progress) -> None:
-        objective = None if step.objective is None else step.objective / model.scale
-        note(Progress(start + step.seconds, objective, step.bound / model.scale))
+        objective = None if step.objective is None else step.objective * model.unit
+        note(Progress(start + step.seconds, objective, step.bound * model.unit))
 
     answer = solve(form, "cp-sat", replace(limits, seconds=left), seconds)
-    bounds = (*found.bounds, Bound(answer.bound / model.scale, CP_SAT, "schedule"))
+    bounds = (*found.bounds, Bound(answer.bound * model.unit, CP_SAT, "schedule"))
     timetable, source, rounding = found.timetable, found.source, 0.0
     if answer.values is not None and answer.objective is not None:
         other = model.invert(answer.values)
         makespan = problem.evaluate(other)
-        rounding = max(0.0, makespan - answer.objective / model.scale)
+        rounding = max(0.0, makespan - answer.objective * model.unit)
         if makespan < _cost(found):
             timetable, source = other, CP_SAT
     result = _result(problem, timetable, source, bounds, perf_counter() - began, rounding)

@@ -48,6 +48,15 @@ def unequal(stages, microbatches, extra, seed=0):
     )
 
 
+def irregular(problem):
+    """About the same times, no two of them multiples of a common unit."""
+    random = np.random.default_rng(0)
+    return replace(
+        problem,
+        **{n: tuple(t * random.uniform(0.999, 1.001) for t in getattr(problem, n)) for n in TIMES},
+    )
+
+
 # Better than every rule, and above every static bound: only CP-SAT finds and proves it.
 HARD = unequal(4, 8, 0, seed=10)
 
@@ -87,7 +96,7 @@ def test_hint_horizon_and_bound_agree(problem, factor):
     form = model.apply()
     assert form.lower_bound <= form.horizon
     # Times are rounded down, so that the bound is one of the problem.
-    assert form.horizon / model.scale <= problem.evaluate(incumbent) * (1 + 1e-12)
+    assert form.horizon * model.unit <= problem.evaluate(incumbent) * (1 + 1e-12)
     hinted = model.invert(form.hint)
     assert problem.evaluate(hinted) <= problem.evaluate(incumbent) * (1 + 1e-9)
     assert model.ticks.evaluate(earliest(model.ticks, block_starts(problem, hinted))) <= (
@@ -98,17 +107,28 @@ def test_hint_horizon_and_bound_agree(problem, factor):
 def test_integer_times_are_taken_as_they_are():
     problem = unequal(3, 4, 1)
     model = ByIntervals(problem, list_schedule(problem, "pe"))
-    assert model.scale == 1
+    assert model.unit == 1
     assert model.ticks == problem
 
 
+@pytest.mark.parametrize("factor", [0.1, 1 / 7, 1e-6, 2.5e-3])
+def test_times_with_a_common_unit_stay_exact(factor):
+    problem = unequal(3, 4, 1)
+    incumbent = list_schedule(scaled(problem, factor), "pe")
+    model = ByIntervals(scaled(problem, factor), incumbent)
+    assert scaled(model.ticks, model.unit / factor).forward == pytest.approx(problem.forward)
+    assert model.apply().horizon * model.unit == pytest.approx(
+        incumbent.makespan(scaled(problem, factor)), rel=1e-12
+    )
+
+
 def test_other_times_are_rounded_down_to_fine_ticks():
-    problem = scaled(unequal(3, 4, 1), 0.1)
+    problem = irregular(unequal(3, 4, 1))
     incumbent = list_schedule(problem, "pe")
     model = ByIntervals(problem, incumbent)
-    assert 2**29 <= incumbent.makespan(problem) * model.scale <= 2**30
+    assert 2**23 <= incumbent.makespan(problem) / model.unit <= 2**24
     for ticks, times in zip(model.ticks.forward, problem.forward, strict=True):
-        assert 0 <= times * model.scale - ticks < 1
+        assert 0 <= times / model.unit - ticks < 1
 
 
 def test_the_order_counts_not_the_times():
@@ -214,12 +234,18 @@ def test_cp_sat_closes_what_the_bounds_leave_open():
 
 
 def test_rounding_is_reported():
-    result = solve_schedule(scaled(HARD, 1 / 7), "optimal", LIMITS)
-    exact = solve_schedule(HARD, "optimal", LIMITS)
+    result = solve_schedule(irregular(HARD), "optimal", LIMITS)
     assert result.status is Status.OPTIMAL
-    assert result.cost == pytest.approx(exact.cost / 7, rel=1e-6)
+    assert result.proved_by == CP_SAT
     assert 0 < result.rounding < 1e-5 * result.cost
-    assert result.cost - result.bound <= result.rounding
+    assert 0 <= result.cost - result.bound <= result.rounding + 1e-9 * result.cost
+
+
+def test_scaled_times_have_the_scaled_optimum():
+    exact = solve_schedule(HARD, "optimal", LIMITS)
+    result = solve_schedule(scaled(HARD, 1 / 7), "optimal", LIMITS)
+    assert result.status is Status.OPTIMAL
+    assert result.cost == pytest.approx(exact.cost / 7)
 
 
 def test_the_search_stops_at_a_static_bound():

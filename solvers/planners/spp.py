@@ -14,7 +14,13 @@ from stagewright.formulations.spp import lemma1_seconds, makespan_problem, short
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.list_scheduling import best_list_schedule, list_schedule
 from stagewright.solvers.partition import PartitionSearch
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, scheduling_of
+from stagewright.solvers.planners.proposal import (
+    NoPlan,
+    Proposal,
+    named_stages,
+    scheduling_of,
+    shortage,
+)
 from stagewright.solvers.planners.refine import refine
 
 # From this many (devices x layers) on, W is settled to 2 % of the recurrence's optimum, not to
@@ -25,6 +31,7 @@ COARSE_RATIO = 0.02
 # neighbours are looked at, for the best few; a number and not a time, so that answers repeat.
 REFINING_ATTEMPTS = 300
 REFINED_STARTS = 3
+MEMORY_PRECISION = 1e-3  # relative; of the memory that the message about its lack names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +60,10 @@ def plan_spp(
     search = PartitionSearch(BalancedPartition(problem, order))
     ratio = COARSE_RATIO if len(order) * len(problem.chain) > EXACT_UP_TO else 0.0
     candidates = _first_candidates(problem, search)
+    if not candidates:
+        # 1F1B's warm-up does not fit in memory: a single microbatch in flight may, at some loss.
+        search = PartitionSearch(BalancedPartition(problem, order, held=1))
+        candidates = _first_candidates(problem, search)
     best = min(candidates, key=_seconds, default=None)
     paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
     solved: list[int] = []
@@ -74,7 +85,7 @@ def plan_spp(
             best = candidate
             on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
     if best is None:
-        return NoPlan("no partition of the layers fits in the devices' memory")
+        return NoPlan(_why_nothing_fits(search), len(set(problem.memory_bytes)) == 1)
     notes = _notes(search, paths, solved, best, ratio, late)
     refined = [
         refine(
@@ -92,6 +103,24 @@ def plan_spp(
     return replace(refined[seconds.index(cost)], guarantees=guarantees)
 
 
+def _why_nothing_fits(search: PartitionSearch) -> str:
+    """The stage that is short of memory in the partition that comes nearest to fitting."""
+    problem = search.question.problem
+    enough, scarce = 2.0, 1.0  # how many times the devices' memory fits, and does not
+    while (stages := search.with_memory(enough)) is None:
+        enough, scarce = 2 * enough, enough
+    while enough > scarce * (1 + MEMORY_PRECISION):
+        middle = math.sqrt(enough * scarce)
+        found = search.with_memory(middle)
+        if found is None:
+            scarce = middle
+        else:
+            enough, stages = middle, found
+    return (
+        f"nothing fits in memory; in the partition that comes nearest {shortage(problem, stages)}"
+    )
+
+
 def _seconds(candidate: _Candidate) -> float:
     return candidate.seconds
 
@@ -105,7 +134,7 @@ def _makespan(problem: PipelineProblem, proposal: Proposal) -> float:
 def _first_candidates(problem: PipelineProblem, search: PartitionSearch) -> list[_Candidate]:
     """Widen the limit until partitions are found; schedule the most promising of them."""
     limit = min(search.bound.values())
-    while not search.found and limit < math.inf:
+    while not search.found and min(search.bound.values()) < math.inf:
         limit = search.next_limit(limit)
         search.test(limit)
     candidates = []

@@ -1,0 +1,31 @@
+"""Compiling the kernels before the clock of a time limit starts."""
+
+from functools import cache
+
+from stagewright.formulations.forms import Limits, silent
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.graphs.chain import Chain, Layer, LayerCost
+from stagewright.graphs.cluster import Link, uniform_servers
+from stagewright.solvers.planners.exact import exact
+from stagewright.solvers.planners.pipedream import partition
+from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.relaxation import fill_and_drain_bound
+
+
+@cache
+def compile_kernels() -> None:
+    """Run every kernel once on a tiny problem, at most once per process.
+
+    Numba compiles on the first use on a machine (about ten seconds) and reads its cache on disk
+    later (under a second).
+    """
+    cost = LayerCost(1, 1.0, 1e6, 1e6, backward_seconds=1.0)
+    chain = Chain("tiny", "analytic: for compilation", 1, tuple(
+        Layer(name, 1e6, (cost,)) for name in "abc"
+    ))  # fmt: skip
+    cluster = uniform_servers(2, 2, Link(1e9), Link(1e8))
+    problem = PipelineProblem(chain, cluster, 2)
+    plan_spp(problem, Limits(), silent)
+    partition(problem)
+    fill_and_drain_bound(problem, 10.0)
+    exact(problem, Limits(seconds=1.0))
