@@ -74,10 +74,12 @@ def minimum_cut(weights: Floats) -> tuple[float, NDArray[np.bool_]]:
         return best, side
     groups: list[Ints] = [np.array([v]) for v in range(size)]
     merged = weights
-    while len(groups) > 1 and best > 0:  # nothing is cheaper than a graph in pieces
+    while len(groups) > 1:
         order, attachment = _maximum_adjacency_order(merged)
         if attachment[-1] < best * (1 - ROUNDING):
             best, side = float(attachment[-1]), np.isin(np.arange(size), groups[order[-1]])
+        if best == 0:  # the graph is in pieces
+            break
         labels = _inseparable(merged, order, attachment, best)
         merged, groups = _merge(merged, groups, labels)
     return best, side

@@ -24,7 +24,7 @@ from stagewright.solvers.list_scheduling import LIST_KINDS, best_list_schedule, 
 from stagewright.solvers.scheduling import CP_SAT, solve_schedule
 
 TIMES = ("forward", "backward", "send_forward", "send_backward", "reduce")
-LIMITS = Limits(seconds=20)
+LIMITS = Limits(seconds=20, threads=2)
 
 
 def scaled(problem, factor):
