@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import auto, partition, pipedream, spp
+from benchmarks import auto, jobshop, partition, pipedream, schedule, spp
 from benchmarks.report import Table, machine, write_section
 
 # Each gives its tables; the argument asks for a few small cases only.
 BENCHMARKS: dict[str, Callable[[bool], Sequence[Table]]] = {
     "partition": partition.tables,
+    "schedule": schedule.tables,
+    "jobshop": jobshop.tables,
     "spp": spp.tables,
     "pipedream": pipedream.tables,
     "auto": auto.tables,

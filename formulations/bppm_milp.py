@@ -90,14 +90,14 @@ class ByAssignment:
 def _stage_columns(question: BalancedPartition, stages: int) -> Iterator[_StageColumn]:
     """Every stage that leaves a layer and a device to each other one, and fits in memory.
 
-    The n-th stage from the end holds min(M, n) microbatches in flight.
+    The n-th stage from the end holds min(M, n) microbatches in flight, or min(held, n) if given.
     """
     problem = question.problem
     for n in range(stages, 0, -1):
         for a, b in _spans(len(problem.chain), stages, n):
             for i, j in _spans(len(question.order), stages, n):
-                held = problem.in_flight_limit(a, b, question.order[i:j])
-                if held >= min(problem.microbatches, n):
+                limit = problem.in_flight_limit(a, b, question.order[i:j])
+                if limit >= min(question.held or problem.microbatches, n):
                     yield _StageColumn(n, a, b, i, j)
 
 

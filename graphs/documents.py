@@ -38,7 +38,7 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
     if not isinstance(data, dict) or data.get("format") != format_name:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise InputError(f"{place}: expected a {format_name!r} document, found {found!r}")
-    if data.get("version") != version:
+    if data.get("version") != version or type(data["version"]) is not int:  # true == 1
         raise InputError(
             f"{place}: version {data.get('version')!r} is not known; this release reads {version}"
         )

@@ -1,6 +1,7 @@
 """Small problems and valid plans for them, by a naive list scheduler that knows no planner."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import strategies as st
@@ -194,3 +195,28 @@ def _entries(
     targets = stages[action.stage + (1 if forth else -1)].runners(action.microbatch)
     size = problem.boundary_bytes(stage.layers[1] if forth else stage.layers[0])
     return [ScheduledAction(sources[0], text, start, finish, sources, targets, size)]
+
+
+def scaled(problem: PipelineProblem, factor: float) -> PipelineProblem:
+    """The same problem where every computation, transfer and all-reduce takes ``factor`` times."""
+    layers = tuple(
+        replace(layer, costs=tuple(_slower(cost, factor) for cost in layer.costs))
+        for layer in problem.chain.layers
+    )
+    cluster = problem.cluster
+    names = [[cluster.devices[v].name for v in server] for server in cluster.servers]
+    bandwidth, latency = cluster.bandwidth / factor, (cluster.latency * factor).tolist()
+    return PipelineProblem(
+        replace(problem.chain, layers=layers),
+        from_matrix(cluster.devices, bandwidth, latency, servers=names),
+        problem.microbatches,
+    )
+
+
+def _slower(cost: LayerCost, factor: float) -> LayerCost:
+    assert cost.backward_seconds is not None
+    return replace(
+        cost,
+        forward_seconds=cost.forward_seconds * factor,
+        backward_seconds=cost.backward_seconds * factor,
+    )

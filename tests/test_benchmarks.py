@@ -38,19 +38,7 @@ def test_simulated_cluster_keeps_the_printed_ranges_and_the_seed():
     assert spp.simulated_cluster() == cluster
 
 
-BEATEN = pytest.mark.xfail(
-    strict=True, reason="the partition of least W is not that of the least makespan"
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[BEATEN] if case == ("resnet152", "v100") else [])
-        for case in spp.PRINTED
-    ],
-    ids="-".join,
-)
+@pytest.mark.parametrize("case", spp.PRINTED, ids="-".join)
 def test_spp_is_never_slower_than_a_baseline(case: tuple[str, str]):
     assert spp.slower_than(spp.compare(spp.table3_problem(case))) == []
 

@@ -81,6 +81,24 @@ class TestAssignment:
             assert ask.evaluate(stages) == pytest.approx(expected, rel=MILP)
             assert balanced.bottleneck_seconds == pytest.approx(expected)
 
+    @settings(parent=slow, max_examples=40)
+    @given(hard_problem(4, 4, 4), st.integers(1, 4))
+    def test_fewer_microbatches_in_flight(self, problem, held):
+        """Holding min(held, n) microbatches leaves more partitions than holding min(M, n)."""
+        order = question(problem).order
+        ask = BalancedPartition(problem, order, min(held, problem.microbatches))
+        few, many = PartitionSearch(ask), PartitionSearch(question(problem))
+        for count in few.bound:
+            balanced, other = few.solve(count), many.solve(count)
+            answer = solve(ByAssignment(count).apply(ask))
+            if balanced is None:
+                assert answer.status is Status.INFEASIBLE
+                assert other is None
+                continue
+            assert answer.objective == pytest.approx(balanced.bottleneck_seconds, rel=MILP)
+            if other is not None:
+                assert balanced.bottleneck_seconds <= other.bottleneck_seconds * (1 + ROUNDING)
+
     @pytest.mark.parametrize("backend", MILP_BACKENDS)
     def test_known_optimum(self, backend):
         """Layers of 4, 2, 3, 3 s on three devices, 5 microbatches, nothing to send.
@@ -289,6 +307,15 @@ class TestSearch:
                 else:
                     assert search.bound[count] > start * factor
         assert search.passes == len(factors)
+
+    def test_how_much_memory_would_do(self):
+        """Three layers of 2 GB of states on two devices of 3 GB: two on one device need 4 GB."""
+        problem = PipelineProblem(chain([1.0] * 3, parameters=GB), server(2, memory=3 * GB), 2)
+        search = PartitionSearch(question(problem))
+        assert search.with_memory(1.3) is None
+        stages = search.with_memory(1.34)
+        covers(problem, stages)
+        assert len(stages) == 2
 
     def test_a_ceiling_ends_the_search(self):
         problem = PipelineProblem(chain([4.0, 2.0, 3.0, 3.0]), server(3), 5)

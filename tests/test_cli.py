@@ -411,8 +411,9 @@ def test_spp_plans_a_single_layer_as_a_single_stage(tmp_path: Path) -> None:
     assert all(guarantee["holds"] for guarantee in document["guarantees"])
 
 
-def test_plan_says_no_when_the_time_is_too_short(files: Path) -> None:
-    arguments = ["plan", *given_to(files), "--microbatches", 4, "--planner", "exact"]
+@pytest.mark.parametrize("planner", ["auto", "spp", "exact"])
+def test_plan_says_no_when_the_time_is_too_short(files: Path, planner: str) -> None:
+    arguments = ["plan", *given_to(files), "--microbatches", 4, "--planner", planner]
     document = answered_json(*arguments, "--time-limit", 1e-9, code=1)
     assert (document["status"], document["stages"]) == ("no-answer", None)
 

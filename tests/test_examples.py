@@ -59,7 +59,8 @@ def test_the_walk_through_runs_as_written(readme: str, place: Path) -> None:
     run(["bash", "-euc", "\n".join(blocks(readme, "sh"))], place)
     plan = load_plan(place / "plan.json")
     assert plan.stages[-1].layers[1] == len(load_model(place / "model.json"))
-    assert (place / "timeline.html").read_text(encoding="utf-8").lower().startswith("<!doctype html>")
+    page = (place / "timeline.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>")
     assert (place / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,7 +1,7 @@
-"""Device orders by minimum cuts: against networkx, on clusters of servers, and their repeatability."""
+"""Device orders by minimum cuts: against networkx, on clusters of servers, and repeatable."""
 
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import networkx
 import numpy as np
@@ -65,7 +65,7 @@ def renamed(cluster, image):
 def runs(order, devices_per_server):
     """Whether every server's devices stand next to each other in ``order``."""
     homes = [v // devices_per_server for v in order]
-    changes = sum(a != b for a, b in zip(homes, homes[1:], strict=False))
+    changes = sum(a != b for a, b in pairwise(homes))
     return changes == len(set(homes)) - 1
 
 

@@ -109,6 +109,7 @@ def without(*path: Any) -> Damage:
         (without("format"), "expected a 'stagewright-plan' document"),
         (put("version", value=2), "version 2 is not known; this release reads 1"),
         (without("version"), "version None is not known"),
+        (put("version", value=True), "version True is not known"),
         (put("kind", value="operators"), "kind: "),
         (put("colour", value="red"), "colour: unknown field"),
         (put("stages", 0, "gpus", value=[]), r"stages\[0\].gpus: unknown field"),
@@ -118,6 +119,13 @@ def without(*path: Any) -> Damage:
         (without("stages", 1, "devices"), r"stages\[1\].devices: missing field"),
         (without("schedule", "actions", 0, "start_seconds"), r"actions\[0\].start_seconds: miss"),
         (put("microbatches", value="many"), "microbatches: .*got 'many'"),
+        (put("microbatches", value="2"), "microbatches: .*integer, got '2'"),
+        (put("microbatches", value=True), "microbatches: .*integer, got True"),
+        (put("stages", 0, "layers", value=["0", 1]), r"stages\[0\].layers\[0\]: .*got '0'"),
+        (put("predicted", "bubble", value="0.5"), "predicted.bubble: .*number, got '0.5'"),
+        (put("predicted", "bubble", value=True), "predicted.bubble: .*number, got True"),
+        (put("predicted", "bubble", value=10**400), "predicted.bubble: .*finite number, got 1000"),
+        (put("digest", value="\ud800"), "not a complete JSON document"),
         (put("microbatches", value=2.5), "microbatches: .*got 2.5"),
         (put("microbatches", value=0), "microbatches must be at least 1, got 0"),
         (put("stages", value=[]), "a plan needs at least one stage"),
@@ -162,6 +170,13 @@ def test_a_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
     with pytest.raises(InputError, match="not a complete JSON document") as caught:
         load(tmp_path, text[: int(share * len(text))])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000])
+def test_json_that_breaks_parsers_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match="not a complete JSON document") as caught:
+        load(tmp_path, text)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "3", '"plan"'])

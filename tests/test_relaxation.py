@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import brute_force_joint
+from plans import scaled
 from strategies import paper_problem, random_problem
 
 from stagewright.formulations.pipeline import PipelineProblem
@@ -26,31 +27,8 @@ PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-def scaled(problem, factor):
-    """Every computation, transfer and all-reduce lasts ``factor`` times as long."""
-    layers = tuple(
-        replace(layer, costs=tuple(slower(cost, factor) for cost in layer.costs))
-        for layer in problem.chain.layers
-    )
-    cluster = problem.cluster
-    bandwidth, latency = cluster.direct_bandwidth / factor, cluster.latency * factor
-    return PipelineProblem(
-        replace(problem.chain, layers=layers),
-        from_matrix(cluster.devices, bandwidth, latency.tolist()),
-        problem.microbatches,
-    )
-
-
-def slower(cost, factor):
-    return replace(
-        cost,
-        forward_seconds=cost.forward_seconds * factor,
-        backward_seconds=cost.backward_seconds * factor,
-    )
-
-
 def with_one_more_device(problem):
-    """A copy of the last device, linked like it; linked to it as well as any two devices are."""
+    """A copy of the last device, linked like it, and to it by the best link there is."""
     cluster = problem.cluster
     size = len(cluster)
     image = [*range(size), size - 1]

@@ -41,14 +41,14 @@ def plan_auto(
     """
     portfolio = _Portfolio(problem, limits, on_progress)
     for name, run in HEURISTICS:
-        if portfolio.left() > 0 or portfolio.best is None:
+        if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 2)
     if portfolio.is_open():
         portfolio.consider("refined", portfolio.refine, portfolio.left() / 2)
     if portfolio.is_open():
         portfolio.consider("cp-sat schedule", portfolio.reschedule, portfolio.left() / 2)
-    if portfolio.best is None or portfolio.is_open():
-        portfolio.consider("exact", portfolio.prove, max(portfolio.left(), 1.0))
+    if portfolio.is_open() or (portfolio.best is None and portfolio.left() > 0):
+        portfolio.consider("exact", portfolio.prove, portfolio.left())
     return portfolio.answer()
 
 
@@ -63,7 +63,7 @@ class _Portfolio:
     best: Proposal | None = None
     cost: float = float("inf")
     attempts: list[Attempt] = field(default_factory=list)
-    refusals: list[NoPlan] = field(default_factory=list)
+    refusals: dict[str, NoPlan] = field(default_factory=dict)
 
     def left(self) -> float:
         return self.limits.seconds - (monotonic() - self.began)
@@ -81,7 +81,7 @@ class _Portfolio:
         answer = run(self.problem, replace(self.limits, seconds=seconds), self.on_progress)
         spent = monotonic() - since
         if isinstance(answer, NoPlan):
-            self.refusals.append(answer)
+            self.refusals[name] = answer
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
@@ -127,6 +127,10 @@ class _Portfolio:
         attempts = tuple(self.attempts)
         if self.best is not None:
             return replace(self.best, attempts=attempts)
-        last = self.refusals[-1]
-        reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in self.refusals))
-        return replace(last, reason=reasons, attempts=attempts)
+        # Only these two speak of every plan; a baseline's refusal is about its own kind of plan.
+        general = [self.refusals[name] for name in ("exact", "spp") if name in self.refusals]
+        for refusal in general:
+            if refusal.proved:
+                return replace(refusal, attempts=attempts)
+        bounds = tuple(bound for refusal in general for bound in refusal.bounds)
+        return NoPlan("the time limit came before any plan was found", False, bounds, attempts)

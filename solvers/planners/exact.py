@@ -192,15 +192,15 @@ class _Search:
         self.proofs += 1
         model = ByIntervals(candidate.scheduling, times)
         # A schedule below the ceiling is no longer in ticks, which are rounded down.
-        horizon = math.floor(self._ceiling() * model.scale)
+        horizon = math.floor(self._ceiling() / model.unit)
         form = replace(model.apply(), horizon=horizon, hint=None)
         seconds = min(self._left(), FIRST_SECONDS * GROWTH**turn)
         answer = solve(form, "cp-sat", replace(self.limits, seconds=seconds))
         if answer.status is Status.INFEASIBLE:
-            return False, (horizon + 1) / model.scale
+            return False, (horizon + 1) * model.unit
         if answer.values is not None:
             self._offer(candidate, model.invert(answer.values), bound)
-        bound = max(bound, answer.bound / model.scale)
+        bound = max(bound, answer.bound * model.unit)
         return answer.status is not Status.OPTIMAL and bound < self._ceiling(), bound
 
     def _offer(self, candidate: _Candidate, times: Timetable, bound: float) -> None:

@@ -1,6 +1,7 @@
 """SPP: device order, then for every number of stages partition and schedule (Algorithm 3)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -57,10 +58,12 @@ def plan_spp(
     """
     began = monotonic()
     order = recursive_device_order(problem.cluster)
+    if monotonic() - began > limits.seconds:
+        return NoPlan("the time limit came before any partition was found", proved=False)
     search = PartitionSearch(BalancedPartition(problem, order))
     ratio = COARSE_RATIO if len(order) * len(problem.chain) > EXACT_UP_TO else 0.0
     candidates = _first_candidates(problem, search)
-    if not candidates:
+    if not search.found:
         # 1F1B's warm-up does not fit in memory: a single microbatch in flight may, at some loss.
         search = PartitionSearch(BalancedPartition(problem, order, held=1))
         candidates = _first_candidates(problem, search)
@@ -75,32 +78,43 @@ def plan_spp(
             continue
         search.most = count  # larger numbers of stages are settled: passes need not follow them
         balanced = search.solve(count, ratio, ceiling)
-        if balanced is None:
+        solved += [count] if balanced else []
+        candidate = _schedule(problem, balanced.stages, ceiling) if balanced else None
+        if candidate is None:
             continue
-        solved.append(count)
-        candidate = _schedule(problem, balanced.stages, ceiling)
-        if candidate:
-            candidates.append(candidate)
-        if candidate and candidate.seconds < ceiling:
+        candidates.append(candidate)
+        if candidate.seconds < ceiling:
             best = candidate
             on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
     if best is None:
         return NoPlan(_why_nothing_fits(search), len(set(problem.memory_bytes)) == 1)
-    notes = _notes(search, paths, solved, best, ratio, late)
-    refined = [
+    starts = sorted(candidates, key=_seconds)[:REFINED_STARTS]
+    refined = _refined(problem, starts, limits, on_progress)
+    return replace(
+        refined,
+        guarantees=_guarantees(problem, search, best, _makespan(problem, refined)),
+        notes=(*_notes(search, paths, solved, best, ratio, late), *refined.notes),
+    )
+
+
+def _refined(
+    problem: PipelineProblem,
+    starts: Sequence[_Candidate],
+    limits: Limits,
+    on_progress: OnProgress,
+) -> Proposal:
+    """The best end of a short local search from every start."""
+    ends = [
         refine(
             problem,
-            Proposal(named_stages(problem, start.stages), start.times, notes=notes),
+            Proposal(named_stages(problem, start.stages), start.times),
             limits,
             on_progress,
             REFINING_ATTEMPTS,
         )
-        for start in sorted(candidates, key=_seconds)[:REFINED_STARTS]
+        for start in starts
     ]
-    seconds = [_makespan(problem, proposal) for proposal in refined]
-    cost = min(seconds)
-    guarantees = _guarantees(problem, search, best, cost)
-    return replace(refined[seconds.index(cost)], guarantees=guarantees)
+    return min(ends, key=lambda end: _makespan(problem, end))
 
 
 def _why_nothing_fits(search: PartitionSearch) -> str:

@@ -245,7 +245,7 @@ def _print_schedule(
         ("<kind", "<status", "makespan", "bound", "gap", "<proved by", "bubble", "seconds"),
         [
             (
-                document["kind"], document["status"], f"{document['makespan']:g}",
+                document["planner"], document["status"], f"{document['makespan']:g}",
                 f"{document['bound']:g}", percent(document["gap"]), document["proved_by"],
                 percent(document["bubble"]), f"{document['wall_seconds']:.2f}",
             )

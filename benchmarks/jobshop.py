@@ -1,0 +1,227 @@
+"""Job shops of the literature: Stagewright, CP-SAT directly, and PyJobShop, side by side.
+
+The files are Fisher and Thompson's (1963) and Lawrence's (1984) instances; where they are not at
+hand nothing runs. ``python -m benchmarks.jobshop [--quick]``.
+"""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Annotated
+
+import typer
+from ortools.sat.python import cp_model
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import track
+
+from benchmarks.report import Table, machine
+from benchmarks.spec import BenchSpec
+from stagewright.formulations.forms import Limits, Status
+from stagewright.formulations.jobshop import ByIntervals, JobShop, parse_jobshop
+from stagewright.solvers.backend import solve
+from stagewright.solvers.cpsat import SEARCHES
+from stagewright.solvers.jobshop import solve_jobshop
+
+DATA = Path(__file__).parents[2] / "shared" / "data" / "jobshop"
+MISSING = f"skipped: the instances are not in {Path(*DATA.parts[-3:])} beside the checkout"
+LIMITS = Limits(seconds=60, threads=2, seed=0)
+REPEATS = 5
+
+
+def read(name: str) -> JobShop:
+    """The instance of that name."""
+    path = DATA / f"{name}.txt"
+    return parse_jobshop(path.read_text(), path.name)
+
+
+SPEC = BenchSpec(
+    "jobshop", read, ("ft06", "la01", "ft10", "ft20", *(f"la{i:02d}" for i in range(2, 21)))
+)
+# Those that one thread proves in seconds: fixed work for the comparison of layers.
+LAYER_SPEC = BenchSpec(
+    "jobshop layer", read, ("ft06", "la01", "la02", "la04", "la12", "la15", "la16", "la18")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a contender found, and in which time."""
+
+    makespan: int | None
+    bound: int
+    seconds: float
+
+    @property
+    def time(self) -> str:
+        """Seconds to the proof; in brackets if there is none."""
+        proved = self.makespan == self.bound
+        return f"{self.seconds:.2f}" if proved else f"({self.seconds:.0f}, not proved)"
+
+    @property
+    def answer(self) -> str:
+        """The optimum alone, or makespan and bound."""
+        proved = self.makespan == self.bound
+        return str(self.makespan) if proved else f"{self.makespan}, bound {self.bound}"
+
+
+def stagewright(shop: JobShop, limits: Limits) -> Run:
+    began = perf_counter()
+    result = solve_jobshop(shop, limits)
+    return Run(result.cost, result.bound, perf_counter() - began)
+
+
+def direct(shop: JobShop, limits: Limits) -> Run:
+    """The textbook model, with CP-SAT's own choice of searches."""
+    began = perf_counter()
+    solver, _ = _solve_directly(shop, limits, (), shop.total, 0)
+    makespan = round(solver.objective_value) if solver.response_proto.solution else None
+    return Run(makespan, round(solver.best_objective_bound), perf_counter() - began)
+
+
+def pyjobshop(shop: JobShop, limits: Limits) -> Run:
+    from pyjobshop import Model  # a development dependency
+
+    began = perf_counter()
+    model = Model()
+    machines = {k: model.add_machine() for k in {k for job in shop.jobs for k, _ in job}}
+    for steps in shop.jobs:
+        job = model.add_job()
+        tasks = [model.add_task(job) for _ in steps]
+        for task, (k, duration) in zip(tasks, steps, strict=True):
+            model.add_mode(task, machines[k], duration)
+        for one, other in pairwise(tasks):
+            model.add_end_before_start(one, other)
+    result = model.solve(
+        "ortools",
+        time_limit=limits.seconds,
+        display=False,
+        num_workers=limits.threads,
+        random_seed=limits.seed,
+    )
+    found = result.best.tasks
+    makespan = max(task.end for task in found) if found else None
+    return Run(makespan, round(result.lower_bound), perf_counter() - began)
+
+
+def _solve_directly(
+    shop: JobShop, limits: Limits, searches: tuple[str, ...], horizon: int, least: int
+) -> tuple[cp_model.CpSolver, list[list[int]]]:
+    model = cp_model.CpModel()
+    makespan = model.new_int_var(0, horizon, "")
+    model.add(makespan >= least)
+    machines: dict[int, list[cp_model.IntervalVar]] = {}
+    starts = [[model.new_int_var(0, horizon, "") for _ in job] for job in shop.jobs]
+    for job, variables in zip(shop.jobs, starts, strict=True):
+        for start, (k, duration) in zip(variables, job, strict=True):
+            interval = model.new_fixed_size_interval_var(start, duration, "")
+            machines.setdefault(k, []).append(interval)
+        for (start, following), (_, duration) in zip(pairwise(variables), job[:-1], strict=True):
+            model.add(following >= start + duration)
+        model.add(makespan >= variables[-1] + job[-1][1])
+    for intervals in machines.values():
+        model.add_no_overlap(intervals)
+    model.minimize(makespan)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = limits.threads
+    solver.parameters.random_seed = limits.seed
+    solver.parameters.max_time_in_seconds = limits.seconds
+    solver.parameters.subsolvers.extend(searches)
+    if searches and limits.threads == 1:
+        solver.parameters.linearization_level = 0
+    status = solver.solve(model)
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    values = [[solver.value(start) for start in row] for row in starts] if found else []
+    return solver, values
+
+
+CONTENDERS: dict[str, Callable[[JobShop, Limits], Run]] = {
+    "Stagewright": stagewright,
+    "CP-SAT directly": direct,
+    "PyJobShop": pyjobshop,
+}
+
+
+def layer_cost(shop: JobShop) -> tuple[float, float]:
+    """CPU seconds of one thread through our layer, and of the same model and search without it.
+
+    The least of a few runs each, in turns.
+    """
+    limits = Limits(seconds=60, threads=1, seed=0)
+    ours, theirs = [], []
+    for _ in range(REPEATS):
+        began = process_time()
+        model = ByIntervals(shop)
+        answer = solve(model.apply(), "cp-sat", limits)
+        assert answer.status is Status.OPTIMAL
+        assert answer.values is not None
+        makespan = shop.evaluate(model.invert(answer.values))
+        ours.append(process_time() - began)
+        least = ByIntervals(shop).apply().lower_bound
+        began = process_time()
+        solver, _ = _solve_directly(shop, limits, SEARCHES, shop.total, least)
+        assert makespan == round(solver.objective_value)
+        theirs.append(process_time() - began)
+    return min(ours), min(theirs)
+
+
+def layer_table(quick: bool) -> Table:
+    rows: list[tuple[object, ...]] = []
+    for name in track(LAYER_SPEC.cases(quick), "the layer"):
+        ours, theirs = layer_cost(LAYER_SPEC.build(name))
+        rows.append((name, ours, theirs, ours - theirs))
+    ours, theirs = (sum(row[i] for row in rows) for i in (1, 2))  # type: ignore[misc]
+    rows.append(("all", ours, theirs, f"{ours - theirs:.3f} = {ours / theirs - 1:+.1%}"))
+    columns = ("instance", "through Stagewright", "CP-SAT directly", "difference")
+    title = "The cost of the layer: CPU seconds, one thread, same model and search"
+    return Table("jobshop-layer", title, columns, tuple(rows))
+
+
+def tables(quick: bool) -> list[Table]:
+    """Seconds to the proof, answers, and the cost of our layer."""
+    if not DATA.is_dir():
+        print(MISSING)
+        return []
+    with (DATA / "optima.csv").open() as file:
+        optima = {row["name"]: int(row["optimum"]) for row in csv.DictReader(file)}
+    names = SPEC.cases(quick)
+    runs = {
+        name: [contend(SPEC.build(name), LIMITS) for contend in CONTENDERS.values()]
+        for name in track(names, "job shops")
+    }
+    totals = [f"{sum(runs[name][i].seconds for name in names):.1f}" for i in range(len(CONTENDERS))]
+    title = f"{LIMITS.threads} threads, seed {LIMITS.seed}, limit {LIMITS.seconds:g} s"
+    times = [(name, *(run.time for run in runs[name])) for name in names]
+    answers = [(name, optima[name], *(run.answer for run in runs[name])) for name in names]
+    return [
+        Table(
+            "jobshop-time",
+            f"Seconds until the optimum is proved; {title}",
+            ("instance", *CONTENDERS),
+            (*times, ("all", *totals)),
+        ),
+        Table(
+            "jobshop-quality",
+            f"Makespans, and bounds where they differ; {title}",
+            ("instance", "optimum", *CONTENDERS),
+            tuple(answers),
+        ),
+        layer_table(quick),
+    ]
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="A few small cases.")] = False,
+) -> None:
+    """Run this benchmark alone; ``python -m benchmarks jobshop --write`` puts it in the README."""
+    console = Console()
+    console.print(machine())
+    for table in tables(quick):
+        console.print(Markdown(str(table)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

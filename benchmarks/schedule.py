@@ -1,0 +1,158 @@
+"""The schedule of fixed, unequal stages: seconds, gaps, and which method found and proved it.
+
+Times are random integers, transfers are not free, and memory limits the microbatches in flight to
+1F1B's need plus ``extra``. ``python -m benchmarks.schedule [--quick]``.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import track
+
+from benchmarks.report import Table, machine
+from benchmarks.spec import BenchSpec
+from stagewright.formulations.forms import Limits, Status
+from stagewright.formulations.makespan import MakespanProblem
+from stagewright.solvers.list_scheduling import list_schedule
+from stagewright.solvers.scheduling import ScheduleResult, solve_schedule
+
+THREADS = 2
+SEEDS = range(5)
+TARGETS = {8: ("proved", 5.0), 16: ("0.5 %", 30.0), 32: ("1 %", 60.0)}
+RULES = ("pe", "1f1b", "gpipe", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """S stages, M microbatches, and S - s + extra of them in flight on stage s."""
+
+    stages: int
+    microbatches: int
+    extra: int
+    seed: int
+
+
+def unequal_stages(case: Case) -> MakespanProblem:
+    """Forwards of 5-19, backwards 1.5-2.5 times that, transfers of 1-5, all-reduces of 0-29."""
+    random = np.random.default_rng(case.seed)
+    stages = case.stages
+
+    def draw(low: int, high: int, count: int) -> tuple[float, ...]:
+        return tuple(random.integers(low, high, count).astype(float).tolist())
+
+    forward = draw(5, 20, stages)
+    backward = tuple(float(int(time * random.integers(15, 26) / 10)) for time in forward)
+    return MakespanProblem(
+        case.microbatches,
+        forward,
+        backward,
+        draw(1, 6, stages - 1),
+        draw(1, 6, stages - 1),
+        draw(0, 30, stages),
+        tuple(min(case.microbatches, stages - s + case.extra) for s in range(stages)),
+    )
+
+
+SPEC = BenchSpec(
+    "schedule",
+    unequal_stages,
+    tuple(
+        Case(stages, 4 * stages, extra, seed)
+        for stages in TARGETS
+        for extra in (1, 2, 0, 4 * stages)
+        for seed in SEEDS
+    ),
+    few=len(SEEDS),
+)
+
+
+def run(case: Case) -> ScheduleResult:
+    """The best schedule within the target's time."""
+    limits = Limits(seconds=TARGETS[case.stages][1], threads=THREADS, seed=0)
+    return solve_schedule(SPEC.build(case), "optimal", limits)
+
+
+def best_rule(case: Case) -> tuple[str, float]:
+    """The shortest schedule of any rule."""
+    problem = SPEC.build(case)
+    schedules = {rule: list_schedule(problem, rule) for rule in RULES}  # type: ignore[arg-type]
+    costs = {rule: problem.evaluate(times) for rule, times in schedules.items() if times}
+    return min(costs.items(), key=lambda entry: entry[1])
+
+
+def tables(quick: bool) -> list[Table]:
+    """A row of times per size and limit, and a row of answers per instance."""
+    results = {case: run(case) for case in track(SPEC.cases(quick), "schedules")}
+    times, answers = [], []
+    for size, extra in dict.fromkeys((case.stages, case.extra) for case in results):
+        found = [r for c, r in results.items() if (c.stages, c.extra) == (size, extra)]
+        aim, seconds = TARGETS[size]
+        proved = sum(result.status is Status.OPTIMAL for result in found)
+        gaps = [result.gap or 0.0 for result in found]
+        times.append(
+            (
+                f"{size} x {4 * size}",
+                _limit(size, extra),
+                f"{aim} in {seconds:g} s",
+                f"{proved} of {len(found)}",
+                f"{np.mean(gaps):.2%}",
+                f"{max(gaps):.2%}",
+                f"{np.median([result.seconds for result in found]):.2f}",
+                f"{max(result.seconds for result in found):.2f}",
+            )
+        )
+    for case, result in results.items():
+        rule, cost = best_rule(case)
+        assert result.cost is not None
+        assert result.cost <= cost
+        answers.append(
+            (
+                f"{case.stages} x {case.microbatches}",
+                _limit(case.stages, case.extra),
+                case.seed,
+                f"{cost:g} ({rule})",
+                f"{result.cost:g}",
+                f"{result.bound:g}",
+                f"{result.gap:.2%}",
+                result.source,
+                result.proved_by,
+            )
+        )
+    return [
+        Table(
+            "schedule-time",
+            f"Schedules of unequal stages, {THREADS} threads, {len(SEEDS)} seeds each",
+            ("stages x M", "in flight", "target", "proved", "mean gap", "largest gap",
+             "median s", "most s"),
+            tuple(times),
+        ),
+        Table(
+            "schedule-quality",
+            "The same, instance by instance",
+            ("stages x M", "in flight", "seed", "best rule", "cost", "bound", "gap", "found by",
+             "proved by"),
+            tuple(answers),
+        ),
+    ]  # fmt: skip
+
+
+def _limit(stages: int, extra: int) -> str:
+    return "no limit" if extra >= 4 * stages else f"S - s + {extra}" if extra else "S - s"
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="A few small cases.")] = False,
+) -> None:
+    """Run this benchmark alone; ``python -m benchmarks schedule --write`` puts it in the README."""
+    console = Console()
+    console.print(machine())
+    for table in tables(quick):
+        console.print(Markdown(str(table)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
