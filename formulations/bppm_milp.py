@@ -17,6 +17,7 @@ from stagewright.formulations.forms import Floats, LinearProgram
 from stagewright.graphs.errors import InputError
 
 Rows = list[dict[int, float]]
+Place = tuple[int, int, int, int]
 
 
 class _StageColumn(NamedTuple):
@@ -62,9 +63,8 @@ class ByAssignment:
         unit = float(taken.max(initial=0.0)) or 1.0
         size = len(stages) + len(channels)
         flow = [*_one_path(stages, self.stages), *_links(stages, channels, self.stages)]
-        loads = _loads(stages, taken / unit, 0, size) + _loads(
-            channels, passed / unit, len(stages), size
-        )
+        loads = _loads([stage.n for stage in stages], taken / unit, 0, size)
+        loads += _loads([channel.n for channel in channels], passed / unit, len(stages), size)
         right = np.r_[1.0, np.zeros(len(flow) - 1)]
         return LinearProgram(
             cost=np.r_[np.zeros(size), unit],
@@ -158,9 +158,6 @@ def _links(stages: Sequence[_StageColumn], channels: Sequence[_ChannelColumn], c
     return out + into
 
 
-Place = tuple[int, int, int, int]
-
-
 def _balance(
     stages: Sequence[_StageColumn],
     channels: Sequence[_ChannelColumn],
@@ -178,16 +175,11 @@ def _balance(
     return list(rows.values())
 
 
-def _loads(
-    columns: Sequence[_StageColumn] | Sequence[_ChannelColumn],
-    seconds: Floats,
-    offset: int,
-    bottleneck: int,
-) -> Rows:
-    """W is at least the time of the chosen column, for every n."""
+def _loads(numbers: Sequence[int], seconds: Floats, offset: int, bottleneck: int) -> Rows:
+    """W is at least the time of the chosen column, for every n; ``numbers`` are the columns' n."""
     rows: dict[int, dict[int, float]] = {}
-    for x, column in enumerate(columns):
-        rows.setdefault(column.n, {bottleneck: -1.0})[offset + x] = float(seconds[x])
+    for x, (n, time) in enumerate(zip(numbers, seconds.tolist(), strict=True), start=offset):
+        rows.setdefault(n, {bottleneck: -1.0})[x] = time
     return list(rows.values())
 
 

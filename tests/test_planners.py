@@ -361,8 +361,9 @@ class TestAuto:
             other = plan(problem, name, LIMITS)
             assert other.cost is None or best.cost <= other.cost * (1 + TICKS), name
 
-    def test_a_short_limit_still_gives_a_plan(self):
-        problem = small_problem(layers=6, devices=6, microbatches=4)
-        result = plan(problem, "auto", Limits(seconds=1e-6))
-        assert check(problem, result.plan) == ()
-        assert [attempt.planner for attempt in result.attempts] == ["spp"]
+    @pytest.mark.parametrize("planner", ["auto", "spp", "exact"])
+    def test_a_limit_that_is_too_short(self, planner):
+        result = plan(small_problem(), planner, Limits(seconds=1e-9))
+        assert result.status is Status.NO_ANSWER
+        assert result.plan is None
+        assert "time limit" in result.reason

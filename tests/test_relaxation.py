@@ -126,6 +126,19 @@ def test_by_hand_fill_and_drain():
     assert fill_and_drain_bound(problem, 100.0) == pytest.approx(15.0, rel=2 * PRECISION)
 
 
+def test_by_hand_channel():
+    """Two layers that no device holds both, 10 s for a boundary, 4 microbatches.
+
+    The channel works for 80 s, and waits for the first forward of 1 s; the relaxation does not see
+    the last backward of 2 s.
+    """
+    cost = LayerCost(1, 1.0, 0.0, 10 * GB, 2.0)
+    cluster = uniform_servers(1, 2, Link(GB), memory_bytes=500 * GB)
+    problem = PipelineProblem(equal_layers(2, (cost,), 100 * GB), cluster, 4)
+    assert brute_force_joint(problem) == pytest.approx(83.0)
+    assert fill_and_drain_bound(problem, 200.0) == pytest.approx(81.0, rel=2 * PRECISION)
+
+
 def test_an_incumbent_at_the_load_is_optimal():
     problem = PipelineProblem(
         equal_layers(4, (LayerCost(1, 1.0, 0.0, 0.0, 2.0),)), uniform_servers(1, 3, Link(GB)), 5

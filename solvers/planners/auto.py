@@ -128,7 +128,7 @@ class _Portfolio:
         if self.best is not None:
             return replace(self.best, attempts=attempts)
         # Only these two speak of every plan; a baseline's refusal is about its own kind of plan.
-        general = [self.refusals[name] for name in ("exact", "spp") if name in self.refusals]
+        general = [self.refusals[name] for name in ("spp", "exact") if name in self.refusals]
         for refusal in general:
             if refusal.proved:
                 return replace(refusal, attempts=attempts)

@@ -239,7 +239,7 @@ def _print_schedule(
     problem: "MakespanProblem", timetable: "Timetable | None", document: dict[str, Any]
 ) -> None:
     if timetable is None:
-        print_lines(f"{document['kind']}: {document['status']}: {document['reason']}")
+        print_lines(f"{document['planner']}: {document['status']}: {document['reason']}")
         return
     print_table(
         ("<kind", "<status", "makespan", "bound", "gap", "<proved by", "bubble", "seconds"),
