@@ -186,10 +186,12 @@ def _guarantees(
     problem: PipelineProblem, search: PartitionSearch, best: _Candidate, cost: float
 ) -> tuple[Guarantee, ...]:
     """Lemma 1 and Theorem 1, where memory does not limit what is in flight: the paper's setting."""
-    if min(best.scheduling.in_flight) < problem.microbatches:
+    least, cuts = min(search.found.values())
+    balanced = makespan_problem(problem, ByRecurrence().invert(search.question, cuts))
+    assert balanced is not None  # the recurrence places no stage that cannot hold a microbatch
+    if min(*best.scheduling.in_flight, *balanced.in_flight) < problem.microbatches:
         return ()
     lemma = lemma1_seconds(best.scheduling)
-    least = min(bottleneck for bottleneck, _ in search.found.values())
     theorem = (2 + (4 * len(problem.cluster) - 4) / problem.microbatches) * least
     return (
         Guarantee("SPP Lemma 1, for PE's schedule of the balanced partition", lemma,
