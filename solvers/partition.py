@@ -88,7 +88,7 @@ class PartitionSearch:
                 self.test(min(math.nextafter(high, 0.0), high / (1 + ratio)))
                 narrow *= NARROWING
             else:
-                self.test(math.sqrt(low * high))
+                self.test(math.sqrt(low) * math.sqrt(high) if low else high / 2)
         return None
 
     def with_memory(self, factor: float) -> tuple[StageChoice, ...] | None:

@@ -367,3 +367,15 @@ class TestAuto:
         assert result.status is Status.NO_ANSWER
         assert result.plan is None
         assert "time limit" in result.reason
+
+
+@pytest.mark.parametrize("planner", ["spp", "auto"])
+def test_work_that_takes_no_time(planner):
+    """Only the all-reduce and the transfers last: brackets of W begin at zero."""
+    cost = LayerCost(4, 0.0, 1e6, 8.4e6, backward_seconds=0.0)
+    chain = Chain("idle", "test", 4, tuple(Layer(name, 5e7, (cost,)) for name in "abcd"))
+    cluster = uniform_servers(2, 2, Link(1e11), Link(1.25e10))
+    problem = PipelineProblem(chain, cluster, 2)
+    result = plan(problem, planner, Limits(2.0))
+    assert result.plan is not None
+    assert check(problem, result.plan) == ()
