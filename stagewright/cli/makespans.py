@@ -111,45 +111,41 @@ def jobshop(
     as_json: JsonFlag = False,
 ) -> int:
     """Solve a job shop: jobs visit machines in given orders, the last is to end soonest."""
-    from stagewright.formulations.jobshop import ByIntervals, parse_jobshop
+    from stagewright.formulations.jobshop import parse_jobshop
     from stagewright.graphs.documents import read_text
-    from stagewright.solvers.backend import solve
+    from stagewright.solvers.jobshop import solve_jobshop
 
     limits = read_limits(time_limit, threads, seed)
     problem = parse_jobshop(read_text(file), str(file))
-    formulation = ByIntervals(problem)
     with progress(f"scheduling {file.name}") as on_progress:
-        answer = solve(formulation.apply(), "cp-sat", limits, on_progress)
-    starts = None if answer.values is None else formulation.invert(answer.values)
-    makespan = None if starts is None else problem.evaluate(starts)
+        result = solve_jobshop(problem, limits, on_progress)
     machines = len({machine for steps in problem.jobs for machine, _ in steps})
-    gap = None if makespan is None else (makespan - answer.bound) / (makespan or 1)
     document = {
-        "status": answer.status,
-        "makespan": makespan,
-        "bound": _plain(answer.bound),
-        "cost_seconds": makespan,
-        "bound_seconds": _plain(answer.bound),
-        "gap": gap,
-        "proved_by": answer.backend,
-        "wall_seconds": answer.seconds,
+        "status": result.status,
+        "makespan": result.cost,
+        "bound": result.bound,
+        "cost_seconds": result.cost,
+        "bound_seconds": result.bound,
+        "gap": result.gap,
+        "proved_by": result.proved_by,
+        "wall_seconds": result.seconds,
         "jobs": len(problem.jobs),
         "machines": machines,
-        "starts": starts,
+        "starts": result.starts,
     }
     if as_json:
         print_json(document)
     else:
-        found = "no answer in time" if makespan is None else f"makespan {makespan}"
+        found = "no answer in time" if result.cost is None else f"makespan {result.cost}"
         print_lines(
             f"{file.name}: {len(problem.jobs)} jobs on {machines} machines",
-            f"{found} ({answer.status}), bound {document['bound']} by {answer.backend}, "
-            f"gap {percent(gap)}, {answer.seconds:.2f} s",
+            f"{found} ({result.status}), bound {result.bound} by {result.proved_by}, "
+            f"gap {percent(result.gap)}, {result.seconds:.2f} s",
         )
-        rows = [(str(j), " ".join(map(str, row))) for j, row in enumerate(starts or ())]
+        rows = [(str(j), " ".join(map(str, row))) for j, row in enumerate(result.starts or ())]
         if rows:
             print_table(("job", "<starts of its steps"), rows)
-    return 1 if starts is None else 0
+    return 1 if result.starts is None else 0
 
 
 def _read_makespan(
