@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 from typing import TYPE_CHECKING
 
 from stagewright.executor.timeline import (
@@ -51,7 +52,10 @@ def png(plan: PipelinePlan) -> bytes:
     _draw_bound(axes, plan, scale)
     _dress(axes, plan, rows, unit, scale)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    with warnings.catch_warnings():
+        # A name in a script that the font lacks is drawn as boxes; that is no fault of the plan.
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
+        figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -81,8 +85,8 @@ def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> No
 
 
 def _fits(block: Block, label: str, finish: float) -> bool:
-    share = (block.finish_seconds - block.start_seconds) / finish
-    return share >= CHARACTER_SHARE * len(label)
+    lasting = block.finish_seconds - block.start_seconds
+    return lasting > 0 and lasting >= CHARACTER_SHARE * len(label) * finish
 
 
 def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> None:

@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.plan import InvalidPlan
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import require_amount
+from stagewright.graphs.units import (
+    MAX_LAYERS,
+    MAX_MICROBATCHES,
+    require_amount,
+    require_count,
+)
 
 Floats = NDArray[np.float64]
 
@@ -41,10 +46,8 @@ class MakespanProblem:
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
-        if self.microbatches < 1:
-            raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
-        if stages < 1:
-            raise InputError("stages must be at least 1, got 0")
+        require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
+        require_count(stages, "stages", MAX_LAYERS)
         for name, size in (
             ("forward", stages), ("backward", stages), ("send_forward", stages - 1),
             ("send_backward", stages - 1), ("reduce", stages), ("in_flight", stages),

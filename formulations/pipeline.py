@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stagewright.graphs.chain import Chain, ChainCosts, Profile, profile_on
 from stagewright.graphs.cluster import Cluster
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import format_bytes
+from stagewright.graphs.units import MAX_MICROBATCHES, format_bytes, require_count
 
 Floats = NDArray[np.float64]
 
@@ -34,8 +34,7 @@ class PipelineProblem:
     microbatches: int
 
     def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+        require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
         self._require_layers_fit()
 
     @cached_property

@@ -13,7 +13,13 @@ from pydantic import ConfigDict, Discriminator, Tag
 
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import MIN_MEMORY, require_amount, require_bandwidth
+from stagewright.graphs.units import (
+    MAX_DEVICES,
+    MIN_MEMORY,
+    require_amount,
+    require_bandwidth,
+    require_count,
+)
 
 FORMAT: Literal["stagewright-cluster"] = "stagewright-cluster"
 VERSION: Literal[1] = 1
@@ -196,6 +202,7 @@ def uniform_servers(
         raise InputError(
             f"a cluster needs at least one server and device, got {servers}x{devices_per_server}"
         )
+    require_count(servers * devices_per_server, "the number of devices", MAX_DEVICES)
     names = [[f"s{s}g{g}" for g in range(devices_per_server)] for s in range(servers)]
     return Cluster(
         name or f"{servers}x{devices_per_server}",

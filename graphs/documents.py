@@ -31,8 +31,12 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         wrong types, or a broken rule, with the path of the field.
     """
     try:
-        # The json module recurses into deep nesting and lets lone surrogates pass.
+        # The json module recurses into deep nesting and lets lone surrogates pass; once that is
+        # ruled out, it is the one that tells of a key that stands twice.
         data = from_json(text)
+        json.loads(text, object_pairs_hook=_require_single_keys)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
     except ValueError as error:
         raise InputError(f"{place}: not a complete JSON document ({error})") from None
     if not isinstance(data, dict) or data.get("format") != format_name:
@@ -47,6 +51,13 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {first_problem(error)}") from None
+
+
+def _require_single_keys(pairs: list[tuple[str, Any]]) -> None:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise InputError(f"the field {twice!r} stands twice in one object")
 
 
 def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version: int) -> T:

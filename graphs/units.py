@@ -10,6 +10,11 @@ from stagewright.graphs.errors import InputError
 MIN_BANDWIDTH = 1e6  # bytes/s; anything below is a number of GB/s that lost its unit
 MIN_MEMORY = 1e6  # bytes
 
+# Far above what anybody trains with, and low enough that arrays of them fit in memory.
+MAX_MICROBATCHES = 65_536
+MAX_DEVICES = 16_384
+MAX_LAYERS = 16_384
+
 _BYTES = TypeAdapter(ByteSize)
 
 
@@ -66,6 +71,14 @@ def require_bandwidth(value: float, place: str) -> None:
             f"{place} is {value:g} bytes/s, less than 1 MB/s: is a unit missing? "
             f"Write {value:g}GB/s on the command line, {value * 1e9:g} in a file"
         )
+
+
+def require_count(value: int, name: str, most: int) -> None:
+    """Refuse a count below 1, or so large that only a slip can have written it."""
+    if value < 1:
+        raise InputError(f"{name} must be at least 1, got {value}")
+    if value > most:
+        raise InputError(f"{name} must be at most {most}, got {value}")
 
 
 def require_amount(value: float, place: str) -> None:

@@ -700,3 +700,55 @@ def test_doctor_says_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = next(one for one in document["findings"] if one["name"] == "backend highs")
     assert (finding["working"], finding["note"]) == (False, "OSError: libfoo.so is missing")
     assert re.search(r"BROKEN\s+backend highs", answered("doctor", code=1))
+
+
+# Names and numbers that trip a careless program
+
+
+def test_brackets_in_names_are_no_markup(files: Path) -> None:
+    rewrite(files / "model.json", name="a[/bold]b :smile:")
+    plan = files / "[red].json"
+    made = answered("plan", *given_to(files), "--microbatches", 2, "--planner", "dp", "-o", plan)
+    assert "a[/bold]b :smile:" in made
+    assert "[red].json" in answered("check", plan, *given_to(files))
+    assert "a[/bold]b :smile:" in answered("show", plan)
+
+
+def test_a_model_that_takes_no_time_is_simulated(files: Path) -> None:
+    layers = json.loads((files / "model.json").read_text())["layers"]
+    for layer in layers:
+        layer["parameter_bytes"] = 0
+        for cost in layer["costs"]:
+            cost |= {key: 0 for key in cost if key.endswith(("_seconds", "_bytes"))}
+    rewrite(files / "model.json", layers=layers)
+    cluster = (files / "cluster.json").read_text()
+    without_latency = re.sub(r'"latency_seconds": [\d.e-]+', '"latency_seconds": 0', cluster)
+    (files / "cluster.json").write_text(without_latency)
+    plan = files / "free.json"
+    answered("plan", *given_to(files), "--microbatches", 2, "--planner", "dp", "-o", plan)
+    assert "0 s per iteration" in answered("simulate", plan, *given_to(files))
+    assert answered_json("simulate", plan, *given_to(files))["slowdown"] == 1
+
+
+def test_schedule_prints_its_table() -> None:
+    table = answered("schedule", "--stages", 2, "--microbatches", 3, "--times", "1,2")
+    assert "optimal" in table
+    full = ["--microbatches", 3, "--times", "1,1", "--kind", "gpipe", "--in-flight", 1]
+    assert "gpipe: infeasible" in answered("schedule", "--stages", 2, *full, code=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["schedule", "--stages", 10**9, "--microbatches", 3, "--times", "1,1"],
+        ["schedule", "--stages", 3, "--microbatches", 10**9, "--times", "1,1"],
+        ["cluster", "99999999999x9", "--intra", "1GB/s", "--inter", "1GB/s"],
+        ["model", "gpt", "--layers", 10**11],
+    ],
+)
+def test_absurd_sizes_are_refused_at_once(arguments: list[object]) -> None:
+    assert "must be at most" in refused(*arguments)
+
+
+def test_absurd_microbatches_are_refused_at_once(files: Path) -> None:
+    assert "at most" in refused("plan", *given_to(files), "--microbatches", 10**8)

@@ -120,6 +120,12 @@ SERVERS = uniform_servers(2, 2, Link(100e9), Link(12.5e9))
         (("links", "servers", 1), ["s1g0"], "device 's1g1' stands in no server"),
         (("links", "servers", 1), ["s1g0", "s1g1", "s0g0"], "names 's0g0' twice"),
         (("links", "servers", 1), ["s1g0", "s1g1", "x"], "names 'x', which is no device"),
+        (("links", "intra", "bandwidth_bytes_per_second"), "1e9", "valid number, got '1e9'$"),
+        (
+            ("links",),
+            {"bandwidth_bytes_per_second": [[None, "1e9"]]},
+            r"second\[0\]\[1\]: Input.*'$",
+        ),
         (("version",), 7, "version 7 is not known"),
         (("racks",), 1, "racks: unknown field"),
     ],

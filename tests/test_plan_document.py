@@ -217,3 +217,11 @@ def test_the_schema_is_json_and_closed(data: dict[str, Any]) -> None:
     assert set(data) == set(schema["properties"])
     assert set(schema["required"]) <= set(data)
     assert {"stages", "microbatches", "schedule", "digest"} <= set(schema["required"])
+
+
+def test_a_field_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    text = documents.to_json(small_plan()).replace(
+        '"microbatches": 2', '"microbatches": 2, "microbatches": 3', 1
+    )
+    with pytest.raises(InputError, match="'microbatches' stands twice"):
+        load(tmp_path, text)

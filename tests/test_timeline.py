@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from plans import make_stages, scheduled, small_problem, valid_plan
 
+import stagewright
 from stagewright.executor.chart import png, write_png
 from stagewright.executor.page import page
 from stagewright.executor.timeline import (
@@ -40,6 +41,8 @@ from stagewright.formulations.plan import (
     ScheduledAction,
     Stage,
 )
+from stagewright.graphs.chain import Chain, Layer, LayerCost
+from stagewright.graphs.cluster import Link, uniform_servers
 from stagewright.graphs.errors import InputError
 
 CHROMIUM = shutil.which("chromium")
@@ -270,3 +273,12 @@ def test_nothing_is_written_where_the_folder_is_missing(plan: PipelinePlan, tmp_
     with pytest.raises(InputError, match="cannot be written"):
         write_png(plan, tmp_path / "none" / "plan.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_takes_no_time_is_drawn(tmp_path: Path) -> None:
+    cost = LayerCost(1, 0.0, 0.0, 0.0, backward_seconds=0.0)
+    chain = Chain("idle", "test", 1, (Layer("only", 0.0, (cost,)),))
+    result = stagewright.plan(chain, uniform_servers(1, 1, Link(1e9)), 2, "dp")
+    assert result.plan is not None
+    write_png(result.plan, tmp_path / "idle.png")
+    assert (tmp_path / "idle.png").read_bytes().startswith(b"\x89PNG")

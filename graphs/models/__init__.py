@@ -9,6 +9,7 @@ from stagewright.graphs.errors import InputError
 from stagewright.graphs.models.language import bert, gpt, transformer, xlnet
 from stagewright.graphs.models.operations import LayerWork
 from stagewright.graphs.models.vision import inception_v3, resnet, vgg
+from stagewright.graphs.units import MAX_LAYERS, require_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class NamedModel:
                 raise InputError(f"no size {name!r}; there are {', '.join(self.sizes)}")
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} must be a positive integer, got {value!r}")
+            if name == "layers":
+                require_count(value, name, MAX_LAYERS)
         return self.build(samples, **self.fixed, **sizes)
 
 

@@ -41,7 +41,8 @@ def out() -> "Console":
     """The console of stdout."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=False)
+    # No markup: names of models, devices and files may hold brackets.
+    console = Console(highlight=False, soft_wrap=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH_WITHOUT_TERMINAL
     return console
@@ -77,6 +78,7 @@ def print_json(document: dict[str, Any]) -> None:
 def progress(task: str) -> Iterator["OnProgress"]:
     """Show ``task`` and its progress on stderr while the body runs, where that is a terminal."""
     from rich.console import Console
+    from rich.markup import escape
 
     from stagewright.formulations.forms import silent
 
@@ -84,6 +86,7 @@ def progress(task: str) -> Iterator["OnProgress"]:
     if not console.is_terminal:
         yield silent
         return
+    task = escape(task)
     with console.status(task) as status:
 
         def report(news: "Progress") -> None:
@@ -124,9 +127,9 @@ def read_problem(model: Path, cluster: Path, microbatches: int) -> "PipelineProb
     from stagewright.formulations.pipeline import PipelineProblem
     from stagewright.graphs.chain import load_model
     from stagewright.graphs.cluster import load_cluster
+    from stagewright.graphs.units import MAX_MICROBATCHES, require_count
 
-    if microbatches < 1:
-        raise InputError(f"--microbatches must be at least 1, got {microbatches}")
+    require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
     return PipelineProblem(load_model(model), load_cluster(cluster), microbatches)
 
 

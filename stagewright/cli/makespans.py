@@ -21,6 +21,7 @@ from stagewright.cli.console import (
     read_limits,
 )
 from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -153,10 +154,8 @@ def _read_makespan(
 ) -> "MakespanProblem":
     from stagewright.formulations.makespan import MakespanProblem
 
-    if stages < 1:
-        raise InputError(f"--stages must be at least 1, got {stages}")
-    if microbatches < 1:
-        raise InputError(f"--microbatches must be at least 1, got {microbatches}")
+    require_count(stages, "--stages", MAX_LAYERS)
+    require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
     pairs = [_numbers("--times", pair) for text in times for pair in text.replace(";", " ").split()]
     for pair in pairs:
         if len(pair) != 2:

@@ -242,13 +242,21 @@ def _simulation_json(
         "status": "simulated",
         "iteration_seconds": outcome.iteration_seconds,
         "plan_seconds": finish_seconds(plan),
-        "slowdown": outcome.iteration_seconds / finish_seconds(plan),
+        "slowdown": _slowdown(plan, outcome),
         "idle_seconds": outcome.idle_seconds,
         "slack_seconds": outcome.slack_seconds,
         "jitter": jitter,
         "stragglers": stragglers,
         "seed": seed,
     }
+
+
+def _slowdown(plan: "PipelinePlan", outcome: "Simulation") -> float:
+    """The simulated time in terms of the plan's; nothing is slower where nothing takes time."""
+    from stagewright.executor.timeline import finish_seconds
+
+    planned = finish_seconds(plan)
+    return outcome.iteration_seconds / planned if planned else 1.0
 
 
 def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
@@ -259,12 +267,12 @@ def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
         idle = max(outcome.idle_seconds[device] for device in devices)
         # Rounded to nanoseconds: below that is only the rounding of sums.
         slack = abs(round(min(outcome.slack_seconds[device] for device in devices), 9))
-        return percent(idle / outcome.iteration_seconds), format_seconds(slack)
+        return percent(idle / (outcome.iteration_seconds or 1.0)), format_seconds(slack)
 
     planned = finish_seconds(plan)
     print_lines(
         f"{format_seconds(outcome.iteration_seconds)} per iteration, "
-        f"{outcome.iteration_seconds / planned:.4f} x the plan's {format_seconds(planned)}"
+        f"{_slowdown(plan, outcome):.4f} x the plan's {format_seconds(planned)}"
     )
     rows = [
         (str(s), shorten_devices(stage.devices), *of_stage(stage.devices))
