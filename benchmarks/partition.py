@@ -27,8 +27,7 @@ from stagewright.graphs.analytic import analytic_model
 from stagewright.graphs.chain import Chain
 from stagewright.graphs.cluster import Link, uniform_servers
 from stagewright.graphs.ordering import recursive_device_order
-from stagewright.solvers.planners.proposal import Proposal
-from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.planners.spp import Searched, search_stage_counts
 from stagewright.solvers.planning import plan
 
 T = TypeVar("T")
@@ -107,13 +106,13 @@ def measure(number: int) -> Measured:
     asked = problem(CASES[number])
     before = peak_bytes()
     _, ordering = _timed(lambda: recursive_device_order(asked.cluster))
-    answer, searching = _timed(lambda: plan_spp(asked, LIMITS, silent))
+    answer, searching = _timed(lambda: search_stage_counts(asked, LIMITS, silent))
     during = peak_bytes()
-    assert isinstance(answer, Proposal)
+    assert isinstance(answer, Searched)
     result, planning = _timed(lambda: plan(asked, "spp", LIMITS))
     return Measured(
         ordering, searching, planning, during - before, peak_bytes() - before, result.cost,
-        result.gap, len(answer.stages), answer.notes,
+        result.gap, len(result.plan.stages) if result.plan else 0, answer.notes,
     )  # fmt: skip
 
 

@@ -46,15 +46,41 @@ class _Candidate:
     pe_seconds: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Searched:
+    """What the search over stage counts found: all candidates, the best, and how it went."""
+
+    search: PartitionSearch
+    candidates: tuple[_Candidate, ...]
+    best: _Candidate
+    notes: tuple[str, ...]
+
+
 def plan_spp(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
-    """The best of all numbers of stages that can still win.
+    """SPP's plan (:func:`search_stage_counts`), and a short local search that the paper lacks."""
+    found = search_stage_counts(problem, limits, on_progress)
+    if isinstance(found, NoPlan):
+        return found
+    starts = sorted(found.candidates, key=_seconds)[:REFINED_STARTS]
+    refined = _refined(problem, starts, limits, on_progress)
+    return replace(
+        refined,
+        guarantees=_guarantees(problem, found, _makespan(problem, refined)),
+        notes=(*found.notes, *refined.notes),
+    )
+
+
+def search_stage_counts(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+) -> Searched | NoPlan:
+    """Order the devices, then partition and schedule for every stage count that can still win.
 
     A number of stages is dismissed when its bottleneck W, or the least time in which a microbatch
     passes so many stages, is at least the best makespan found. Every partition is scheduled by PE
     and by the other list rules, and the shortest schedule is kept, so that Lemma 1 and Theorem 1
-    hold for it. A short local search follows, which the paper does not have.
+    hold for it.
     """
     began = monotonic()
     order = recursive_device_order(problem.cluster)
@@ -88,13 +114,8 @@ def plan_spp(
             on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
     if best is None:
         return NoPlan(_why_nothing_fits(search), len(set(problem.memory_bytes)) == 1)
-    starts = sorted(candidates, key=_seconds)[:REFINED_STARTS]
-    refined = _refined(problem, starts, limits, on_progress)
-    return replace(
-        refined,
-        guarantees=_guarantees(problem, search, best, _makespan(problem, refined)),
-        notes=(*_notes(search, paths, solved, best, ratio, late), *refined.notes),
-    )
+    notes = _notes(search, paths, solved, best, ratio, late)
+    return Searched(search, tuple(candidates), best, notes)
 
 
 def _refined(
@@ -182,12 +203,11 @@ def _schedule(
     return _Candidate(stages, scheduling, times, times.makespan(scheduling), pe_seconds)
 
 
-def _guarantees(
-    problem: PipelineProblem, search: PartitionSearch, best: _Candidate, cost: float
-) -> tuple[Guarantee, ...]:
+def _guarantees(problem: PipelineProblem, found: Searched, cost: float) -> tuple[Guarantee, ...]:
     """Lemma 1 and Theorem 1, where memory does not limit what is in flight: the paper's setting."""
-    least, cuts = min(search.found.values())
-    balanced = makespan_problem(problem, ByRecurrence().invert(search.question, cuts))
+    best = found.best
+    least, cuts = min(found.search.found.values())
+    balanced = makespan_problem(problem, ByRecurrence().invert(found.search.question, cuts))
     assert balanced is not None  # the recurrence places no stage that cannot hold a microbatch
     if min(*best.scheduling.in_flight, *balanced.in_flight) < problem.microbatches:
         return ()
