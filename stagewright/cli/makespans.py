@@ -21,7 +21,6 @@ from stagewright.cli.console import (
     read_limits,
 )
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -153,6 +152,7 @@ def _read_makespan(
     stages: int, microbatches: int, times: list[str], transfer: str, in_flight: str | None
 ) -> "MakespanProblem":
     from stagewright.formulations.makespan import MakespanProblem
+    from stagewright.graphs.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
 
     require_count(stages, "--stages", MAX_LAYERS)
     require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
