@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from time import monotonic
 
-from stagewright.formulations.bounds import schedule_bounds
+from stagewright.formulations.bounds import quick_bound
 from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.forms import Limits, OnProgress, Progress
 from stagewright.formulations.makespan import Timetable
@@ -63,7 +63,7 @@ def _schedule(
     scheduling = makespan_problem(problem, stages)
     if scheduling is None:
         return None
-    if max(bound.seconds for bound in schedule_bounds(scheduling)) >= ceiling:
+    if quick_bound(scheduling) >= ceiling:
         return None
     times = best_list_schedule(scheduling)[1]
     seconds = times.makespan(scheduling)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from stagewright.formulations.bounds import schedule_bounds
+from stagewright.formulations.bounds import quick_bound
 from stagewright.formulations.bppm import BalancedPartition, ByRecurrence, StageChoice
 from stagewright.formulations.forms import Limits, OnProgress, Progress
 from stagewright.formulations.makespan import MakespanProblem, Timetable
@@ -193,7 +193,7 @@ def _schedule(
     scheduling = makespan_problem(problem, stages)
     if scheduling is None:
         return None
-    bound = max(bound.seconds for bound in schedule_bounds(scheduling))
+    bound = quick_bound(scheduling)
     if bound >= ceiling:
         return None
     pe = list_schedule(scheduling, "pe")
