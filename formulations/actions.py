@@ -23,7 +23,6 @@ class ActionKind(StrEnum):
 
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD)
-TRANSFER = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 
 # One spelling per action: no leading zeros, no digits of other scripts, no numbers without end.
 _NUMBER = r"0|[1-9][0-9]{0,8}"

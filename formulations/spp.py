@@ -59,6 +59,8 @@ def theorem1_factor(problem: PipelineProblem) -> float:
         return 2.0
     costs = problem.costs(problem.kinds[0], 1)
     work = costs.forward_seconds + costs.backward_seconds
+    if not work.any():
+        return float("inf")  # Lemma 2 compares with the work
     moved = [2 * problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
     slowest = 1 / links.min() - 1 / links.max()
     phi = max(float(work.max()) * links.max(), *moved, 0.0) * slowest * size / work.sum()

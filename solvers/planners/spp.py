@@ -11,7 +11,12 @@ from stagewright.formulations.forms import Limits, OnProgress, Progress
 from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Guarantee
-from stagewright.formulations.spp import lemma1_seconds, makespan_problem, shortest_path_seconds
+from stagewright.formulations.spp import (
+    lemma1_seconds,
+    makespan_problem,
+    shortest_path_seconds,
+    theorem1_factor,
+)
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.list_scheduling import best_list_schedule, list_schedule
 from stagewright.solvers.partition import PartitionSearch
@@ -216,7 +221,8 @@ def _guarantees(problem: PipelineProblem, found: Searched, cost: float) -> tuple
     return (
         Guarantee("SPP Lemma 1, for PE's schedule of the balanced partition", lemma,
                   best.pe_seconds, best.pe_seconds <= lemma * (1 + 1e-9)),
-        Guarantee("SPP Theorem 1, (2 + (4V-4)/M)(1+Phi) T*, with W <= (1+Phi) T* (Lemma 2)",
+        Guarantee(f"SPP Theorem 1, below {theorem1_factor(problem):.4g} T* as "
+                  "(2 + (4V-4)/M) W with W <= (1+Phi) T*",
                   theorem, cost, cost <= theorem * (1 + 1e-9)),
     )  # fmt: skip
 

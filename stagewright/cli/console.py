@@ -52,7 +52,7 @@ def print_lines(*lines: "RenderableType") -> None:
     """Print text and tables to stdout."""
     console = out()
     for line in lines:
-        console.print(line)
+        console.print(line, soft_wrap=isinstance(line, str))  # a line of text stays one line
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
