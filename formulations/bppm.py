@@ -162,11 +162,16 @@ class ByRecurrence:
         return tuple(stages[::-1])
 
 
+def prefix_sums(values: Floats) -> Floats:
+    """Entry l holds the sum of the first l values along the last axis, from l = 0 on."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    sums[..., 1:] = np.cumsum(values, axis=-1)
+    return sums
+
+
 def _suffix_sums(values: Floats) -> Floats:
     """Entry l holds the sum of the last l values along the last axis."""
-    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
-    sums[..., 1:] = np.cumsum(values[..., ::-1], axis=-1)
-    return sums
+    return prefix_sums(values[..., ::-1])
 
 
 def _largest_in_windows(matrix: Floats) -> Floats:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.formulations.bppm import prefix_sums
 from stagewright.formulations.pipeline import PipelineProblem
 
 Floats = NDArray[np.float64]
@@ -62,19 +63,13 @@ def relax(problem: PipelineProblem) -> Relaxation:
     boundary = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
     return Relaxation(
         problem.microbatches,
-        _prefix(np.min([[c.forward_seconds for c in row] for row in costs], axis=0)),
-        _prefix(np.min([[c.backward_seconds for c in row] for row in costs], axis=0)),
-        _prefix(problem.chain.parameter_bytes),
+        prefix_sums(np.min([[c.forward_seconds for c in row] for row in costs], axis=0)),
+        prefix_sums(np.min([[c.backward_seconds for c in row] for row in costs], axis=0)),
+        prefix_sums(problem.chain.parameter_bytes),
         np.array([0.0, *boundary, 0.0]),
-        _prefix(np.array([problem.saved_per_layer(r) for r in shares])),
+        prefix_sums(np.array([problem.saved_per_layer(r) for r in shares])),
         2.0 + problem.chain.optimizer_bytes_per_parameter_byte,
         float(problem.memory_bytes.max()),
         1 / float(links.max()) if len(links) else 0.0,
         float(delays.min()) if len(delays) else 0.0,
     )
-
-
-def _prefix(values: Floats) -> Floats:
-    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
-    sums[..., 1:] = np.cumsum(values, axis=-1)
-    return sums

@@ -5,6 +5,7 @@ transfer and an all-reduce take about as long as a computation. Ties and zeros d
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 
 from hypothesis import strategies as st
@@ -184,3 +185,16 @@ def _matrix(
     if symmetric:
         matrix = [[matrix[min(i, j)][max(i, j)] for j in range(count)] for i in range(count)]
     return matrix
+
+
+# Beside SPP's own setting, one with latencies, links that differ by direction, two device kinds,
+# times that are not proportional to the microbatch size, and memory that binds.
+hard_problem = partial(
+    random_problem,
+    latency=True,
+    symmetric=False,
+    tight_memory=True,
+    kinds=("a", "b"),
+    sizes=(2, 1),
+)
+PROBLEMS = {"paper": paper_problem, "hard": hard_problem}

@@ -1,7 +1,6 @@
 """The joint reference against enumeration, and what it says when it is stopped or nothing fits."""
 
 from collections.abc import Iterable
-from functools import partial
 from itertools import permutations
 from math import inf
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import all_stages, brute_force_joint, brute_force_makespan
-from strategies import paper_problem, random_problem
+from strategies import PROBLEMS
 
 from stagewright.formulations.forms import Limits
 from stagewright.formulations.joint import JointPlanning, Prefix
@@ -27,15 +26,6 @@ LIMITS = Limits(seconds=60.0)
 ROUNDING = 1e-9  # relative, of sums of floats
 MS, MB, GB = 1e-3, 1e6, 1e9
 
-hard_problem = partial(
-    random_problem,
-    latency=True,
-    symmetric=False,
-    tight_memory=True,
-    kinds=("a", "b"),
-    sizes=(2, 1),
-)
-PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 
 slow = settings(max_examples=25, deadline=None, derandomize=True)
 

@@ -1,6 +1,5 @@
 """What the papers prove, and what the planners claim, on random tiny instances."""
 
-from functools import partial
 from itertools import combinations
 from math import inf
 
@@ -18,7 +17,7 @@ from oracles import (
     prm_table,
     theorem1_factor,
 )
-from strategies import paper_problem, random_cluster, random_makespan, random_problem
+from strategies import PROBLEMS, paper_problem, random_cluster, random_makespan
 
 from stagewright.formulations.forms import Limits, Status
 from stagewright.formulations.makespan import MakespanProblem
@@ -36,18 +35,6 @@ TICKS = 1e-6  # relative: exact planners count in integer ticks
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 slow = settings(max_examples=12, deadline=None, derandomize=True)
-
-# Beside SPP's own setting, one with latencies, links that differ by direction, two device kinds,
-# times that are not proportional to the microbatch size, and memory that binds.
-hard_problem = partial(
-    random_problem,
-    latency=True,
-    symmetric=False,
-    tight_memory=True,
-    kinds=("a", "b"),
-    sizes=(2, 1),
-)
-PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 
 
 class TestDeviceOrder:
