@@ -7,7 +7,7 @@ TORCH := 2.13.0
 
 .PHONY: demo test check bench lock clean
 
-demo: $(READY)  ## plan BERT-large and the measured profiles; write plan.json and timeline.html
+demo: $(READY)  ## plan models, then train one by its plan; pictures in demo-output/
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(READY)
@@ -27,11 +27,11 @@ bench: $(READY)
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,executor]'
 	touch $@
 
-# Newest versions of everything, resolved in an environment of their own. Torch is optional, large,
-# and built per accelerator: its version alone is pinned, by hand.
+# Newest versions of everything, resolved in an environment of their own. Torch is large and built
+# per accelerator: its version alone is pinned, by hand.
 lock:
 	rm -rf build
 	$(PYTHON) -m venv build/lock

@@ -3,6 +3,7 @@
 import io
 import os
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagewright.executor.timeline import (
@@ -21,6 +22,7 @@ from stagewright.graphs import documents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH_INCHES = 14.0
 DOTS_PER_INCH = 150
@@ -51,12 +53,8 @@ def png(plan: PipelinePlan) -> bytes:
         _draw_row(axes, y, row, scale, finish_seconds(plan))
     _draw_bound(axes, plan, scale)
     _dress(axes, plan, rows, unit, scale)
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        # A name in a script that the font lacks is drawn as boxes; that is no fault of the plan.
-        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    _draw_legend(axes, rows, plan.certificate is not None)
+    return _save(figure)
 
 
 def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> None:
@@ -97,9 +95,6 @@ def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
 def _dress(
     axes: "Axes", plan: PipelinePlan, rows: tuple[Row, ...], unit: str, scale: float
 ) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, finish_seconds(plan) * scale * 1.005 or 1.0)
@@ -111,14 +106,62 @@ def _dress(
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+
+
+def _draw_legend(axes: "Axes", rows: Sequence[Row], bounded: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     kinds = {block.action.kind for row in rows for block in row.blocks}
     handles: list[Patch | Line2D] = [
         Patch(color=colour, label=KIND_NAMES[kind])
         for kind, colour in KIND_COLOURS.items()
         if kind in kinds
     ]
-    if plan.certificate is not None:
+    if bounded:
         handles.append(Line2D([], [], color="#b02a30", ls="--", label="proved lower bound"))
     axes.figure.legend(
         handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8
     )
+
+
+def _save(figure: "Figure") -> bytes:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # A name in a script that the font lacks is drawn as boxes; that is no fault of the plan.
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def write_stacked_png(
+    plans: Sequence[PipelinePlan], titles: Sequence[str], path: str | os.PathLike[str]
+) -> None:
+    """Draw the schedules above each other and write them to ``path`` atomically."""
+    documents.write_bytes(path, stacked_png(plans, titles))
+
+
+def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
+    """The schedules above each other on one time axis, as a PNG: predicted over measured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = [timeline(plan) for plan in plans]
+    heights = [1.0 + 0.26 * len(rows) for rows in drawn]
+    height = min(MAX_HEIGHT_INCHES, 0.7 + sum(heights))
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    column = figure.subplots(len(plans), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    last = max(finish_seconds(plan) for plan in plans)
+    unit, scale = time_unit(last)
+    for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
+        for y, row in enumerate(rows):
+            _draw_row(axes, y, row, scale, last)
+        _draw_bound(axes, plan, scale)
+        _dress(axes, plan, rows, unit, scale)
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_xlim(0, last * scale * 1.005 or 1.0)
+        axes.label_outer()
+    bounded = any(plan.certificate is not None for plan in plans)
+    _draw_legend(column[-1], [row for rows in drawn for row in rows], bounded)
+    return _save(figure)

@@ -250,7 +250,7 @@ def _memory_figure(plan: PipelinePlan) -> "Figure | None":
         names = [f"stage {line.stage}" for line in stages]
         peaks = [line.peak_memory_bytes or 0.0 for line in stages]
     else:
-        names = [device for stage in plan.stages for device in stage.devices]
+        names = list(dict.fromkeys(device for stage in plan.stages for device in stage.devices))
         peaks = [plan.predicted.peak_memory_bytes.get(name, 0.0) for name in names]
     figure = _figure("memory", 330)
     figure.add_trace(

@@ -7,22 +7,34 @@ done. Memory needs no rule of its own: a valid plan keeps within it by its order
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, product
 
 import numpy as np
 
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind
-from stagewright.formulations.check import durations, expected_actions, require_structure
+from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind
+from stagewright.formulations.check import (
+    devices_by_turns,
+    durations,
+    expected_actions,
+    require_structure,
+    split_backwards,
+)
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import InvalidPlan, PipelinePlan, ScheduledAction
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import require_amount
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 REDUCE = ActionKind.REDUCE
+
+Table = list[list[list[int]]]
+"""Entries by stage and microbatch, in the order of their devices."""
+
+Entries = dict[ActionKind, Table]
 
 
 class Deadlock(InvalidPlan):
@@ -100,7 +112,8 @@ def _require_options(problem: PipelineProblem, jitter: float, factors: Mapping[s
 
 def _actions(plan: PipelinePlan) -> list[Action]:
     """The action of every entry; the devices of a stage share one text."""
-    by_text = {str(action): action for action in expected_actions(plan.stages, plan.microbatches)}
+    expected = expected_actions(plan.stages, plan.microbatches, split_backwards(plan))
+    by_text = {str(action): action for action in expected}
     return [by_text[entry.action] for entry in plan.schedule.actions]
 
 
@@ -110,7 +123,8 @@ def _seconds(
     actions: list[Action],
     factors: Mapping[str, float],
 ) -> list[float]:
-    table = {kind: rows.tolist() for kind, rows in durations(problem, plan.stages).items()}
+    lasting = durations(problem, plan.stages, split_backwards(plan))
+    table = {kind: rows.tolist() for kind, rows in lasting.items()}
     return [
         table[action.kind][action.stage][action.microbatch or 0]
         * (factors.get(entry.device, 1.0) if action.kind in COMPUTE else 1.0)
@@ -143,39 +157,83 @@ def _run(
 
 def _edges(plan: PipelinePlan, actions: list[Action]) -> Iterator[tuple[int, int]]:
     """Pairs of entries (before, after): the dependencies, then the order on each resource."""
-    forward, backward, send_forward, send_backward, reduce = _entries_by_action(plan, actions)
+    entries = _entries_by_action(plan, actions)
+    together = _together(plan, entries)
+    orders = (pairwise(queue) for queue in _queues(plan, actions))
+    for before, after in chain(_dependencies(plan, entries), *orders):
+        for mate in together.get(after, (after,)):
+            yield before, mate
+
+
+def _dependencies(plan: PipelinePlan, entries: Entries) -> Iterator[tuple[int, int]]:
+    """Each block of a microbatch after the one before it, and sums at the end."""
     last = len(plan.stages) - 1
+    # What makes the gradient that goes on, and what ends a backward; where the one stands, the
+    # other kind has no entries.
+    gradient, done = _either(entries[B], entries[I]), _either(entries[B], entries[W])
     for s in range(last):
         for m in range(plan.microbatches):
-            yield from product(forward[s][m], send_forward[s][m])
-            yield from product(send_forward[s][m], forward[s + 1][m])
-            yield from product(backward[s + 1][m], send_backward[s + 1][m])
-            yield from product(send_backward[s + 1][m], backward[s][m])
+            forward, backward = entries[SEND_F][s][m], entries[SEND_B][s + 1][m]
+            yield from _crossing(entries[F][s][m], forward, entries[F][s + 1][m])
+            yield from _crossing(gradient[s + 1][m], backward, gradient[s][m])
     for m in range(plan.microbatches):
-        # Each device of the last stage goes from its own forward to its own backward.
-        yield from zip(forward[last][m], backward[last][m], strict=True)
+        yield from _crossing(entries[F][last][m], [], gradient[last][m])
     for s in range(last + 1):
-        yield from product(chain.from_iterable(backward[s]), reduce[s][0])
-    for queue in _queues(plan, actions):
-        yield from pairwise(queue)
+        for one, other in zip(entries[I][s], entries[W][s], strict=True):
+            yield from _crossing(one, [], other)
+        yield from product(chain.from_iterable(done[s]), entries[REDUCE][s][0])
 
 
-def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> list[list[list[list[int]]]]:
-    """Per kind (F, B, SEND_F, SEND_B, REDUCE), stage and microbatch: the entries, by device."""
+def _either(one: Table, other: Table) -> Table:
+    return [
+        [first or second for first, second in zip(*rows, strict=True)]
+        for rows in zip(one, other, strict=True)
+    ]
+
+
+def _crossing(
+    before: Sequence[int], transfer: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Through a transfer, or else on each device from its own entry to its own."""
+    if transfer:
+        yield from product(before, transfer)
+        yield from product(transfer, after)
+    else:
+        yield from zip(before, after, strict=True)
+
+
+def _together(plan: PipelinePlan, entries: Entries) -> dict[int, list[int]]:
+    """The entries that start together though their devices do not always do the same.
+
+    The devices that split a microbatch start it together: by themselves where they take the same
+    turns in all stages, else each waits until all are free.
+    """
+    groups = devices_by_turns(plan.stages).items()
+    turns = {name: taken for taken, names in groups for name in names}
+    apart = [
+        s
+        for s, stage in enumerate(plan.stages)
+        if len({turns[name] for name in stage.runners(0)}) > 1
+    ]
+    mates = (group for kind in COMPUTE for s in apart for group in entries[kind][s])
+    return {i: group for group in mates for i in group}
+
+
+def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> Entries:
     entries = plan.schedule.actions
-    found: dict[ActionKind, list[list[list[int]]]] = {
-        kind: [[[] for _ in range(plan.microbatches)] for _ in plan.stages]
-        for kind in (F, B, SEND_F, SEND_B, REDUCE)
+    found: Entries = {
+        kind: [[[] for _ in range(plan.microbatches)] for _ in plan.stages] for kind in PLANNED
     }
     for i in sorted(range(len(entries)), key=lambda i: entries[i].device):
         found[actions[i].kind][actions[i].stage][actions[i].microbatch or 0].append(i)
-    return list(found.values())
+    return found
 
 
 def _queues(plan: PipelinePlan, actions: list[Action]) -> list[list[int]]:
     """Per device and channel its entries in the order of their times in the plan.
 
-    Among actions that last no time at one instant, the order is that of a microbatch's way.
+    Among actions that last no time at one instant, the order is that of a microbatch's way, with
+    the gradients of weights behind it.
     """
     queues: defaultdict[object, list[int]] = defaultdict(list)
     for i, (action, entry) in enumerate(zip(actions, plan.schedule.actions, strict=True)):
@@ -188,8 +246,8 @@ def _queues(plan: PipelinePlan, actions: list[Action]) -> list[list[int]]:
 
     def in_plan(i: int) -> tuple[float, float, int, int]:
         entry, stage = plan.schedule.actions[i], actions[i].stage
-        forth = actions[i].kind in (F, SEND_F)
-        way = (0, stage) if forth else (1, -stage)
+        back = actions[i].kind not in (F, SEND_F)
+        way = (int(back) + (actions[i].kind is W), -stage if back else stage)
         return (entry.start_seconds, entry.finish_seconds, *way)
 
     return [sorted(queue, key=in_plan) for queue in queues.values()]

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.actions import (
+    COMPUTE,
+    PLANNED,
+    Action,
+    ActionKind,
+    parse_action,
+)
 from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
@@ -20,9 +26,13 @@ from stagewright.graphs.units import format_bytes, format_seconds
 
 MAX_DEVICE_ROWS = 64  # with more devices the rows would be thinner than a line of text
 
+ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+
 KIND_NAMES = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRADIENT: "input gradient",
+    ActionKind.WEIGHT_GRADIENT: "weight gradient",
     ActionKind.SEND_FORWARD: "activations sent",
     ActionKind.SEND_BACKWARD: "gradients sent",
     ActionKind.REDUCE: "all-reduce",
@@ -30,6 +40,8 @@ KIND_NAMES = {
 KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour vision
     ActionKind.FORWARD: "#4d8fd1",
     ActionKind.BACKWARD: "#2a9d78",
+    ActionKind.INPUT_GRADIENT: "#12533f",
+    ActionKind.WEIGHT_GRADIENT: "#6f4fc4",
     ActionKind.SEND_FORWARD: "#f0b94a",
     ActionKind.SEND_BACKWARD: "#d97b3f",
     ActionKind.REDUCE: "#b0609b",
@@ -76,7 +88,7 @@ class StageSummary:
 
 
 def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) -> tuple[Row, ...]:
-    """Rows of devices by stage, then of channels, then of all-reduces.
+    """Rows of devices by their first stage, then of channels, then of all-reduces.
 
     With more than ``max_device_rows`` devices (None: never) a stage's first device stands for the
     whole stage.
@@ -86,16 +98,7 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
     InputError
         If the schedule's actions do not belong to the plan's stages and devices.
     """
-    if merges_stages(plan, max_device_rows):
-        names = {
-            stage.devices[0]: _stage_name(s, stage.devices) for s, stage in enumerate(plan.stages)
-        }
-    else:
-        names = {
-            device: f"{device} · stage {s}"
-            for s, stage in enumerate(plan.stages)
-            for device in stage.devices
-        }
+    names = _device_rows(plan, merges_stages(plan, max_device_rows))
     devices: dict[str, list[Block]] = {device: [] for device in names}
     links: dict[tuple[str, int], list[Block]] = defaultdict(list)
     for device, block in _blocks(plan, devices):
@@ -139,7 +142,10 @@ def summarise(plan: PipelinePlan) -> tuple[StageSummary, ...]:
             stage.layers,
             stage.devices,
             longest[s, ActionKind.FORWARD],
-            longest[s, ActionKind.BACKWARD],
+            max(
+                longest[s, ActionKind.BACKWARD],
+                longest[s, ActionKind.INPUT_GRADIENT] + longest[s, ActionKind.WEIGHT_GRADIENT],
+            ),
             int(flights[s][1].max(initial=0)),
             max((peaks[device] for device in stage.devices if device in peaks), default=None),
         )
@@ -158,7 +164,7 @@ def in_flight(plan: PipelinePlan) -> list[tuple[NDArray[np.float64], NDArray[np.
         s = block.action.stage
         if device == first[s] and block.action.kind is ActionKind.FORWARD:
             changes[s].append((block.start_seconds, 1))
-        elif device == first[s] and block.action.kind is ActionKind.BACKWARD:
+        elif device == first[s] and block.action.kind in ENDS_BACKWARD:
             changes[s].append((block.finish_seconds, -1))
     curves = []
     for steps in changes:
@@ -268,8 +274,23 @@ def _trace_event(block: Block, place: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _stage_name(s: int, devices: Sequence[str]) -> str:
-    return f"stage {s} · {len(devices)} device{'s' if len(devices) > 1 else ''}"
+def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
+    """The devices that have a row, with the row's name; a stage's first one only if ``merged``."""
+    stages: dict[str, list[int]] = defaultdict(list)
+    for s, stage in enumerate(plan.stages):
+        for device in stage.devices[:1] if merged else stage.devices:
+            stages[device].append(s)
+    if not merged:
+        return {device: f"{device} · {_stages_name(its)}" for device, its in stages.items()}
+    rows = {}
+    for device, its in stages.items():
+        count = len({name for s in its for name in plan.stages[s].devices})
+        rows[device] = f"{_stages_name(its)} · {count} device{'s' if count > 1 else ''}"
+    return rows
+
+
+def _stages_name(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _blocks(plan: PipelinePlan, devices: Collection[str] | None = None) -> list[tuple[str, Block]]:
@@ -283,22 +304,28 @@ def _blocks(plan: PipelinePlan, devices: Collection[str] | None = None) -> list[
     }
     for i, timed in enumerate(plan.schedule.actions):
         action = parsed[timed.action]
-        if action.stage >= len(plan.stages):
-            raise InputError(
-                f"schedule.actions[{i}]: {action} is of stage {action.stage}, "
-                f"the plan has {len(plan.stages)} stages"
-            )
-        if timed.device not in plan.stages[action.stage].devices:
-            raise InputError(
-                f"schedule.actions[{i}]: {action} runs on {timed.device!r}, "
-                f"which is no device of stage {action.stage}"
-            )
+        _require_place(plan, i, action, timed.device)
         if devices is not None and action.kind in COMPUTE and timed.device not in devices:
             continue
         ends = _ends(timed.sources, timed.targets)
         times = (timed.start_seconds, timed.finish_seconds)
         blocks.append((timed.device, Block(action, *times, timed.bytes, ends)))
     return blocks
+
+
+def _require_place(plan: PipelinePlan, i: int, action: Action, device: str) -> None:
+    if action.kind not in PLANNED:
+        raise InputError(f"schedule.actions[{i}]: {action} belongs to programs, not to plans")
+    if action.stage >= len(plan.stages):
+        raise InputError(
+            f"schedule.actions[{i}]: {action} is of stage {action.stage}, "
+            f"the plan has {len(plan.stages)} stages"
+        )
+    if device not in plan.stages[action.stage].devices:
+        raise InputError(
+            f"schedule.actions[{i}]: {action} runs on {device!r}, "
+            f"which is no device of stage {action.stage}"
+        )
 
 
 @lru_cache(maxsize=4096)  # every microbatch repeats the endpoints

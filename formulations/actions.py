@@ -1,8 +1,11 @@
 """Actions of a schedule, in the spelling of ``torch.distributed.pipelining``'s schedule files.
 
-``2F0`` is stage 2, forward, microbatch 0; ``B`` a whole backward; ``2SEND_F0`` sends stage 2's
-output of microbatch 0 to stage 3, ``3SEND_B0`` stage 3's input gradient back to stage 2;
-``2REDUCE_GRAD`` is stage 2's all-reduce.
+``2F0`` is stage 2, forward, microbatch 0; ``B`` a whole backward, which ``I`` (gradient of the
+input) and ``W`` (of the weights) may replace; ``2SEND_F0`` sends stage 2's output of microbatch 0
+to stage 3, ``3RECV_F0`` takes it there; ``3SEND_B0`` sends stage 3's input gradient back to stage
+2; ``2REDUCE_GRAD`` is stage 2's all-reduce. Of our own are ``2UPDATE``, the optimizer's step, and
+the switches between versions of a stage's weights: ``2STASH0`` keeps version 0 beside the one that
+the next update makes, ``2USE0`` computes on it, ``2DROP0`` forgets it.
 """
 
 import re
@@ -13,33 +16,63 @@ from stagewright.graphs.errors import InputError
 
 
 class ActionKind(StrEnum):
-    """What an action does; the values are torch's spelling."""
+    """What an action does; the values are torch's spelling where torch has one."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
     SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
     REDUCE = "REDUCE_GRAD"
+    UPDATE = "UPDATE"
+    STASH = "STASH"
+    USE = "USE"
+    DROP = "DROP"
 
 
-COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD)
+COMPUTE = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.INPUT_GRADIENT,
+    ActionKind.WEIGHT_GRADIENT,
+)
+"""What keeps a device busy."""
+
+PLANNED = (*COMPUTE, ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.REDUCE)
+"""What a plan's schedule is made of; the other kinds belong to programs."""
+
+VERSIONED = (ActionKind.STASH, ActionKind.USE, ActionKind.DROP)
+"""What carries a version of the weights in place of a microbatch."""
+
+_BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
 
 # One spelling per action: no leading zeros, no digits of other scripts, no numbers without end.
 _NUMBER = r"0|[1-9][0-9]{0,8}"
-_PATTERN = re.compile(rf"({_NUMBER})(SEND_F|SEND_B|REDUCE_GRAD|F|B)({_NUMBER})?")
+_KINDS = "|".join(sorted(ActionKind, key=len, reverse=True))
+_PATTERN = re.compile(rf"({_NUMBER})({_KINDS})({_NUMBER})?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One action: stage, kind, and microbatch (None for an all-reduce only)."""
+    """One action: stage, kind, and microbatch.
+
+    ``microbatch`` is None for an all-reduce and an update, and the version of the weights for
+    ``STASH``, ``USE`` and ``DROP``.
+    """
 
     stage: int
     kind: ActionKind
     microbatch: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.microbatch is None) != (self.kind is ActionKind.REDUCE):
-            raise InputError(f"{self}: a microbatch belongs to every action but an all-reduce")
+        if (self.microbatch is None) != (self.kind in _BARE):
+            raise InputError(
+                f"{self}: a microbatch or version belongs to every action but an all-reduce and "
+                "an update"
+            )
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"

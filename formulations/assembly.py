@@ -12,6 +12,7 @@ from stagewright.formulations.plan import (
     Certificate,
     Guarantee,
     PipelinePlan,
+    PlannedLayer,
     Schedule,
     ScheduledAction,
     Stage,
@@ -40,6 +41,9 @@ def assemble(
         problem.microbatches,
         tuple(stages),
         Schedule(tuple(actions)),
+        layers=tuple(
+            PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
+        ),
     )
     require_valid(problem, plan)
     return replace(plan, predicted=predict(problem, plan))

@@ -1,21 +1,22 @@
 """Every rule of a pipeline plan again, from the definitions; nothing here knows a planner.
 
 The rules come in two parts. `structure` needs no times: the plan answers this problem, its stages
-cover the layers and share no device, and every action stands once, where it belongs, with the
-right endpoints and bytes. Then the times: durations, dependencies, no overlap on a device or a
-channel, memory at every instant, and the figures that the plan carries about itself.
+cover the layers, and every action stands once, where it belongs, with the right endpoints and
+bytes. Then the times: durations, dependencies, no overlap on a device or a channel, memory at every
+instant, and the figures that the plan carries about itself.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind, parse_action
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
@@ -25,6 +26,7 @@ from stagewright.formulations.plan import (
     Predicted,
     ScheduledAction,
     Stage,
+    Weights,
 )
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
@@ -32,13 +34,23 @@ from stagewright.graphs.units import format_bytes
 Floats = NDArray[np.float64]
 
 Blocks = dict[ActionKind, Floats]
-"""One number per action: an array of shape (S, M) per kind, (S, 1) for the all-reduces.
+"""One number per action: an array of shape (S, M) per planned kind, (S, 1) for the all-reduces.
 
-NaN stands where there is no such action: the last stage sends nothing forward, the first nothing
-back, and a stage on one device reduces nothing.
+NaN stands where there is no such action: a backward stands whole or in two parts, the last stage
+sends nothing forward, the first nothing back, nobody sends to himself, and a stage on one device
+reduces nothing. NaN is in no order with any number, so rules on times pass over it.
 """
 
+Turn = tuple[int, int, int]
+"""A stage, and the microbatches first, first + step, ... of it."""
+
+Row = tuple[ActionKind, Turn]
+
+Split = NDArray[np.bool_]
+"""Per stage and microbatch, shape (S, M): whether the backward stands as I and W."""
+
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 REDUCE = ActionKind.REDUCE
 
@@ -103,34 +115,61 @@ def require_structure(problem: PipelineProblem, plan: PipelinePlan) -> None:
         raise InvalidPlan(str(violation))
 
 
-def expected_actions(stages: Sequence[Stage], microbatches: int) -> Iterator[Action]:
-    """Every action that a schedule of ``stages`` must hold, once each."""
-    last = len(stages) - 1
+def split_backwards(plan: PipelinePlan) -> Split:
+    """Which backwards of a plan stand as I and W: those of which either is there."""
+    split = _none_split(plan.stages, plan.microbatches)
+    parts = {entry.action for entry in plan.schedule.actions if I in entry.action}
+    parts |= {entry.action for entry in plan.schedule.actions if W in entry.action}
+    if parts:
+        for s, m in np.ndindex(split.shape):
+            split[s, m] = not parts.isdisjoint((str(Action(s, I, m)), str(Action(s, W, m))))
+    return split
+
+
+def expected_actions(
+    stages: Sequence[Stage], microbatches: int, split: Split | None = None
+) -> Iterator[Action]:
+    """Every action that a schedule of ``stages`` must hold, once each.
+
+    ``split`` tells the backwards that stand as I and W (default: none).
+    """
+    parts = _none_split(stages, microbatches) if split is None else split
+    sent = [_sent(stages, s, microbatches) for s in range(-1, len(stages))]
     for s, stage in enumerate(stages):
-        for m in range(microbatches):
+        for m, in_parts in enumerate(parts[s].tolist()):
             yield Action(s, F, m)
-            yield Action(s, B, m)
-            if s < last:
+            for kind in (I, W) if in_parts else (B,):
+                yield Action(s, kind, m)
+            if sent[s + 1][m]:
                 yield Action(s, SEND_F, m)
-            if s > 0:
+            if sent[s][m]:
                 yield Action(s, SEND_B, m)
         if len(stage.devices) > 1:
             yield Action(s, REDUCE)
 
 
-def durations(problem: PipelineProblem, stages: Sequence[Stage]) -> Blocks:
-    """The cost model's seconds for every action of ``stages``."""
+def durations(
+    problem: PipelineProblem, stages: Sequence[Stage], split: Split | None = None
+) -> Blocks:
+    """The cost model's seconds for every action of ``stages``, ``split`` as above."""
     index = problem.cluster.index
+    parts = _none_split(stages, problem.microbatches) if split is None else split
     seconds = _no_blocks(len(stages), problem.microbatches)
     runners = [[[index[name] for name in lane] for lane in _lanes(stage)] for stage in stages]
     for s, stage in enumerate(stages):
         for lane, devices in enumerate(runners[s][: problem.microbatches]):
             every = slice(lane, None, len(runners[s]))
             forward, backward = problem.compute_seconds(*stage.layers, devices)
-            seconds[F][s, every], seconds[B][s, every] = forward, backward
+            again = 0.0 if stage.recompute == "none" else forward
+            seconds[F][s, every], seconds[B][s, every] = forward, backward + again
+            if parts[s].any():
+                of_input, of_weights = problem.gradient_seconds(*stage.layers, devices)
+                seconds[I][s, every], seconds[W][s, every] = of_input + again, of_weights
         if len(stage.devices) > 1:
             group = [index[name] for name in stage.devices]
             seconds[REDUCE][s] = problem.reduce_seconds(*stage.layers, group)
+    for kind, absent in ((B, parts), (I, ~parts), (W, ~parts)):
+        seconds[kind][absent] = np.nan
     for s, stage in enumerate(stages[:-1]):
         for first, cycle in _channels(stages, s, problem.microbatches):
             senders = runners[s][first % len(runners[s])]
@@ -138,6 +177,20 @@ def durations(problem: PipelineProblem, stages: Sequence[Stage]) -> Blocks:
             there, back = problem.transfer_seconds(stage.layers[1], senders, receivers)
             seconds[SEND_F][s, first::cycle], seconds[SEND_B][s + 1, first::cycle] = there, back
     return seconds
+
+
+def devices_by_turns(stages: Sequence[Stage]) -> dict[tuple[Turn, ...], list[str]]:
+    """The devices that take the same turns, and so do the same at the same times."""
+    turns: defaultdict[str, list[Turn]] = defaultdict(list)
+    for s, stage in enumerate(stages):
+        lanes = _lanes(stage)
+        for lane, names in enumerate(lanes):
+            for name in names:
+                turns[name].append((s, lane, len(lanes)))
+    devices: defaultdict[tuple[Turn, ...], list[str]] = defaultdict(list)
+    for name, taken in turns.items():
+        devices[tuple(taken)].append(name)
+    return devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +202,7 @@ class _Times:
 
     problem: PipelineProblem
     stages: tuple[Stage, ...]
+    weights: str
     starts: Blocks
     finishes: Blocks
     durations: Blocks
@@ -158,9 +212,14 @@ class _Times:
         return self.starts[kind] + self.durations[kind]
 
     @cached_property
+    def done(self) -> Floats:
+        """When the backwards end, whole or in parts, shape (S, M)."""
+        return np.fmax(self.ends(B), self.ends(W))
+
+    @cached_property
     def iteration_seconds(self) -> float:
         """When the last action ends."""
-        return max(_largest(self.ends(kind)) for kind in ActionKind)
+        return max(_largest(self.ends(kind)) for kind in PLANNED)
 
     @cached_property
     def tolerance(self) -> float:
@@ -177,18 +236,23 @@ def _read_times(problem: PipelineProblem, plan: PipelinePlan) -> _Times:
     entries = {entry.action: entry for entry in plan.schedule.actions}
     starts = _no_blocks(len(plan.stages), plan.microbatches)
     finishes = _no_blocks(len(plan.stages), plan.microbatches)
-    for action in expected_actions(plan.stages, plan.microbatches):
+    split = split_backwards(plan)
+    for action in expected_actions(plan.stages, plan.microbatches, split):
         entry, m = entries[str(action)], action.microbatch or 0
         starts[action.kind][action.stage, m] = entry.start_seconds
         finishes[action.kind][action.stage, m] = entry.finish_seconds
-    return _Times(problem, plan.stages, starts, finishes, durations(problem, plan.stages))
+    lasting = durations(problem, plan.stages, split)
+    return _Times(problem, plan.stages, plan.weights, starts, finishes, lasting)
 
 
 def _no_blocks(stages: int, microbatches: int) -> Blocks:
     return {
-        kind: np.full((stages, 1 if kind is REDUCE else microbatches), np.nan)
-        for kind in ActionKind
+        kind: np.full((stages, 1 if kind is REDUCE else microbatches), np.nan) for kind in PLANNED
     }
+
+
+def _none_split(stages: Sequence[Stage], microbatches: int) -> Split:
+    return np.zeros((len(stages), microbatches), dtype=bool)
 
 
 def _lanes(stage: Stage) -> list[tuple[str, ...]]:
@@ -204,15 +268,26 @@ def _channels(stages: Sequence[Stage], s: int, microbatches: int) -> Iterator[tu
     """The channels between stages s and s + 1, one per pair of endpoints.
 
     A channel carries the microbatches first, first + cycle, ...: the pairs of lanes repeat after
-    the least common multiple of both stages' turns, and within it no pair stands twice.
+    the least common multiple of both stages' turns, and within it no pair stands twice. What one
+    group of devices runs in both stages passes no channel.
     """
     cycle = math.lcm(_turns(stages[s]), _turns(stages[s + 1]))
     for first in range(min(cycle, microbatches)):
-        yield first, cycle
+        if stages[s].runners(first) != stages[s + 1].runners(first):
+            yield first, cycle
+
+
+def _sent(stages: Sequence[Stage], s: int, microbatches: int) -> list[bool]:
+    """Per microbatch whether it is sent between stages s and s + 1; False where one is missing."""
+    sent = np.zeros(microbatches, dtype=bool)
+    if 0 <= s < len(stages) - 1:
+        for first, cycle in _channels(stages, s, microbatches):
+            sent[first::cycle] = True
+    return sent.tolist()
 
 
 def _broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
-    """The plan answers this problem, and its stages tile the layers on devices of their own."""
+    """The plan answers this problem, and its stages tile the layers on devices that there are."""
     if plan.digest != problem.digest:
         yield Violation(
             "digest", "digest", "the plan answers another model, cluster or number of microbatches"
@@ -223,10 +298,46 @@ def _broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Viol
             "microbatches",
             f"the plan has {plan.microbatches}, the problem {problem.microbatches}",
         )
-    if plan.weights != "flush":
-        yield Violation("weights", "weights", f"{plan.weights!r} is not known, only 'flush'")
+    yield from _broken_weights(plan)
+    yield from _broken_layers(problem, plan)
     yield from _broken_cover(problem, plan.stages)
     yield from _broken_placement(problem, plan.stages)
+
+
+def _broken_weights(plan: PipelinePlan) -> Iterator[Violation]:
+    if plan.weights not in get_args(Weights):
+        known = ", ".join(map(repr, get_args(Weights)))
+        yield Violation("weights", "weights", f"{plan.weights!r} is not known, use one of {known}")
+    for s, stage in enumerate(plan.stages):
+        if _is_stashed(plan.weights) and len(stage.devices) > 1:
+            yield Violation(
+                "weights",
+                f"stage {s}",
+                f"{plan.weights!r} on {len(stage.devices)} devices needs an all-reduce per "
+                "microbatch, which is not planned: use one device, 'flush' or 'double-buffer'",
+            )
+
+
+def _is_stashed(weights: str) -> bool:
+    """Whether the weights change after every microbatch."""
+    return weights.startswith("stash")
+
+
+def _broken_layers(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
+    """The layers that the plan names are the model's."""
+    if plan.layers is None:
+        return
+    found = [(layer.name, layer.parameter_bytes) for layer in plan.layers]
+    right = [(layer.name, layer.parameter_bytes) for layer in problem.chain.layers]
+    if len(found) != len(right):
+        yield Violation("layers", "layers", f"there are {len(found)}, the model has {len(right)}")
+    for i, (one, other) in enumerate(zip(found, right, strict=False)):
+        if one != other:
+            yield Violation(
+                "layers",
+                f"layers[{i}]",
+                f"{one[0]!r} of {one[1]} bytes, in the model {other[0]!r} of {other[1]} bytes",
+            )
 
 
 def _broken_cover(problem: PipelineProblem, stages: Sequence[Stage]) -> Iterator[Violation]:
@@ -247,16 +358,16 @@ def _broken_cover(problem: PipelineProblem, stages: Sequence[Stage]) -> Iterator
 
 
 def _broken_placement(problem: PipelineProblem, stages: Sequence[Stage]) -> Iterator[Violation]:
-    owner: dict[str, int] = {}
     for s, stage in enumerate(stages):
         if stage.replication not in ("split", "round-robin"):
             yield Violation("devices", f"stage {s}", f"replication {stage.replication!r}")
-        for name in stage.devices:
+        if stage.recompute not in ("none", "full", "layer"):
+            yield Violation("recompute", f"stage {s}", f"recompute {stage.recompute!r}")
+        for name, count in Counter(stage.devices).items():
             if name not in problem.cluster.index:
                 yield Violation("devices", f"stage {s}", f"the cluster has no device {name!r}")
-            elif name in owner:
-                yield Violation("devices", f"stage {s}", f"{name!r} is in stage {owner[name]} too")
-            owner.setdefault(name, s)
+            if count > 1:
+                yield Violation("devices", f"stage {s}", f"{name!r} stands there {count} times")
 
 
 def _broken_actions(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
@@ -274,11 +385,28 @@ def _broken_actions(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Vi
         if entry.device in present[entry.action]:
             yield Violation("twice", place, f"{entry.action} on {entry.device} stands there again")
         present[entry.action][entry.device] = entry
-    for action in expected_actions(plan.stages, plan.microbatches):
+    split = split_backwards(plan)
+    yield from _unknown_parts(problem, plan.stages, split)
+    for action in expected_actions(plan.stages, plan.microbatches, split):
         yield from _broken_entries(problem, plan.stages, action, present.pop(str(action), {}))
     for text, entries in present.items():
         message = _why_unexpected(text, len(plan.stages), plan.microbatches)
         yield Violation("unexpected", f"{text} on {', '.join(entries)}", message)
+
+
+def _unknown_parts(
+    problem: PipelineProblem, stages: Sequence[Stage], split: Split
+) -> Iterator[Violation]:
+    """Where a backward stands as I and W, the profile knows the time of each."""
+    for s in np.flatnonzero(split.any(axis=1)).tolist():
+        name = problem.layer_with_whole_backward(*stages[s].layers)
+        if name is not None:
+            yield Violation(
+                "parts",
+                f"stage {s}",
+                f"layer {name!r} knows only its whole backward: plan B for I and W, or give its "
+                "input_gradient_seconds and weight_gradient_seconds",
+            )
 
 
 def _why_unexpected(text: str, stages: int, microbatches: int) -> str:
@@ -286,13 +414,24 @@ def _why_unexpected(text: str, stages: int, microbatches: int) -> str:
         action = parse_action(text)
     except InputError as error:
         return str(error)
+    if action.kind not in PLANNED:
+        return f"{action.kind} belongs to programs, not to plans"
     if action.stage >= stages:
         return f"there are only stages 0 to {stages - 1}"
     if action.microbatch is not None and action.microbatch >= microbatches:
         return f"there are only microbatches 0 to {microbatches - 1}"
+    return _why_idle(action, stages)
+
+
+def _why_idle(action: Action, stages: int) -> str:
+    """Why a stage and microbatch that there are need no such action."""
     if action.kind is REDUCE:
         return "a stage on one device has nothing to reduce"
-    return "there is no stage to send to"
+    if action.kind is B:
+        return "the backward stands as I and W"
+    if action.stage == (stages - 1 if action.kind is SEND_F else 0):
+        return "there is no stage to send to"
+    return "the same devices run this microbatch in both stages"
 
 
 def _broken_entries(
@@ -382,25 +521,32 @@ def _broken_durations(times: _Times) -> Iterator[Violation]:
 
 
 def _broken_dependencies(times: _Times) -> Iterator[Violation]:
-    """SPP's dependencies: each block of a microbatch after the one before it, sums at the end."""
-    starts, tolerance = times.starts, times.tolerance
+    """SPP's dependencies: each block of a microbatch after the one before it, sums at the end.
+
+    A backward is B, or I with W behind it; where nothing is sent the two stages follow directly.
+    """
     last = len(times.stages) - 1
-    head, tail, end = slice(None, last), slice(1, None), slice(last, None)
-    for before, earlier, after, later in (
-        (F, head, SEND_F, head), (SEND_F, head, F, tail), (F, end, B, end),
-        (B, tail, SEND_B, tail), (SEND_B, tail, B, head),
+    head, tail, end, every = slice(0, last), slice(1, None), slice(last, None), slice(0, None)
+    handed = np.isnan(times.starts[SEND_F][head])
+    sent, always = ~handed, np.ones((1, times.problem.microbatches), dtype=bool)
+    for before, earlier, after, later, where in (
+        (F, head, SEND_F, head, sent), (SEND_F, head, F, tail, sent), (F, head, F, tail, handed),
+        *((F, end, gradient, end, always) for gradient in (B, I)),
+        *((gradient, tail, SEND_B, tail, sent) for gradient in (B, I)),
+        *((SEND_B, tail, gradient, head, sent) for gradient in (B, I)),
+        *((one, tail, other, head, handed) for one in (B, I) for other in (B, I)),
+        (I, every, W, every, always),
     ):  # fmt: skip
-        ends = times.ends(before)[earlier]
-        for row, m in np.argwhere(starts[after][later] < ends - tolerance):
-            first = _text(before, row + (earlier.start or 0), m)
-            second = _text(after, row + (later.start or 0), m)
-            start = starts[after][later][row, m]
-            yield _too_early(second, start, first, ends[row, m])
-    ends = times.ends(B)
-    for s, start in enumerate(starts[REDUCE][:, 0]):
-        m = int(ends[s].argmax())
-        if start < ends[s, m] - tolerance:
-            yield _too_early(_text(REDUCE, s, 0), start, _text(B, s, m), ends[s, m])
+        starts, ends = times.starts[after][later], times.ends(before)[earlier]
+        for row, m in np.argwhere((starts < ends - times.tolerance) & where):
+            first = _text(before, row + earlier.start, m)
+            second = _text(after, row + later.start, m)
+            yield _too_early(second, starts[row, m], first, ends[row, m])
+    for s, start in enumerate(times.starts[REDUCE][:, 0]):
+        m = int(times.done[s].argmax())
+        if start < times.done[s, m] - times.tolerance:
+            before = B if np.isnan(times.starts[W][s, m]) else W
+            yield _too_early(_text(REDUCE, s, 0), start, _text(before, s, m), times.done[s, m])
 
 
 def _too_early(after: str, start: float, before: str, end: float) -> Violation:
@@ -411,36 +557,41 @@ def _too_early(after: str, start: float, before: str, end: float) -> Violation:
 
 def _overlaps(times: _Times) -> Iterator[Violation]:
     """One computation at a time on a device, one transfer in either direction on a channel."""
-    microbatches = times.problem.microbatches
-    for s, stage in enumerate(times.stages):
-        turns = _turns(stage)
-        for lane in range(min(turns, microbatches)):
-            name = f"device {stage.runners(lane)[0]}"
-            yield from _overlap(times, name, ((F, s), (B, s)), lane, turns)
+    for turns, names in devices_by_turns(times.stages).items():
+        rows = [(kind, turn) for turn in turns for kind in COMPUTE]
+        yield from _overlap(times, f"device {names[0]}", rows)
     for s in range(len(times.stages) - 1):
-        for first, cycle in _channels(times.stages, s, microbatches):
+        for first, cycle in _channels(times.stages, s, times.problem.microbatches):
             ends = (times.stages[s + side].runners(first)[0] for side in (0, 1))
             name = f"channel {s}-{s + 1} of {' and '.join(ends)}"
-            yield from _overlap(times, name, ((SEND_F, s), (SEND_B, s + 1)), first, cycle)
+            rows = [(SEND_F, (s, first, cycle)), (SEND_B, (s + 1, first, cycle))]
+            yield from _overlap(times, name, rows)
 
 
-def _overlap(
-    times: _Times, name: str, rows: Sequence[tuple[ActionKind, int]], first: int, step: int
-) -> Iterator[Violation]:
-    """Overlaps among microbatches first, first + step, ... of ``rows``, which share a resource."""
-    starts = np.concatenate([times.starts[kind][s, first::step] for kind, s in rows])
-    ends = np.concatenate([times.ends(kind)[s, first::step] for kind, s in rows])
-    order = np.lexsort((ends, starts))
+def _overlap(times: _Times, name: str, rows: Sequence[Row]) -> Iterator[Violation]:
+    """Overlaps among ``rows``, which share a resource."""
+    starts = np.concatenate([times.starts[kind][s, m::step] for kind, (s, m, step) in rows])
+    ends = np.concatenate([times.ends(kind)[s, m::step] for kind, (s, m, step) in rows])
+    order = np.lexsort((ends, starts))  # NaN last
     starts, busy_until = starts[order], np.maximum.accumulate(ends[order])
-    for i in np.flatnonzero(starts[1:] < busy_until[:-1] - times.tolerance):
-        row, place = divmod(int(order[i + 1]), len(order) // 2)
-        kind, s = rows[row]
+    late = np.flatnonzero(starts[1:] < busy_until[:-1] - times.tolerance)
+    texts = _texts(rows, times.problem.microbatches) if len(late) else []
+    for i in late:
         yield Violation(
             "overlap",
             name,
-            f"{_text(kind, s, first + place * step)} starts at {starts[i + 1]:.9g} s, "
+            f"{texts[order[i + 1]]} starts at {starts[i + 1]:.9g} s, "
             f"it is taken until {busy_until[i]:.9g} s",
         )
+
+
+def _texts(rows: Sequence[Row], microbatches: int) -> list[str]:
+    """The actions of ``rows``, one row after the other."""
+    return [
+        _text(kind, s, m)
+        for kind, (s, first, step) in rows
+        for m in range(first, microbatches, step)
+    ]
 
 
 def _memory_exceeded(times: _Times) -> Iterator[Violation]:
@@ -460,34 +611,94 @@ def _memory_exceeded(times: _Times) -> Iterator[Violation]:
 
 
 def _peaks(times: _Times) -> Iterator[tuple[str, float, float]]:
-    """Per used device the static bytes, and the most that microbatches in flight keep there."""
-    for s, stage in enumerate(times.stages):
-        turns = _turns(stage)
-        shares = len(stage.devices) // turns
-        static = times.problem.static_bytes(*stage.layers, shares)
-        saved = times.problem.saved_bytes(*stage.layers, shares)
-        for lane in range(turns):
-            most = _most_in_flight(times, s, slice(lane, None, turns))
-            for name in stage.runners(lane):
-                yield name, static, most * saved
+    """Per used device the static bytes, and the most that comes on top at any instant."""
+    for turns, names in devices_by_turns(times.stages).items():
+        static = sum(_static_bytes(times, s) for s, _, _ in turns)
+        most = _most_bytes([each for turn in turns for each in _kept(times, turn)], times.tolerance)
+        for name in names:
+            yield name, static, most
 
 
-def _most_in_flight(times: _Times, s: int, microbatches: slice) -> int:
-    """Largest number of microbatches between the start of their F and the end of their B.
+def _static_bytes(times: _Times, s: int) -> float:
+    """What a device of stage s holds all the time."""
+    stage = times.stages[s]
+    static = times.problem.static_bytes(*stage.layers, len(stage.runners(0)))
+    if times.weights == "double-buffer":
+        static += times.problem.gradient_bytes(*stage.layers)
+    return static
 
-    The number grows only where a forward starts; what has ended by then is counted off.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """The same bytes in each of some intervals of time; NaN stands for an interval that is not."""
+
+    starts: Floats
+    ends: Floats
+    bytes: float
+
+
+def _kept(times: _Times, turn: Turn) -> Iterator[_Kept]:
+    """What a device keeps for its microbatches of a stage, beside the static bytes.
+
+    What a stage recomputes it keeps from the start of B, or of I, to the end of the backward; with
+    the input of every layer at hand, B needs no more than one layer's at a time.
     """
-    started = np.sort(times.starts[F][s, microbatches])
-    finished = np.sort(times.ends(B)[s, microbatches])
-    gone = np.searchsorted(finished, started + times.tolerance, side="right")
-    return int((np.arange(1, len(started) + 1) - gone).max(initial=0))
+    s, first, step = turn
+    every = (s, slice(first, None, step))
+    start, stop = times.stages[s].layers
+    shares = len(times.stages[s].runners(0))
+    saved = times.problem.saved_bytes(start, stop, shares)
+    inputs = times.problem.inputs_per_layer(shares)[start:stop]
+    forward, done = times.starts[F][every], times.done[every]
+    if _is_stashed(times.weights):
+        yield _old_versions(times, s)
+    if times.stages[s].recompute == "none":
+        yield _Kept(forward, done, saved)
+        return
+    layerwise = times.stages[s].recompute == "layer"
+    largest = float(times.problem.saved_per_layer(shares)[start:stop].max())
+    yield _Kept(forward, done, float(inputs.sum() if layerwise else inputs[0]))
+    yield _Kept(times.starts[B][every], done, largest if layerwise else saved)
+    yield _Kept(times.starts[I][every], done, saved)
+
+
+def _old_versions(times: _Times, s: int) -> _Kept:
+    """Versions of a stage's weights beside the newest: from the next update to their last use.
+
+    Version k is there after k updates, one at the end of every backward. A microbatch uses the
+    newest at the start of its forward, or with vertical sync at that of its first forward.
+    """
+    leader = 0 if times.weights == "stash+vertical-sync" else s
+    updates = np.sort(times.done[s])
+    leaders_updates = np.sort(times.done[leader])
+    started = times.starts[F][leader] + times.tolerance
+    version = np.searchsorted(leaders_updates, started, side="right")
+    last_use = np.full(len(updates) + 1, -math.inf)
+    np.maximum.at(last_use, version, times.done[s])
+    return _Kept(updates, last_use[:-1], times.problem.gradient_bytes(*times.stages[s].layers))
+
+
+def _most_bytes(kept: Sequence[_Kept], tolerance: float) -> float:
+    """The most bytes at any instant; they grow only where an interval starts.
+
+    Intervals are counted and not added up, so that no rounding hides the last byte.
+    """
+    instants = np.concatenate([each.starts for each in kept])
+    instants = instants[~np.isnan(instants)]
+    total = np.zeros(len(instants))
+    for each in kept:
+        gone = np.maximum(each.ends - tolerance, each.starts)
+        count = np.searchsorted(np.sort(each.starts), instants, side="right")
+        count -= np.searchsorted(np.sort(gone), instants, side="right")
+        total += count * each.bytes
+    return float(total.max(initial=0.0))
 
 
 def _predict(times: _Times) -> Predicted:
     iteration = times.iteration_seconds
-    devices = sum(len(stage.devices) for stage in times.stages)
-    shares = np.array([len(stage.devices) // _turns(stage) for stage in times.stages])
-    busy = float(shares @ (times.durations[F] + times.durations[B]).sum(axis=1))
+    devices = len({name for stage in times.stages for name in stage.devices})
+    shares = np.array([len(stage.runners(0)) for stage in times.stages])
+    busy = float(shares @ sum(np.nansum(times.durations[kind], axis=1) for kind in COMPUTE))
     return Predicted(
         iteration_seconds=iteration,
         bubble=1 - busy / (devices * iteration) if iteration > 0 else 0.0,
@@ -498,10 +709,12 @@ def _predict(times: _Times) -> Predicted:
 
 def _link_bytes(problem: PipelineProblem, stages: Sequence[Stage]) -> dict[str, float]:
     """Bytes per iteration between neighbouring stages ("0-1"), and reduced in a stage ("0")."""
-    # Every microbatch crosses a boundary twice: its activations, and their gradient.
+    # What is sent crosses a boundary twice: a microbatch's activations, and their gradient.
+    sent = [sum(_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
     crossing = {
-        f"{s}-{s + 1}": 2 * problem.microbatches * problem.boundary_bytes(stage.layers[1])
-        for s, stage in enumerate(stages[:-1])
+        f"{s}-{s + 1}": 2 * count * problem.boundary_bytes(stages[s].layers[1])
+        for s, count in enumerate(sent)
+        if count > 0
     }
     reduced = {
         str(s): problem.gradient_bytes(*stage.layers)

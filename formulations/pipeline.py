@@ -7,13 +7,13 @@ all-reduce), with latencies added.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.graphs.chain import Chain, ChainCosts, Profile, profile_on
+from stagewright.graphs.chain import Chain, ChainCosts, LayerCost, Profile, profile_on
 from stagewright.graphs.cluster import Cluster
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import MAX_MICROBATCHES, format_bytes, require_count
@@ -72,11 +72,39 @@ class PipelineProblem:
     def compute_seconds(self, start: int, stop: int, devices: Sequence[int]) -> tuple[float, float]:
         """Forward and backward time of layers [start, stop) for a microbatch split on devices."""
         kinds = {self.cluster.devices[v].kind for v in devices}
-        costs = [self.costs(kind, len(devices)) for kind in sorted(kinds)]
-        return (
-            max(float(cost.forward_seconds[start:stop].sum()) for cost in costs),
-            max(float(cost.backward_seconds[start:stop].sum()) for cost in costs),
+        return _slowest([self.costs(kind, len(devices)) for kind in sorted(kinds)], start, stop)
+
+    def gradient_seconds(
+        self, start: int, stop: int, devices: Sequence[int]
+    ) -> tuple[float, float]:
+        """Time of the input gradient and of the weight gradient, the two parts of the backward.
+
+        Only for layers that know them, see :meth:`layer_with_whole_backward`.
+        """
+        kinds = {self.cluster.devices[v].kind for v in devices}
+        samples = self.chain.microbatch_size / len(devices)
+        parts = [self._gradient_profiles[kind].at(samples) for kind in sorted(kinds)]
+        return _slowest(parts, start, stop)
+
+    def layer_with_whole_backward(self, start: int, stop: int) -> str | None:
+        """The first of layers [start, stop) that knows only the sum of its backward's parts."""
+        for layer in self.chain.layers[start:stop]:
+            if any(cost.backward_seconds is not None for cost in layer.costs):
+                return layer.name
+        return None
+
+    @cached_property
+    def _gradient_profiles(self) -> dict[str, Profile]:
+        """Profiles in which the input gradient stands as forward, the weight gradient as backward.
+
+        They are read at other microbatch sizes just as the costs are.
+        """
+        layers = tuple(
+            replace(layer, costs=tuple(_parts(cost) for cost in layer.costs))
+            for layer in self.chain.layers
         )
+        chain = replace(self.chain, layers=layers)
+        return {kind: profile_on(chain, kind) for kind in self.kinds}
 
     def boundary_bytes(self, stop: int) -> float:
         """Bytes that a whole microbatch passes from layer ``stop - 1`` to layer ``stop``.
@@ -141,6 +169,14 @@ class PipelineProblem:
         kinds = [self.costs(kind, replicas).saved_bytes for kind in self.kinds]
         return np.asarray(np.max(kinds, axis=0))
 
+    def inputs_per_layer(self, replicas: int) -> Floats:
+        """Bytes of every layer's input, shape (L,), on one of ``replicas`` shares.
+
+        The first layer's counts 0: the data stay where they are.
+        """
+        outputs = np.max([self.costs(kind, 1).output_bytes for kind in self.kinds], axis=0)
+        return np.concatenate([[0.0], outputs[:-1] / replicas])
+
     def in_flight_limit(
         self, start: int, stop: int, devices: Sequence[int], shares: int | None = None
     ) -> int:
@@ -168,3 +204,21 @@ class PipelineProblem:
                     f"{format_bytes(need)}, the largest device has {format_bytes(largest)}: "
                     f"{need - largest:.0f} bytes short"
                 )
+
+
+def _slowest(costs: Sequence[ChainCosts], start: int, stop: int) -> tuple[float, float]:
+    """The longest forward and the longest backward time of layers [start, stop)."""
+    return (
+        max(float(cost.forward_seconds[start:stop].sum()) for cost in costs),
+        max(float(cost.backward_seconds[start:stop].sum()) for cost in costs),
+    )
+
+
+def _parts(cost: LayerCost) -> LayerCost:
+    return replace(
+        cost,
+        forward_seconds=cost.input_gradient_seconds or 0.0,
+        backward_seconds=cost.weight_gradient_seconds or 0.0,
+        input_gradient_seconds=None,
+        weight_gradient_seconds=None,
+    )

@@ -13,6 +13,9 @@ FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
 
 
+Weights = Literal["flush", "stash", "stash+vertical-sync", "double-buffer"]
+
+
 class InvalidPlan(ValueError):  # noqa: N818 - the design's name
     """A plan that breaks a rule of its problem; the message names the first broken rule."""
 
@@ -23,6 +26,9 @@ class Stage:
 
     ``replication`` says how several devices share the microbatches: ``split`` divides every
     microbatch evenly among them (SPP), ``round-robin`` gives microbatch m to device m mod r whole.
+    ``recompute`` says what is forgotten after the forward and computed again for the backward:
+    nothing (``none``), all but the stage's input (``full``), or all but every layer's input
+    (``layer``).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -30,6 +36,7 @@ class Stage:
     layers: tuple[int, int]
     devices: tuple[str, ...]
     replication: Literal["split", "round-robin"] = "split"
+    recompute: Literal["none", "full", "layer"] = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.layers[0] < self.layers[1]:
@@ -42,6 +49,16 @@ class Stage:
         if self.replication == "split":
             return self.devices
         return (self.devices[microbatch % len(self.devices)],)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayer:
+    """A layer of the planned model, by which a program recognises its own."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    parameter_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +160,17 @@ class Certificate:
 class PipelinePlan:
     """A plan for one training iteration of a model on a cluster.
 
-    ``digest`` names the problem (model, cluster, microbatches) that the plan answers.
+    ``digest`` names the problem (model, cluster, microbatches) that the plan answers, ``layers``
+    (None: not told) are the model's. A stage's devices may be those of another stage. ``weights``
+    says when the weights change:
+
+    - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
+    - ``stash``: after every microbatch (of every round of a stage's turns), as its backward ends; a
+      forward takes the newest weights, and its backward the same (PipeDream's weight stashing).
+    - ``stash+vertical-sync``: likewise, but every stage's forward takes the version that the first
+      stage took for this microbatch.
+    - ``double-buffer``: once, at the end of the iteration, by a gradient at the weights before the
+      last update: W(t+1) = W(t) - lr grad f(W(t-1)) (PipeDream-2BW).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -157,7 +184,8 @@ class PipelinePlan:
     schedule: Schedule
     predicted: Predicted | None = None
     certificate: Certificate | None = None
-    weights: Literal["flush"] = "flush"
+    weights: Weights = "flush"
+    layers: tuple[PlannedLayer, ...] | None = None
     format: Literal["stagewright-plan"] = FORMAT
     version: Literal[1] = VERSION
     kind: Literal["pipeline"] = "pipeline"

@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 from stagewright.formulations.actions import Action, ActionKind, parse_action
 from stagewright.graphs.errors import InputError
 
+BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
 NUMBERS = st.integers(0, 999_999_999)
 ACTIONS = st.one_of(
     st.builds(
         Action,
         NUMBERS,
-        st.sampled_from([kind for kind in ActionKind if kind is not ActionKind.REDUCE]),
+        st.sampled_from([kind for kind in ActionKind if kind not in BARE]),
         NUMBERS,
     ),
-    st.builds(Action, NUMBERS, st.just(ActionKind.REDUCE)),
+    st.builds(Action, NUMBERS, st.sampled_from(BARE)),
 )
 
 
@@ -41,6 +42,14 @@ def test_what_parses_prints_the_same(text: str) -> None:
         ("10SEND_F2", Action(10, ActionKind.SEND_FORWARD, 2)),
         ("3SEND_B0", Action(3, ActionKind.SEND_BACKWARD, 0)),
         ("0REDUCE_GRAD", Action(0, ActionKind.REDUCE)),
+        ("1I3", Action(1, ActionKind.INPUT_GRADIENT, 3)),
+        ("1W3", Action(1, ActionKind.WEIGHT_GRADIENT, 3)),
+        ("2RECV_F0", Action(2, ActionKind.RECEIVE_FORWARD, 0)),
+        ("2RECV_B0", Action(2, ActionKind.RECEIVE_BACKWARD, 0)),
+        ("4UPDATE", Action(4, ActionKind.UPDATE)),
+        ("4STASH1", Action(4, ActionKind.STASH, 1)),
+        ("4USE1", Action(4, ActionKind.USE, 1)),
+        ("4DROP1", Action(4, ActionKind.DROP, 1)),
     ],
 )
 def test_the_spelling_of_the_schedule_files(text: str, action: Action) -> None:
@@ -58,8 +67,8 @@ def test_other_text_is_refused(text: str) -> None:
         parse_action(text)
 
 
-def test_a_microbatch_belongs_to_all_but_a_reduce() -> None:
-    with pytest.raises(InputError, match="a microbatch belongs to every action but an all-reduce"):
+def test_a_microbatch_belongs_to_all_but_a_reduce_and_an_update() -> None:
+    with pytest.raises(InputError, match="a microbatch or version belongs to every action"):
         Action(0, ActionKind.FORWARD)
     with pytest.raises(InputError, match="0REDUCE_GRAD1: a microbatch"):
         Action(0, ActionKind.REDUCE, 1)

@@ -4,14 +4,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import make_stages, scheduled, small_problem, valid_plan
+from plans import elaborate, make_stages, needs_of, scheduled, small_problem, valid_plan
 
-from stagewright.formulations.actions import ActionKind, parse_action
+from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.check import Violation, check, predict, require_valid
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
@@ -29,6 +30,7 @@ from stagewright.graphs.cluster import Link, uniform_servers
 
 MICROBATCHES = 5
 LAYERS = 7
+BARE = ("REDUCE_GRAD", "UPDATE")
 Damage = Callable[[PipelinePlan], PipelinePlan | None]
 
 # Per plan: where the stages end, replicas, how they share, order of microbatches, in-flight limits.
@@ -50,11 +52,15 @@ def problem() -> PipelineProblem:
 
 @cache
 def base(name: str) -> PipelinePlan:
-    """A valid plan, with the right figures and a made-up but consistent certificate."""
     cuts, replicas, ways, order, in_flight = BASES[name]
     stages = make_stages(cuts, replicas, ways)
     plan = valid_plan(problem(), stages, order=order, in_flight=in_flight)
-    figures = predict(problem(), plan)
+    return with_figures(problem(), plan)
+
+
+def with_figures(given_problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+    """The right figures, and a made-up but consistent certificate."""
+    figures = predict(given_problem, plan)
     cost = figures.iteration_seconds
     certificate = Certificate(
         cost_seconds=cost,
@@ -240,6 +246,13 @@ def last_stage(text: str, other: str) -> Damage:
     return damage
 
 
+def another_layer(**changes: Any) -> Damage:
+    """The second layer with ``changes``."""
+    return lambda plan: replace(
+        plan, layers=(plan.layers[0], replace(plan.layers[1], **changes), *plan.layers[2:])
+    )
+
+
 def extra_last_send(plan: PipelinePlan) -> PipelinePlan:
     s = len(plan.stages) - 1
     return added(f"{s}SEND_F0")(plan)
@@ -325,17 +338,25 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "digest of another problem": ("digest", lambda plan: replace(plan, digest="0" * 64)),
     "more microbatches": (
         "microbatches", lambda plan: replace(plan, microbatches=MICROBATCHES + 1)),
-    "unknown weight semantics": ("weights", lambda plan: replace(plan, weights="stash")),
+    "unknown weight semantics": ("weights", lambda plan: replace(plan, weights="mirror")),
+    "updates after every microbatch on replicas": (
+        "weights", lambda plan: replace(plan, weights="stash")),
+    "another layer's name": ("layers", another_layer(name="layer9")),
+    "another layer's size": ("layers", another_layer(parameter_bytes=1.0)),
+    "a layer too few": ("layers", lambda plan: replace(plan, layers=plan.layers[1:])),
+    "layers without end": ("layers", lambda plan: replace(plan, layers=plan.layers * 2)),
     "layer gap": ("layers", relayered(0, 0, -1)),
     "layer overlap": ("layers", relayered(1, -1, 0)),
     "first layer missing": ("layers", relayered(0, 1, 0)),
     "last layer missing": ("layers", lambda plan: replace(plan, stages=plan.stages[:-1])),
     "a layer too many": ("layers", relayered(-1, 0, 1)),
     "stages in reverse": ("layers", lambda plan: replace(plan, stages=plan.stages[::-1])),
-    "device in two stages": ("devices", restaged(1, devices=("g0",))),
+    "another stage's device": ("missing", restaged(1, devices=("g0",))),
     "device twice in a stage": ("devices", restaged(0, devices=("g0", "g0"))),
     "unknown device": ("devices", renamed_device),
     "unknown replication": ("devices", restaged(0, replication="mirror")),
+    "unknown recomputation": ("recompute", restaged(1, recompute="some")),
+    "recomputation that takes no time": ("duration", restaged(1, recompute="full")),
     "dropped forward": ("missing", dropped("1F2")),
     "dropped backward": ("missing", dropped("0B0")),
     "dropped forward transfer": ("missing", dropped("0SEND_F1")),
@@ -366,6 +387,11 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "send from the last stage": ("unexpected", extra_last_send),
     "send back from the first stage": ("unexpected", added("0SEND_B0")),
     "reduce of a single device": ("unexpected", added("1REDUCE_GRAD")),
+    "receive": ("unexpected", added("1RECV_F0")),
+    "update": ("unexpected", added("1UPDATE")),
+    "switch of versions": ("unexpected", added("1USE0")),
+    "a part of a backward": ("missing", renamed("1B1", "1W1")),
+    "a part beside the whole backward": ("unexpected", added("1I0")),
     "forward called backward": ("twice", renamed("1F1", "1B1")),
     "negative start": ("times", changed("0F0", start_seconds=-1e-3)),
     "NaN start": ("times", changed("0F1", start_seconds=NAN)),
@@ -577,26 +603,72 @@ def test_predict_refuses_an_incomplete_plan() -> None:
         predict(problem(), dropped("1F2")(base("split")))
 
 
-def peak_by_instants(given_problem: PipelineProblem, plan: PipelinePlan) -> dict[str, float]:
-    """Peak memory per device, by counting at the start of every forward."""
-    peaks = {}
-    for stage in plan.stages:
-        size = (*stage.layers, len(stage.runners(0)))
-        for device in stage.devices:
-            mine = [e for e in plan.schedule.actions if e.device == device]
-            begins = [e.start_seconds for e in mine if parse_action(e.action).kind == "F"]
-            ends = [e.finish_seconds for e in mine if parse_action(e.action).kind == "B"]
-            most = max(
-                (sum(b <= t for b in begins) - sum(e <= t for e in ends) for t in begins),
-                default=0,
-            )
-            peaks[device] = given_problem.static_bytes(*size)
-            peaks[device] += most * given_problem.saved_bytes(*size)
+def spans(plan: PipelinePlan, device: str, s: int) -> dict[int, dict[str, ScheduledAction]]:
+    """By microbatch and kind what ``device`` computes for stage ``s``."""
+    found: dict[int, dict[str, ScheduledAction]] = {}
+    for entry in plan.schedule.actions:
+        action = parse_action(entry.action)
+        if (entry.device, action.stage) == (device, s) and action.kind in COMPUTE:
+            found.setdefault(action.microbatch, {})[action.kind] = entry
+    return found
+
+
+def done(span: dict[str, ScheduledAction]) -> float:
+    """When a microbatch's backward ends."""
+    return span["W" if "W" in span else "B"].finish_seconds
+
+
+def held_for(given: PipelineProblem, stage: Stage, span: dict[str, Any], now: float) -> float:
+    """Bytes that a microbatch keeps on a device of its stage at ``now``."""
+    if not span["F"].start_seconds <= now < done(span):
+        return 0.0
+    shares = len(stage.runners(0))
+    saved = [given.saved_bytes(i, i + 1, shares) for i in range(*stage.layers)]
+    inputs = [given.boundary_bytes(i) / shares if i else 0.0 for i in range(*stage.layers)]
+    if stage.recompute == "none":
+        return sum(saved)
+    kept = inputs[0] if stage.recompute == "full" else sum(inputs)
+    if now < span["I" if "I" in span else "B"].start_seconds:
+        return kept
+    return kept + (max(saved) if stage.recompute == "layer" and "B" in span else sum(saved))
+
+
+def versions(plan: PipelinePlan, s: int, now: float) -> int:
+    """How many versions of stage ``s``'s weights its device holds at ``now``."""
+    leader = 0 if plan.weights == "stash+vertical-sync" else s
+    mine, leaders = (spans(plan, plan.stages[k].devices[0], k) for k in (s, leader))
+
+    def newest(of: dict[int, dict[str, ScheduledAction]], when: float) -> int:
+        return sum(done(span) <= when for span in of.values())
+
+    used = {m: newest(leaders, span["F"].start_seconds) for m, span in leaders.items()}
+    needed = {used[m] for m, span in mine.items() if done(span) > now}
+    return len({k for k in needed if k <= newest(mine, now)} | {newest(mine, now)})
+
+
+def peak_by_instants(given: PipelineProblem, plan: PipelinePlan) -> dict[str, float]:
+    """Peak memory per device, by adding up at every instant at which anything starts or ends."""
+    instants = {e.start_seconds for e in plan.schedule.actions}
+    instants |= {e.finish_seconds for e in plan.schedule.actions}
+    peaks: dict[str, float] = {}
+    for device in {name for stage in plan.stages for name in stage.devices}:
+        stages = [(s, stage) for s, stage in enumerate(plan.stages) if device in stage.devices]
+        work = {s: spans(plan, device, s) for s, _ in stages}
+        for now in instants:
+            need = 0.0
+            for s, stage in stages:
+                weights = given.gradient_bytes(*stage.layers)
+                need += given.static_bytes(*stage.layers, len(stage.runners(0)))
+                need += sum(held_for(given, stage, span, now) for span in work[s].values())
+                need += weights * (plan.weights == "double-buffer")
+                if plan.weights.startswith("stash"):
+                    need += weights * (versions(plan, s, now) - 1)
+            peaks[device] = max(need, peaks.get(device, 0.0))
     return peaks
 
 
-@settings(max_examples=60, deadline=None)
-@given(scheduled(waits=True))
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_valid_plans_pass(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     given_problem, plan = case
     found = predict(given_problem, plan)
@@ -605,12 +677,34 @@ def test_valid_plans_pass(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     moves = [e for e in plan.schedule.actions if e.bytes is not None]
     assert sum(found.link_bytes.values()) == pytest.approx(sum(e.bytes for e in moves))
     busy = sum(e.finish_seconds - e.start_seconds for e in plan.schedule.actions if e.bytes is None)
-    used = sum(len(stage.devices) for stage in plan.stages)
+    used = len({name for stage in plan.stages for name in stage.devices})
     assert found.bubble == pytest.approx(1 - busy / (used * found.iteration_seconds))
 
 
 @settings(max_examples=60, deadline=None)
-@given(scheduled(), st.data())
+@given(elaborate())
+def test_every_device_fits_with_its_peak_and_not_with_less(
+    case: tuple[PipelineProblem, PipelinePlan],
+) -> None:
+    given_problem, plan = case
+    peaks = predict(given_problem, plan).peak_memory_bytes
+    for spare in (1, -1):
+        devices = tuple(
+            replace(
+                device, memory_bytes=peaks[device.name] + spare if device.name in peaks else 1e12
+            )
+            for device in given_problem.cluster.devices
+        )
+        cluster = replace(given_problem.cluster, devices=devices)
+        tight = PipelineProblem(given_problem.chain, cluster, plan.microbatches)
+        violations = check(tight, replace(plan, digest=tight.digest))
+        places = {f"device {name}" for name in peaks} if spare < 0 else set()
+        assert {violation.place for violation in violations} == places
+        assert {violation.rule for violation in violations} <= {"memory"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(scheduled(), elaborate()), st.data())
 def test_nothing_can_start_earlier_in_a_tight_plan(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
 ) -> None:
@@ -625,28 +719,391 @@ def test_nothing_can_start_earlier_in_a_tight_plan(
 
 
 @settings(max_examples=60, deadline=None)
-@given(scheduled(), st.data())
+@given(st.one_of(scheduled(), elaborate()), st.data())
 def test_nothing_can_end_after_what_follows_it_starts(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
 ) -> None:
     given_problem, plan = case
-    last = len(plan.stages) - 1
-    follower = {}
-    for entry in plan.schedule.actions:
-        action = parse_action(entry.action)
-        s, m = action.stage, action.microbatch
-        match action.kind:
-            case ActionKind.FORWARD:
-                follower[entry.action] = f"{s}SEND_F{m}" if s < last else f"{s}B{m}"
-            case ActionKind.SEND_FORWARD:
-                follower[entry.action] = f"{s + 1}F{m}"
-            case ActionKind.SEND_BACKWARD:
-                follower[entry.action] = f"{s - 1}B{m}"
-            case ActionKind.BACKWARD if s > 0:
-                follower[entry.action] = f"{s}SEND_B{m}"
-    text = data.draw(st.sampled_from(sorted(follower)))
+    every = {parse_action(entry.action) for entry in plan.schedule.actions}
+    pairs = [
+        (str(need), str(action))
+        for action in sorted(every)
+        if action.kind is not ActionKind.REDUCE  # reported for the last backward only
+        for need in needs_of(plan.stages, action, every)
+    ]
+    text, follower = data.draw(st.sampled_from(pairs))
     entry = entries(plan, text)[0]
-    room = start_of(plan, follower[text]) - entry.finish_seconds
+    room = start_of(plan, follower) - entry.finish_seconds
     late = entry.start_seconds + room + data.draw(st.floats(1e-6, 1))
     violations = check(given_problem, moved(plan, text, late))
-    assert ("dependency", follower[text]) in {(v.rule, v.place) for v in violations}
+    assert ("dependency", follower) in {(v.rule, v.place) for v in violations}
+
+
+@settings(max_examples=60, deadline=None)
+@given(elaborate(), st.data())
+def test_no_action_can_be_left_out_doubled_or_renamed(
+    case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
+) -> None:
+    given_problem, plan = case
+    entry = data.draw(st.sampled_from(plan.schedule.actions))
+    action = parse_action(entry.action)
+    rest = [e for e in plan.schedule.actions if e is not entry]
+    other = replace(action, stage=len(plan.stages))
+    if action.microbatch is not None:
+        stages = st.integers(0, len(plan.stages) - 1)
+        kinds = st.sampled_from([kind for kind in ActionKind if str(kind) not in BARE])
+        names = st.builds(Action, stages, kinds, st.integers(0, plan.microbatches - 1))
+        other = data.draw(names.filter(lambda drawn: drawn != action))
+    for broken in (rest, [*rest, entry, entry], [*rest, replace(entry, action=str(other))]):
+        assert check(given_problem, with_entries(plan, broken))
+
+
+def rich_stage(start: int, stop: int, devices: str, **options: Any) -> Stage:
+    return Stage((start, stop), tuple(devices.split()), **options)
+
+
+ALL = frozenset((s, m) for s in range(4) for m in range(MICROBATCHES))
+SOME = frozenset((s, m) for s, m in ALL if (s + m) % 2)
+
+# Stages, in-flight limits, backwards in parts, weights. g7 is idle in all of them.
+RICH: dict[str, tuple[list[Stage], tuple[int, ...], frozenset[tuple[int, int]], str]] = {
+    "zero bubble": (
+        [rich_stage(0, 2, "g0"), rich_stage(2, 4, "g1"), rich_stage(4, 7, "g2")],
+        (3, 2, 2), ALL, "flush"),
+    "vee": (
+        [rich_stage(0, 2, "g0", recompute="full"), rich_stage(2, 4, "g1"),
+         rich_stage(4, 5, "g1", recompute="layer"), rich_stage(5, 7, "g0", recompute="layer")],
+        (4, 3, 2, 1), SOME, "flush"),
+    "groups": (
+        [rich_stage(0, 2, "g0 g1"), rich_stage(2, 4, "g0 g1", recompute="full"),
+         rich_stage(4, 7, "g1 g2", recompute="layer")],
+        (3, 2, 1), SOME, "double-buffer"),
+    "turns": (
+        [rich_stage(0, 3, "g0 g1", replication="round-robin"),
+         rich_stage(3, 7, "g0 g1", replication="round-robin", recompute="full")],
+        (2, 2), frozenset({(0, 1)}), "double-buffer"),
+    "stash": (
+        [rich_stage(0, 2, "g0", recompute="full"), rich_stage(2, 4, "g1"), rich_stage(4, 7, "g2")],
+        (3, 2, 1), SOME, "stash"),
+    "vertical sync": (
+        [rich_stage(0, 2, "g0"), rich_stage(2, 4, "g1"), rich_stage(4, 7, "g2")],
+        (3, 2, 1), SOME, "stash+vertical-sync"),
+}  # fmt: skip
+
+
+@cache
+def rich_problem() -> PipelineProblem:
+    return small_problem(LAYERS, 8, MICROBATCHES, parts=True)
+
+
+@cache
+def rich(name: str) -> PipelinePlan:
+    stages, in_flight, split, weights = RICH[name]
+    plan = valid_plan(
+        rich_problem(), stages, in_flight=in_flight, split=split, weights=weights,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return with_figures(rich_problem(), plan)
+
+
+def texts_of(plan: PipelinePlan, kind: str) -> list[str]:
+    found = (parse_action(entry.action) for entry in plan.schedule.actions)
+    return [str(action) for action in found if action.kind == kind]
+
+
+def first_of(kind: str, damage: Callable[[str], Damage]) -> Damage:
+    """``damage`` of the plan's first action of ``kind``, if it has any."""
+
+    def broken(plan: PipelinePlan) -> PipelinePlan | None:
+        texts = texts_of(plan, kind)
+        return damage(texts[0])(plan) if texts else None
+
+    return broken
+
+
+def as_kind(text: str, kind: str) -> str:
+    action = parse_action(text)
+    return str(Action(action.stage, ActionKind(kind), None if kind in BARE else action.microbatch))
+
+
+def also(text: str, kind: str, **changes: Any) -> Damage:
+    """Beside every entry of ``text`` one of another kind."""
+    return lambda plan: with_entries(
+        plan,
+        [
+            *plan.schedule.actions,
+            *(replace(e, action=as_kind(text, kind), **changes) for e in entries(plan, text)),
+        ],
+    )
+
+
+def handed_over(damage: Callable[[PipelinePlan, int, int], PipelinePlan]) -> Damage:
+    """``damage`` of the first stage and microbatch that is not sent on."""
+
+    def broken(plan: PipelinePlan) -> PipelinePlan | None:
+        for s, m in product(range(len(plan.stages) - 1), range(MICROBATCHES)):
+            if not entries(plan, f"{s}SEND_F{m}"):
+                return damage(plan, s, m)
+        return None
+
+    return broken
+
+
+def sent_in_memory(plan: PipelinePlan, s: int, m: int) -> PipelinePlan:
+    group = plan.stages[s].runners(m)
+    return also(
+        f"{s}F{m}", "SEND_F",
+        sources=group, targets=group, bytes=rich_problem().boundary_bytes(plan.stages[s].layers[1]),
+    )(plan)  # fmt: skip
+
+
+def gradient(plan: PipelinePlan, s: int, m: int) -> str:
+    return f"{s}I{m}" if entries(plan, f"{s}I{m}") else f"{s}B{m}"
+
+
+def of_two_stages_at_once(plan: PipelinePlan) -> PipelinePlan | None:
+    """A forward of one stage while its device begins the backward of another."""
+    for s, stage in enumerate(plan.stages):
+        for t, other in enumerate(plan.stages):
+            if s != t and stage.runners(0)[0] == other.runners(0)[0]:
+                return moved(plan, f"{s}F0", start_of(plan, gradient(plan, t, 0)))
+    return None
+
+
+def reduce_before_the_last_weights(plan: PipelinePlan) -> PipelinePlan | None:
+    for text in texts_of(plan, "REDUCE_GRAD"):
+        s = parse_action(text).stage
+        parts = [w for w in texts_of(plan, "W") if parse_action(w).stage == s]
+        if parts:
+            return moved(plan, text, max(start_of(plan, w) for w in parts))
+    return None
+
+
+def recomputation(recompute: str) -> Damage:
+    """The first stage of another kind said to forget this, its actions as before."""
+
+    def damage(plan: PipelinePlan) -> PipelinePlan | None:
+        for s, stage in enumerate(plan.stages):
+            if (stage.recompute == "none") != (recompute == "none"):
+                return restaged(s, recompute=recompute)(plan)
+        return None
+
+    return damage
+
+
+def whole_memory(plan: PipelinePlan) -> PipelinePlan | None:
+    """Whole stages kept in memory said to be kept layer by layer."""
+    for s, stage in enumerate(plan.stages):
+        if stage.recompute == "full" and s > 0:
+            return restaged(s, recompute="layer")(plan)
+    return None
+
+
+def other_weights(*weights: str) -> Damage:
+    """Other semantics, figures as before; not where the new ones may need as much memory."""
+    return lambda plan: None if plan.weights in weights else replace(plan, weights=weights[0])
+
+
+RICH_DAMAGES: dict[str, tuple[str, Damage]] = {
+    "no weight gradient": ("missing", first_of("W", dropped)),
+    "no input gradient": ("missing", first_of("I", dropped)),
+    "weight gradient twice": ("twice", first_of("W", doubled)),
+    "whole backward beside its parts": ("unexpected", first_of("I", lambda t: also(t, "B"))),
+    "whole backward for the input's": ("missing", first_of(
+        "I", lambda t: renamed(t, as_kind(t, "B")))),
+    "weight gradient before the input's": ("dependency", first_of(
+        "W", lambda t: put_at_start_of(t, as_kind(t, "I")))),
+    "shorter weight gradient": ("duration", first_of("W", lambda t: stretched(t, 0.99))),
+    "longer input gradient": ("duration", first_of("I", lambda t: stretched(t, 1.01))),
+    "weight gradient on another device": ("unexpected", first_of(
+        "W", lambda t: changed(t, device="g7"))),
+    "gradient sent before it is there": ("dependency", first_of(
+        "SEND_B", lambda t: lambda plan: moved(
+            plan, t, start_of(plan, gradient(plan, parse_action(t).stage,
+                                             parse_action(t).microbatch or 0))))),
+    "activations not sent": ("missing", first_of("SEND_F", dropped)),
+    "gradients not sent": ("missing", first_of("SEND_B", dropped)),
+    "sent to itself": ("unexpected", handed_over(sent_in_memory)),
+    "sent back to itself": ("unexpected", handed_over(
+        lambda plan, s, m: also(f"{s + 1}F{m}", "SEND_B")(plan))),
+    "before what is handed over": ("dependency", handed_over(
+        lambda plan, s, m: moved(plan, f"{s + 1}F{m}", start_of(plan, f"{s}F{m}")))),
+    "before the gradient is handed over": ("dependency", handed_over(
+        lambda plan, s, m: moved(
+            plan, gradient(plan, s, m), start_of(plan, gradient(plan, s + 1, m))))),
+    "two stages at once": ("overlap", of_two_stages_at_once),
+    "reduce before the last weight gradient": ("dependency", reduce_before_the_last_weights),
+    "nothing recomputed": ("duration", recomputation("none")),
+    "all recomputed in no time": ("duration", recomputation("full")),
+    "layers recomputed in no time": ("duration", recomputation("layer")),
+    "more kept than said": ("predicted", whole_memory),
+    "versions forgotten": ("predicted", other_weights("flush")),
+    "versions doubled": ("predicted", other_weights("double-buffer")),
+}  # fmt: skip
+
+
+def rich_cases() -> Iterator[Any]:
+    for name, (rule, damage) in RICH_DAMAGES.items():
+        for plan_name in RICH:
+            broken = damage(rich(plan_name))
+            if broken is not None:
+                yield pytest.param(rule, broken, id=f"{name} in {plan_name}")
+
+
+@pytest.mark.parametrize("name", RICH)
+def test_the_undamaged_rich_plans_are_valid(name: str) -> None:
+    assert check(rich_problem(), rich(name)) == ()
+    assert rich(name).predicted.peak_memory_bytes == pytest.approx(
+        peak_by_instants(rich_problem(), rich(name))
+    )
+
+
+@pytest.mark.parametrize(("rule", "broken"), list(rich_cases()))
+def test_damage_to_rich_plans_is_rejected(rule: str, broken: PipelinePlan) -> None:
+    violations = check(rich_problem(), broken)
+    assert rule in {violation.rule for violation in violations}
+    assert all("\n" not in str(violation) for violation in violations)
+
+
+@pytest.mark.parametrize("name", RICH_DAMAGES)
+def test_damage_to_rich_plans_is_really_tried(name: str) -> None:
+    assert any(RICH_DAMAGES[name][1](rich(plan)) is not None for plan in RICH)
+
+
+def two_by_hand(
+    weights: str = "flush", parts: bool = False, **options: Any
+) -> tuple[PipelineProblem, PipelinePlan]:
+    """The plan of `test_figures_by_hand`, where a microbatch saves half of a layer's weights.
+
+    Stage 1 has ``options``; ``parts`` makes I a quarter of its backward.
+    """
+    sizes = [{"backward_seconds": 2.0}, {"backward_seconds": 4.0}]
+    if parts:
+        sizes[1] = {"input_gradient_seconds": 1.0, "weight_gradient_seconds": 3.0}
+    layers = tuple(
+        Layer(f"l{i}", 1e6, (LayerCost(1, 1.0 + i, 0.5e6, 1e9, **size),))
+        for i, size in enumerate(sizes)
+    )
+    cluster = uniform_servers(1, 2, Link(1e9), memory_bytes=16e9)
+    by_hand = PipelineProblem(Chain("hand", "test", 1, layers), cluster, 2)
+    stages = [Stage((0, 1), ("s0g0",)), Stage((1, 2), ("s0g1",), **options)]
+    plan = valid_plan(
+        by_hand, stages, in_flight=(2, 1), weights=weights,  # type: ignore[arg-type]
+        split=[(1, 0), (1, 1)] if parts else (),
+    )  # fmt: skip
+    assert check(by_hand, plan) == ()
+    return by_hand, plan
+
+
+@pytest.mark.parametrize(
+    ("weights", "first", "second"),
+    [
+        ("flush", 2 * 0.5e6, 0.5e6),
+        # Microbatch 1 needs version 0 on device 0 when microbatch 0 has gone from it.
+        ("stash", 0.5e6 + 1e6, 0.5e6),
+        # On device 1 too, where it starts when version 1 is there.
+        ("stash+vertical-sync", 0.5e6 + 1e6, 0.5e6 + 1e6),
+        ("double-buffer", 2 * 0.5e6 + 1e6, 0.5e6 + 1e6),
+    ],
+)
+def test_versions_by_hand(weights: str, first: float, second: float) -> None:
+    by_hand, plan = two_by_hand(weights)
+    static = 4e6 + 2e9
+    peaks = predict(by_hand, plan).peak_memory_bytes
+    assert peaks == {"s0g0": static + first, "s0g1": static + second}
+
+
+def test_a_pipeline_of_three_keeps_three_two_and_one_versions() -> None:
+    """PipeDream's weight stashing: as many as microbatches are in flight."""
+    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(1, 1.0, 0, 0, 2.0),)) for i in range(3))
+    cluster = uniform_servers(1, 3, Link(1e9))
+    three = PipelineProblem(Chain("c", "test", 1, layers), cluster, 8)
+    stages = [Stage((i, i + 1), (f"s0g{i}",)) for i in range(3)]
+    plan = valid_plan(three, stages, in_flight=(3, 2, 1), weights="stash")
+    states, peaks = 3e6, predict(three, plan).peak_memory_bytes
+    assert peaks == {f"s0g{i}": states + (3 - i) * 1e6 for i in range(3)}
+
+
+def test_parts_and_recomputation_by_hand() -> None:
+    """Of stage 1: I 1 s, W 3 s, a forward of 2 s again; the input of 1 GB is kept."""
+    for recompute, again, kept in (("none", 0.0, 0.5e6), ("full", 2.0, 0.5e6 + 1e9)):
+        by_hand, plan = two_by_hand(parts=True, recompute=recompute)
+        lasting = {e.action: e.finish_seconds - e.start_seconds for e in plan.schedule.actions}
+        assert (lasting["1I0"], lasting["1W0"]) == (1 + again, 3)
+        # The gradient leaves when I ends.
+        assert start_of(plan, "1SEND_B0") == 4 + 1 + again
+        assert predict(by_hand, plan).peak_memory_bytes["s0g1"] == 4e6 + 2e9 + kept
+
+
+def test_layer_by_layer_keeps_one_layers_activations() -> None:
+    """A stage of three layers that save 3, 5 and 4 MB and pass on 1 MB each."""
+    layers = tuple(
+        Layer(f"l{i}", 1e6, (LayerCost(1, 1.0, saved, 1e6, None, 1.0, 1.0),))
+        for i, saved in enumerate((3e6, 5e6, 4e6))
+    )
+    cluster = uniform_servers(1, 1, Link(1e9))
+    for split, during in (((), 5e6), ([(0, 0)], 3e6 + 5e6 + 4e6)):
+        alone = PipelineProblem(Chain("c", "test", 1, layers), cluster, 1)
+        plan = valid_plan(alone, [Stage((0, 3), ("s0g0",), recompute="layer")], split=split)
+        assert predict(alone, plan).iteration_seconds == 3 + 3 + 6
+        assert predict(alone, plan).peak_memory_bytes["s0g0"] == 3 * 4e6 + 2 * 1e6 + during
+
+
+def test_a_layer_that_knows_only_its_whole_backward_is_named() -> None:
+    known = small_problem(LAYERS, 8, MICROBATCHES, parts=True)
+    layers = (*known.chain.layers[:5], *problem().chain.layers[5:])
+    given_problem = replace(known, chain=replace(known.chain, layers=layers))
+    stages = make_stages((2, 4, 7), (1, 1, 1), ("split",) * 3)
+    sound = valid_plan(given_problem, stages, split=[(0, 1), (1, 2)])
+    assert check(given_problem, sound) == ()
+    (violation,) = check(given_problem, valid_plan(given_problem, stages, split=[(2, 0)]))
+    assert str(violation).startswith("parts: stage 2: layer 'layer5' knows only its whole backward")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (restaged(0, recompute="some"), "recompute: stage 0: recompute 'some'"),
+        (lambda plan: replace(plan, weights="mirror"), "use one of 'flush', 'stash', "),
+        (lambda plan: replace(plan, weights="stash"), "stage 0: 'stash' on 2 devices needs an all"),
+        (also("0F0", "UPDATE"), "UPDATE belongs to programs, not to plans"),
+        (also("0F0", "SEND_F", sources=("g0", "g1"), targets=("g0", "g1"), bytes=1.0),
+         "the same devices run this microbatch in both stages"),
+        (also("0I1", "B"), "the backward stands as I and W"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_rich_plan(damage: Damage, message: str) -> None:
+    broken = damage(rich("groups"))
+    assert broken is not None
+    assert any(message in str(violation) for violation in check(rich_problem(), broken))
+
+
+@pytest.mark.parametrize("devices", [["g0"], ["g0", "g1"], ["g0", "g1", "g3"]])
+def test_the_parts_of_a_backward_add_up(devices: list[str]) -> None:
+    """On devices of one kind, for the share of a microbatch that each of them has."""
+    at = [rich_problem().cluster.index[name] for name in devices]
+    parts = rich_problem().gradient_seconds(1, 4, at)
+    assert sum(parts) == pytest.approx(rich_problem().compute_seconds(1, 4, at)[1])
+    assert parts[0] == pytest.approx(rich_problem().compute_seconds(1, 4, at)[0])
+
+
+def test_only_the_turns_of_other_devices_pass_a_boundary() -> None:
+    """Even microbatches stay on g0, odd ones come from g1."""
+    stages = [
+        rich_stage(0, 3, "g0 g1", replication="round-robin"),
+        rich_stage(3, 7, "g0"),
+    ]
+    plan = valid_plan(rich_problem(), stages, in_flight=(2, 2))
+    assert check(rich_problem(), plan) == ()
+    assert texts_of(plan, "SEND_F") == ["0SEND_F1", "0SEND_F3"]
+    passed = predict(rich_problem(), plan).link_bytes
+    assert passed["0-1"] == 4 * rich_problem().boundary_bytes(3)
+
+
+@pytest.mark.parametrize("weights", ["flush", "stash"])
+def test_rounding_is_no_second_microbatch_in_flight(weights: str) -> None:
+    """A forward that starts 0.1 ns before the backward that makes room for it has ended."""
+    by_hand, plan = two_by_hand(weights)
+    early = moved(plan, "1F1", 8 - 1e-10)
+    assert check(by_hand, early) == ()
+    peaks = (predict(by_hand, each).peak_memory_bytes for each in (plan, early))
+    assert next(peaks) == next(peaks)

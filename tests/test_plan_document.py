@@ -60,7 +60,7 @@ def test_the_same_plan_comes_back(tmp_path: Path) -> None:
 
 
 def test_figures_and_certificate_may_be_absent(tmp_path: Path) -> None:
-    bare = replace(small_plan(), predicted=None, certificate=None)
+    bare = replace(small_plan(), predicted=None, certificate=None, layers=None)
     save_plan(bare, tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
     assert "predicted" not in text
@@ -70,9 +70,12 @@ def test_figures_and_certificate_may_be_absent(tmp_path: Path) -> None:
 def test_what_other_programs_read(data: dict[str, Any]) -> None:
     assert (data["format"], data["version"], data["kind"]) == ("stagewright-plan", 1, "pipeline")
     assert data["stages"] == [
-        {"layers": [0, 1], "devices": ["g0", "g1"], "replication": "round-robin"},
-        {"layers": [1, 4], "devices": ["g2"], "replication": "split"},
-    ]
+        {"layers": [0, 1], "devices": ["g0", "g1"], "replication": "round-robin",
+         "recompute": "none"},
+        {"layers": [1, 4], "devices": ["g2"], "replication": "split", "recompute": "none"},
+    ]  # fmt: skip
+    assert data["layers"][1] == {"name": "layer1", "parameter_bytes": 9e7}
+    assert data["weights"] == "flush"
     assert data["microbatches"] == 2
     actions = data["schedule"]["actions"]
     assert set(actions[0]) == {"device", "action", "start_seconds", "finish_seconds"}
@@ -136,7 +139,10 @@ def without(*path: Any) -> Damage:
         (put("stages", 0, "devices", value=[]), r"stages\[0\]: a stage needs at least one device"),
         (put("stages", 0, "devices", value=[0, 1]), r"stages\[0\].devices\[0\]: .*string"),
         (put("stages", 0, "replication", value="both"), r"stages\[0\].replication: .*'split'"),
-        (put("weights", value="stash"), "weights: .*'flush'"),
+        (put("stages", 0, "recompute", value="some"), r"stages\[0\].recompute: .*'full'"),
+        (put("weights", value="often"), "weights: .*'flush', 'stash'"),
+        (put("layers", 0, "flops", value=1), r"layers\[0\].flops: unknown field"),
+        (put("layers", 0, "parameter_bytes", value="1"), r"layers\[0\].parameter_bytes: .*number"),
         (put("schedule", "kind", value="periodic"), "schedule.kind: "),
         (put("schedule", "actions", 1, "start_seconds", value=None), r"actions\[1\].start_seconds"),
         (put("schedule", "actions", 1, "device", value=7), r"actions\[1\].device: .*string"),

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import make_stages, scheduled, small_problem, valid_plan
+from plans import elaborate, make_stages, scheduled, small_problem, valid_plan
 
 from stagewright.executor.simulate import Deadlock, simulate
 from stagewright.formulations.check import check
@@ -41,7 +41,7 @@ def two_stages(microbatches: int = 2) -> tuple[PipelineProblem, PipelinePlan]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(scheduled(), st.randoms(use_true_random=False))
+@given(st.one_of(scheduled(), elaborate()), st.randoms(use_true_random=False))
 def test_a_tight_plan_runs_at_its_own_times(case, random) -> None:  # type: ignore[no-untyped-def]
     problem, plan = case
     actions = list(plan.schedule.actions)
@@ -53,7 +53,7 @@ def test_a_tight_plan_runs_at_its_own_times(case, random) -> None:  # type: igno
 
 
 @settings(max_examples=80, deadline=None)
-@given(scheduled(waits=True))
+@given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_needless_waits_disappear(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     problem, plan = case
     found = simulate(problem, plan)
@@ -66,7 +66,7 @@ def test_needless_waits_disappear(case: tuple[PipelineProblem, PipelinePlan]) ->
 
 
 @settings(max_examples=40, deadline=None)
-@given(scheduled(), st.floats(1, 3), st.data())
+@given(st.one_of(scheduled(), elaborate()), st.floats(1, 3), st.data())
 def test_a_straggler_delays_and_its_slack_says_by_how_much(
     case: tuple[PipelineProblem, PipelinePlan], factor: float, data: st.DataObject
 ) -> None:
@@ -170,6 +170,54 @@ def test_actions_that_last_no_time_keep_their_order(
     backwards = replace(plan, schedule=Schedule(plan.schedule.actions[::-1]))
     assert check(problem, backwards) == ()
     assert simulate(problem, backwards).actions == backwards.schedule.actions
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0)])
+def test_parts_that_last_no_time_keep_their_order(seconds: tuple[float, float]) -> None:
+    """Stages 0 and 2 share a device; forwards and transfers are free too."""
+    costs = (LayerCost(1, 0.0, 1e6, 0.0, None, *seconds),)
+    layers = tuple(Layer(f"l{i}", 0.0, costs) for i in range(3))
+    problem = PipelineProblem(Chain("c", "test", 1, layers), uniform_servers(1, 2, Link(1e9)), 3)
+    stages = [Stage((i, i + 1), (f"s0g{i % 2}",)) for i in range(3)]
+    split = [(s, m) for s in range(3) for m in range(3)]
+    plan = valid_plan(problem, stages, split=split)
+    backwards = replace(plan, schedule=Schedule(plan.schedule.actions[::-1]))
+    assert check(problem, backwards) == ()
+    assert simulate(problem, backwards).actions == backwards.schedule.actions
+
+
+def test_a_weight_gradient_before_its_input_gradient_is_a_deadlock() -> None:
+    problem = small_problem(4, 4, 2, parts=True)
+    stages = make_stages((2, 4), (1, 1), ("split", "split"))
+    plan = valid_plan(problem, stages, in_flight=(1, 1), split=[(1, 0)])
+    start = {e.action: e.start_seconds for e in plan.schedule.actions}
+    message = r"^deadlock: (1[IW]0 on g1)( waits for 1[IW]0 on g1){2}$"
+    with pytest.raises(Deadlock, match=message):
+        simulate(problem, at_times(plan, {"1W0": start["1I0"] - 1e-6}))
+
+
+def test_the_devices_of_a_group_start_together_though_one_is_busy_elsewhere() -> None:
+    """The slow g0 has more to do for stage 0 while g1 would be free for stage 2."""
+    problem = small_problem(4, 4, 3)
+    stages = [Stage((0, 2), ("g0",)), Stage((2, 3), ("g1",)), Stage((3, 4), ("g0", "g1"))]
+    found = simulate(problem, valid_plan(problem, stages), stragglers={"g0": 3.0})
+    starts = {(e.action, e.device): e.start_seconds for e in found.actions}
+    for m in range(3):
+        assert starts[f"2F{m}", "g0"] == starts[f"2F{m}", "g1"]
+        assert starts[f"2B{m}", "g0"] == starts[f"2B{m}", "g1"]
+
+
+def test_what_is_handed_over_stays_on_its_device() -> None:
+    """Two stages on the same two devices: the quick one waits for the slow one at the end only."""
+    problem = small_problem(4, 4, 1)
+    stages = [Stage((0, 2), ("g0", "g1")), Stage((2, 4), ("g0", "g1"))]
+    found = simulate(problem, valid_plan(problem, stages), stragglers={"g1": 3.0})
+    times = {(e.action, e.device): e for e in found.actions}
+    for name in ("g0", "g1"):
+        way = [times[text, name] for text in ("0F0", "1F0", "1B0", "0B0")]
+        for one, other in pairwise(way):
+            assert other.start_seconds == one.finish_seconds
+    assert times["0REDUCE_GRAD", "g0"].start_seconds == times["0B0", "g1"].finish_seconds
 
 
 def test_jitter_is_drawn_from_the_seed_and_has_mean_one() -> None:

@@ -14,7 +14,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plans import make_stages, scheduled, small_problem, valid_plan
+from hypothesis import strategies as st
+from plans import elaborate, make_stages, scheduled, small_problem, valid_plan
 
 import stagewright
 from stagewright.executor.chart import png, write_png
@@ -66,10 +67,10 @@ def certified(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
 
 @pytest.fixture(scope="module")
 def plan() -> PipelinePlan:
-    """Stages 0 and 2 are replicated; there are transfers and all-reduces."""
-    problem = small_problem(microbatches=5)
-    ways = ("split", "split", "round-robin")
-    return certified(problem, valid_plan(problem, make_stages((2, 4, 6), (2, 1, 3), ways)))
+    """Stages 0 and 2 are replicated; there are all kinds of actions."""
+    problem = small_problem(microbatches=5, parts=True)
+    stages = make_stages((2, 4, 6), (2, 1, 3), ("split", "split", "round-robin"))
+    return certified(problem, valid_plan(problem, stages, split=[(0, 1), (2, 3)]))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def wide_plan() -> PipelinePlan:
 
 
 @settings(max_examples=30, deadline=None)
-@given(scheduled(waits=True))
+@given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_every_action_is_drawn_once_on_its_row(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     _, plan = case
     rows = timeline(plan)
@@ -117,8 +118,21 @@ def test_many_devices_are_drawn_as_one_row_per_stage(wide_plan: PipelinePlan) ->
     assert "one row per stage (72 devices)" in page(wide_plan)
 
 
+def test_a_device_names_all_its_stages() -> None:
+    problem = small_problem()
+    stages = [Stage((0, 2), ("g0", "g1")), Stage((2, 4), ("g1",)), Stage((4, 6), ("g0", "g2"))]
+    plan = valid_plan(problem, stages)
+    assert [row.name for row in timeline(plan) if row.group == "device"] == [
+        "g0 · stages 0, 2", "g1 · stages 0, 1", "g2 · stage 2",
+    ]  # fmt: skip
+    merged = [row for row in timeline(plan, max_device_rows=1) if row.group == "device"]
+    assert [row.name for row in merged] == ["stages 0, 2 · 3 devices", "stage 1 · 1 device"]
+    assert {str(block.action) for block in merged[0].blocks} >= {"0F0", "2F0"}
+    assert "stages 0, 2" in page(certified(problem, plan))
+
+
 @settings(max_examples=30, deadline=None)
-@given(scheduled(waits=True))
+@given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_in_flight_counts_what_has_started_and_not_ended(
     case: tuple[PipelineProblem, PipelinePlan],
 ) -> None:
@@ -140,7 +154,7 @@ def test_in_flight_counts_what_has_started_and_not_ended(
             alive = sum(
                 span[ActionKind.FORWARD].start_seconds
                 <= instant
-                < span[ActionKind.BACKWARD].finish_seconds
+                < span.get(ActionKind.BACKWARD, span.get(ActionKind.WEIGHT_GRADIENT)).finish_seconds
                 for span in spans
                 if ActionKind.FORWARD in span
             )
@@ -158,6 +172,14 @@ def test_the_summary_gives_the_cost_models_figures() -> None:
     memory = problem.static_bytes(0, 2, 2) + first.in_flight * problem.saved_bytes(0, 2, 2)
     assert first.peak_memory_bytes == pytest.approx(memory)
     assert summarise(plan)[0].peak_memory_bytes is None
+
+
+def test_the_summary_adds_up_the_parts_of_a_backward() -> None:
+    problem = small_problem(parts=True)
+    stages = make_stages((2, 6), (1, 1), ("split", "split"))
+    plan = valid_plan(problem, stages, split=[(0, m) for m in range(4)])
+    backward = summarise(plan)[0].backward_seconds
+    assert backward == pytest.approx(sum(problem.gradient_seconds(0, 2, [0])))
 
 
 @pytest.mark.parametrize(
@@ -259,6 +281,7 @@ def test_a_browser_draws_the_page(
         (ScheduledAction("g0", "7F0", 0.0, 1.0), "7F0 is of stage 7, the plan has 1 stages"),
         (ScheduledAction("g9", "0F0", 0.0, 1.0), "'g9', which is no device of stage 0"),
         (ScheduledAction("g0", "forward", 0.0, 1.0), "'forward' is no action"),
+        (ScheduledAction("g0", "0UPDATE", 0.0, 1.0), "0UPDATE belongs to programs, not to plans"),
     ],
 )
 def test_actions_that_fit_no_stage_are_refused(action: ScheduledAction, message: str) -> None:

@@ -6,11 +6,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from stagewright.cli.comparing import compare
 from stagewright.cli.doctor import doctor
+from stagewright.cli.exporting import export
 from stagewright.cli.inputs import cluster, import_, model
 from stagewright.cli.makespans import jobshop, schedule
 from stagewright.cli.planning import plan, planners
 from stagewright.cli.plans import check, show, simulate
+from stagewright.cli.profiling import profile, profile_links
+from stagewright.cli.running import run
 from stagewright.graphs.errors import InputError
 
 # Everything that typer raises for a wrong command line; typer has no public name for it.
@@ -46,12 +50,13 @@ app = typer.Typer(
 PANELS = {
     "Plan": (plan, check, simulate, show),
     "Scheduling problems": (schedule, jobshop),
-    "Models and clusters": (import_, model, cluster),
+    "Models and clusters": (import_, model, cluster, profile, profile_links),
+    "Run": (run, compare, export),
     "About": (planners, doctor),
 }
 for panel, commands in PANELS.items():
     for command in commands:
-        app.command(command.__name__.strip("_"), rich_help_panel=panel)(command)
+        app.command(command.__name__.strip("_").replace("_", "-"), rich_help_panel=panel)(command)
 
 
 @app.callback(invoke_without_command=True)

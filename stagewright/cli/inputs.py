@@ -54,7 +54,7 @@ def import_(
     size = 1 if microbatch_size is None else microbatch_size
     read = read_pipedream if source is Source.PIPEDREAM else read_dnn_partitioning
     chain = read(file, microbatch_size=size, device_kind=device, contract=contract)
-    return _hand_out(chain, output, as_json)
+    return hand_out(chain, output, as_json)
 
 
 def model(
@@ -90,7 +90,7 @@ def model(
     sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
     kinds = device.split(",")
     chain = analytic_model(name, microbatch_size, kinds, precision=precision.value, **sizes)
-    return _hand_out(chain, output, as_json)
+    return hand_out(chain, output, as_json)
 
 
 def cluster(
@@ -141,7 +141,7 @@ def cluster(
     else:
         latency = (latency_intra, latency_inter)
         made = _servers(shape or "", intra, inter, latency, device, bytes_)
-    return _hand_out(made, output, as_json)
+    return hand_out(made, output, as_json)
 
 
 def _servers(
@@ -177,7 +177,7 @@ def _servers(
     )
 
 
-def _hand_out(document: "Chain | Cluster", output: Path | None, as_json: bool) -> int:
+def hand_out(document: "Chain | Cluster", output: Path | None, as_json: bool) -> int:
     """Print the document, or write it to ``output`` and print what it is."""
     from stagewright.graphs import documents
     from stagewright.graphs.chain import Chain

@@ -1,0 +1,187 @@
+"""Models and data for ``stagewright profile`` and ``stagewright run``, in plain torch.
+
+    stagewright profile --model examples.models:transformer --data examples.models:batches \
+        -o model.json
+
+The factories take no argument. Data repeat the same mini-batches in every process.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+Batch = tuple[Tensor, Tensor]
+
+SAMPLES = 16  # in a mini-batch
+SMALL_VOCABULARY, SMALL_SEQUENCE = 256, 64
+VOCABULARY, SEQUENCE = 50_304, 1024  # GPT-2's, the vocabulary rounded up to a multiple of 64
+CLASSES, PIXELS = 1000, 224
+
+
+class Embedding(nn.Module):
+    """Tokens (n, sequence) to vectors (n, sequence, hidden)."""
+
+    def __init__(self, vocabulary: int, sequence: int, hidden: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, hidden)
+        self.position = nn.Embedding(sequence, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Add up token and position vectors."""
+        places = torch.arange(tokens.size(1), device=tokens.device)
+        return self.token(tokens) + self.position(places)
+
+
+class TransformerBlock(nn.Module):
+    """Causal self-attention and a feed-forward network, each after its norm."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.attention_in = nn.Linear(hidden, 3 * hidden)
+        self.attention_out = nn.Linear(hidden, hidden)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.GELU(),
+            nn.Linear(4 * hidden, hidden),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (n, sequence, hidden), in and out."""
+        parts = self.attention_in(self.attention_norm(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return x + self.feed_forward(x)
+
+
+class Transformer(nn.Module):
+    """A GPT-like transformer: embedding, blocks, head."""
+
+    def __init__(
+        self, blocks: int, hidden: int, heads: int, sequence: int, vocabulary: int
+    ) -> None:
+        super().__init__()
+        self.embedding = Embedding(vocabulary, sequence, hidden)
+        self.blocks = nn.ModuleList(TransformerBlock(hidden, heads) for _ in range(blocks))
+        self.head = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, vocabulary, bias=False))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of the next token, (n, vocabulary, sequence)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).transpose(1, 2)
+
+
+class Bottleneck(nn.Module):
+    """A residual block of ResNet-50: 1x1, 3x3 and 1x1 convolutions around a shortcut."""
+
+    def __init__(self, entering: int, width: int, stride: int) -> None:
+        super().__init__()
+        leaving = 4 * width
+        self.residual = nn.Sequential(
+            *_convolution(entering, width, 1, 1),
+            nn.ReLU(),
+            *_convolution(width, width, 3, stride),
+            nn.ReLU(),
+            *_convolution(width, leaving, 1, 1),
+        )
+        same = entering == leaving and stride == 1
+        self.shortcut = (
+            nn.Identity() if same else nn.Sequential(*_convolution(entering, leaving, 1, stride))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (n, entering, h, w) to (n, 4 width, h / stride, w / stride)."""
+        return F.relu(self.residual(x) + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """Stem, sixteen bottleneck blocks, head."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            *_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)
+        )
+        self.blocks = nn.Sequential()
+        entering = 64
+        for group, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=2):
+            for block in range(blocks):
+                stride = 2 if group > 2 and block == 0 else 1
+                name = f"conv{group}_{block + 1}"
+                self.blocks.add_module(name, Bottleneck(entering, width, stride))
+                entering = 4 * width
+        self.head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(entering, classes)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores (n, classes) of images (n, 3, h, w)."""
+        return self.head(self.blocks(self.stem(images)))
+
+
+def transformer() -> nn.Module:
+    """A GPT-like transformer for a first try: 6 blocks, 1.3 million parameters."""
+    return Transformer(6, 128, 4, SMALL_SEQUENCE, SMALL_VOCABULARY)
+
+
+def batches() -> Iterator[Batch]:
+    """Endless mini-batches for :func:`transformer`."""
+    return _counting(SAMPLES, SMALL_SEQUENCE, SMALL_VOCABULARY)
+
+
+def gpt() -> nn.Module:
+    """The transformer of ``profiles/gpt-12x512.cpu.json``: 12 blocks, 46 million parameters."""
+    return Transformer(12, 512, 8, 128, 8192)
+
+
+def gpt_batches() -> Iterator[Batch]:
+    """Endless mini-batches for :func:`gpt`."""
+    return _counting(SAMPLES, 128, 8192)
+
+
+def gpt2_medium() -> nn.Module:
+    """A transformer of GPT-2 medium's size: 24 blocks, 406 million parameters."""
+    return Transformer(24, 1024, 16, SEQUENCE, VOCABULARY)
+
+
+def gpt2_batches() -> Iterator[Batch]:
+    """Endless mini-batches for :func:`gpt2_medium`."""
+    return _counting(SAMPLES, SEQUENCE, VOCABULARY)
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50, 26 million parameters."""
+    return ResNet50(CLASSES)
+
+
+def images() -> Iterator[Batch]:
+    """Endless mini-batches for :func:`resnet50`: every class has a picture of its own in noise."""
+    random = torch.Generator().manual_seed(0)
+    pictures = torch.randn(CLASSES, 3, 7, 7, generator=random)
+    while True:
+        classes = torch.randint(CLASSES, (SAMPLES,), generator=random)
+        shown = F.interpolate(pictures[classes], size=(PIXELS, PIXELS))
+        yield shown + torch.randn(shown.shape, generator=random), classes
+
+
+def _counting(samples: int, sequence: int, vocabulary: int) -> Iterator[Batch]:
+    """Tokens that count on in steps of 1 to 4 from anywhere; the targets are the next tokens."""
+    random = torch.Generator().manual_seed(0)
+    places = torch.arange(sequence + 1)
+    while True:
+        starts = torch.randint(vocabulary, (samples, 1), generator=random)
+        steps = torch.randint(1, 5, (samples, 1), generator=random)
+        tokens = (starts + steps * places) % vocabulary
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def _convolution(entering: int, leaving: int, size: int, stride: int) -> tuple[nn.Module, ...]:
+    convolution = nn.Conv2d(entering, leaving, size, stride=stride, padding=size // 2, bias=False)
+    return convolution, nn.BatchNorm2d(leaving)

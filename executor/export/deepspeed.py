@@ -1,0 +1,95 @@
+"""DeepSpeed (0.19): a ``PipelineModule`` with the plan's cuts, and its configuration.
+
+``partition_method`` takes no cuts (deepspeed/runtime/pipe/module.py), so the module that is
+written here overrides ``_partition_layers``. The order is DeepSpeed's ``TrainSchedule``, 1F1B.
+"""
+
+import json
+
+from stagewright.executor.export.options import Options, layer_names, samples_per_replica
+from stagewright.executor.export.pipelines import (
+    one_forward_one_backward,
+    orders,
+    pipeline,
+    require_order,
+    require_plain,
+)
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs.errors import InputError
+
+NAME = "DeepSpeed"
+
+_MODULE = '''\
+"""The pipeline that Stagewright planned, for DeepSpeed: build(layers, loss_fn=...)."""
+
+from deepspeed.pipe import PipelineModule
+
+LAYERS = [
+{layers}]
+CUTS = {cuts}
+
+
+class PlannedPipelineModule(PipelineModule):
+    """Stage s has the layers CUTS[s] to CUTS[s + 1] - 1, whatever partition_method says."""
+
+    def _partition_layers(self, method="uniform"):
+        if len(self._layer_specs) != len(LAYERS):
+            raise ValueError(
+                f"the plan is for {{len(LAYERS)}} layers, got {{len(self._layer_specs)}}"
+            )
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = list(CUTS)
+        self._set_bounds(start=CUTS[stage], stop=CUTS[stage + 1])
+
+
+def build(layers, **options):
+    """The pipeline of ``layers``, which are modules or LayerSpecs in the order of LAYERS."""
+    return PlannedPipelineModule(
+        layers, num_stages={stages}, activation_checkpoint_interval={interval}, **options
+    )
+'''
+
+
+def module(plan: PipelinePlan, options: Options) -> dict[str, str]:
+    """A module that builds the pipeline, and the batch sizes of ``ds_config.json``."""
+    ranks = pipeline(plan, NAME)
+    count = len(ranks.devices)
+    if count < len(plan.stages):
+        raise InputError(
+            f"{len(plan.stages)} stages on {count} ranks: {NAME} has one stage on each rank"
+        )
+    interval = 0
+    if not options.partition_only:
+        require_plain(plan, NAME, recompute=True)
+        interval = _checkpoint_interval(plan)
+        known = one_forward_one_backward(count, 1, plan.microbatches)
+        require_order(orders(plan, ranks), known, f"{NAME}'s schedule")
+    samples = samples_per_replica(plan, options, ranks.replicas)
+    text = _MODULE.format(
+        layers="".join(f"    {name!r},\n" for name in layer_names(plan, options)),
+        cuts=[0, *(stage.layers[1] for stage in plan.stages)],
+        stages=count,
+        interval=interval,
+    )
+    sizes = {
+        "train_batch_size": samples * ranks.replicas * plan.microbatches,
+        "train_micro_batch_size_per_gpu": samples,
+        "gradient_accumulation_steps": plan.microbatches,
+    }
+    return {
+        "stagewright_pipeline.py": text,
+        "ds_config.json": json.dumps(sizes, indent=1) + "\n",
+    }
+
+
+def _checkpoint_interval(plan: PipelinePlan) -> int:
+    """After how many layers of a stage an input is kept; 0 keeps everything."""
+    first = plan.stages[0].recompute
+    for s, stage in enumerate(plan.stages):
+        if stage.recompute != first:
+            raise InputError(
+                f"stage {s} recomputes {stage.recompute!r}, stage 0 {first!r}: {NAME} has one "
+                "activation_checkpoint_interval for all stages"
+            )
+    longest = max(stage.layers[1] - stage.layers[0] for stage in plan.stages)
+    return {"none": 0, "layer": 1, "full": longest}[first]

@@ -1,0 +1,210 @@
+"""Scripts that start a command once per device of a plan: torchrun, Slurm, Kubernetes.
+
+Rank r is the plan's r-th device. ``torchrun`` numbers the ranks node by node, so that the devices
+of a server must follow one another in the plan.
+"""
+
+import shlex
+from dataclasses import dataclass
+from itertools import groupby
+
+from stagewright.executor.export.options import Options
+from stagewright.executor.export.yaml import quoted, to_yaml
+from stagewright.executor.program import plan_devices
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs.cluster import Cluster
+from stagewright.graphs.errors import InputError
+
+NAME = "stagewright"
+PORT = 29500  # torchrun's own default
+JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node do not meet
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine: its devices by rank, and their numbers among the machine's GPUs."""
+
+    devices: tuple[str, ...]
+    gpus: tuple[int, ...]
+
+
+def torchrun(plan: PipelinePlan, options: Options) -> dict[str, str]:
+    """A script that is started on every node."""
+    nodes, words = _nodes(plan, options), _command(options)
+    lines = ["#!/usr/bin/env bash", *_told(nodes)]
+    if len(nodes) == 1:
+        lines += ["set -euo pipefail", *_visible(nodes, "0")]
+        run = f"--standalone --nproc-per-node={len(nodes[0].devices)}"
+    else:
+        last = len(nodes) - 1
+        lines += [
+            "# Start it on every node, with NODE_RANK and MASTER_ADDR, the address of node 0.",
+            "set -euo pipefail",
+            f': "${{NODE_RANK:?set it to the number of this node, 0 to {last}}}"',
+            ': "${MASTER_ADDR:?set it to the address of node 0}"',
+            *_visible(nodes, "NODE_RANK"),
+        ]
+        run = _several(nodes, "$NODE_RANK", f"${{MASTER_PORT:-{PORT}}}")
+    lines.append(f"exec torchrun {run} --no-python {shlex.join(words)}")
+    return {"run.sh": "\n".join(lines) + "\n"}
+
+
+def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
+    """A script for sbatch: one torchrun per node."""
+    nodes, words = _nodes(plan, options), _command(options)
+    on_node = [
+        *_visible(nodes, "SLURM_NODEID"),
+        f'exec torchrun {_several(nodes, "$SLURM_NODEID", JOB_PORT)} --no-python "$@"',
+    ]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name={NAME}",
+        f"#SBATCH --nodes={len(nodes)}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={_gpus(nodes)}",
+        *_told(nodes),
+        "set -euo pipefail",
+        'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        'export MASTER_ADDR="${hosts[0]}"',
+        f"srun bash -c {shlex.quote(chr(10).join(on_node))} bash {shlex.join(words)}",
+    ]
+    return {"job.sbatch": "\n".join(lines) + "\n"}
+
+
+def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
+    """An indexed Job of one pod per node, and the Service by which they find each other."""
+    nodes, words = _nodes(plan, options), _command(options)
+    if not options.image:
+        raise InputError("--to kubernetes needs --image, the container that has the command")
+    script = [
+        *_visible(nodes, "JOB_COMPLETION_INDEX"),
+        f'exec torchrun {_several(nodes, "$JOB_COMPLETION_INDEX", str(PORT))} --no-python "$@"',
+    ]
+    container = {
+        "name": NAME,
+        "image": options.image,
+        # Kubernetes takes $$ for $, and $(NAME) for a variable.
+        "command": [
+            word.replace("$", "$$") for word in ("bash", "-c", "\n".join(script), "bash", *words)
+        ],
+        "env": [{"name": "MASTER_ADDR", "value": f"{NAME}-0.{NAME}"}],
+        "resources": {"limits": {"nvidia.com/gpu": _gpus(nodes)}},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "subdomain": NAME,
+        "restartPolicy": "Never",
+        "containers": [container],
+        # NCCL and data loaders need more shared memory than a container has by itself.
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": NAME},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": NAME},
+        },
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": NAME},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": len(nodes),
+            "parallelism": len(nodes),
+            "backoffLimit": 0,
+            "template": {"spec": pod},
+        },
+    }
+    told = "".join(f"{line}\n" for line in _told(nodes))
+    return {"job.yaml": f"{told}{to_yaml(service)}---\n{to_yaml(job)}"}
+
+
+def _command(options: Options) -> list[str]:
+    try:
+        words = shlex.split(options.command or "")
+    except ValueError as error:
+        raise InputError(f"--command {options.command!r}: {error}") from None
+    if not words:
+        raise InputError(
+            "a launch script needs --command, what every process runs, such as "
+            "--command 'stagewright run plan.json --model net:build --data net:batches'"
+        )
+    return words
+
+
+def _nodes(plan: PipelinePlan, options: Options) -> tuple[Node, ...]:
+    devices, each = plan_devices(plan), options.gpus_per_node
+    if options.cluster is not None:
+        if each is not None:
+            raise InputError("--gpus-per-node: the servers follow from --cluster; give one of them")
+        return _servers(devices, options.cluster)
+    each = len(devices) if each is None else each
+    if each < 1 or len(devices) % each:
+        raise InputError(
+            f"--gpus-per-node {each}: the plan's {len(devices)} devices do not fill nodes of {each}"
+        )
+    starts = range(0, len(devices), each)
+    return tuple(Node(devices[i : i + each], tuple(range(each))) for i in starts)
+
+
+def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
+    """The servers of ``devices``, which must follow one another and be used alike."""
+    if cluster.links.servers is None:
+        raise InputError(f"cluster {cluster.name!r} names no servers: give --gpus-per-node")
+    place = {
+        name: (n, gpu)
+        for n, server in enumerate(cluster.links.servers)
+        for gpu, name in enumerate(server)
+    }
+    for name in devices:
+        if name not in place:
+            raise InputError(f"cluster {cluster.name!r} has no device {name!r} of the plan")
+    nodes: dict[int, Node] = {}
+    for n, group in groupby(devices, lambda name: place[name][0]):
+        names = tuple(group)
+        if n in nodes:
+            raise InputError(
+                f"rank {devices.index(names[0])} ({names[0]!r}) is back on the server of "
+                f"{nodes[n].devices[0]!r} after another one: torchrun numbers the ranks server by "
+                "server; order the plan's devices by server"
+            )
+        nodes[n] = Node(names, tuple(place[name][1] for name in names))
+    first, *others = nodes.values()
+    for node in others:
+        if len(node.devices) != len(first.devices):
+            raise InputError(
+                f"the plan uses {len(node.devices)} devices of the server of {node.devices[0]!r} "
+                f"and {len(first.devices)} of that of {first.devices[0]!r}: plan with equally many"
+            )
+    return tuple(nodes.values())
+
+
+def _several(nodes: tuple[Node, ...], rank: str, port: str) -> str:
+    """The options of torchrun on one of several nodes, for a shell."""
+    return (
+        f"--nnodes={len(nodes)} --nproc-per-node={len(nodes[0].devices)} "
+        f'--node-rank="{rank}" --master-addr="$MASTER_ADDR" --master-port="{port}"'
+    )
+
+
+def _visible(nodes: tuple[Node, ...], rank: str) -> list[str]:
+    """Lines of bash that make local rank i the right GPU, where it is not GPU i."""
+    if all(node.gpus == tuple(range(len(node.gpus))) for node in nodes):
+        return []
+    listed = " ".join(",".join(map(str, node.gpus)) for node in nodes)
+    return [f"gpus=({listed})", f'export CUDA_VISIBLE_DEVICES="${{gpus[{rank}]}}"']
+
+
+def _gpus(nodes: tuple[Node, ...]) -> int:
+    """How many GPUs of each machine must be there."""
+    return 1 + max(gpu for node in nodes for gpu in node.gpus)
+
+
+def _told(nodes: tuple[Node, ...]) -> list[str]:
+    """Comments that say which devices are where."""
+    return [f"# node {n}: {', '.join(map(quoted, node.devices))}" for n, node in enumerate(nodes)]

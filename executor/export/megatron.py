@@ -1,0 +1,118 @@
+"""Arguments of Megatron-LM (core 0.20): ``--pipeline-model-parallel-layout`` and what goes with it.
+
+The layout is read by megatron/core/transformer/pipeline_parallel_layer_layout.py: ``E`` is the
+embedding, ``t`` a transformer layer, ``L`` the output layer with the loss; ``|`` parts stages.
+Stage s is chunk s // P of rank s mod P. The order of the computations is Megatron-LM's own.
+"""
+
+import re
+import shlex
+
+from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
+from stagewright.executor.export.pipelines import (
+    Pipeline,
+    one_forward_one_backward,
+    orders,
+    pipeline,
+    require_order,
+    require_plain,
+)
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs.errors import InputError
+
+NAME = "Megatron-LM"
+
+_MEANING = "an embedding ('embedding'), numbered blocks ('layers.0'), and an output ('head')"
+_ORDER = "EtL"
+_SYMBOLS = {
+    "E": re.compile(r"(.*[._])?(embed\w*|\w*embeddings?|wte|wpe|drop)"),
+    "t": re.compile(r"(.*[._])?(blocks?|layers?|h)[._]?\d+"),
+    "L": re.compile(r"(.*[._])?(\w*norm(_f)?|ln_f|pooler|\w*head|logits|output|loss)"),
+}
+
+
+def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
+    """A file for bash that sets the array ``MEGATRON_ARGUMENTS``."""
+    ranks = pipeline(plan, NAME)
+    count, stages = len(ranks.devices), len(plan.stages)
+    _require_loop(plan, ranks)
+    layout = _layout(stage_layers(plan, options))
+    if not options.partition_only:
+        require_plain(plan, NAME)
+        known = one_forward_one_backward(count, stages // count, plan.microbatches)
+        require_order(orders(plan, ranks), known, f"{NAME}'s schedule")
+    samples = samples_per_replica(plan, options, ranks.replicas)
+    words = [
+        *("--pipeline-model-parallel-size", count),
+        *("--pipeline-model-parallel-layout", "|".join(map(_shortened, layout))),
+        *("--num-layers", sum(stage.count("t") for stage in layout)),
+        *("--micro-batch-size", samples),
+        *("--global-batch-size", samples * ranks.replicas * plan.microbatches),
+    ]
+    if stages > count:
+        words += ["--microbatch-group-size-per-virtual-pipeline-stage", count]
+    lines = "".join(
+        f"  {name} {shlex.quote(str(value))}\n"
+        for name, value in zip(words[::2], words[1::2], strict=True)
+    )
+    head = (
+        "# The pipeline that Stagewright planned, for Megatron-LM: source this file, then\n"
+        '# torchrun ... pretrain_gpt.py "${MEGATRON_ARGUMENTS[@]}" ...\n'
+    )
+    return {"megatron.sh": f"{head}MEGATRON_ARGUMENTS=(\n{lines})\n"}
+
+
+def _require_loop(plan: PipelinePlan, ranks: Pipeline) -> None:
+    count, stages = len(ranks.devices), len(plan.stages)
+    for s, rank in enumerate(ranks.rank_of_stage):
+        if rank != s % count:
+            raise InputError(
+                f"stage {s} is on rank {rank}, where {NAME} has it on rank {s % count}: it deals "
+                "the stages out to the ranks in turn"
+            )
+    if stages % count:
+        raise InputError(f"{stages} stages on {count} ranks: {NAME} has equally many on each")
+    if stages > count and (count == 1 or plan.microbatches % count):
+        raise InputError(
+            f"{stages} stages on {count} ranks with {plan.microbatches} microbatches: {NAME} "
+            "interleaves on at least 2 ranks, with a multiple of their number of microbatches"
+        )
+
+
+def _layout(stages: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Per stage the symbols of its layers, where embedding and output are one symbol each."""
+    layout: list[str] = []
+    before = "E"
+    for s, names in enumerate(stages):
+        symbols = ""
+        for name in names:
+            symbol = _symbol(name)
+            if _ORDER.index(symbol) < _ORDER.index(before):
+                raise InputError(f"layer {name!r} stands too late: {NAME} has {_MEANING}")
+            if symbol == "t" or symbol not in symbols:
+                if symbol == before != "t" and layout:
+                    raise InputError(
+                        f"stage {s} begins with layer {name!r}: {NAME} has the whole of "
+                        f"{'the embedding' if symbol == 'E' else 'the output'} on one stage"
+                    )
+                symbols += symbol
+            before = symbol
+        layout.append(symbols)
+    if (layout[0][0], before) != ("E", "L"):
+        raise InputError(
+            f"layers {stages[0][0]!r} to {stages[-1][-1]!r}: {NAME} has {_MEANING}, "
+            "and neither end can be missing"
+        )
+    return layout
+
+
+def _symbol(layer: str) -> str:
+    for symbol, pattern in _SYMBOLS.items():
+        if pattern.fullmatch(layer):
+            return symbol
+    raise InputError(f"layer {layer!r} cannot be told: {NAME} has {_MEANING}")
+
+
+def _shortened(symbols: str) -> str:
+    """Ettt as Et*3."""
+    return re.sub("tt+", lambda run: f"t*{len(run[0])}", symbols)

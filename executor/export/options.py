@@ -1,0 +1,70 @@
+"""What an export needs besides the plan."""
+
+from dataclasses import dataclass
+
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs.chain import Chain
+from stagewright.graphs.cluster import Cluster
+from stagewright.graphs.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of the formats, each unset unless it is given.
+
+    ``model`` names the layers and the samples of a microbatch. ``partition_only`` takes the stages
+    alone and leaves order, weights and recomputation to the framework. ``command`` is what every
+    process runs, as words of a shell. The servers of the plan's devices follow from ``cluster``,
+    or from ``gpus_per_node`` where the ranks fill the nodes in a row. ``image`` is the container's.
+    """
+
+    model: Chain | None = None
+    partition_only: bool = False
+    command: str | None = None
+    cluster: Cluster | None = None
+    gpus_per_node: int | None = None
+    image: str | None = None
+
+
+def layer_names(plan: PipelinePlan, options: Options) -> tuple[str, ...]:
+    """The names of all layers: the plan's own, else the model's."""
+    chain = _model(plan, options)
+    if plan.layers is not None:
+        return tuple(layer.name for layer in plan.layers)
+    if chain is None:
+        raise InputError("the plan does not name its layers: give the model file (--model)")
+    return tuple(layer.name for layer in chain.layers)
+
+
+def stage_layers(plan: PipelinePlan, options: Options) -> tuple[tuple[str, ...], ...]:
+    """The names of every stage's layers."""
+    names = layer_names(plan, options)
+    return tuple(names[stage.layers[0] : stage.layers[1]] for stage in plan.stages)
+
+
+def samples_per_replica(plan: PipelinePlan, options: Options, replicas: int) -> int:
+    """The samples of a microbatch that each of ``replicas`` copies works on."""
+    chain = _model(plan, options)
+    if chain is None:
+        raise InputError(
+            "the plan does not say how many samples a microbatch has: give the model file (--model)"
+        )
+    if chain.microbatch_size % replicas:
+        raise InputError(
+            f"a microbatch of {chain.microbatch_size} samples cannot be split evenly among "
+            f"{replicas} replicas; choose a multiple of {replicas}"
+        )
+    return chain.microbatch_size // replicas
+
+
+def _model(plan: PipelinePlan, options: Options) -> Chain | None:
+    """The model, if it is given; it must be the plan's."""
+    chain = options.model
+    if chain is not None:
+        given, wanted = (chain.name, len(chain)), (plan.model, plan.stages[-1].layers[1])
+        if given != wanted:
+            raise InputError(
+                f"--model is {given[0]!r} with {given[1]} layers, the plan is for {wanted[0]!r} "
+                f"with {wanted[1]}; give the model that was planned"
+            )
+    return chain

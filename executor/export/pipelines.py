@@ -1,0 +1,148 @@
+"""A plan as frameworks know pipelines: ranks that run whole stages, and copies of them all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stagewright.executor.lower import lower
+from stagewright.executor.verify import verify
+from stagewright.formulations.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs.errors import InputError
+
+Order = tuple[Action, ...]
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """``devices[p]`` are the replicas of rank p, ``rank_of_stage[s]`` is the rank of stage s."""
+
+    devices: tuple[tuple[str, ...], ...]
+    rank_of_stage: tuple[int, ...]
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the whole pipeline."""
+        return len(self.devices[0])
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether stage s is on rank s mod the number of ranks, as often on each rank."""
+        ranks, stages = len(self.devices), len(self.rank_of_stage)
+        return stages % ranks == 0 and all(p == s % ranks for s, p in enumerate(self.rank_of_stage))
+
+
+def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
+    """The pipeline of a plan.
+
+    Raises
+    ------
+    InputError
+        If the stages are not all replicated alike, or share only some of their devices.
+    """
+    first = plan.stages[0]
+    for s, stage in enumerate(plan.stages):
+        count = len(stage.devices)
+        if count != len(first.devices):
+            raise InputError(
+                f"stage {s} is on {count} devices, stage 0 on {len(first.devices)}: {framework} "
+                "copies the whole pipeline; plan with equal numbers"
+            )
+        if count > 1 and stage.replication == "round-robin":
+            raise InputError(
+                f"stage {s}: its {count} devices take microbatches in turn (round-robin); "
+                f"{framework} splits every microbatch"
+            )
+    groups = tuple(dict.fromkeys(stage.devices for stage in plan.stages))
+    seen: dict[str, int] = {}
+    for s, stage in enumerate(plan.stages):
+        for name in stage.devices:
+            t = seen.setdefault(name, s)
+            if plan.stages[t].devices != stage.devices:
+                raise InputError(
+                    f"stages {t} and {s} share device {name!r} but not all devices in one order: "
+                    f"{framework} has one rank of the pipeline on each group of devices"
+                )
+    return Pipeline(groups, tuple(groups.index(stage.devices) for stage in plan.stages))
+
+
+def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False) -> None:
+    """Refuse weights that change within an iteration or late and, unless known, recomputation."""
+    if plan.weights != "flush":
+        raise InputError(
+            f"weights {plan.weights!r}: {framework} updates once per iteration; plan with 'flush'"
+        )
+    for s, stage in enumerate(plan.stages):
+        if stage.recompute != "none" and not recompute:
+            raise InputError(
+                f"stage {s} recomputes ({stage.recompute!r}), which {framework} is not told "
+                "stage by stage; plan without recomputation"
+            )
+
+
+def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Order, ...]:
+    """Each rank's computations in their order, which all its replicas must share.
+
+    Raises
+    ------
+    InvalidPlan
+        If computations are missing or the order is a deadlock.
+    """
+    program = lower(plan)
+    verify(plan, program)
+    of_device = {
+        name: tuple(one.action for one in row if one.action.kind in COMPUTE)
+        for name, row in zip(program.devices, program.rows, strict=True)
+    }
+    for group in ranks.devices:
+        for name in group[1:]:
+            require_order(
+                [of_device[name]],
+                [of_device[group[0]]],
+                f"its replica {group[0]!r}",
+                "replicas need one order",
+            )
+    return tuple(of_device[group[0]] for group in ranks.devices)
+
+
+def require_order(
+    found: Sequence[Order],
+    known: Sequence[Order],
+    whose: str,
+    cure: str = "--partition-only takes the stages alone",
+) -> None:
+    """Refuse an order that is not ``known``, by the first rank and position that differ."""
+    for rank, (row, wanted) in enumerate(zip(found, known, strict=True)):
+        # Where I and W make a row longer, they already differ from the other's B.
+        for position, (action, other) in enumerate(zip(row, wanted, strict=False)):
+            if action != other:
+                raise InputError(
+                    f"rank {rank}, position {position}: the plan does {action}, {whose} {other}; "
+                    f"{cure}"
+                )
+
+
+def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> tuple[Order, ...]:
+    """1F1B with one stage per rank, and Megatron-LM's interleaving of several.
+
+    With V > 1 chunks per rank, stage s is chunk s // P on rank s mod P, and the microbatches pass
+    the chunks in groups of P (Narayanan et al. 2021, section 2.2).
+    """
+    passes = [
+        (chunk, m)
+        for group in range(0, microbatches, ranks)
+        for chunk in range(chunks)
+        for m in range(group, min(group + ranks, microbatches))
+    ]
+    rows = []
+    for rank in range(ranks):
+        warm_up = ranks - rank - 1
+        if chunks > 1:
+            warm_up = 2 * warm_up + (chunks - 1) * ranks
+        forwards = [Action(chunk * ranks + rank, F, m) for chunk, m in passes]
+        backwards = [Action((chunks - 1 - chunk) * ranks + rank, B, m) for chunk, m in passes]
+        steady = zip(forwards[warm_up:], backwards, strict=False)
+        row = [*forwards[:warm_up], *(action for pair in steady for action in pair)]
+        rows.append((*row, *backwards[max(0, len(forwards) - warm_up) :]))
+    return tuple(rows)

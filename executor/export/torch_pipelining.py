@@ -1,0 +1,176 @@
+"""Schedule files of ``torch.distributed.pipelining``, and the frameworks that read them.
+
+The file is what ``_PipelineScheduleRuntime._load_csv(..., "compute_only")`` reads (torch 2.13): a
+row per rank, computations only. Any stage may stand on any rank; torch adds the transfers.
+"""
+
+from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
+from stagewright.executor.export.pipelines import (
+    Order,
+    Pipeline,
+    orders,
+    pipeline,
+    require_plain,
+)
+from stagewright.executor.export.yaml import to_yaml
+from stagewright.formulations.actions import Action, ActionKind, parse_action
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs.errors import InputError
+
+SCHEDULE = "schedule.csv"
+
+F = ActionKind.FORWARD
+
+
+def schedule(plan: PipelinePlan, options: Options) -> dict[str, str]:
+    """The schedule file."""
+    return {SCHEDULE: _csv(plan, pipeline(plan, "torch"))}
+
+
+def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
+    """A module that sets ``config.parallelism``, with the schedule file.
+
+    Names of torchtitan's main branch of August 2026 (b5bcd76); 0.2.2 has a batch's
+    ``pipeline_parallel_microbatch_size`` in place of ``num_pp_microbatches``.
+    """
+    ranks = pipeline(plan, "torchtitan")
+    fields = {
+        "pipeline_parallel_degree": len(ranks.devices),
+        "data_parallel_replicate_degree": ranks.replicas,
+        "data_parallel_shard_degree": 1,
+        "num_pp_microbatches": plan.microbatches,
+        "pipeline_parallel_schedule": _schedule_name(ranks, options, "torchtitan"),
+    }
+    files = {} if options.partition_only else {SCHEDULE: _csv(plan, ranks)}
+    if files:
+        fields["pipeline_parallel_schedule_csv"] = SCHEDULE
+    lines = [f"    config.parallelism.{name} = {value!r}" for name, value in fields.items()]
+    parts = "".join(f"        {part!r},\n" for part in _modules(plan, options))
+    text = (
+        '"""The pipeline that Stagewright planned, for torchtitan: call configure(config).\n\n'
+        "A microbatch of the plan is one of torchtitan's: give its tokens per replica as\n"
+        'training.num_tokens_per_microbatch_per_dp_rank.\n"""\n\n\n'
+        "def configure(config):\n"
+        '    """Set the stages and their schedule; its path is seen from where the job starts."""\n'
+        + "\n".join(lines)
+        + f"\n    config.parallelism.module_fqns_per_model_part = [\n{parts}    ]\n"
+        "    return config\n"
+    )
+    return {**files, "stagewright_parallelism.py": text}
+
+
+def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
+    """The ``distributed`` section of a NeMo AutoModel recipe (0.5.0), with the schedule file."""
+    ranks = pipeline(plan, "NeMo AutoModel")
+    if ranks.replicas > 1 and not options.partition_only:
+        # Its mesh refuses dp_replicate_size == dp_size.
+        raise InputError(
+            f"stage 0 is on {ranks.replicas} devices that each hold all its weights: NeMo "
+            "AutoModel shards them; --partition-only takes the stages alone"
+        )
+    if plan.microbatches < len(ranks.devices):
+        raise InputError(
+            f"{plan.microbatches} microbatches on {len(ranks.devices)} ranks: NeMo AutoModel needs "
+            "at least as many microbatches as ranks"
+        )
+    samples = samples_per_replica(plan, options, ranks.replicas)
+    section = {
+        "pp_schedule": _schedule_name(ranks, options, "NeMo AutoModel"),
+        "pp_microbatch_size": samples,
+        "module_fqns_per_model_part": _modules(plan, options),
+    }
+    files = {} if options.partition_only else {SCHEDULE: _csv(plan, ranks)}
+    if files:
+        section["pp_schedule_csv"] = SCHEDULE
+    config = {
+        "step_scheduler": {
+            "global_batch_size": samples * plan.microbatches * ranks.replicas,
+            "local_batch_size": samples * plan.microbatches,
+        },
+        "distributed": {
+            "strategy": "fsdp2",
+            "pp_size": len(ranks.devices),
+            "dp_size": ranks.replicas,
+            "pipeline": section,
+        },
+    }
+    head = (
+        "# The pipeline that Stagewright planned: merge it into a recipe of NeMo AutoModel.\n"
+        "# Modules that every stage needs and that are no layer of the plan, such as\n"
+        "# model.rotary_emb, must be added to every list.\n"
+    )
+    return {**files, "stagewright_nemo.yaml": head + to_yaml(config)}
+
+
+def remarks(plan: PipelinePlan) -> tuple[str, ...]:
+    """What a schedule file cannot hold."""
+    ranks = pipeline(plan, "torch")
+    stages = zip(plan.stages, ranks.rank_of_stage, strict=True)
+    found = [
+        f"stage {s}: layers {stage.layers[0]} to {stage.layers[1] - 1}, row {rank}"
+        for s, (stage, rank) in enumerate(stages)
+    ]
+    if ranks.replicas > 1:
+        found.append(
+            f"the pipeline runs {ranks.replicas} times, each copy with the same file and its share "
+            "of every microbatch's samples: average the gradients over the copies"
+        )
+        actions = (parse_action(entry.action) for entry in plan.schedule.actions)
+        if any(action.kind is ActionKind.WEIGHT_GRADIENT for action in actions):
+            found.append(
+                "DistributedDataParallel does not reduce the gradients of W: reduce them yourself "
+                "after each step"
+            )
+    return tuple(found)
+
+
+def _csv(plan: PipelinePlan, ranks: Pipeline) -> str:
+    require_plain(plan, "a schedule file of torch")
+    rows = orders(plan, ranks)
+    _require_losses_in_order(plan, rows)
+    return "".join(",".join(map(str, row)) + "\n" for row in rows)
+
+
+def _require_losses_in_order(plan: PipelinePlan, rows: tuple[Order, ...]) -> None:
+    """Torch finds a microbatch's loss by counting the last stage's forwards."""
+    last = len(plan.stages) - 1
+    for rank, row in enumerate(rows):
+        found = [action for action in row if action.stage == last and action.kind is F]
+        if found:
+            wanted = [Action(last, F, m) for m in range(plan.microbatches)]
+            for action, other in zip(found, wanted, strict=True):
+                if action != other:
+                    raise InputError(
+                        f"rank {rank}: the last stage does {action} where torch, which counts its "
+                        f"forwards, takes it for {other} and computes wrong gradients; plan them "
+                        "in the order of the microbatches"
+                    )
+
+
+def _schedule_name(ranks: Pipeline, options: Options, framework: str) -> str:
+    """A schedule of the plan's placement; the file, where there is one, replaces its order."""
+    count = len(ranks.devices)
+    if count == 1:
+        raise InputError(f"all stages are on one rank, and {framework} needs two for a pipeline")
+    if ranks.is_loop:
+        if not options.partition_only:
+            return "PipelineScheduleMulti"
+        return "1F1B" if len(ranks.rank_of_stage) == count else "Interleaved1F1B"
+    if ranks.rank_of_stage == (*range(count), *reversed(range(count))):
+        return "ZBVZeroBubble"
+    raise InputError(
+        f"stages are on ranks {', '.join(map(str, ranks.rank_of_stage))}: {framework} knows them "
+        "only in a loop (0, 1, 0, 1) or a V (0, 1, 1, 0)"
+    )
+
+
+def _modules(plan: PipelinePlan, options: Options) -> list[list[str]]:
+    """Per stage its layers, which must be spelled like modules."""
+    stages = stage_layers(plan, options)
+    for name in (name for stage in stages for name in stage):
+        if not all(part.isidentifier() or part.isdecimal() for part in name.split(".")):
+            raise InputError(
+                f"layer {name!r} is not the name of a module, such as 'layers.0'; capture the "
+                "model, or rename its layers"
+            )
+    return [list(stage) for stage in stages]

@@ -1,0 +1,508 @@
+"""The interpreter: a rank's row, made into calls once; an iteration is a loop over them.
+
+It knows nothing of planning. Sends and receives are asynchronous: a computation waits for what it
+needs and for nothing else.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.executor.lower import updates_every_round
+from stagewright.executor.program import RECEIVES, SENDS, Instruction, Row, received
+from stagewright.executor.seeding import layer_seed
+from stagewright.executor.shapes import Value
+from stagewright.executor.shares import Rows
+from stagewright.executor.stage import Gradients, StageComputation, Tensors
+from stagewright.executor.trace import RankAction
+from stagewright.executor.weights import Weights
+from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
+from stagewright.formulations.plan import PipelinePlan
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+RECV_F, RECV_B = ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD
+STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
+
+Loss = Callable[..., Tensor]
+Batch = Tensor | tuple[Tensor, ...]
+
+
+class NonFiniteLoss(ArithmeticError):  # noqa: N818 - named as InvalidPlan is
+    """The loss of a microbatch is nan or infinite."""
+
+
+class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
+    """A stage does not fit into its device's memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rank:
+    """Which of a plan's devices this process is, and how it reaches the others.
+
+    ``wire`` is where the tensors lie that are sent: on the CPU for gloo, else on ``device``.
+    ``group`` is None for a process alone.
+    """
+
+    plan: PipelinePlan
+    devices: tuple[str, ...]
+    number: int
+    row: Row
+    device: torch.device
+    wire: torch.device
+    group: dist.ProcessGroup | None
+
+    def lane(self, rank: int, stage: int, microbatch: int) -> int:
+        """The place of ``rank`` among those that work on a microbatch of ``stage``."""
+        return self.plan.stages[stage].runners(microbatch).index(self.devices[rank])
+
+    def runs(self, stage: int, microbatch: int) -> bool:
+        """Whether this rank works on a microbatch of ``stage``."""
+        return self.devices[self.number] in self.plan.stages[stage].runners(microbatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What passes between two stages: the ``values`` of a whole microbatch.
+
+    ``cut[a][b]`` is the range of sender a's samples that receiver b gets, None if both stages run
+    on the same devices and hand over what they have. ``by_sample`` says of each value whether its
+    first dimension is the samples; what has none is never cut.
+    """
+
+    values: tuple[Value, ...]
+    by_sample: tuple[bool, ...]
+    cut: list[list[tuple[int, int]]] | None
+
+    def passing(self, below: int, above: int, *, in_receiver: bool) -> tuple[int, int]:
+        """The samples that pass forth from lane ``below`` to ``above``, in either's own numbers."""
+        assert self.cut is not None
+        start, stop = self.cut[below][above]
+        if not in_receiver:
+            return start, stop
+        before = sum(row[above][1] - row[above][0] for row in self.cut[:below])
+        return before, before + stop - start
+
+    def part(self, values: Sequence[Tensor | None], start: int, stop: int) -> list[Tensor | None]:
+        """``values`` of the samples [start, stop)."""
+        return [
+            one[start:stop] if one is not None and cut else one
+            for one, cut in zip(values, self.by_sample, strict=True)
+        ]
+
+    def shape(self, i: int, samples: int) -> tuple[int, ...]:
+        """The shape of value ``i`` for that many samples."""
+        shape = self.values[i].shape
+        return (samples, *shape[1:]) if self.by_sample[i] else shape
+
+    def joined(self, parts: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Values whose samples came in ``parts``."""
+        if len(parts) == 1:
+            return list(parts[0])
+        return [
+            torch.cat(pieces) if cut and pieces[0] is not None else pieces[0]
+            for cut, pieces in zip(self.by_sample, zip(*parts, strict=True), strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A part of what a computation needs; ``peer`` is None if it comes from this rank itself."""
+
+    lane: int
+    values: list[Tensor | None]
+    peer: int | None = None
+    works: tuple[dist.Work, ...] = ()
+    posted_seconds: float = 0.0
+
+    def wait(self) -> None:
+        """Wait once: to wait again for a receive of gloo's is to wait for another message."""
+        for work in self.works:
+            work.wait()
+        self.works = ()
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """What a computation made for other ranks, and how many sends of it are still to come."""
+
+    values: Sequence[Tensor | None]
+    sends: int
+
+
+class Interpreter:
+    """One rank's row, for mini-batches of one shape.
+
+    Parameters
+    ----------
+    computations, weights
+        Per stage of this rank.
+    groups
+        Per stage on several devices, the processes that sum up its gradients.
+    boundaries
+        Boundary s lies between stages s and s + 1.
+    lanes
+        Per stage and device that works on a microbatch, its samples.
+    samples
+        In a microbatch.
+    scale
+        What a microbatch's mean loss counts in an update.
+    sum_tied
+        Sums up the gradients of parameters that several stages have.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        computations: Mapping[int, StageComputation],
+        weights: Mapping[int, Weights],
+        groups: Mapping[int, dist.ProcessGroup],
+        boundaries: Sequence[Boundary],
+        lanes: Sequence[Sequence[Rows]],
+        samples: int,
+        *,
+        loss: Loss,
+        single_output: bool,
+        scale: float,
+        seed: int,
+        sum_tied: Callable[[], None],
+    ) -> None:
+        self._rank, self._plan = rank, rank.plan
+        self._computations, self._weights, self._groups = computations, weights, groups
+        self._boundaries, self._samples = boundaries, samples
+        self._loss, self._single_output, self._scale = loss, single_output, scale
+        self._seed, self._sum_tied = seed, sum_tied
+        self._last = len(rank.plan.stages) - 1
+        self._lanes = lanes
+        self._rows = {s: [_as_index(lane) for lane in lanes[s]] for s in (0, self._last)}
+        self._in_two = {
+            (one.action.stage, one.action.microbatch) for one in rank.row if one.action.kind is I
+        }
+        for s in {s for s, _ in self._in_two}:
+            computations[s].split()
+        self._sends = Counter(one.action for one in rank.row if one.action.kind in SENDS)
+        self._calls = [(one, self._call(one)) for one in rank.row]
+        self._arrivals: defaultdict[Action, list[_Arrival]] = defaultdict(list)
+        self._leaving: dict[Action, _Leaving] = {}
+        self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
+        self._losses: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._values: dict[int, Tensor] = {}
+        self._reducing_since: dict[int, float] = {}
+        self._inputs: Tensors = ()
+        self._targets: Batch = ()
+        self._step = 0
+
+    def run(
+        self,
+        inputs: Tensors,
+        targets: Batch,
+        step: int,
+        records: list[RankAction] | None = None,
+    ) -> float:
+        """One iteration: this rank's part of the mini-batch's mean loss, 0 without the last stage.
+
+        ``inputs`` and ``targets`` are whole mini-batches on the device, empty where this rank does
+        not need them. What happened when is added to ``records``, in seconds of this process's
+        clock.
+
+        Raises
+        ------
+        NonFiniteLoss
+            Naming stage and microbatch.
+        OutOfMemory
+            Naming stage and instruction.
+        """
+        self._inputs, self._targets, self._step = inputs, targets, step
+        self._values.clear()
+        for one, call in self._calls:
+            try:
+                if records is None:
+                    call()
+                else:
+                    self._record(one, call, records)
+            except RuntimeError as error:
+                _explain_memory(error, one, step)
+                raise
+        for action in list(self._sent):
+            self._release(action)
+        for weights in self._weights.values():
+            weights.begin()
+        parts = (self._share(self._last, m) * float(loss) for m, loss in self._values.items())
+        return sum(parts) / self._plan.microbatches
+
+    def _record(
+        self, one: Instruction, call: Callable[[], None], records: list[RankAction]
+    ) -> None:
+        """Carry out an instruction and note its times.
+
+        A receive ends, for the record, when the computation that needs it has waited for it, and
+        an all-reduce when the update has: nothing tells of their end before.
+        """
+        action, number = one.action, self._rank.number
+        needed = _needed(action)
+        for arrival in self._arrivals.get(needed, ()) if needed else ():
+            arrival.wait()
+            if arrival.peer is not None:
+                times = (arrival.posted_seconds, time.perf_counter())
+                records.append(RankAction(number, str(needed), *times, arrival.peer))
+        s = action.stage
+        if action.kind is ActionKind.UPDATE and s in self._groups:
+            self._weights[s].wait()
+            name, size = f"{s}{ActionKind.REDUCE}", float(self._weights[s].gradient_bytes)
+            times = (self._reducing_since[s], time.perf_counter())
+            records.append(RankAction(number, name, *times, bytes=size))
+        before = len(self._sent.get(action, ()))
+        start = time.perf_counter()
+        call()
+        if action.kind is ActionKind.REDUCE:
+            self._reducing_since[s] = start
+        elif action.kind not in RECEIVES:
+            if self._rank.device.type == "cuda":
+                torch.cuda.synchronize(self._rank.device)
+            sent = [value.nbytes for _, value in self._sent.get(action, ())[before:]]
+            times = (start, time.perf_counter())
+            size_sent = float(sum(sent)) if action.kind in SENDS else None
+            records.append(RankAction(number, str(action), *times, one.peer, size_sent))
+
+    # Instructions as calls
+
+    def _call(self, one: Instruction) -> Callable[[], None]:
+        """What carries out an instruction; all that is known before is looked up here."""
+        s, kind, m = one.action.stage, one.action.kind, one.action.microbatch
+        if m is None:
+            return partial(self._reduce if kind is ActionKind.REDUCE else self._update, s)
+        if kind in VERSIONED:
+            weights = self._weights[s]
+            switch = {STASH: weights.stash, USE: weights.use, DROP: weights.drop}[kind]
+            return partial(switch, m)
+        if kind in COMPUTE:
+            compute = {F: self._forward, B: self._backward, I: self._input_gradient}
+            return partial(compute.get(kind, self._weight_gradient), s, m)
+        assert one.peer is not None
+        return self._transfer(one.action, one.peer, s, m)
+
+    def _transfer(self, action: Action, peer: int, s: int, m: int) -> Callable[[], None]:
+        """A send or receive: which part of which values, under which tags.
+
+        Both ranks number the values of all microbatches and directions alike.
+        """
+        forth = action.kind in (SEND_F, RECV_F)
+        lower = s if action.kind in (SEND_F, RECV_B) else s - 1
+        boundary = self._boundaries[lower]
+        mine = self._rank.lane(self._rank.number, s, m)
+        theirs = self._rank.lane(peer, 2 * lower + 1 - s, m)
+        below, above = (mine, theirs) if s == lower else (theirs, mine)
+        span = boundary.passing(below, above, in_receiver=s != lower)
+        chosen = [i for i, value in enumerate(boundary.values) if forth or value.gradient]
+        tag = (2 * (lower * self._plan.microbatches + m) + forth) * len(boundary.values)
+        if action.kind in SENDS:
+            return partial(self._send, action, peer, boundary, span, [(i, tag + i) for i in chosen])
+        shapes = [
+            (i, tag + i, boundary.shape(i, span[1] - span[0]), boundary.values[i].dtype)
+            for i in chosen
+        ]
+        return partial(self._receive, action, peer, theirs, len(boundary.values), shapes)
+
+    def _forward(self, s: int, m: int) -> None:
+        lane = self._rank.lane(self._rank.number, s, m)
+        inputs = self._own_inputs(lane, m) if s == 0 else self._take(Action(s, RECV_F, m))
+        first = self._plan.stages[s].layers[0]
+
+        def seed(i: int) -> int:
+            return layer_seed(self._seed, self._step, m, lane, first + i)
+
+        outputs = self._computations[s].forward(m, inputs, seed, (s, m) in self._in_two)
+        if s == self._last:
+            self._judge(lane, m, outputs)
+        else:
+            self._pass(Action(s, SEND_F, m), outputs)
+
+    def _backward(self, s: int, m: int) -> None:
+        gradients = self._computations[s].backward(m, self._output_gradients(s, m))
+        self._pass_back(s, m, gradients)
+
+    def _input_gradient(self, s: int, m: int) -> None:
+        gradients = self._computations[s].input_gradient(m, self._output_gradients(s, m))
+        self._pass_back(s, m, gradients)
+
+    def _weight_gradient(self, s: int, m: int) -> None:
+        self._computations[s].weight_gradient(m)
+
+    def _reduce(self, s: int) -> None:
+        stage = self._plan.stages[s]
+        # Devices that take turns bring a microbatch each to a round.
+        turns = len(stage.devices) if stage.replication == "round-robin" else 1
+        share = 1 / turns if updates_every_round(self._plan) else 1.0
+        self._weights[s].reduce(self._groups[s], share)
+
+    def _update(self, s: int) -> None:
+        self._require_finite(*self._values)
+        if s == min(self._weights):
+            self._sum_tied()
+        self._weights[s].update()
+
+    # The two ends of the pipeline
+
+    def _own_inputs(self, lane: int, m: int) -> Tensors:
+        return tuple(self._samples_of(one, 0, lane, m) for one in self._inputs)
+
+    def _samples_of(self, batch: Tensor, s: int, lane: int, m: int) -> Tensor:
+        return batch[m * self._samples : (m + 1) * self._samples][self._rows[s][lane]]
+
+    def _judge(self, lane: int, m: int, outputs: Tensors) -> None:
+        """The loss of a microbatch; the microbatch's backward begins with the loss's."""
+        leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in outputs]
+        if isinstance(self._targets, tuple):
+            targets: Batch = tuple(
+                self._samples_of(one, self._last, lane, m) for one in self._targets
+            )
+        else:
+            targets = self._samples_of(self._targets, self._last, lane, m)
+        with torch.enable_grad(), self._computations[self._last].cast():
+            loss = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
+        self._values[m] = loss.detach()
+        self._losses[m] = (loss, leaves)
+        if self._rank.device.type == "cpu":  # a GPU would have to be waited for
+            self._require_finite(m)
+
+    def _require_finite(self, *microbatches: int) -> None:
+        for m in microbatches:
+            if not isfinite(self._values[m]):
+                raise NonFiniteLoss(
+                    f"the loss of microbatch {m} on stage {self._last} is "
+                    f"{float(self._values[m])} in step {self._step}"
+                )
+
+    def _output_gradients(self, s: int, m: int) -> Gradients:
+        if s < self._last:
+            gradients = self._take(Action(s, RECV_B, m))
+            # What the gradient answers has arrived.
+            self._release(Action(s, SEND_F, m))
+            return gradients
+        loss, leaves = self._losses.pop(m)
+        wanted = [one for one in leaves if one.requires_grad]
+        scale = torch.full_like(loss, self._share(s, m) * self._scale)
+        found = iter(torch.autograd.grad(loss, wanted, scale, allow_unused=True))
+        return [next(found) if one.requires_grad else None for one in leaves]
+
+    def _share(self, s: int, m: int) -> float:
+        """The share that this rank has of the samples of a microbatch."""
+        return len(self._lanes[s][self._rank.lane(self._rank.number, s, m)]) / self._samples
+
+    # What passes between stages
+
+    def _pass(self, action: Action, values: Sequence[Tensor | None]) -> None:
+        """Keep ``values`` for the sends to come, and hand this rank itself what is its own."""
+        if action in self._sends:
+            self._leaving[action] = _Leaving(values, self._sends[action])
+        there, m = received(action), action.microbatch
+        assert m is not None
+        if not self._rank.runs(there.stage, m):
+            return
+        number = self._rank.number
+        mine, ahead = (self._rank.lane(number, s, m) for s in (action.stage, there.stage))
+        boundary = self._boundaries[min(action.stage, there.stage)]
+        if boundary.cut is not None:
+            back = action.kind is SEND_B
+            below, above = (ahead, mine) if back else (mine, ahead)
+            values = boundary.part(values, *boundary.passing(below, above, in_receiver=back))
+        self._arrivals[there].append(_Arrival(mine, list(values)))
+
+    def _pass_back(self, s: int, m: int, gradients: Gradients) -> None:
+        if s == 0:
+            return
+        boundary, samples = self._boundaries[s - 1], round(self._share(s, m) * self._samples)
+        # An input that nothing used still gets an answer.
+        filled = [
+            torch.zeros(boundary.shape(i, samples), dtype=value.dtype, device=self._rank.device)
+            if value.gradient and one is None
+            else one
+            for i, (value, one) in enumerate(zip(boundary.values, gradients, strict=True))
+        ]
+        self._pass(Action(s, SEND_B, m), filled)
+
+    def _send(
+        self,
+        action: Action,
+        peer: int,
+        boundary: Boundary,
+        span: tuple[int, int],
+        chosen: Sequence[tuple[int, int]],
+    ) -> None:
+        leaving, group = self._leaving[action], self._rank.group
+        assert group is not None
+        leaving.sends -= 1
+        if leaving.sends == 0:
+            del self._leaving[action]
+        values = boundary.part(leaving.values, *span)
+        for i, tag in chosen:
+            one = values[i]
+            assert one is not None
+            one = one.detach().to(self._rank.wire).contiguous()
+            self._sent[action].append((group.send([one], peer, tag), one))
+
+    def _release(self, action: Action) -> None:
+        for work, _ in self._sent.pop(action, ()):
+            work.wait()
+
+    def _receive(
+        self,
+        action: Action,
+        peer: int,
+        lane: int,
+        count: int,
+        shapes: Sequence[tuple[int, int, tuple[int, ...], torch.dtype]],
+    ) -> None:
+        group, posted = self._rank.group, time.perf_counter()
+        assert group is not None
+        values: list[Tensor | None] = [None] * count
+        works = []
+        for i, tag, shape, dtype in shapes:
+            values[i] = buffer = torch.empty(shape, dtype=dtype, device=self._rank.wire)
+            works.append(group.recv([buffer], peer, tag))
+        self._arrivals[action].append(_Arrival(lane, values, peer, tuple(works), posted))
+
+    def _take(self, action: Action) -> tuple[Any, ...]:
+        """What has arrived for a computation, its samples in the senders' order.
+
+        A forward's values are all there; of gradients some may be None.
+        """
+        arrivals = sorted(self._arrivals.pop(action), key=lambda one: one.lane)
+        for arrival in arrivals:
+            arrival.wait()
+        lower = action.stage if action.kind is RECV_B else action.stage - 1
+        values = self._boundaries[lower].joined([one.values for one in arrivals])
+        if self._rank.wire != self._rank.device:
+            values = [one if one is None else one.to(self._rank.device) for one in values]
+        return tuple(values)
+
+
+def _needed(action: Action) -> Action | None:
+    """What must have arrived for a computation."""
+    kind = {F: RECV_F, B: RECV_B, I: RECV_B}.get(action.kind)
+    return None if kind is None else Action(action.stage, kind, action.microbatch)
+
+
+def _as_index(rows: Rows) -> slice | list[int]:
+    """The samples ``rows``, as a slice where they stand in a row: that copies nothing."""
+    if rows == tuple(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return list(rows)
+
+
+def _explain_memory(error: RuntimeError, one: Instruction, step: int) -> None:
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        reason = str(error).partition("\n")[0]
+        raise OutOfMemory(
+            f"stage {one.action.stage} does not fit: {one} ran out of memory in step {step}: "
+            f"{reason}"
+        ) from error

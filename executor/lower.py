@@ -1,0 +1,446 @@
+"""Lowering: a plan becomes a program per rank, by small passes.
+
+1. `computations`: every rank's computations in the plan's order.
+2. `with_transfers`: sends behind what makes them, receives before what needs them. All ranks' rows
+   are cut from one order of the whole iteration, so both ranks of a pair see their transfers in
+   the same order, and no rank waits for what itself holds back.
+3. `with_early_receives`: a receive is posted before the computations that it may overlap.
+4. `with_reductions`: the all-reduce of a stage where the plan starts it.
+5. `with_updates`: the optimizer's steps.
+6. `with_versions`: which version of the weights a computation uses, and what is kept for it.
+"""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stagewright.executor.program import (
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Program,
+    plan_devices,
+    received,
+    stages_on,
+    transfers,
+)
+from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plan import InvalidPlan, PipelinePlan, ScheduledAction
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+
+RECEIVE_BUFFERS = 1
+"""Receives that may be under way on a boundary besides the one that is needed next.
+
+The cost model's memory has room for one activation and one gradient on each side of a stage.
+"""
+
+Rows = list[list[Instruction]]
+
+
+def lower(plan: PipelinePlan) -> Program:
+    """The program that carries out one iteration of ``plan``.
+
+    Raises
+    ------
+    InvalidPlan
+        If the order in the plan contradicts its dependencies, or its weights cannot be kept as it
+        asks. Everything else is `verify`'s to find.
+    """
+    rows = computations(plan)
+    rows = with_transfers(plan, rows)
+    rows = with_early_receives(plan, rows)
+    rows = with_reductions(plan, rows)
+    rows = with_updates(plan, rows)
+    rows = with_versions(plan, rows)
+    return Program(plan_devices(plan), tuple(map(tuple, rows)))
+
+
+def computations(plan: PipelinePlan) -> Rows:
+    """Every rank's computations, by their start in the plan."""
+    rank = {name: r for r, name in enumerate(plan_devices(plan))}
+    rows: Rows = [[] for _ in rank]
+    entries = [(parse_action(entry.action), entry) for entry in plan.schedule.actions]
+    for action, entry in sorted(entries, key=lambda pair: _in_time(*pair)):
+        if action.kind in COMPUTE:
+            if entry.device not in rank:
+                raise InvalidPlan(f"{action} stands on {entry.device!r}, which is in no stage")
+            rows[rank[entry.device]].append(Instruction(action))
+    return rows
+
+
+def _in_time(action: Action, entry: ScheduledAction) -> tuple[float, float, int, int]:
+    """The plan's order; what lasts no time at one instant goes a microbatch's way."""
+    back = action.kind not in (F, SEND_F)
+    way = (int(back) + (action.kind is W), -action.stage if back else action.stage)
+    return (entry.start_seconds, entry.finish_seconds, *way)
+
+
+def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
+    """Add sends and receives, in an order of all ranks' actions that obeys every dependency.
+
+    Among what may come next, the plan's times decide.
+
+    Raises
+    ------
+    InvalidPlan
+        If there is no such order; with a cycle of actions that wait for each other.
+    """
+    start = _starts(plan)
+    nodes: list[tuple[float, list[tuple[int, Instruction]]]] = []
+    place: dict[tuple[int, Action], int] = {}
+    for rank, row in enumerate(rows):
+        for instruction in row:
+            place[rank, instruction.action] = len(nodes)
+            nodes.append((start[instruction.action], [(rank, instruction)]))
+    edges = [
+        (place[rank, before.action], place[rank, after.action])
+        for rank, row in enumerate(rows)
+        for before, after in pairwise(row)
+    ]
+    arriving: defaultdict[tuple[int, ActionKind, int], list[tuple[int, int]]] = defaultdict(list)
+    for sender, receiver, action in _transfers(plan):
+        made, needed = _made_by(place, sender, action), _needed_by(place, receiver, action)
+        if made is None or needed is None:
+            continue  # a computation is missing, which `verify` tells better
+        if sender == receiver:
+            edges.append((made, needed))
+            continue
+        there = received(action)
+        pair = [(sender, Instruction(action, receiver)), (receiver, Instruction(there, sender))]
+        edges += [(made, len(nodes)), (len(nodes), needed)]
+        arriving[receiver, there.kind, there.stage].append((needed, len(nodes)))
+        nodes.append((start[action], pair))
+    edges += _buffer_edges(arriving.values())
+    out: Rows = [[] for _ in rows]
+    for node in _sorted(nodes, edges):
+        for rank, instruction in nodes[node][1]:
+            out[rank].append(instruction)
+    return out
+
+
+def _starts(plan: PipelinePlan) -> dict[Action, float]:
+    """When each action starts; a transfer that does not stand in the plan follows at once."""
+    start: dict[Action, float] = defaultdict(float)
+    for entry in plan.schedule.actions:
+        action = parse_action(entry.action)
+        start[action] = max(start[action], entry.start_seconds)
+    return start
+
+
+def _transfers(plan: PipelinePlan) -> Iterator[tuple[int, int, Action]]:
+    """Sender, receiver and SEND of every pair, also of a device with itself."""
+    rank = {name: r for r, name in enumerate(plan_devices(plan))}
+    last = len(plan.stages) - 1
+    for s, stage in enumerate(plan.stages):
+        for m in range(plan.microbatches):
+            for kind, there in ((SEND_F, s + 1), (SEND_B, s - 1)):
+                if not 0 <= there <= last:
+                    continue
+                action = Action(s, kind, m)
+                both = set(stage.runners(m)) & set(plan.stages[there].runners(m))
+                for sender, receiver in [*transfers(plan, action), *((v, v) for v in both)]:
+                    yield rank[sender], rank[receiver], action
+
+
+def _made_by(place: dict[tuple[int, Action], int], rank: int, action: Action) -> int | None:
+    """The node of the computation on ``rank`` that makes what ``action`` sends."""
+    kinds = (F,) if action.kind is SEND_F else (B, I)
+    found = (place.get((rank, Action(action.stage, kind, action.microbatch))) for kind in kinds)
+    return next((node for node in found if node is not None), None)
+
+
+def _needed_by(place: dict[tuple[int, Action], int], rank: int, action: Action) -> int | None:
+    """The node of the computation on ``rank`` that needs what ``action`` sends."""
+    there, kinds = received(action).stage, (F,) if action.kind is SEND_F else (B, I)
+    found = (place.get((rank, Action(there, kind, action.microbatch))) for kind in kinds)
+    return next((node for node in found if node is not None), None)
+
+
+def _buffer_edges(arriving: Iterable[list[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+    """A transfer waits until what arrived RECEIVE_BUFFERS + 1 before it has been taken.
+
+    Nodes of computations are numbered in their rank's order, so that sorting by them gives the
+    order in which the arrivals are needed: a transfer never waits for a later one.
+    """
+    for pairs in arriving:
+        by_need: defaultdict[int, list[int]] = defaultdict(list)
+        for needed, node in sorted(pairs):
+            by_need[needed].append(node)
+        order = list(by_need)
+        for k in range(RECEIVE_BUFFERS + 1, len(order)):
+            for node in by_need[order[k]]:
+                yield order[k - RECEIVE_BUFFERS - 1], node
+
+
+def _sorted(
+    nodes: list[tuple[float, list[tuple[int, Instruction]]]], edges: Iterable[tuple[int, int]]
+) -> list[int]:
+    """Nodes in an order that obeys ``edges``, earliest first among those that are free."""
+    followers: list[list[int]] = [[] for _ in nodes]
+    awaited = [0] * len(nodes)
+    for before, after in edges:
+        followers[before].append(after)
+        awaited[after] += 1
+    free = [(nodes[i][0], i) for i, count in enumerate(awaited) if count == 0]
+    heapq.heapify(free)
+    order = []
+    while free:
+        _, i = heapq.heappop(free)
+        order.append(i)
+        for j in followers[i]:
+            awaited[j] -= 1
+            if awaited[j] == 0:
+                heapq.heappush(free, (nodes[j][0], j))
+    if len(order) < len(nodes):
+        raise InvalidPlan(_cycle(nodes, followers, awaited))
+    return order
+
+
+def _cycle(
+    nodes: list[tuple[float, list[tuple[int, Instruction]]]],
+    followers: list[list[int]],
+    awaited: list[int],
+) -> str:
+    waits_for = {
+        after: before
+        for before, later in enumerate(followers)
+        for after in later
+        if awaited[before] > 0
+    }
+    path = [next(i for i, count in enumerate(awaited) if count > 0)]
+    seen: dict[int, int] = {}
+    while path[-1] not in seen:
+        seen[path[-1]] = len(path) - 1
+        path.append(waits_for[path[-1]])
+    names = (f"{nodes[i][1][0][1]} on rank {nodes[i][1][0][0]}" for i in path[seen[path[-1]] :])
+    return f"the plan's order is a deadlock: {' waits for '.join(names)}"
+
+
+def with_early_receives(plan: PipelinePlan, rows: Rows) -> Rows:
+    """Post each receive before the computations that its transfer may overlap.
+
+    It moves up, but stays behind the transfer before it of the same pair of ranks, and passes no
+    more than RECEIVE_BUFFERS computations that take what arrives on the same boundary.
+    """
+    out: Rows = []
+    for row in rows:
+        moved: list[Instruction] = []
+        for i, instruction in enumerate(row):
+            position = len(moved)
+            if instruction.action.kind in RECEIVES:
+                position = _earliest_position(moved, row[i:])
+            moved.insert(position, instruction)
+        out.append(moved)
+    return out
+
+
+def _earliest_position(before: list[Instruction], rest: list[Instruction]) -> int:
+    """How far up, into ``before``, the receive that leads ``rest`` may move."""
+    receive = rest[0].action
+    takers = (F,) if receive.kind is ActionKind.RECEIVE_FORWARD else (B, I)
+    ahead = 0
+    for one in rest:
+        if one.action.stage == receive.stage and one.action.kind in takers:
+            if one.action.microbatch == receive.microbatch:
+                break
+            ahead += 1
+    for position in range(len(before), 0, -1):
+        one = before[position - 1]
+        if one.peer == rest[0].peer:
+            return position
+        ahead += one.action.stage == receive.stage and one.action.kind in takers
+        if ahead > RECEIVE_BUFFERS:
+            return position
+    return 0
+
+
+def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
+    """Add the all-reduce of every stage on several devices behind its last backward on a rank.
+
+    Ranks see the all-reduces that they share in one order, the plan's. Where a stage's weights
+    change within the iteration, one stands behind every backward.
+    """
+    shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
+    if updates_every_round(plan):
+        return [list(_behind_backwards(row, ActionKind.REDUCE, shared)) for row in rows]
+    start = _starts(plan)
+    order = sorted(shared, key=lambda s: (start[Action(s, ActionKind.REDUCE)], s))
+    out = [list(row) for row in rows]
+    for device, row in zip(plan_devices(plan), out, strict=True):
+        last = 0
+        for s in (s for s in order if device in plan.stages[s].devices):
+            ends = [i + 1 for i, one in enumerate(row) if _ends_backward(one, s)]
+            last = max([last, *ends])
+            row.insert(last, Instruction(Action(s, ActionKind.REDUCE)))
+            last += 1
+    return out
+
+
+def with_updates(plan: PipelinePlan, rows: Rows) -> Rows:
+    """Add the optimizer's steps: at the iteration's end, or behind every round of backwards.
+
+    A round is a microbatch, or as many as the stage's devices take in turn: one for each device.
+    """
+    if updates_every_round(plan):
+        _require_whole_rounds(plan)
+        every = range(len(plan.stages))
+        return [list(_behind_backwards(row, ActionKind.UPDATE, every)) for row in rows]
+    return [
+        [*row, *(Instruction(Action(s, ActionKind.UPDATE)) for s in stages_on(plan, device))]
+        for device, row in zip(plan_devices(plan), rows, strict=True)
+    ]
+
+
+def updates_every_round(plan: PipelinePlan) -> bool:
+    """Whether the weights change within the iteration, after every round of backwards."""
+    return plan.weights in ("stash", "stash+vertical-sync")
+
+
+def _require_whole_rounds(plan: PipelinePlan) -> None:
+    for s, stage in enumerate(plan.stages):
+        turns = len(stage.devices) if stage.replication == "round-robin" else 1
+        if plan.microbatches % turns:
+            raise InvalidPlan(
+                f"stage {s}: {turns} devices take turns and update together, so that with "
+                f"{plan.weights!r} the microbatches must be a multiple of {turns}, "
+                f"got {plan.microbatches}"
+            )
+
+
+def _require_equal_turns(plan: PipelinePlan) -> None:
+    turns = [len({stage.runners(m) for m in range(plan.microbatches)}) for stage in plan.stages]
+    for s, count in enumerate(turns):
+        if count != turns[0]:
+            raise InvalidPlan(
+                f"stage {s} takes turns among {count}, stage 0 among {turns[0]}: with "
+                "'stash+vertical-sync' every stage must make a version as often as the first"
+            )
+
+
+def _ends_backward(instruction: Instruction, stage: int) -> bool:
+    return instruction.action.stage == stage and instruction.action.kind in (B, W)
+
+
+def _behind_backwards(
+    row: Iterable[Instruction], kind: ActionKind, stages: Container[int]
+) -> Iterator[Instruction]:
+    """``row`` with an action of ``kind`` behind every end of a backward of ``stages``.
+
+    What the backward sends, and the all-reduce for an update, goes before it.
+    """
+    due: list[Instruction] = []
+    for instruction in row:
+        if instruction.action.kind not in (*SENDS, ActionKind.REDUCE):
+            yield from due
+            due = []
+        yield instruction
+        s = instruction.action.stage
+        if s in stages and _ends_backward(instruction, s):
+            due.append(Instruction(Action(s, kind)))
+    yield from due
+
+
+def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
+    """Say which version of the weights is computed on, kept beside a newer one, and dropped.
+
+    Versions are numbered from the oldest that an iteration begins with: the only one, or for
+    ``double-buffer`` the one before the last update. An update leaves the newest in use.
+
+    Raises
+    ------
+    InvalidPlan
+        If a stage would need a version that it does not have.
+    """
+    if plan.weights == "flush":
+        return rows
+    out = []
+    for rank, row in enumerate(rows):
+        required = required_versions(plan, rows, rank)
+        uses = {
+            i: required[Action(one.action.stage, F, one.action.microbatch)]
+            for i, one in enumerate(row)
+            if one.action.kind in COMPUTE
+        }
+        walk = _Versions(row, uses, plan.weights == "double-buffer")
+        out.append([one for i in range(len(row)) for one in walk.around(i)])
+    return out
+
+
+def required_versions(plan: PipelinePlan, rows: Rows, rank: int) -> dict[Action, int]:
+    """The version that each forward on ``rank`` must use, by what ``plan.weights`` means."""
+    if plan.weights == "double-buffer":
+        return {one.action: 0 for one in rows[rank] if one.action.kind is F}
+    own = _newest_at_forwards(rows[rank])
+    if plan.weights == "stash":
+        return own
+    _require_equal_turns(plan)
+    first: dict[int | None, int] = {}
+    for row in rows[: len(plan.stages[0].devices)]:  # the first stage's ranks are the first
+        for action, version in _newest_at_forwards(row).items():
+            if action.stage == 0:
+                first[action.microbatch] = version
+    return {action: first[action.microbatch] for action in own}
+
+
+def _newest_at_forwards(row: Iterable[Instruction]) -> dict[Action, int]:
+    updates: Counter[int] = Counter()
+    found = {}
+    for one in row:
+        if one.action.kind is ActionKind.UPDATE:
+            updates[one.action.stage] += 1
+        elif one.action.kind is F:
+            found[one.action] = updates[one.action.stage]
+    return found
+
+
+@dataclass
+class _Versions:
+    """The weights of a rank's stages while its row is walked through."""
+
+    row: list[Instruction]
+    uses: dict[int, int]
+    buffered: bool
+
+    def __post_init__(self) -> None:
+        self.last_use = {(self.row[i].action.stage, v): i for i, v in self.uses.items()}
+        first = int(self.buffered)
+        self.newest = {one.action.stage: first for one in self.row}
+        self.current = dict(self.newest)
+
+    def around(self, i: int) -> Iterator[Instruction]:
+        """Instruction ``i`` of the row with the switches around it."""
+        if i in self.uses:
+            yield from self._around_computation(i, self.uses[i])
+        elif self.row[i].action.kind is ActionKind.UPDATE:
+            yield from self._around_update(i)
+        else:
+            yield self.row[i]
+
+    def _around_computation(self, i: int, version: int) -> Iterator[Instruction]:
+        s = self.row[i].action.stage
+        if version > self.newest[s]:
+            raise InvalidPlan(
+                f"{self.row[i].action} needs version {version} of its weights, "
+                f"the newest that there is by then is {self.newest[s]}"
+            )
+        if version != self.current[s]:
+            yield Instruction(Action(s, ActionKind.USE, version))
+            self.current[s] = version
+        yield self.row[i]
+        if version != self.newest[s] and self.last_use[s, version] == i:
+            yield Instruction(Action(s, ActionKind.DROP, version))
+
+    def _around_update(self, i: int) -> Iterator[Instruction]:
+        s = self.row[i].action.stage
+        if self.buffered and (s, 0) not in self.last_use:  # a device without a microbatch
+            yield Instruction(Action(s, ActionKind.DROP, 0))
+        if self.buffered or self.last_use.get((s, self.newest[s]), -1) > i:
+            yield Instruction(Action(s, ActionKind.STASH, self.newest[s]))
+        yield self.row[i]
+        self.newest[s] += 1
+        self.current[s] = self.newest[s]

@@ -1,0 +1,576 @@
+"""The executor: one process per device carries out its row of a plan's program."""
+
+import copy
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stagewright.executor.capture import CapturedLayer, LayeredModel
+from stagewright.executor.initialise import Model, initialise
+from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Loss, Rank
+from stagewright.executor.lower import lower, updates_every_round
+from stagewright.executor.program import stages_on
+from stagewright.executor.shapes import LayerTrace, propagate, values_of
+from stagewright.executor.shares import pieces, rows
+from stagewright.executor.stage import Part, StageComputation
+from stagewright.executor.trace import RankAction, Trace, traced_step
+from stagewright.executor.verify import verify
+from stagewright.executor.weights import MakeOptimizer, Weights
+from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs.errors import InputError
+
+T = TypeVar("T")
+
+OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
+
+
+class Executor:
+    """One rank of a plan, among the processes of torch's default group; alone if there is none.
+
+    Parameters
+    ----------
+    plan
+        Rank r is the r-th device in the order in which the plan's stages name them.
+    module
+        A module, a list of modules, or a function without arguments that makes one. Every rank
+        keeps the layers of its own stages alone.
+    loss
+        ``loss(output, targets)``: a mean over samples, one number.
+    optimizer
+        Makes an optimizer for a list of parameters; there is one for each stage.
+    seed
+        Of the parameters, where ``module`` is a function, and of all that is drawn in training.
+    dtype
+        Type of parameters and inputs. With bfloat16, computations are cast to it and the
+        parameters stay float32.
+    device
+        Of this rank; by default its GPU, or the CPU where there is none.
+    timeout_seconds
+        How long a rank waits for another in an all-reduce; for the rest the group's own limit
+        holds.
+    trace
+        Whether to record when each action ran; see `trace_on_first_rank`.
+
+    Raises
+    ------
+    InputError
+        If the model or the number of processes is another than the plan's.
+    InvalidPlan
+        If the plan cannot be carried out.
+
+    Examples
+    --------
+    As every rank under ``torchrun``::
+
+        dist.init_process_group()
+        executor = Executor(load_plan("plan.json"), make_model, optimizer=partial(SGD, lr=0.1))
+        for inputs, targets in batches:
+            loss = executor.step(inputs, targets)
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        module: Model | Callable[[], Model],
+        loss: Loss = nn.functional.cross_entropy,
+        optimizer: MakeOptimizer = OPTIMIZER,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        timeout_seconds: float = 60.0,
+        trace: bool = False,
+    ) -> None:
+        self.plan, self.steps_done = plan, 0
+        self._loss, self._seed, self._dtype = loss, seed, dtype
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._rank = _rank(plan, _device(device))
+        self._name = self._rank.devices[self._rank.number]
+        self._stages = stages_on(plan, self._name)
+        self._autocast = dtype if dtype == torch.bfloat16 else None
+        self._model = self._initialise(module)
+        self._modules = self._split_modules()
+        self._weights = self._make_weights(optimizer)
+        self._groups, self._tied_groups = self._make_groups()
+        self._interpreters: dict[object, Interpreter] = {}
+        self._trace = trace
+        self._records: list[tuple[int, float, list[RankAction]]] = []
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self._rank.number
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return len(self._rank.devices)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of this rank's stages."""
+        every = (weights.optimizer for weights in self._weights.values())
+        return [one for one in every if one is not None]
+
+    def step(self, inputs: Batch, targets: Batch) -> float | None:
+        """One iteration on a mini-batch; its mean loss on ranks of the last stage, else None.
+
+        Every rank gives the same mini-batch: ``inputs`` are the model's, a tensor or a tuple of
+        them, with the samples in dimension 0. They are cut into the plan's microbatches in order.
+
+        Raises
+        ------
+        InputError
+            If the samples do not divide into the plan's microbatches.
+        NonFiniteLoss, OutOfMemory
+            Naming the stage; the weights are then those of the step before or partly of this one.
+        """
+        given = tuple(map(self._typed, inputs if isinstance(inputs, tuple) else (inputs,)))
+        key = tuple((one.shape, one.dtype) for one in given)
+        if key not in self._interpreters:
+            self._interpreters[key] = self._prepare(given)
+        last = len(self.plan.stages) - 1
+        here = given if 0 in self._stages else ()
+        wanted: Batch = ()
+        if last in self._stages:
+            wanted = _mapped(targets, lambda one: one.to(self._rank.device))
+        records: list[RankAction] | None = None
+        if self._trace:
+            records = []
+            _barrier(self._rank.group)
+            started = time.perf_counter()
+        device = self._rank.device
+        loss = self._interpreters[key].run(
+            tuple(one.to(device) for one in here), wanted, self.steps_done, records
+        )
+        self.steps_done += 1
+        if last not in self._stages:
+            loss = 0.0
+        elif last in self._groups:
+            loss = self._summed(loss, self._groups[last])
+        if records is not None:
+            self._records.append((self.steps_done - 1, loss, _since(started, records)))
+        return loss if last in self._stages else None
+
+    # What outlives the process
+
+    def state(self) -> dict[str, Tensor]:
+        """The share of a checkpoint that this rank writes; no key is another rank's too.
+
+        ``model.NAME`` are parameters and buffers under the model's own names,
+        ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
+        weights before the last update, where the plan computes on them.
+        """
+        found: dict[str, Tensor] = {}
+        for s in self._stages:
+            if self._first_rank(s) == self.rank:
+                for name, one in self._tensors(s).items():
+                    if self._stages_of[name][0] == s:
+                        found[f"model.{name}"] = one.detach()
+                found |= self._optimizer_state(s)
+        return found
+
+    def _optimizer_state(self, s: int) -> dict[str, Tensor]:
+        weights, found = self._weights[s], dict[str, Tensor]()
+        for name, one in weights.parameters(weights.newest).items():
+            if self._stages_of[name][0] != s:
+                continue
+            if self.plan.weights == "double-buffer":
+                found[f"previous.{name}"] = weights.parameters(0)[name].detach()
+            kept = weights.optimizer.state.get(one, {}) if weights.optimizer else {}
+            for key, value in kept.items():
+                if value is not None:
+                    found[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+        return found
+
+    def wanted(self, keys: Iterable[str]) -> list[str]:
+        """Which entries of a checkpoint belong to this rank's stages."""
+        own = {name for s in self._stages for name in self._tensors(s)}
+        kinds = ["model", "optimizer"]
+        kinds += ["previous"] if self.plan.weights == "double-buffer" else []
+        return [key for key in keys if _belongs(key, own, kinds)]
+
+    def load_state(self, tensors: Mapping[str, Tensor], steps_done: int) -> None:
+        """Go on where a run was that wrote ``tensors`` (`wanted` says which) after its steps.
+
+        Raises
+        ------
+        InputError
+            If something of this rank's is missing.
+        """
+        for s in self._stages:
+            for name, one in self._tensors(s).items():
+                if f"model.{name}" not in tensors:
+                    raise InputError(f"the checkpoint has no {name!r} of stage {s}")
+                with torch.no_grad():
+                    one.copy_(tensors[f"model.{name}"])
+            self._weights[s].load(tensors, buffered=self.plan.weights == "double-buffer")
+        self.steps_done = steps_done
+
+    def parameters_on_first_rank(self) -> dict[str, Tensor] | None:
+        """The whole model's state dict under its own names on rank 0, None on the others.
+
+        All ranks call it.
+        """
+        own = {
+            key.removeprefix("model."): value.cpu()
+            for key, value in self.state().items()
+            if key.startswith("model.")
+        }
+        shares = self._gathered(own)
+        if shares is None:
+            return None
+        whole = {name: value for share in shares for name, value in share.items()}
+        return {
+            name: whole[names[0]] for names in self._names for name in names if names[0] in whole
+        }
+
+    def trace_on_first_rank(self) -> Trace | None:
+        """When everything ran in the steps so far, on rank 0; None on the others.
+
+        All ranks call it.
+        """
+        shares = self._gathered(self._records)
+        if shares is None:
+            return None
+        last = len(self.plan.stages) - 1
+        teller = self._first_rank(last)
+        steps = tuple(
+            traced_step(
+                self.plan,
+                step,
+                [record for share in shares for record in share[i][2]],
+                shares[teller][i][1],
+            )
+            for i, (step, _, _) in enumerate(self._records)
+        )
+        group = self._rank.group
+        return Trace(
+            digest=self.plan.digest,
+            model=self.plan.model,
+            machine=f"{platform.node()}, {os.cpu_count()} CPUs, {self._rank.device.type}",
+            backend="none" if group is None else dist.get_backend(group),
+            world_size=self.world_size,
+            dtype=str(self._dtype).removeprefix("torch."),
+            steps=steps,
+        )
+
+    def _gathered(self, own: T) -> list[T] | None:
+        if self._rank.group is None:
+            return [own]
+        shares: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(own, shares, group=self._rank.group, group_dst=0)
+        return shares
+
+    # The parts of this rank
+
+    def _initialise(self, module: Model | Callable[[], Model]) -> LayeredModel:
+        """The captured model, with this rank's layers alone on its device."""
+        wanted = {i for s in self._stages for i in range(*self.plan.stages[s].layers)}
+        kind = torch.float32 if self._dtype == torch.bfloat16 else self._dtype
+        model = initialise(
+            module,
+            wanted,
+            seed=self._seed,
+            device=self._rank.device,
+            dtype=kind,
+            agree=lambda fits: self._summed(float(not fits), self._rank.group) == 0,
+        )
+        _require_same_model(self.plan, model)
+        self._names = [*model.parameters_by_name(), *model.buffers_by_name()]
+        self._primary = {name: names[0] for names in self._names for name in names}
+        stages: dict[str, set[int]] = {}
+        for s, stage in enumerate(self.plan.stages):
+            for layer in model.layers[slice(*stage.layers)]:
+                for name in _tensors_of(layer):
+                    stages.setdefault(self._primary[name], set()).add(s)
+        self._stages_of = {name: sorted(found) for name, found in stages.items()}
+        buffers = {self._primary[names[0]] for names in model.buffers_by_name()}
+        self._tied = _require_tied(self.plan, self._stages_of, buffers)
+        return model
+
+    def _split_modules(self) -> dict[int, list[CapturedLayer]]:
+        """Per stage its layers. What stages share, each has for itself, also on one rank."""
+        found: dict[int, list[CapturedLayer]] = {}
+        for s in self._stages:
+            layers = list(self._model.layers[slice(*self.plan.stages[s].layers)])
+            found[s] = copy.deepcopy(layers) if found else layers
+        return found
+
+    def _make_weights(self, optimizer: MakeOptimizer) -> dict[int, Weights]:
+        return {
+            s: Weights(
+                [layer.module for layer in layers],
+                self._primary,
+                self._tied,
+                optimizer,
+                versions=2 if self.plan.weights == "double-buffer" else 1,
+            )
+            for s, layers in self._modules.items()
+        }
+
+    def _tensors(self, s: int) -> dict[str, Tensor]:
+        """Parameters, in their newest version, and buffers of a stage, by their first names."""
+        found: dict[str, Tensor] = {}
+        for layer in self._modules[s]:
+            for name, one in _tensors_of(layer).items():
+                found.setdefault(self._primary[name], one)
+        weights = self._weights[s]
+        return found | weights.parameters(weights.newest)
+
+    def _holders(self, name: str) -> set[str]:
+        """The devices of all stages that have a parameter."""
+        return {v for s in self._stages_of[name] for v in self.plan.stages[s].devices}
+
+    def _first_rank(self, s: int) -> int:
+        return self._rank.devices.index(self.plan.stages[s].devices[0])
+
+    def _make_groups(self) -> tuple[dict[int, dist.ProcessGroup], dict[str, dist.ProcessGroup]]:
+        """The processes of each stage, and those that hold each tied parameter, this rank among.
+
+        All ranks make all groups, in the same order: torch's way to make one among its members
+        alone gives it different names on them if they are in different numbers of groups.
+        """
+        stages = {s: set(stage.devices) for s, stage in enumerate(self.plan.stages)}
+        tied = {name: self._holders(name) for name in self._tied}
+        made: dict[frozenset[str], dist.ProcessGroup] = {}
+        for devices in map(frozenset, (*stages.values(), *tied.values())):
+            if len(devices) > 1 and devices not in made:
+                ranks = sorted(map(self._rank.devices.index, devices))
+                made[devices] = dist.new_group(ranks, timeout=self._timeout)
+        mine = {devices: group for devices, group in made.items() if self._name in devices}
+        return (
+            {s: mine[frozenset(v)] for s, v in stages.items() if frozenset(v) in mine},
+            {name: mine[frozenset(v)] for name, v in tied.items() if frozenset(v) in mine},
+        )
+
+    # Mini-batches
+
+    def _typed(self, one: Tensor) -> Tensor:
+        kind = torch.float32 if self._dtype == torch.bfloat16 else self._dtype
+        return one.to(kind) if one.is_floating_point() else one
+
+    def _prepare(self, inputs: tuple[Tensor, ...]) -> Interpreter:
+        """The interpreter for mini-batches of the shape of ``inputs``."""
+        plan, samples = self.plan, _samples(self.plan, inputs)
+        lanes = rows(plan, samples)
+        counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
+        entering = {count: values_of(inputs, count) for count in counts}
+        traces = {
+            count: propagate(self._model.layers, values, self._rank.device, self._autocast)
+            for count, values in entering.items()
+        }
+        computations = {}
+        for s, layers in self._modules.items():
+            start, stop = plan.stages[s].layers
+            lane = plan.stages[s].devices.index(self._name) if len(lanes[s]) > 1 else 0
+            count = len(lanes[s][lane])
+            trace = traces[count][start:stop]
+            given = [entering[count] if start == 0 else traces[count][start - 1].outputs]
+            given += [one.outputs for one in trace[:-1]]
+            parts = [Part(*each) for each in zip(layers, given, trace, strict=True)]
+            computations[s] = StageComputation(
+                parts, plan.stages[s].recompute, self._rank.device, self._autocast
+            )
+            trained = {self._primary[name] for one in trace for name in one.trained}
+            self._weights[s].leave_out(trained)
+        boundaries = [
+            _boundary(
+                plan,
+                s,
+                lanes,
+                {c: found[plan.stages[s].layers[1] - 1] for c, found in traces.items()},
+                samples,
+            )
+            for s in range(len(plan.stages) - 1)
+        ]
+        return Interpreter(
+            self._rank,
+            computations,
+            self._weights,
+            self._groups,
+            boundaries,
+            lanes,
+            samples,
+            loss=self._loss,
+            single_output=self._model.single_output,
+            scale=1.0 if updates_every_round(plan) else 1 / plan.microbatches,
+            seed=self._seed,
+            sum_tied=self._sum_tied,
+        )
+
+    def _sum_tied(self) -> None:
+        """Sum up what all stages' devices have of the gradients of parameters that they share."""
+        for name in self._tied:
+            own = [
+                self._weights[s].gradient(name) for s in self._stages_of[name] if s in self._stages
+            ]
+            found = [one for one in own if one is not None]
+            if not found:
+                continue
+            total = torch.stack(found).sum(0)
+            if name in self._tied_groups:
+                dist.all_reduce(total, group=self._tied_groups[name])
+            for one in found:
+                one.copy_(total)
+
+    def _summed(self, value: float, group: dist.ProcessGroup | None) -> float:
+        if group is None:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self._rank.wire)
+        dist.all_reduce(total, group=group)
+        return float(total)
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local % torch.cuda.device_count())
+
+
+def _rank(plan: PipelinePlan, device: torch.device) -> Rank:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    program = lower(plan)
+    verify(plan, program)
+    size = 1 if group is None else group.size()
+    if size != len(program.devices):
+        raise InputError(
+            f"the plan needs {len(program.devices)} ranks, one for each of "
+            f"{', '.join(program.devices)}; there are {size}"
+        )
+    number = 0 if group is None else group.rank()
+    # Gloo moves what lies in the host's memory.
+    gloo = group is not None and dist.get_backend(group) == "gloo"
+    wire = torch.device("cpu") if gloo else device
+    return Rank(plan, program.devices, number, program.rows[number], device, wire, group)
+
+
+def _require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:
+    """The model's layers are those that were planned: their number, names and sizes."""
+    count = plan.stages[-1].layers[1]
+    if len(model.layers) != count:
+        names = ", ".join(layer.name for layer in model.layers)
+        raise InputError(f"the plan has {count} layers, the model {len(model.layers)}: {names}")
+    sizes = set()
+    for i, (planned, layer) in enumerate(zip(plan.layers or (), model.layers, strict=False)):
+        if planned.name != layer.name:
+            raise InputError(
+                f"layer {i} is {planned.name!r} in the plan, {layer.name!r} in the model"
+            )
+        numbers = sum(one.numel() for one in layer.module.parameters())
+        if (planned.parameter_bytes > 0) != (numbers > 0):
+            raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
+        if numbers:
+            sizes.add(planned.parameter_bytes / numbers)
+            # Whatever type was planned for, it is the same for all layers.
+            if len(sizes) > 1:
+                raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
+
+
+def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputError:
+    return InputError(
+        f"layer {i}, {name!r}, has {planned_bytes:.0f} bytes of parameters in the plan and "
+        f"{numbers} parameters in the model"
+    )
+
+
+def _require_tied(
+    plan: PipelinePlan, stages_of: Mapping[str, Sequence[int]], buffers: set[str]
+) -> list[str]:
+    """The parameters that several stages have, where that can be carried out."""
+    shared = [name for name, stages in stages_of.items() if len(stages) > 1]
+    for name in shared:
+        stages = " and ".join(map(str, stages_of[name]))
+        if name in buffers:
+            raise InputError(
+                f"buffer {name!r} is used in stages {stages}; put its layers into one stage"
+            )
+        if updates_every_round(plan):
+            raise InputError(
+                f"parameter {name!r} is shared by stages {stages}, which with {plan.weights!r} "
+                "update it at different times; put its layers into one stage"
+            )
+    return sorted(shared)
+
+
+def _tensors_of(layer: CapturedLayer) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a layer, under all their names."""
+    return dict(layer.module.state_dict(keep_vars=True))
+
+
+def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
+    kind, _, name = key.partition(".")
+    if kind == "optimizer":
+        name = name.rpartition(".")[0]
+    return kind in kinds and name in own
+
+
+def _samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
+    """The samples of a microbatch."""
+    counts = {one.shape[0] if one.dim() else 0 for one in inputs}
+    if len(counts) != 1:
+        raise InputError(f"the inputs' numbers of samples differ: {sorted(counts)}")
+    count = counts.pop()
+    if count == 0 or count % plan.microbatches:
+        raise InputError(
+            f"a mini-batch of {count} samples cannot be cut into {plan.microbatches} equal "
+            "microbatches; leave a ragged last mini-batch out, or fill it up"
+        )
+    return count // plan.microbatches
+
+
+def _boundary(
+    plan: PipelinePlan,
+    s: int,
+    lanes: Sequence[Sequence[Sequence[int]]],
+    traces: Mapping[int, LayerTrace],
+    samples: int,
+) -> Boundary:
+    values = traces[samples].outputs
+    by_sample = tuple(
+        all(trace.outputs[i].shape[:1] == (count,) for count, trace in traces.items())
+        for i in range(len(values))
+    )
+    below, above = lanes[s], lanes[s + 1]
+    if len(below) > 1 and plan.stages[s].runners(0) == plan.stages[s + 1].runners(0):
+        return Boundary(values, by_sample, None)
+    for value, cut in zip(values, by_sample, strict=True):
+        if value.gradient and not cut and len(below) * len(above) > 1:
+            raise InputError(
+                f"a value of shape {value.shape} between stages {s} and {s + 1} has no samples in "
+                "its first dimension, so that its gradient cannot be split among devices; cut "
+                "elsewhere, or leave these stages on one device each"
+            )
+    return Boundary(values, by_sample, pieces([len(lane) for lane in below], len(above)))
+
+
+def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    return tuple(map(change, batch)) if isinstance(batch, tuple) else change(batch)
+
+
+def _barrier(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        dist.barrier(group)
+
+
+def _since(start: float, records: Sequence[RankAction]) -> list[RankAction]:
+    return [
+        replace(
+            one,
+            start_seconds=max(0.0, one.start_seconds - start),
+            finish_seconds=max(0.0, one.finish_seconds - start),
+        )
+        for one in records
+    ]

@@ -1,0 +1,17 @@
+"""Seeds that depend on what is computed, not on where: every cut of a model draws the same."""
+
+import hashlib
+
+
+def layer_seed(seed: int, step: int, microbatch: int, lane: int, layer: int) -> int:
+    """The seed of one layer's forward pass, 63 bits; the same in every process."""
+    return _hashed(f"{seed} {step} {microbatch} {lane} {layer}")
+
+
+def module_seed(seed: int, name: str) -> int:
+    """The seed under which the module called ``name`` draws its parameters, 63 bits."""
+    return _hashed(f"{seed} {name}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

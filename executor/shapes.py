@@ -1,0 +1,115 @@
+"""What passes between layers: shapes, types, and which values get a gradient; on fake tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stagewright.executor.capture import CapturedLayer
+from stagewright.graphs.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that passes from layer to layer; ``gradient`` says whether one comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """What a layer returns, which of its parameters get a gradient, and whether it draws."""
+
+    outputs: tuple[Value, ...]
+    trained: frozenset[str]
+    random: bool
+
+
+def values_of(inputs: Sequence[Tensor], samples: int) -> tuple[Value, ...]:
+    """The model's inputs, cut to ``samples``."""
+    return tuple(Value((samples, *one.shape[1:]), one.dtype, gradient=False) for one in inputs)
+
+
+def propagate(
+    layers: Sequence[CapturedLayer],
+    inputs: Sequence[Value],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> tuple[LayerTrace, ...]:
+    """Run every layer on tensors without data.
+
+    Raises
+    ------
+    InputError
+        Naming the layer that does not take what the one before it returns.
+    """
+    found = []
+    with FakeTensorMode():
+        for layer in layers:
+            try:
+                trace = _run(layer.module, inputs, device, autocast)
+            except Exception as error:  # the layer's own code raises anything
+                shapes = ", ".join(str(one.shape) for one in inputs)
+                reason = str(error).partition("\n")[0]
+                raise InputError(
+                    f"layer {layer.name!r} fails on inputs of shape {shapes}: "
+                    f"{type(error).__name__}: {reason}"
+                ) from error
+            found.append(trace)
+            inputs = trace.outputs
+    return tuple(found)
+
+
+def _run(
+    module: nn.Module, inputs: Sequence[Value], device: torch.device, autocast: torch.dtype | None
+) -> LayerTrace:
+    state: dict[str, Tensor] = {
+        name: _fake(Value(tuple(one.shape), one.dtype, one.requires_grad), device)
+        for name, one in (*module.named_parameters(), *module.named_buffers())
+    }
+    arguments = tuple(_fake(one, device) for one in inputs)
+    draws = _Draws()
+    with torch.autocast(device.type, autocast, enabled=autocast is not None), draws:
+        outputs = torch.func.functional_call(module, state, arguments)
+    roots = [one for one in outputs if one.requires_grad]
+    trained = [name for name, one in state.items() if one.requires_grad]
+    gradients: Sequence[Tensor | None] = ()
+    if roots and trained:
+        gradients = torch.autograd.grad(
+            roots,
+            [state[name] for name in trained],
+            [torch.empty_like(one) for one in roots],
+            allow_unused=True,
+        )
+    return LayerTrace(
+        tuple(Value(tuple(one.shape), one.dtype, one.requires_grad) for one in outputs),
+        frozenset(n for n, g in zip(trained, gradients, strict=True) if g is not None)
+        if gradients
+        else frozenset(),
+        draws.seen,
+    )
+
+
+def _fake(value: Value, device: torch.device) -> Tensor:
+    made = torch.empty(value.shape, dtype=value.dtype, device=device)
+    return made.requires_grad_() if value.gradient else made
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether anything draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))

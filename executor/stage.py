@@ -1,0 +1,242 @@
+"""The computations of one stage on one rank: forward, whole backward, or its two parts.
+
+Layers run one after another. Every layer that draws random numbers is seeded before, so that a
+forward that is computed again draws the same, and so that no cut changes what is drawn.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from stagewright.executor.capture import CapturedLayer
+from stagewright.executor.shapes import LayerTrace, Value
+from stagewright.executor.split_backward import (
+    CannotSplit,
+    Saved,
+    SavedForWeights,
+    SplitLayer,
+    split_layer,
+)
+
+Tensors = tuple[Tensor, ...]
+Gradients = Sequence[Tensor | None]
+Seed = Callable[[int], int]  # of the stage's i-th layer
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One layer of a stage, with what is known of its inputs."""
+
+    layer: CapturedLayer
+    inputs: tuple[Value, ...]
+    trace: LayerTrace
+
+
+@dataclass(slots=True)
+class _Graph:
+    """Autograd's record of some layers: where gradients go in and where they come out."""
+
+    leaves: Tensors
+    outputs: list[GradientEdge | None]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What a microbatch keeps between its computations; which fields are set, its course decides.
+
+    ``inputs`` per layer (of the first alone under full recomputation), ``graphs`` of autograd, or
+    what each layer's pieces saved.
+    """
+
+    seed: Seed
+    inputs: list[Tensors] = field(default_factory=list)
+    graphs: list[_Graph] = field(default_factory=list)
+    saved: list[Saved | _Graph] = field(default_factory=list)
+    for_weights: list[SavedForWeights | None] = field(default_factory=list)
+
+
+class StageComputation:
+    """Layers in a row on one device.
+
+    ``recompute`` as in the plan. Microbatches in ``split`` have their backward in two parts. What
+    autocast computes in is ``autocast``, None for the parameters' own type.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        recompute: Literal["none", "full", "layer"],
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.parts = tuple(parts)
+        self.recompute = recompute
+        self.device = device
+        self.autocast = autocast
+        self._pieces: dict[int, SplitLayer | None] = {}
+        self._flights: dict[int, _InFlight] = {}
+        modules = [part.layer.module for part in parts]
+        self._buffers = [buffer for module in modules for buffer in module.buffers()]
+
+    def split(self) -> None:
+        """Prepare for backwards in two parts. A layer that cannot be split keeps a whole one."""
+        for i, part in enumerate(self.parts):
+            if i in self._pieces:
+                continue
+            examples = [
+                torch.empty(value.shape, dtype=value.dtype, device=self.device)
+                for value in part.inputs
+            ]
+            try:
+                with self.cast():
+                    self._pieces[i] = split_layer(
+                        part.layer.module,
+                        examples,
+                        [value.gradient for value in part.inputs],
+                        [value.gradient for value in part.trace.outputs],
+                        name=part.layer.name,
+                    )
+            except CannotSplit:
+                self._pieces[i] = None
+
+    def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
+        """Outputs of the stage; ``in_two`` if the backward will come as I and W."""
+        flight = self._flights[microbatch] = _InFlight(seed)
+        if self.recompute == "none":
+            return self._run(flight, inputs, in_two)
+        if self.recompute == "full":
+            flight.inputs.append(inputs)
+        with torch.no_grad(), self.cast():
+            for i, part in enumerate(self.parts):
+                if self.recompute == "layer":
+                    flight.inputs.append(inputs)
+                inputs = self._layer(i, part.layer.module, inputs, seed)
+        return inputs
+
+    def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
+        """The whole backward: gradients of the stage's inputs; the weights' are summed up."""
+        flight = self._flights.pop(microbatch)
+        if self.recompute == "layer":
+            for i in reversed(range(len(self.parts))):
+                with self._again():
+                    graph, _ = self._record(range(i, i + 1), flight.inputs.pop(), flight.seed)
+                output_gradients = _backward(graph, output_gradients)
+            return output_gradients
+        if self.recompute == "full":
+            with self._again():
+                self._run(flight, flight.inputs.pop(), in_two=False)
+        return _backward(flight.graphs.pop(), output_gradients)
+
+    def input_gradient(self, microbatch: int, output_gradients: Gradients) -> Gradients:
+        """I: gradients of the stage's inputs alone."""
+        flight = self._flights[microbatch]
+        if self.recompute == "full":
+            with self._again():
+                self._run(flight, flight.inputs.pop(), in_two=True)
+        for i in reversed(range(len(self.parts))):
+            if self.recompute == "layer":
+                with self._again():
+                    self._run_layer(flight, i, flight.inputs.pop())
+            saved = flight.saved.pop()
+            if isinstance(saved, _Graph):
+                output_gradients = _backward(saved, output_gradients)
+                flight.for_weights.append(None)
+            else:
+                pieces = self._pieces[i]
+                assert pieces is not None
+                output_gradients, rest = pieces.input_gradient(saved, output_gradients)
+                flight.for_weights.append(rest)
+        return output_gradients
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """W: the weights' gradients are summed up."""
+        flight = self._flights.pop(microbatch)
+        for part, pieces, saved in zip(
+            self.parts, self._in_order(), reversed(flight.for_weights), strict=True
+        ):
+            if saved is None or pieces is None:
+                continue
+            # Whatever version is in use: the gradients of all are summed up in one place.
+            for parameter, gradient in zip(
+                part.layer.module.parameters(), pieces.weight_gradient(saved), strict=True
+            ):
+                if gradient is not None and parameter.grad is not None:
+                    parameter.grad += gradient
+
+    def _in_order(self) -> Iterator[SplitLayer | None]:
+        return (self._pieces[i] for i in range(len(self.parts)))
+
+    def _run(self, flight: _InFlight, inputs: Tensors, in_two: bool) -> Tensors:
+        if not in_two:
+            graph, outputs = self._record(range(len(self.parts)), inputs, flight.seed)
+            flight.graphs.append(graph)
+            return outputs
+        for i in range(len(self.parts)):
+            inputs = self._run_layer(flight, i, inputs)
+        return inputs
+
+    def _run_layer(self, flight: _InFlight, i: int, inputs: Tensors) -> Tensors:
+        """One layer by its pieces, or by autograd where it has none."""
+        pieces = self._pieces[i]
+        if pieces is None:
+            graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)
+            flight.saved.append(graph)
+            return outputs
+        module = self.parts[i].layer.module
+        self._seed(i, flight.seed)
+        outputs, saved = pieces.forward(list(module.parameters()), list(module.buffers()), inputs)
+        flight.saved.append(saved)
+        return outputs
+
+    def _record(self, layers: range, inputs: Tensors, seed: Seed) -> tuple[_Graph, Tensors]:
+        """Run ``layers`` under autograd."""
+        leaves = tuple(
+            one.detach().requires_grad_(value.gradient)
+            for one, value in zip(inputs, self.parts[layers[0]].inputs, strict=True)
+        )
+        values = leaves
+        with torch.enable_grad(), self.cast():
+            for i in layers:
+                values = self._layer(i, self.parts[i].layer.module, values, seed)
+        edges = [get_gradient_edge(one) if one.requires_grad else None for one in values]
+        return _Graph(leaves, edges), tuple(one.detach() for one in values)
+
+    def _layer(self, i: int, module: nn.Module, inputs: Tensors, seed: Seed) -> Tensors:
+        self._seed(i, seed)
+        outputs: Tensors = module(*inputs)
+        return outputs
+
+    def _seed(self, i: int, seed: Seed) -> None:
+        if self.parts[i].trace.random:
+            torch.default_generator.manual_seed(seed(i))
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[self.device.index].manual_seed(seed(i))
+
+    def cast(self) -> torch.autocast:
+        """The context of mixed precision; without effect where there is none."""
+        return torch.autocast(
+            self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
+        )
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """A forward that is computed again changes no buffer a second time."""
+        before = [buffer.clone() for buffer in self._buffers]
+        yield
+        for buffer, value in zip(self._buffers, before, strict=True):
+            buffer.copy_(value)
+
+
+def _backward(graph: _Graph, output_gradients: Gradients) -> Gradients:
+    pairs = [
+        (edge, gradient)
+        for edge, gradient in zip(graph.outputs, output_gradients, strict=True)
+        if edge is not None and gradient is not None
+    ]
+    torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+    return [leaf.grad for leaf in graph.leaves]

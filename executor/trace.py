@@ -1,0 +1,206 @@
+"""What a run really did, in the plan's terms: the trace document, and how the ranks' parts merge.
+
+Every time is in seconds from the start of its step.
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from stagewright.executor.program import SENDS, plan_devices
+from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plan import PipelinePlan, ScheduledAction
+from stagewright.graphs import documents
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import require_amount
+
+FORMAT: Literal["stagewright-trace"] = "stagewright-trace"
+VERSION: Literal[1] = 1
+
+SENT = {  # what a receiver's action is called in the plan, and how far away the sender's stage is
+    ActionKind.RECEIVE_FORWARD: (ActionKind.SEND_FORWARD, -1),
+    ActionKind.RECEIVE_BACKWARD: (ActionKind.SEND_BACKWARD, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """One training step.
+
+    ``iteration_seconds`` is when the last computation, transfer or all-reduce ended: the
+    counterpart of the plan's prediction. ``update_seconds`` is what the optimizer took, on the rank
+    where it took longest, which no plan predicts. ``actions`` are spelled and shaped as in the
+    plan. ``loss`` is None if it is not known, or no finite number.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    step: int
+    iteration_seconds: float
+    update_seconds: float
+    actions: tuple[ScheduledAction, ...]
+    loss: float | None = None
+
+    def __post_init__(self) -> None:
+        place = f"step {self.step}"
+        if self.step < 0:
+            raise InputError(f"step must be at least 0, got {self.step}")
+        require_amount(self.iteration_seconds, f"{place}: iteration_seconds")
+        require_amount(self.update_seconds, f"{place}: update_seconds")
+        for timed in self.actions:
+            if not 0 <= timed.start_seconds <= timed.finish_seconds:
+                raise InputError(
+                    f"{place}: {timed.action} on {timed.device!r} lasts from "
+                    f"{timed.start_seconds:g} to {timed.finish_seconds:g} s: times count from the "
+                    "start of the step, and nothing ends before it starts"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Steps of one run of a plan.
+
+    ``digest`` is the plan's, ``machine`` says in words where the run was, ``backend`` is the
+    library that moved the tensors ("gloo", "nccl").
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    digest: str
+    model: str
+    machine: str
+    backend: str
+    world_size: int
+    dtype: str
+    steps: tuple[TracedStep, ...]
+    format: Literal["stagewright-trace"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise InputError("a trace needs at least one step")
+        if self.world_size < 1:
+            raise InputError(f"world_size must be at least 1, got {self.world_size}")
+        for one, other in pairwise(self.steps):
+            if one.step >= other.step:
+                raise InputError(f"step {other.step} stands behind step {one.step}; sort the steps")
+
+
+@dataclass(frozen=True, slots=True)
+class RankAction:
+    """One action as its own rank saw it; ``peer`` and ``bytes`` are those of a message."""
+
+    rank: int
+    action: str
+    start_seconds: float
+    finish_seconds: float
+    peer: int | None = None
+    bytes: float | None = None
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace document; any fault is an InputError of one line."""
+    return documents.read(Trace, path, FORMAT, VERSION)
+
+
+def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace document atomically."""
+    documents.write_text(path, documents.to_json(trace))
+
+
+def traced_step(
+    plan: PipelinePlan, step: int, records: Iterable[RankAction], loss: float | None = None
+) -> TracedStep:
+    """One step from the records of all ranks, in any order."""
+    records = tuple(records)
+    updates: dict[int, float] = defaultdict(float)
+    for record in records:
+        if parse_action(record.action).kind is ActionKind.UPDATE:
+            updates[record.rank] += record.finish_seconds - record.start_seconds
+    actions = merge(plan, records)
+    finish = max((timed.finish_seconds for timed in actions), default=0.0)
+    known = loss if loss is not None and math.isfinite(loss) else None
+    return TracedStep(step, finish, max(updates.values(), default=0.0), actions, known)
+
+
+def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledAction, ...]:
+    """The plan's actions, by ascending start, from the records of all ranks.
+
+    A transfer lasts from the first message's sending to the last one's receipt, and its bytes are
+    those of the messages: what a device keeps to itself is none. An all-reduce lasts from when the
+    first of its ranks enters it to when the last leaves it, so that waiting for the slowest rank
+    counts. What a plan does not hold (updates, versions of weights) is left out.
+
+    Raises
+    ------
+    InputError
+        If only one side of a transfer was recorded.
+    """
+    devices = plan_devices(plan)
+    actions: list[ScheduledAction] = []
+    shared: dict[Action, list[RankAction]] = defaultdict(list)
+    for record in records:
+        action = _in_plan(parse_action(record.action))
+        if action.kind in COMPUTE:
+            times = (record.start_seconds, record.finish_seconds)
+            actions.append(ScheduledAction(devices[record.rank], record.action, *times))
+        elif action.kind is ActionKind.REDUCE or action.kind in SENDS:
+            shared[action].append(record)
+    for action, parts in shared.items():
+        join = _joined_transfer if action.kind in SENDS else _joined_reduce
+        actions.append(join(plan, action, parts))
+    return tuple(
+        sorted(actions, key=lambda a: (a.start_seconds, a.finish_seconds, a.device, a.action))
+    )
+
+
+def _in_plan(action: Action) -> Action:
+    """The action of the plan that ``action`` is a part of: a receipt is a part of its sending."""
+    if action.kind not in SENT:
+        return action
+    kind, way = SENT[action.kind]
+    return Action(action.stage + way, kind, action.microbatch)
+
+
+def _joined_transfer(
+    plan: PipelinePlan, action: Action, parts: Sequence[RankAction]
+) -> ScheduledAction:
+    sent = [part for part in parts if part.action == str(action)]
+    received = [part for part in parts if part.action != str(action)]
+    if not sent or not received:
+        missing = "receipt" if sent else "sending"
+        raise InputError(
+            f"transfer {action} has no record of its {missing}; merge the records of all ranks"
+        )
+    assert action.microbatch is not None
+    way = 1 if action.kind is ActionKind.SEND_FORWARD else -1
+    sources = plan.stages[action.stage].runners(action.microbatch)
+    targets = plan.stages[action.stage + way].runners(action.microbatch)
+    start = min(part.start_seconds for part in sent)
+    # The ranks' clocks agree to microseconds only; nothing is received before it is sent.
+    finish = max(start, *(part.finish_seconds for part in received))
+    return ScheduledAction(
+        sources[0], str(action), start, finish, sources, targets, _sum_bytes(sent)
+    )
+
+
+def _joined_reduce(
+    plan: PipelinePlan, action: Action, parts: Sequence[RankAction]
+) -> ScheduledAction:
+    group = plan.stages[action.stage].devices
+    start = min(part.start_seconds for part in parts)
+    finish = max(part.finish_seconds for part in parts)
+    # Every rank of the group brings the same gradients; the plan counts them once.
+    size = max((part.bytes for part in parts if part.bytes is not None), default=None)
+    return ScheduledAction(group[0], str(action), start, finish, group, group, size)
+
+
+def _sum_bytes(parts: Sequence[RankAction]) -> float | None:
+    known = [part.bytes for part in parts if part.bytes is not None]
+    return sum(known) if known else None

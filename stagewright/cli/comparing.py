@@ -1,0 +1,170 @@
+"""``compare``: a plan's prediction beside what a run of it measured."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.console import (
+    JsonFlag,
+    PlanFile,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    progress,
+    require_folder,
+)
+from stagewright.graphs.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.executor.compare import Comparison, Pair
+    from stagewright.executor.trace import Trace
+    from stagewright.formulations.plan import PipelinePlan
+
+
+def compare(
+    plan: PlanFile,
+    trace: Annotated[
+        Path, typer.Argument(help="Trace file of a run.", metavar="TRACE", show_default=False)
+    ],
+    png: Annotated[
+        Path | None,
+        typer.Option(help="Draw both timelines above each other.", metavar="FILE"),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model file that was planned.", metavar="FILE")
+    ] = None,
+    corrected: Annotated[
+        Path | None,
+        typer.Option(help="Write the model with its times corrected by the run.", metavar="FILE"),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Lay a plan's prediction beside what a run of it measured."""
+    from stagewright.executor.compare import compare as lay_beside
+    from stagewright.executor.trace import load_trace
+    from stagewright.formulations.plan import load_plan
+
+    if (model is None) != (corrected is None):
+        raise InputError("give --model and --corrected together: what to correct, where to write")
+    require_folder(png, corrected)
+    planned, run = load_plan(plan), load_trace(trace)
+    comparison = lay_beside(planned, run)
+    if model is not None and corrected is not None:
+        _write_corrected(planned, run, model, corrected)
+    if png is not None:
+        with progress("drawing"):
+            _draw(planned, run, png)
+    files = [str(path) for path in (png, corrected) if path is not None]
+    if as_json:
+        print_json(_comparison_json(comparison, run) | {"files": files})
+    else:
+        _print_comparison(comparison, run)
+        print_lines(*(f"{path} is written" for path in files))
+    return 0
+
+
+def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, corrected: Path) -> None:
+    from stagewright.executor.compare import correct
+    from stagewright.graphs.chain import load_model, save_model
+
+    save_model(correct(load_model(model), planned, run), corrected)
+
+
+def _draw(planned: "PipelinePlan", run: "Trace", png: Path) -> None:
+    from stagewright.executor.chart import write_stacked_png
+    from stagewright.executor.compare import measured_plan
+    from stagewright.executor.timeline import finish_seconds, headline
+    from stagewright.graphs.units import format_seconds
+
+    measured = measured_plan(planned, run)
+    titles = (
+        f"predicted: {headline(planned)}",
+        f"measured: {_run_line(run)} · {format_seconds(finish_seconds(measured))} per iteration",
+    )
+    write_stacked_png((planned, measured), titles, png)
+
+
+def _run_line(run: "Trace") -> str:
+    ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
+    return f"{ranks} on {run.machine}, {run.backend}, {run.dtype}"
+
+
+def _comparison_json(comparison: "Comparison", run: "Trace") -> dict[str, Any]:
+    return {
+        "status": "compared",
+        "machine": run.machine,
+        "backend": run.backend,
+        "world_size": run.world_size,
+        "dtype": run.dtype,
+        "steps": comparison.steps,
+        "iteration_seconds": _pair_json(comparison.iteration_seconds)
+        | {"least": comparison.least_seconds, "most": comparison.most_seconds},
+        "update_seconds": comparison.update_seconds,
+        "kinds": {
+            one.kind: {"count": one.count, "seconds": _pair_json(one.seconds)}
+            for one in comparison.kinds
+        },
+        "stages": [
+            {
+                "devices": one.devices,
+                "forward_seconds": _pair_json(one.forward_seconds),
+                "backward_seconds": _pair_json(one.backward_seconds),
+                "busy": _pair_json(one.busy),
+            }
+            for one in comparison.stages
+        ],
+    }
+
+
+def _pair_json(pair: "Pair") -> dict[str, float | None]:
+    return {"predicted": pair.predicted, "measured": pair.measured, "ratio": pair.ratio}
+
+
+def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
+    from stagewright.executor.timeline import shorten_devices
+    from stagewright.graphs.units import format_seconds
+
+    kinds = [
+        (one.kind.value, str(one.count), *_cells(one.seconds), _ratio(one.seconds))
+        for one in comparison.kinds
+    ]
+    stages = [
+        (
+            str(one.stage), shorten_devices(one.devices),
+            *_cells(one.forward_seconds), _ratio(one.forward_seconds),
+            *_cells(one.backward_seconds), _ratio(one.backward_seconds),
+            percent(one.busy.predicted), percent(one.busy.measured),
+        )
+        for one in comparison.stages
+    ]  # fmt: skip
+    whole, steps = comparison.iteration_seconds, comparison.steps
+    predicted, measured, least, most = map(
+        format_seconds,
+        (whole.predicted, whole.measured, comparison.least_seconds, comparison.most_seconds),
+    )
+    print_lines(_run_line(run))
+    print_table(["<action", "count", "predicted", "measured", "ratio"], kinds)
+    print_table(
+        ["stage", "<devices", "forward", "measured", "ratio", "backward", "measured", "ratio",
+         "busy", "measured"],
+        stages,
+    )  # fmt: skip
+    print_lines(
+        f"predicted {predicted}, measured {measured} (median of {steps} "
+        f"step{'s' if steps > 1 else ''}, {least} to {most}): "
+        f"measured / predicted = {_ratio(whole)}",
+        f"the optimizer took {format_seconds(comparison.update_seconds)} a step, "
+        "which is not predicted",
+    )
+
+
+def _cells(pair: "Pair") -> tuple[str, str]:
+    from stagewright.graphs.units import format_seconds
+
+    return format_seconds(pair.predicted), format_seconds(pair.measured)
+
+
+def _ratio(pair: "Pair") -> str:
+    return "-" if pair.ratio is None else f"{pair.ratio:.3f}"

@@ -1,0 +1,101 @@
+"""``export``: plans for other frameworks' runtimes, and launch scripts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stagewright.cli.console import JsonFlag, PlanFile, print_json, print_lines, require_folder
+from stagewright.graphs.errors import InputError
+
+
+def export(
+    plan: PlanFile,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes.",
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="The file, or a folder for several.", metavar="FILE_OR_FOLDER"
+        ),
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model file: layers' names, samples in a microbatch.", metavar="FILE"),
+    ] = None,
+    partition_only: Annotated[
+        bool,
+        typer.Option(
+            "--partition-only", help="Take the stages; leave the schedule to the framework."
+        ),
+    ] = False,
+    command: Annotated[
+        str | None, typer.Option(help="What a launch script runs on every device.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Cluster file: which device is where.", metavar="FILE")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="Where no cluster file tells the servers.", metavar="N")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Container image of the Kubernetes Job.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Write a plan for another framework, or a script that launches it."""
+    from stagewright.executor.export import export as written
+    from stagewright.executor.export import remarks
+    from stagewright.executor.export.options import Options
+    from stagewright.formulations.plan import InvalidPlan, load_plan
+    from stagewright.graphs.chain import load_model
+    from stagewright.graphs.cluster import load_cluster
+    from stagewright.graphs.documents import write_text
+
+    options = Options(
+        model=load_model(model) if model else None,
+        partition_only=partition_only,
+        command=command,
+        cluster=load_cluster(cluster) if cluster else None,
+        gpus_per_node=gpus_per_node,
+        image=image,
+    )
+    answer = load_plan(plan)
+    try:
+        files = written(answer, to, options)
+    except InvalidPlan as error:
+        if as_json:
+            print_json({"status": "invalid", "reason": str(error), "files": None, "remarks": None})
+        else:
+            print_lines(f"{plan} cannot run: {error}")
+        return 1
+    paths = _paths(output, list(files))
+    for path, text in zip(paths, files.values(), strict=True):
+        write_text(path, text)
+    told = remarks(answer, to)
+    if as_json:
+        names = [str(path) for path in paths]
+        print_json({"status": "written", "reason": None, "files": names, "remarks": told})
+    else:
+        print_lines(*(f"{path} is written" for path in paths), *told)
+    return 0
+
+
+def _paths(output: Path, names: list[str]) -> list[Path]:
+    """Where to write: one file as or into ``output``, several into it, a folder that is made."""
+    if len(names) == 1 and not output.is_dir():
+        require_folder(output)
+        return [output]
+    if not output.is_dir():
+        if output.exists():
+            raise InputError(f"--output {output} is a file; {len(names)} files need a folder")
+        require_folder(output)
+        output.mkdir()
+    paths = [output / name for name in names]
+    require_folder(*paths)
+    return paths

@@ -1,0 +1,75 @@
+"""What a user's own code gives to a command: ``PACKAGE:FACTORY`` names a function in it."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from stagewright.graphs.errors import InputError
+
+EXAMPLE = "examples.models:transformer"
+
+
+def load_factory(text: str, option: str) -> Callable[..., Any]:
+    """The function that ``text`` names, for example ``examples.models:transformer``.
+
+    Packages are looked for in the current folder first. What the function raises later on becomes
+    an InputError that names ``option``.
+
+    Raises
+    ------
+    InputError
+        If there is no such module or function.
+    """
+    package, _, path = text.partition(":")
+    if not package or not path:
+        raise InputError(f"{option} {text!r} names no PACKAGE:FUNCTION, for example {EXAMPLE}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    found = _find(package, path, option)
+
+    @functools.wraps(found, updated=())
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return found(*args, **kwargs)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"{option}: {text!r} raised {_told(error)}") from error
+
+    return guarded
+
+
+def _find(package: str, path: str, option: str) -> Callable[..., Any]:
+    found: Any = _import(package, option)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise InputError(f"{option}: {package!r} ({_place(package)}) has no {path!r}")
+        found = getattr(found, name)
+    if not callable(found):
+        kind = type(found).__name__
+        raise InputError(f"{option}: {path!r} is of type {kind}; name a function that returns it")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _import(package: str, option: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name and (package == error.name or package.startswith(f"{error.name}.")):
+            raise InputError(
+                f"{option}: there is no module {error.name!r} in the current folder or installed"
+            ) from None
+        raise InputError(f"{option}: importing {package!r} raised {_told(error)}") from error
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise InputError(f"{option}: importing {package!r} raised {_told(error)}") from error
+
+
+def _place(package: str) -> str:
+    return getattr(sys.modules[package], "__file__", None) or "a folder"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,159 @@
+"""``profile`` and ``profile-links``: model and cluster files from measurements of this machine."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal
+
+import typer
+
+from stagewright.cli.console import JsonFlag, OutputFile, require_folder
+from stagewright.cli.inputs import hand_out
+from stagewright.graphs.errors import InputError
+
+EVERY_LAYER = range(sys.maxsize)
+TIMEOUT_SECONDS = 60.0  # that a rank waits for another one
+
+
+def profile(
+    model: Annotated[
+        str, typer.Option(help="Makes the module.", metavar="PACKAGE:FACTORY", show_default=False)
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Makes an iterable of mini-batches (inputs, targets); the first is used.",
+            metavar="PACKAGE:FACTORY",
+            show_default=False,
+        ),
+    ],
+    microbatch_sizes: Annotated[
+        str, typer.Option(help="Samples; several with commas.", metavar="B,B,...")
+    ] = "1,2,4",
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Mean loss of (outputs, targets); cross-entropy if left out.",
+            metavar="PACKAGE:FUNCTION",
+        ),
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What measures.")] = "cpu",
+    kind: Annotated[
+        str, typer.Option(help="Kind of device that clusters will name; else the device's name.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(help="Medians are of so many.", min=1)] = 9,
+    threads: Annotated[int, typer.Option(help="Threads that compute on a CPU.", min=1)] = 1,
+    dtype: Annotated[
+        Literal["float64", "float32", "bfloat16"],
+        typer.Option(help="Type of the computation; bfloat16 is autocast of float32 parameters."),
+    ] = "float32",
+    optimizer_state: Annotated[
+        int,
+        typer.Option(help="State per parameter: SGD 0, with momentum 1, Adam 2.", min=0, max=2),
+    ] = 2,
+    output: OutputFile = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Measure a torch module layer by layer and write its model file."""
+    from stagewright.executor.launch import require_torch
+
+    require_folder(output)
+    sizes = _read_sizes(microbatch_sizes)
+    require_torch()
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from stagewright.cli.factories import load_factory
+    from stagewright.executor.initialise import initialise
+    from stagewright.executor.profiling import Machine, first_batch, measure_layers
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch finds no GPU here")
+    computed = getattr(torch, dtype)
+    own = torch.float32 if computed == torch.bfloat16 else computed  # as the executor does
+    machine = Machine(torch.device(device), threads, kind)
+    make = load_factory(model, "--model")
+    of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
+    batch = first_batch(load_factory(data, "--data")())
+    with _reporting("profiling") as report:
+        report("making the model")
+        layered = initialise(make, EVERY_LAYER, device=device, dtype=own)
+        chain = measure_layers(
+            layered,
+            batch,
+            sizes,
+            machine=machine,
+            loss=of_outputs,
+            rounds=rounds,
+            autocast=None if computed == own else computed,
+            name=model.rpartition(":")[2],
+            optimizer_state=optimizer_state,
+            on_progress=report,
+        )
+    return hand_out(chain, output, as_json)
+
+
+def profile_links(
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes to start here; not under torchrun.", min=2)
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Messages; two sizes or more.", metavar="SIZE,SIZE,...")
+    ] = "4kB,64kB,1MB,16MB",
+    rounds: Annotated[int, typer.Option(help="Medians are of so many.", min=1)] = 9,
+    kind: Annotated[
+        str, typer.Option(help="Kind of device in the file; else the device's name.")
+    ] = "",
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of a device, for example 16GB; else the machine's.")
+    ] = None,
+    output: OutputFile = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Measure bandwidth and latency between all ranks and write the cluster file.
+
+    Without torchrun the ranks are processes of this machine.
+    """
+    from stagewright.executor.launch import is_rank, joined, launch, require_torch
+    from stagewright.graphs.units import parse_bytes
+
+    require_folder(output)
+    lengths = [round(parse_bytes(size)) for size in sizes.split(",")]
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    require_torch()
+    if not is_rank():
+        if ranks is None:
+            raise InputError("give --ranks N, or start this command under torchrun")
+        return launch(sys.argv[1:], ranks)
+    with joined(TIMEOUT_SECONDS) as member:
+        from stagewright.executor.links import describe, measure_links
+
+        links = measure_links(member.device, lengths, rounds=rounds)
+        cluster = describe(links, member.device, kind=kind, memory_bytes=memory_bytes)
+        if member.rank == 0:
+            hand_out(cluster, output, as_json)
+    return 0
+
+
+def _read_sizes(text: str) -> list[int]:
+    try:
+        sizes = sorted({int(size) for size in text.split(",")})
+    except ValueError:
+        raise InputError(f"--microbatch-sizes {text!r}: write for example 1,2,4") from None
+    if sizes[0] < 1:
+        raise InputError(f"--microbatch-sizes must be at least 1, got {sizes[0]}")
+    return sizes
+
+
+@contextmanager
+def _reporting(task: str) -> Iterator[Callable[[str], None]]:
+    """Show what a measurement is at on stderr while the body runs, where that is a terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(task) as status:
+        yield lambda news: status.update(escape(f"{task}: {news}"))

@@ -1,0 +1,252 @@
+"""``run``: train by a plan, on the ranks that it needs."""
+
+import ast
+import inspect
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from stagewright.cli.console import (
+    JsonFlag,
+    PlanFile,
+    Seed,
+    print_json,
+    print_lines,
+    require_folder,
+)
+from stagewright.graphs.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from stagewright.executor.training import Course, NamedOptimizer, Task
+
+PROGRESS_SECONDS = 0.5  # between two lines of progress
+
+
+def run(
+    plan: PlanFile,
+    model: Annotated[
+        str, typer.Option(help="Makes the module.", metavar="PACKAGE:FACTORY", show_default=False)
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Makes an iterable of mini-batches (inputs, targets), the same on every rank; "
+            "called again for every pass.",
+            metavar="PACKAGE:FACTORY",
+            show_default=False,
+        ),
+    ],
+    steps: Annotated[
+        int, typer.Option(help="Mini-batches to train on, in all.", min=1, show_default=False)
+    ],
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Mean loss of (outputs, targets); cross-entropy if left out.",
+            metavar="PACKAGE:FUNCTION",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
+    ] = "sgd:lr=0.01",
+    seed: Seed = 0,
+    dtype: Annotated[
+        Literal["float64", "float32", "bfloat16"], typer.Option(help="Type of the parameters.")
+    ] = "float32",
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder of checkpoints; the two newest stay.", metavar="DIR"),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between checkpoints; one is written at the end.", min=1),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint.")
+    ] = False,
+    save_parameters: Annotated[
+        Path | None, typer.Option(help="Write the trained state dict.", metavar="FILE")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what happened when.", metavar="FILE")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a rank waits for another one.")
+    ] = 60.0,
+    as_json: JsonFlag = False,
+) -> int:
+    """Train a model by a plan: here on processes that it starts, under torchrun as one of them.
+
+    Each rank computes with OMP_NUM_THREADS threads, by default one.
+    """
+    from stagewright.executor.launch import is_rank, joined, require_torch
+
+    require_torch()
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise InputError(f"--timeout must be a positive number of seconds, got {timeout:g}")
+    if checkpoint is None and (resume or checkpoint_every is not None):
+        raise InputError("--resume and --checkpoint-every need --checkpoint DIR")
+
+    def read_task() -> "Task":
+        import torch
+
+        from stagewright.cli.factories import load_factory
+        from stagewright.executor.training import Task
+        from stagewright.formulations.plan import load_plan
+
+        return Task(
+            plan=load_plan(plan),
+            model=load_factory(model, "--model"),
+            data=load_factory(data, "--data"),
+            loss=None if loss is None else load_factory(loss, "--loss"),
+            optimizer=parse_optimizer(optimizer),
+            steps=steps,
+            seed=seed,
+            dtype=getattr(torch, dtype),
+            timeout_seconds=timeout,
+            checkpoints=checkpoint,
+            checkpoint_every=checkpoint_every or steps,
+            resume=resume,
+            parameters=save_parameters,
+            trace=trace,
+        )
+
+    if not is_rank():
+        return _start(read_task(), plan, as_json)
+    with joined(timeout) as member:
+        from stagewright.executor.training import train
+
+        task = read_task()
+        course = train(task, member, _progress(steps))
+        if member.rank == 0:
+            _print_summary(task, course, member.world_size, as_json)
+    return 0
+
+
+def _start(task: "Task", plan: Path, as_json: bool) -> int:
+    """Start the ranks; what each of them would refuse is refused before, once."""
+    from stagewright.executor import checkpoint
+    from stagewright.executor.launch import launch
+    from stagewright.executor.lower import lower
+    from stagewright.executor.verify import verify
+    from stagewright.formulations.plan import InvalidPlan
+
+    folder = task.checkpoints
+    checkpoint.find(folder, task.resume, task.header(task.steps))
+    file = folder / "step" if folder is not None and folder.exists() else folder
+    require_folder(task.parameters, task.trace, file)
+    try:
+        program = lower(task.plan)
+        verify(task.plan, program)
+    except InvalidPlan as error:
+        if as_json:
+            print_json({"status": "invalid", "reason": str(error)})
+        else:
+            print_lines(f"{plan} cannot run: {error}")
+        return 1
+    return launch(sys.argv[1:], len(program.rows))
+
+
+def _progress(steps: int) -> Callable[[int, float, float], None]:
+    """Tell a person at a terminal, now and then, how far the training is."""
+    from stagewright.graphs.units import format_seconds
+
+    told = -math.inf
+
+    def report(step: int, loss: float, seconds: float) -> None:
+        nonlocal told
+        if sys.stderr.isatty() and (step == steps or time.monotonic() >= told + PROGRESS_SECONDS):
+            told = time.monotonic()
+            line = f"step {step}/{steps}  loss {loss:.6g}  {format_seconds(seconds)}"
+            print(line, file=sys.stderr, flush=True)
+
+    return report
+
+
+def _print_summary(task: "Task", course: "Course", world_size: int, as_json: bool) -> None:
+    from stagewright.graphs.units import format_seconds
+
+    if as_json:
+        print_json(
+            {
+                "status": "trained",
+                "steps": task.steps,
+                "loss": course.losses[-1],
+                "losses": course.losses,
+                "iteration_seconds": median(course.seconds),
+                "seconds": sum(course.seconds),
+                "world_size": world_size,
+            }
+        )
+        return
+    print_lines(
+        f"{task.steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, loss "
+        f"{course.losses[-1]:.6g}, {format_seconds(median(course.seconds))} per step",
+        *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
+    )
+
+
+def parse_optimizer(text: str) -> "NamedOptimizer":
+    """Read ``adamw:lr=1e-3,betas=(0.9,0.95)``.
+
+    Raises
+    ------
+    InputError
+        If torch has no such optimizer, or the optimizer no such argument or value.
+    """
+    import torch
+
+    from stagewright.executor.training import NamedOptimizer
+
+    name, _, listed = text.partition(":")
+    kinds = _optimizers()
+    if name not in kinds:
+        raise InputError(f"--optimizer {name!r} is not known; one of {', '.join(sorted(kinds))}")
+    allowed = list(inspect.signature(kinds[name]).parameters)[1:]  # the first is the parameters
+    arguments = _parse_arguments(text, listed)
+    for argument in arguments:
+        if argument not in allowed:
+            raise InputError(
+                f"--optimizer {text}: {name} has no {argument!r}; one of {', '.join(allowed)}"
+            )
+    choice = NamedOptimizer(name, kinds[name], arguments)
+    try:
+        choice([torch.nn.Parameter(torch.zeros(1, 1))])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"--optimizer {text}: {error}") from None
+    return choice
+
+
+def _parse_arguments(text: str, listed: str) -> dict[str, Any]:
+    """The keyword arguments in ``listed``, whose values are Python's literals."""
+    try:
+        call = ast.parse(f"f({listed})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+    except (ValueError, SyntaxError):
+        raise InputError(
+            f"--optimizer {text}: write NAME:KEY=VALUE,KEY=VALUE with values as in Python, "
+            "e.g. adamw:lr=1e-3,betas=(0.9,0.95)"
+        ) from None
+
+
+def _optimizers() -> "dict[str, type[Optimizer]]":
+    """The optimizers of torch by lower-case name, but for one that evaluates the loss itself."""
+    import torch
+
+    return {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind)
+        and issubclass(kind, torch.optim.Optimizer)
+        and name not in ("Optimizer", "LBFGS")
+    }
