@@ -90,11 +90,20 @@ def _ranks_on_host() -> int:
 
 def _available_bytes() -> float:
     """Memory that this host can give; infinite where the kernel does not tell."""
+    return _from_meminfo("MemAvailable")
+
+
+def _from_meminfo(entry: str) -> float:
     meminfo = Path("/proc/meminfo")
-    found = (
-        re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
-    )
+    found = re.search(rf"{entry}:\s*(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     return int(found[1]) * 1024.0 if found else float("inf")
+
+
+def total_bytes(device: torch.device) -> float:
+    """All memory of a GPU, or this rank's share of its host's."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return _from_meminfo("MemTotal") / _ranks_on_host()
 
 
 def _warning(size: float, ranks: int) -> str:

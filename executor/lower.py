@@ -5,7 +5,7 @@
    are cut from one order of the whole iteration, so both ranks of a pair see their transfers in
    the same order, and no rank waits for what itself holds back.
 3. `with_early_receives`: a receive is posted before the computations that it may overlap.
-4. `with_reductions`: the all-reduce of a stage where the plan starts it.
+4. `with_reductions`: the all-reduce of a stage behind its last backward, in the plan's order.
 5. `with_updates`: the optimizer's steps.
 6. `with_versions`: which version of the weights a computation uses, and what is kept for it.
 """
@@ -40,6 +40,7 @@ The cost model's memory has room for one activation and one gradient on each sid
 """
 
 Rows = list[list[Instruction]]
+Node = tuple[tuple[float, bool], list[tuple[int, Instruction]]]  # when, and what on which ranks
 
 
 def lower(plan: PipelinePlan) -> Program:
@@ -83,7 +84,8 @@ def _in_time(action: Action, entry: ScheduledAction) -> tuple[float, float, int,
 def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
     """Add sends and receives, in an order of all ranks' actions that obeys every dependency.
 
-    Among what may come next, the plan's times decide.
+    Among what may come next, the plan's times decide; at one instant transfers go first, so that no
+    computation holds up what is ready to be sent.
 
     Raises
     ------
@@ -91,12 +93,12 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
         If there is no such order; with a cycle of actions that wait for each other.
     """
     start = _starts(plan)
-    nodes: list[tuple[float, list[tuple[int, Instruction]]]] = []
+    nodes: list[Node] = []
     place: dict[tuple[int, Action], int] = {}
     for rank, row in enumerate(rows):
         for instruction in row:
             place[rank, instruction.action] = len(nodes)
-            nodes.append((start[instruction.action], [(rank, instruction)]))
+            nodes.append(((start[instruction.action], True), [(rank, instruction)]))
     edges = [
         (place[rank, before.action], place[rank, after.action])
         for rank, row in enumerate(rows)
@@ -114,7 +116,7 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
         pair = [(sender, Instruction(action, receiver)), (receiver, Instruction(there, sender))]
         edges += [(made, len(nodes)), (len(nodes), needed)]
         arriving[receiver, there.kind, there.stage].append((needed, len(nodes)))
-        nodes.append((start[action], pair))
+        nodes.append(((start[action], False), pair))
     edges += _buffer_edges(arriving.values())
     out: Rows = [[] for _ in rows]
     for node in _sorted(nodes, edges):
@@ -177,9 +179,7 @@ def _buffer_edges(arriving: Iterable[list[tuple[int, int]]]) -> Iterator[tuple[i
                 yield order[k - RECEIVE_BUFFERS - 1], node
 
 
-def _sorted(
-    nodes: list[tuple[float, list[tuple[int, Instruction]]]], edges: Iterable[tuple[int, int]]
-) -> list[int]:
+def _sorted(nodes: list[Node], edges: Iterable[tuple[int, int]]) -> list[int]:
     """Nodes in an order that obeys ``edges``, earliest first among those that are free."""
     followers: list[list[int]] = [[] for _ in nodes]
     awaited = [0] * len(nodes)
@@ -202,7 +202,7 @@ def _sorted(
 
 
 def _cycle(
-    nodes: list[tuple[float, list[tuple[int, Instruction]]]],
+    nodes: list[Node],
     followers: list[list[int]],
     awaited: list[int],
 ) -> str:

@@ -15,18 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.executor.capture import CapturedLayer, LayeredModel
-from stagewright.executor.initialise import Model, initialise
-from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Loss, Rank
+from stagewright.executor.initialise import Model, initialise, total_bytes
+from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Loss, OutOfMemory, Rank
+from stagewright.executor.launch import require_torch
 from stagewright.executor.lower import lower, updates_every_round
 from stagewright.executor.program import stages_on
-from stagewright.executor.shapes import LayerTrace, propagate, values_of
-from stagewright.executor.shares import pieces, rows
+from stagewright.executor.shapes import LayerTrace, Value, propagate, values_of
+from stagewright.executor.shares import Rows, pieces, rows
 from stagewright.executor.stage import Part, StageComputation
 from stagewright.executor.trace import RankAction, Trace, traced_step
-from stagewright.executor.verify import verify
+from stagewright.executor.verify import peak_bytes, verify
 from stagewright.executor.weights import MakeOptimizer, Weights
 from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import format_bytes
 
 T = TypeVar("T")
 
@@ -63,7 +65,8 @@ class Executor:
     Raises
     ------
     InputError
-        If the model or the number of processes is another than the plan's.
+        If the model or the number of processes is another than the plan's, or torch's version is
+        none that is supported.
     InvalidPlan
         If the plan cannot be carried out.
 
@@ -90,6 +93,7 @@ class Executor:
         timeout_seconds: float = 60.0,
         trace: bool = False,
     ) -> None:
+        require_torch()
         self.plan, self.steps_done = plan, 0
         self._loss, self._seed, self._dtype = loss, seed, dtype
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -369,30 +373,12 @@ class Executor:
             count: propagate(self._model.layers, values, self._rank.device, self._autocast)
             for count, values in entering.items()
         }
-        computations = {}
-        for s, layers in self._modules.items():
-            start, stop = plan.stages[s].layers
-            lane = plan.stages[s].devices.index(self._name) if len(lanes[s]) > 1 else 0
-            count = len(lanes[s][lane])
-            trace = traces[count][start:stop]
-            given = [entering[count] if start == 0 else traces[count][start - 1].outputs]
-            given += [one.outputs for one in trace[:-1]]
-            parts = [Part(*each) for each in zip(layers, given, trace, strict=True)]
-            computations[s] = StageComputation(
-                parts, plan.stages[s].recompute, self._rank.device, self._autocast
-            )
-            trained = {self._primary[name] for one in trace for name in one.trained}
-            self._weights[s].leave_out(trained)
-        boundaries = [
-            _boundary(
-                plan,
-                s,
-                lanes,
-                {c: found[plan.stages[s].layers[1] - 1] for c, found in traces.items()},
-                samples,
-            )
-            for s in range(len(plan.stages) - 1)
-        ]
+        computations = {s: self._computation(s, lanes[s], entering, traces) for s in self._stages}
+        self._require_fit(computations)
+        boundaries = []
+        for s, stage in enumerate(plan.stages[:-1]):
+            crossing = {count: trace[stage.layers[1] - 1] for count, trace in traces.items()}
+            boundaries.append(_boundary(plan, s, lanes, crossing, samples))
         return Interpreter(
             self._rank,
             computations,
@@ -407,6 +393,38 @@ class Executor:
             seed=self._seed,
             sum_tied=self._sum_tied,
         )
+
+    def _computation(
+        self,
+        s: int,
+        lanes: Sequence[Rows],
+        entering: Mapping[int, tuple[Value, ...]],
+        traces: Mapping[int, tuple[LayerTrace, ...]],
+    ) -> StageComputation:
+        """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
+        stage = self.plan.stages[s]
+        start, stop = stage.layers
+        count = len(lanes[stage.devices.index(self._name) if len(lanes) > 1 else 0])
+        trace = traces[count][start:stop]
+        inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
+        inputs += [one.outputs for one in trace[:-1]]
+        trained = {self._primary[name] for one in trace for name in one.trained}
+        self._weights[s].leave_out(trained)
+        parts = [Part(*each) for each in zip(self._modules[s], inputs, trace, strict=True)]
+        return StageComputation(parts, stage.recompute, self._rank.device, self._autocast)
+
+    def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
+        """Refuse to begin what cannot fit: better than to be killed in the middle."""
+        footprints = {s: one.footprint() for s, one in computations.items()}
+        need, where = peak_bytes(self.plan, self._rank.row, footprints)
+        room = total_bytes(self._rank.device)
+        if need > room:
+            one = self._rank.row[where]
+            raise OutOfMemory(
+                f"stage {one.action.stage} does not fit: rank {self.rank} ({self._name}) needs "
+                f"{format_bytes(need)} and more at {one} and has {format_bytes(room)}: at least "
+                f"{need - room:.0f} bytes short"
+            )
 
     def _sum_tied(self) -> None:
         """Sum up what all stages' devices have of the gradients of parameters that they share."""
@@ -534,7 +552,7 @@ def _samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
 def _boundary(
     plan: PipelinePlan,
     s: int,
-    lanes: Sequence[Sequence[Sequence[int]]],
+    lanes: Sequence[Sequence[Rows]],
     traces: Mapping[int, LayerTrace],
     samples: int,
 ) -> Boundary:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -21,14 +22,24 @@ class Value:
     dtype: torch.dtype
     gradient: bool
 
+    @property
+    def bytes(self) -> int:
+        """The tensor's size."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """What a layer returns, which of its parameters get a gradient, and whether it draws."""
+    """What a layer returns, which of its parameters get a gradient, and whether it draws.
+
+    ``saved_bytes`` is what autograd keeps of what the layer itself makes: neither its inputs nor
+    its parameters.
+    """
 
     outputs: tuple[Value, ...]
     trained: frozenset[str]
     random: bool
+    saved_bytes: int
 
 
 def values_of(inputs: Sequence[Tensor], samples: int) -> tuple[Value, ...]:
@@ -74,8 +85,12 @@ def _run(
         for name, one in (*module.named_parameters(), *module.named_buffers())
     }
     arguments = tuple(_fake(one, device) for one in inputs)
-    draws = _Draws()
-    with torch.autocast(device.type, autocast, enabled=autocast is not None), draws:
+    draws, kept = _Draws(), _Kept([*state.values(), *arguments])
+    with (
+        torch.autocast(device.type, autocast, enabled=autocast is not None),
+        torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved),
+        draws,
+    ):
         outputs = torch.func.functional_call(module, state, arguments)
     roots = [one for one in outputs if one.requires_grad]
     trained = [name for name, one in state.items() if one.requires_grad]
@@ -93,12 +108,27 @@ def _run(
         if gradients
         else frozenset(),
         draws.seen,
+        sum(kept.sizes.values()),
     )
 
 
 def _fake(value: Value, device: torch.device) -> Tensor:
     made = torch.empty(value.shape, dtype=value.dtype, device=device)
     return made.requires_grad_() if value.gradient else made
+
+
+class _Kept:
+    """The storages that autograd saves, each once, without those of ``given`` tensors."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.given = {one.untyped_storage()._cdata for one in given}
+        self.sizes: dict[int, int] = {}
+
+    def add(self, saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage._cdata not in self.given:
+            self.sizes[storage._cdata] = storage.nbytes()
+        return saved
 
 
 class _Draws(TorchDispatchMode):

@@ -22,6 +22,7 @@ from stagewright.executor.split_backward import (
     SplitLayer,
     split_layer,
 )
+from stagewright.executor.verify import Footprint
 
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]
@@ -82,6 +83,24 @@ class StageComputation:
         self._flights: dict[int, _InFlight] = {}
         modules = [part.layer.module for part in parts]
         self._buffers = [buffer for module in modules for buffer in module.buffers()]
+
+    def footprint(self) -> Footprint:
+        """What the stage needs at least: the optimizer's state is not known before its first step.
+
+        What a layer needs besides while it runs is not counted either.
+        """
+        tensors = [one for part in self.parts for one in part.layer.module.parameters()]
+        own = {id(one): one for one in tensors}.values()
+        weights = sum(one.nbytes for one in own)
+        saved = [part.trace.saved_bytes for part in self.parts]
+        inputs = [sum(value.bytes for value in part.inputs) for part in self.parts]
+        gradients = sum(one.nbytes for one in own if one.requires_grad)
+        kept, working = {
+            "none": (sum(saved), 0),
+            "full": (inputs[0], sum(saved)),
+            "layer": (sum(inputs), max(saved)),
+        }[self.recompute]
+        return Footprint(weights + gradients, weights, kept, working)
 
     def split(self) -> None:
         """Prepare for backwards in two parts. A layer that cannot be split keeps a whole one."""

@@ -383,9 +383,7 @@ def _require_versions(
                     f"{plan.weights!r} asks for version {right}"
                 )
     for s, weights in stages.items():
-        if not weights.ready_for_next_iteration():
-            kept = "" if weights.stashed is None else f" and {s}{STASH}{weights.stashed} at last"
-            raise InvalidProgram(f"rank {rank}: stage {s} ends with versions {weights.held}{kept}")
+        weights.require_ready_again(f"rank {rank}: stage {s}")
 
 
 def _versions_at_first_stage(program: Program) -> dict[int | None, int]:
@@ -432,11 +430,6 @@ class _Weights:
         if kind in COMPUTE and self.used not in self.held:
             raise InvalidProgram(f"version {self.used} of the weights is not there any more")
 
-    def ready_for_next_iteration(self) -> bool:
-        """Whether the newest version is left, buffered the one before it too, and none more."""
-        newest = self.held[-1]
-        return self.held == [newest - 1, newest][not self.buffered :] and self.stashed != newest
-
     def _switch(self, kind: ActionKind, number: int) -> None:
         if kind is USE:
             self.used = number
@@ -449,9 +442,22 @@ class _Weights:
         else:
             self.held.remove(number)
 
+    def require_ready_again(self, stage: str) -> None:
+        """The newest version is left, buffered the one before it too, and nothing else."""
+        newest = self.held[-1]
+        if self.stashed == newest:
+            raise InvalidProgram(f"{stage}: no {UPDATE} stands behind {STASH} of version {newest}")
+        if self.held != [newest - 1, newest][not self.buffered :]:
+            raise InvalidProgram(f"{stage} ends with versions {self.held}")
 
-def peak_bytes(plan: PipelinePlan, row: Row, footprints: Sequence[Footprint]) -> tuple[float, int]:
-    """The most bytes that a rank's row needs at once, and the position where it does."""
+
+def peak_bytes(
+    plan: PipelinePlan, row: Row, footprints: Sequence[Footprint] | Mapping[int, Footprint]
+) -> tuple[float, int]:
+    """The most bytes that a rank's row needs at once, and the position where it does.
+
+    ``footprints`` are those of at least the row's own stages.
+    """
     held = 0.0
     for s in {one.action.stage for one in row}:
         held += footprints[s].static_bytes

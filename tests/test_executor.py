@@ -11,10 +11,11 @@ torch = pytest.importorskip("torch", reason="the executor needs torch")
 
 import training  # noqa: E402
 import training_plans as make  # noqa: E402
-from models import EXAMPLES  # noqa: E402
+from models import EXAMPLES, vectors  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from stagewright.executor.capture import capture  # noqa: E402
+from stagewright.executor.interpreter import OutOfMemory  # noqa: E402
 from stagewright.executor.runtime import Executor  # noqa: E402
 from stagewright.formulations.plan import PipelinePlan  # noqa: E402
 
@@ -99,3 +100,12 @@ def test_random_plans(ranks: Ranks, data: Any) -> None:
     optimizer = data.draw(st.sampled_from([SGD, ADAM]))
     samples = make.even_samples(plan.stages)
     compare_with_reference(ranks, plan, example, samples, optimizer)
+
+
+def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make.gpipe(make.straight([6]), 4)
+    monkeypatch.setattr("stagewright.executor.runtime.total_bytes", lambda device: 1000.0)
+    executor = Executor(plan, EXAMPLES["residual-mlp"].build())
+    with pytest.raises(OutOfMemory, match=r"stage 0 does not fit: rank 0 \(d0\) needs .* short"):
+        executor.step(*vectors(8))
+    assert executor.steps_done == 0

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
 from stagewright.cli.console import JsonFlag, print_json, print_table, progress
+from stagewright.graphs.errors import InputError
 
 TOLERANCE = 1e-6
 
@@ -71,6 +72,12 @@ def _torch() -> Finding:
     if find_spec("torch") is None:
         note = "not installed; only running a plan needs it: pip install 'stagewright[executor]'"
         return Finding("torch", False, note, needed=False)
+    from stagewright.executor.launch import require_torch
+
+    try:
+        require_torch()
+    except InputError as error:
+        return Finding("torch", False, str(error), needed=False)
     return Finding("torch", True, version("torch"), needed=False)
 
 

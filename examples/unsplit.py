@@ -1,0 +1,65 @@
+"""Train a model in a single process, and compare its parameters with those of a run by a plan.
+
+    python examples/unsplit.py --model examples.models:transformer \
+        --data examples.models:batches --steps 20 parameters.pt
+
+Both are trained in float64 by SGD with momentum, seed 0; the exit code is 1 if a parameter differs.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from stagewright.cli.factories import load_factory
+from stagewright.executor.training import mini_batches
+
+LEARNING_RATE, MOMENTUM = 0.1, 0.9
+TOLERANCE = 1e-6  # of a parameter's norm
+
+
+def main() -> int:
+    """Train, compare, and say how far the farthest parameter is off."""
+    options = _options()
+    expected = train(options)
+    found = torch.load(options.parameters)
+    if found.keys() != expected.keys():
+        print(f"other parameters: {sorted(found.keys() ^ expected.keys())}")
+        return 1
+    worst, name = max(
+        (float((found[name] - one).norm() / one.norm()), name) for name, one in expected.items()
+    )
+    verdict = "equal" if worst <= TOLERANCE else "DIFFERENT"
+    print(
+        f"{len(expected)} parameters after {options.steps} steps are {verdict}: "
+        f"{name} is farthest off the unsplit model's, by {worst:.1e} of its norm"
+    )
+    return 0 if worst <= TOLERANCE else 1
+
+
+def train(options: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """The state dict of the unsplit model after training."""
+    torch.manual_seed(0)
+    model = load_factory(options.model, "--model")().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    batches = mini_batches(load_factory(options.data, "--data"), seed=0)
+    for _ in range(options.steps):
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parameters", type=Path, help="what `run --save-parameters` wrote")
+    parser.add_argument("--model", required=True, metavar="PACKAGE:FACTORY")
+    parser.add_argument("--data", required=True, metavar="PACKAGE:FACTORY")
+    parser.add_argument("--steps", required=True, type=int)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
