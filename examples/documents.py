@@ -2,7 +2,7 @@
 
     python examples/documents.py
 
-The measured profiles are written by ``profiles/measure.py`` and left alone.
+The measured profiles are written by ``stagewright profile`` and left alone.
 """
 
 from pathlib import Path

@@ -123,6 +123,8 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
             kind = type(module).__name__
             raise InputError(f"entry {number} of the list of modules is a {kind}, not a module")
         module.train()
+        if _is_in_place(_first(module)):  # a cut may stand before it
+            _first(module).inplace = False
     layers = [CapturedLayer(str(i), _Listed(i, module)) for i, module in enumerate(modules)]
     inputs = _inputs(type(modules[0]).forward, type(modules[0]).__name__)
     return LayeredModel(tuple(layers), max(1, len(inputs)), single_output=True)
@@ -262,16 +264,32 @@ def _makers_recorded(tracer: fx.Tracer) -> Iterator[None]:
 def _replace_in_place(model: nn.Module, graph: fx.Graph) -> None:
     """Let ReLU(inplace=True) and its like make a new value, since a cut may stand before them."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.op != "call_module" or not node.all_input_nodes:
-            continue
-        module: Any = model.get_submodule(str(node.target))
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False
-            changed = node.all_input_nodes[0]
+    calls = [node for node in graph.nodes if node.op == "call_module" and node.all_input_nodes]
+    modules = [model.get_submodule(str(node.target)) for node in calls]
+    made_new = []
+    for node, module in zip(calls, modules, strict=True):
+        changed = node.all_input_nodes[0]
+        if _is_in_place(module):
             changed.replace_all_uses_with(
                 node, lambda user, after=position[node]: position[user] > after
             )
+        if _is_in_place(_first(module)) and (module is _first(module) or len(changed.users) == 1):
+            made_new.append(_first(module))
+    for module in made_new:
+        module.inplace = False
+
+
+def _first(module: nn.Module) -> Any:
+    """``module``, or of modules in sequence the one that is given the input."""
+    while isinstance(module, nn.Sequential) and len(module):
+        if type(module).forward is not nn.Sequential.forward:
+            break
+        module = module[0]
+    return module
+
+
+def _is_in_place(module: nn.Module) -> bool:
+    return getattr(module, "inplace", False) is True
 
 
 # Cutting

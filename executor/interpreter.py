@@ -236,6 +236,7 @@ class Interpreter:
             self._release(action)
         for weights in self._weights.values():
             weights.begin()
+        self._inputs = self._targets = ()
         parts = (self._share(self._last, m) * float(loss) for m, loss in self._values.items())
         return sum(parts) / self._plan.microbatches
 
@@ -303,7 +304,8 @@ class Interpreter:
         below, above = (mine, theirs) if s == lower else (theirs, mine)
         span = boundary.passing(below, above, in_receiver=s != lower)
         chosen = [i for i, value in enumerate(boundary.values) if forth or value.gradient]
-        tag = (2 * (lower * self._plan.microbatches + m) + forth) * len(boundary.values)
+        most = max(len(one.values) for one in self._boundaries)
+        tag = (2 * (lower * self._plan.microbatches + m) + forth) * most
         if action.kind in SENDS:
             return partial(self._send, action, peer, boundary, span, [(i, tag + i) for i in chosen])
         shapes = [

@@ -4,7 +4,8 @@
 2. `with_transfers`: sends behind what makes them, receives before what needs them. All ranks' rows
    are cut from one order of the whole iteration, so both ranks of a pair see their transfers in
    the same order, and no rank waits for what itself holds back.
-3. `with_early_receives`: a receive is posted before the computations that it may overlap.
+3. `with_early_sends`, `with_early_receives`: what may be under way is posted before computations
+   that it need not wait for.
 4. `with_reductions`: the all-reduce of a stage behind its last backward, in the plan's order.
 5. `with_updates`: the optimizer's steps.
 6. `with_versions`: which version of the weights a computation uses, and what is kept for it.
@@ -54,6 +55,7 @@ def lower(plan: PipelinePlan) -> Program:
     """
     rows = computations(plan)
     rows = with_transfers(plan, rows)
+    rows = with_early_sends(plan, rows)
     rows = with_early_receives(plan, rows)
     rows = with_reductions(plan, rows)
     rows = with_updates(plan, rows)
@@ -221,6 +223,31 @@ def _cycle(
     return f"the plan's order is a deadlock: {' waits for '.join(names)}"
 
 
+def with_early_sends(plan: PipelinePlan, rows: Rows) -> Rows:
+    """Post each send behind what makes its values, or the transfer before it of the same pair.
+
+    In the plan it may have had to wait for a channel; here the backend queues it.
+    """
+    out: Rows = []
+    for row in rows:
+        moved: list[Instruction] = []
+        for instruction in row:
+            position = len(moved)
+            if instruction.action.kind in SENDS:
+                while position > 0 and not _holds_back(moved[position - 1], instruction):
+                    position -= 1
+            moved.insert(position, instruction)
+        out.append(moved)
+    return out
+
+
+def _holds_back(before: Instruction, send: Instruction) -> bool:
+    made_by = (F,) if send.action.kind is SEND_F else (B, I)
+    ours = (before.action.stage, before.action.microbatch)
+    makes = before.action.kind in made_by and ours == (send.action.stage, send.action.microbatch)
+    return makes or before.peer == send.peer
+
+
 def with_early_receives(plan: PipelinePlan, rows: Rows) -> Rows:
     """Post each receive before the computations that its transfer may overlap.
 
@@ -262,8 +289,9 @@ def _earliest_position(before: list[Instruction], rest: list[Instruction]) -> in
 def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
     """Add the all-reduce of every stage on several devices behind its last backward on a rank.
 
-    Ranks see the all-reduces that they share in one order, the plan's. Where a stage's weights
-    change within the iteration, one stands behind every backward.
+    What that backward sends goes before it. Ranks see the all-reduces that they share in one
+    order, the plan's. Where a stage's weights change within the iteration, one stands behind every
+    backward.
     """
     shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
     if updates_every_round(plan):
@@ -276,6 +304,8 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
         for s in (s for s in order if device in plan.stages[s].devices):
             ends = [i + 1 for i, one in enumerate(row) if _ends_backward(one, s)]
             last = max([last, *ends])
+            while last < len(row) and row[last].action.kind in SENDS:
+                last += 1
             row.insert(last, Instruction(Action(s, ActionKind.REDUCE)))
             last += 1
     return out

@@ -408,7 +408,8 @@ class Executor:
         trace = traces[count][start:stop]
         inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
         inputs += [one.outputs for one in trace[:-1]]
-        trained = {self._primary[name] for one in trace for name in one.trained}
+        # By any layer: a parameter that stages share may get its gradient in another one alone.
+        trained = {self._primary[name] for one in traces[count] for name in one.trained}
         self._weights[s].leave_out(trained)
         parts = [Part(*each) for each in zip(self._modules[s], inputs, trace, strict=True)]
         return StageComputation(parts, stage.recompute, self._rank.device, self._autocast)
@@ -564,12 +565,13 @@ def _boundary(
     below, above = lanes[s], lanes[s + 1]
     if len(below) > 1 and plan.stages[s].runners(0) == plan.stages[s + 1].runners(0):
         return Boundary(values, by_sample, None)
-    for value, cut in zip(values, by_sample, strict=True):
-        if value.gradient and not cut and len(below) * len(above) > 1:
+    for i, (value, cut) in enumerate(zip(values, by_sample, strict=True)):
+        by_share = value.gradient or any(one.outputs[i] != value for one in traces.values())
+        if by_share and not cut and len(below) * len(above) > 1:
             raise InputError(
                 f"a value of shape {value.shape} between stages {s} and {s + 1} has no samples in "
-                "its first dimension, so that its gradient cannot be split among devices; cut "
-                "elsewhere, or leave these stages on one device each"
+                "its first dimension, so that it or its gradient cannot be split among devices; "
+                "cut elsewhere, or leave these stages on one device each"
             )
     return Boundary(values, by_sample, pieces([len(lane) for lane in below], len(above)))
 

@@ -1,6 +1,8 @@
 """What passes between layers: shapes, types, and which values get a gradient; on fake tensors."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -60,31 +62,62 @@ def propagate(
     InputError
         Naming the layer that does not take what the one before it returns.
     """
-    found = []
-    with FakeTensorMode():
+    runs: list[_Run] = []
+    # A tensor that a module keeps without registering it is no fake one.
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        values = tuple(_fake(one, device) for one in inputs)
         for layer in layers:
             try:
-                trace = _run(layer.module, inputs, device, autocast)
+                runs.append(_run(layer.module, values, device, autocast))
             except Exception as error:  # the layer's own code raises anything
-                shapes = ", ".join(str(one.shape) for one in inputs)
+                shapes = ", ".join(str(tuple(one.shape)) for one in values)
                 reason = str(error).partition("\n")[0]
                 raise InputError(
                     f"layer {layer.name!r} fails on inputs of shape {shapes}: "
                     f"{type(error).__name__}: {reason}"
                 ) from error
-            found.append(trace)
-            inputs = trace.outputs
-    return tuple(found)
+            values = runs[-1].outputs
+        trained = _trained(values, [one for run in runs for one in run.parameters.values()])
+    return tuple(
+        LayerTrace(
+            tuple(Value(tuple(one.shape), one.dtype, one.requires_grad) for one in run.outputs),
+            frozenset(name for name, one in run.parameters.items() if id(one) in trained),
+            run.random,
+            run.saved_bytes,
+        )
+        for run in runs
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from printing a traceback of what is told in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What running a layer showed; all tensors are fake."""
+
+    outputs: tuple[Tensor, ...]
+    parameters: dict[str, Tensor]
+    random: bool
+    saved_bytes: int
 
 
 def _run(
-    module: nn.Module, inputs: Sequence[Value], device: torch.device, autocast: torch.dtype | None
-) -> LayerTrace:
+    module: nn.Module, inputs: Sequence[Tensor], device: torch.device, autocast: torch.dtype | None
+) -> _Run:
     state: dict[str, Tensor] = {
         name: _fake(Value(tuple(one.shape), one.dtype, one.requires_grad), device)
         for name, one in (*module.named_parameters(), *module.named_buffers())
     }
-    arguments = tuple(_fake(one, device) for one in inputs)
+    arguments = tuple(one.clone() for one in inputs)
     draws, kept = _Draws(), _Kept([*state.values(), *arguments])
     with (
         torch.autocast(device.type, autocast, enabled=autocast is not None),
@@ -92,24 +125,21 @@ def _run(
         draws,
     ):
         outputs = torch.func.functional_call(module, state, arguments)
+    if any(one._version for one in arguments):
+        raise ValueError("it changes an input in place, which other layers or a second forward use")
+    parameters = {name: one for name, one in state.items() if one.requires_grad}
+    return _Run(tuple(outputs), parameters, draws.seen, sum(kept.sizes.values()))
+
+
+def _trained(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> set[int]:
+    """The ids of the parameters that get a gradient from the model's outputs."""
     roots = [one for one in outputs if one.requires_grad]
-    trained = [name for name, one in state.items() if one.requires_grad]
-    gradients: Sequence[Tensor | None] = ()
-    if roots and trained:
-        gradients = torch.autograd.grad(
-            roots,
-            [state[name] for name in trained],
-            [torch.empty_like(one) for one in roots],
-            allow_unused=True,
-        )
-    return LayerTrace(
-        tuple(Value(tuple(one.shape), one.dtype, one.requires_grad) for one in outputs),
-        frozenset(n for n, g in zip(trained, gradients, strict=True) if g is not None)
-        if gradients
-        else frozenset(),
-        draws.seen,
-        sum(kept.sizes.values()),
-    )
+    if not (roots and parameters):
+        return set()
+    ends = [torch.empty_like(one) for one in roots]
+    gradients = torch.autograd.grad(roots, parameters, ends, allow_unused=True)
+    pairs = zip(parameters, gradients, strict=True)
+    return {id(one) for one, gradient in pairs if gradient is not None}
 
 
 def _fake(value: Value, device: torch.device) -> Tensor:

@@ -81,8 +81,15 @@ class StageComputation:
         self.autocast = autocast
         self._pieces: dict[int, SplitLayer | None] = {}
         self._flights: dict[int, _InFlight] = {}
-        modules = [part.layer.module for part in parts]
-        self._buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._buffers = [
+            [
+                (module._buffers, name)
+                for module in part.layer.module.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+            for part in parts
+        ]
 
     def footprint(self) -> Footprint:
         """What the stage needs at least: the optimizer's state is not known before its first step.
@@ -142,12 +149,13 @@ class StageComputation:
         flight = self._flights.pop(microbatch)
         if self.recompute == "layer":
             for i in reversed(range(len(self.parts))):
-                with self._again():
-                    graph, _ = self._record(range(i, i + 1), flight.inputs.pop(), flight.seed)
+                layer = range(i, i + 1)
+                with self._again(layer):
+                    graph, _ = self._record(layer, flight.inputs.pop(), flight.seed)
                 output_gradients = _backward(graph, output_gradients)
             return output_gradients
         if self.recompute == "full":
-            with self._again():
+            with self._again(range(len(self.parts))):
                 self._run(flight, flight.inputs.pop(), in_two=False)
         return _backward(flight.graphs.pop(), output_gradients)
 
@@ -155,11 +163,11 @@ class StageComputation:
         """I: gradients of the stage's inputs alone."""
         flight = self._flights[microbatch]
         if self.recompute == "full":
-            with self._again():
+            with self._again(range(len(self.parts))):
                 self._run(flight, flight.inputs.pop(), in_two=True)
         for i in reversed(range(len(self.parts))):
             if self.recompute == "layer":
-                with self._again():
+                with self._again(range(i, i + 1)):
                     self._run_layer(flight, i, flight.inputs.pop())
             saved = flight.saved.pop()
             if isinstance(saved, _Graph):
@@ -243,12 +251,20 @@ class StageComputation:
         )
 
     @contextmanager
-    def _again(self) -> Iterator[None]:
-        """A forward that is computed again changes no buffer a second time."""
-        before = [buffer.clone() for buffer in self._buffers]
-        yield
-        for buffer, value in zip(self._buffers, before, strict=True):
-            buffer.copy_(value)
+    def _again(self, layers: range) -> Iterator[None]:
+        """A forward that is computed again works on copies of the buffers: none changes twice.
+
+        To change them and then back would not do: autograd may have saved them.
+        """
+        before = [(held, name, held[name]) for i in layers for held, name in self._buffers[i]]
+        copies = {id(buffer): buffer.clone() for _, _, buffer in before if buffer is not None}
+        for held, name, buffer in before:
+            held[name] = copies.get(id(buffer))
+        try:
+            yield
+        finally:
+            for held, name, buffer in before:
+                held[name] = buffer
 
 
 def _backward(graph: _Graph, output_gradients: Gradients) -> Gradients:

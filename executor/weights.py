@@ -113,6 +113,7 @@ class Weights:
         self.wait()
         if self._stash is None:
             parameters = self.held.pop(self.newest)
+            self._adopt(parameters)  # autograd gives zeros to some that are left out
         else:
             parameters = self._copied()
             self._stash = None
@@ -154,8 +155,9 @@ class Weights:
         for name, one in newest.items():
             prefix = f"optimizer.{name}."
             kept = {
-                # A number of steps stays on the CPU, where the optimizer keeps it.
-                key.removeprefix(prefix): value.to(one.device) if value.dim() else value
+                # A copy, as stages that share a parameter are given the same tensors; a number of
+                # steps stays on the CPU, where the optimizer keeps it.
+                key.removeprefix(prefix): value.to(one.device if value.dim() else "cpu", copy=True)
                 for key, value in tensors.items()
                 if key.startswith(prefix)
             }
@@ -163,7 +165,7 @@ class Weights:
                 self.optimizer.state[one] = kept
         if buffered:
             self.held[0] = [
-                nn.Parameter(tensors.get(f"previous.{name}", one.detach()).clone())
+                nn.Parameter(tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
                 for name, one in newest.items()
             ]
             self._adopt(self.held[0])

@@ -64,6 +64,15 @@ def test_the_walk_through_runs_as_written(readme: str, place: Path) -> None:
     assert (place / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_readme_trains_by_a_plan(readme: str, place: Path) -> None:
+    pytest.importorskip("torch", reason="running a plan needs torch")
+    (commands,) = blocks(readme, "bash")
+    output = run(["bash", "-euc", commands], place)
+    assert re.search(r"10 steps on \d ranks", output)
+    assert "measured / predicted" in output
+    assert (place / "compared.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_profiles_are_complete(path: Path) -> None:
     chain = load_model(path)
