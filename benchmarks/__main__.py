@@ -1,22 +1,33 @@
 """Run the benchmarks and print their tables; with ``--write`` into the README too."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Annotated
 
 import typer
 
-from benchmarks import auto, jobshop, partition, pipedream, schedule, spp
+from benchmarks import (
+    auto,
+    executor,
+    jobshop,
+    partition,
+    pipedream,
+    schedule,
+    split_backward,
+    spp,
+)
 from benchmarks.report import Table, machine, write_section
 
 # Each gives its tables; the argument asks for a few small cases only.
-BENCHMARKS: dict[str, Callable[[bool], Sequence[Table]]] = {
+BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "partition": partition.tables,
     "schedule": schedule.tables,
     "jobshop": jobshop.tables,
     "spp": spp.tables,
     "pipedream": pipedream.tables,
     "auto": auto.tables,
+    "split_backward": split_backward.tables,
+    "executor": executor.tables,
 }
 
 

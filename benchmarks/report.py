@@ -10,7 +10,7 @@ from os import cpu_count
 from pathlib import Path
 
 README = Path(__file__).with_name("README.md")
-PACKAGES = ("ortools", "highspy", "numpy", "numba")
+PACKAGES = ("ortools", "highspy", "numpy", "numba", "torch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from stagewright.executor.trace import RankAction
 from stagewright.executor.weights import Weights
 from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
 from stagewright.formulations.plan import PipelinePlan
+from stagewright.graphs.errors import InputError
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -229,7 +230,7 @@ class Interpreter:
                     call()
                 else:
                     self._record(one, call, records)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 _explain_memory(error, one, step)
                 raise
         for action in list(self._sent):
@@ -371,6 +372,7 @@ class Interpreter:
             targets = self._samples_of(self._targets, self._last, lane, m)
         with torch.enable_grad(), self._computations[self._last].cast():
             loss = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
+        _require_loss(loss)
         self._values[m] = loss.detach()
         self._losses[m] = (loss, leaves)
         if self._rank.device.type == "cpu":  # a GPU would have to be waited for
@@ -501,8 +503,17 @@ def _as_index(rows: Rows) -> slice | list[int]:
     return list(rows)
 
 
-def _explain_memory(error: RuntimeError, one: Instruction, step: int) -> None:
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+def _require_loss(loss: object) -> None:
+    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(
+            f"the loss must be a tensor of one number that depends on the output, got {found}"
+        )
+
+
+def _explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: int) -> None:
+    short = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if short or "can't allocate memory" in str(error):
         reason = str(error).partition("\n")[0]
         raise OutOfMemory(
             f"stage {one.action.stage} does not fit: {one} ran out of memory in step {step}: "

@@ -178,23 +178,24 @@ class _Run:
         """Seconds of forward, input gradient and whole backward, once."""
         inputs = [value for value in self.inputs if value.requires_grad]
         parameters = [one for one in self.module.parameters() if one.requires_grad]
-        forward, results = machine.timed(self.forward)
-        outputs = [value for value in results if value.requires_grad]
-        gradients = [torch.randn_like(value) for value in outputs]
+        forward, outputs = machine.timed(self.forward)
+        whole = self._backward(machine, outputs, [*inputs, *parameters])
+        if not parameters:
+            return forward, whole, whole
+        # On a forward of its own: a graph that is kept for a second backward slows both.
+        return forward, self._backward(machine, self.forward(), inputs), whole
 
-        def backward(wanted: list[Any], *, again: bool) -> float:
-            if not wanted or not outputs:
-                return 0.0
-            seconds, _ = machine.timed(
-                lambda: torch.autograd.grad(
-                    outputs, wanted, gradients, retain_graph=again, allow_unused=True
-                )
-            )
-            return seconds
-
-        of_inputs = backward(inputs, again=True)
-        whole = backward([*inputs, *parameters], again=False) if parameters else of_inputs
-        return forward, of_inputs, whole
+    def _backward(
+        self, machine: Machine, outputs: Sequence[Tensor], wanted: Sequence[Tensor]
+    ) -> float:
+        roots = [value for value in outputs if value.requires_grad]
+        if not wanted or not roots:
+            return 0.0
+        gradients = [torch.randn_like(value) for value in roots]
+        seconds, _ = machine.timed(
+            lambda: torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+        )
+        return seconds
 
     def bytes(self) -> tuple[int, int]:
         """Bytes that autograd keeps from forward to backward, and bytes that leave the layer."""

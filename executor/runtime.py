@@ -50,7 +50,7 @@ class Executor:
     optimizer
         Makes an optimizer for a list of parameters; there is one for each stage.
     seed
-        Of the parameters, where ``module`` is a function, and of all that is drawn in training.
+        Of the parameters, where ``module`` is a function, and of all that its layers draw.
     dtype
         Type of parameters and inputs. With bfloat16, computations are cast to it and the
         parameters stay float32.
@@ -60,7 +60,7 @@ class Executor:
         How long a rank waits for another in an all-reduce; for the rest the group's own limit
         holds.
     trace
-        Whether to record when each action ran; see `trace_on_first_rank`.
+        Whether to record when each action ran, in all steps; see `trace_on_first_rank`.
 
     Raises
     ------
@@ -94,7 +94,7 @@ class Executor:
         trace: bool = False,
     ) -> None:
         require_torch()
-        self.plan, self.steps_done = plan, 0
+        self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed, self._dtype = loss, seed, dtype
         self._timeout = timedelta(seconds=timeout_seconds)
         self._rank = _rank(plan, _device(device))
@@ -134,11 +134,15 @@ class Executor:
         Raises
         ------
         InputError
-            If the samples do not divide into the plan's microbatches.
+            If the samples do not divide into the plan's microbatches, or the model or the loss do
+            not take them.
         NonFiniteLoss, OutOfMemory
-            Naming the stage; the weights are then those of the step before or partly of this one.
+            Naming the stage. Weights and gradients are then anything: the executor has ended.
         """
-        given = tuple(map(self._typed, inputs if isinstance(inputs, tuple) else (inputs,)))
+        if self._failed:
+            raise InputError("a step failed before; make a new executor and load a checkpoint")
+        given = tuple(map(self._typed, _tensors("inputs", inputs)))
+        _require_as_many(given, _tensors("targets", targets))
         key = tuple((one.shape, one.dtype) for one in given)
         if key not in self._interpreters:
             self._interpreters[key] = self._prepare(given)
@@ -153,9 +157,13 @@ class Executor:
             _barrier(self._rank.group)
             started = time.perf_counter()
         device = self._rank.device
-        loss = self._interpreters[key].run(
-            tuple(one.to(device) for one in here), wanted, self.steps_done, records
-        )
+        self._failed = True
+        # What layers draw differs from rank to rank; what the caller draws must not.
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+            loss = self._interpreters[key].run(
+                tuple(one.to(device) for one in here), wanted, self.steps_done, records
+            )
+        self._failed = False
         self.steps_done += 1
         if last not in self._stages:
             loss = 0.0
@@ -172,7 +180,8 @@ class Executor:
 
         ``model.NAME`` are parameters and buffers under the model's own names,
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
-        weights before the last update, where the plan computes on them.
+        weights before the last update, where the plan computes on them. The next step changes these
+        tensors.
         """
         found: dict[str, Tensor] = {}
         for s in self._stages:
@@ -226,7 +235,7 @@ class Executor:
         All ranks call it.
         """
         own = {
-            key.removeprefix("model."): value.cpu()
+            key.removeprefix("model."): value.to("cpu", copy=True)
             for key, value in self.state().items()
             if key.startswith("model.")
         }
@@ -299,15 +308,22 @@ class Executor:
                     stages.setdefault(self._primary[name], set()).add(s)
         self._stages_of = {name: sorted(found) for name, found in stages.items()}
         buffers = {self._primary[names[0]] for names in model.buffers_by_name()}
-        self._tied = _require_tied(self.plan, self._stages_of, buffers)
+        shared = sorted(name for name, found in self._stages_of.items() if len(found) > 1)
+        self._shared_buffers = [name for name in shared if name in buffers]
+        self._tied = [name for name in shared if name not in buffers]
+        _require_updated_together(self.plan, self._tied, self._stages_of)
         return model
 
     def _split_modules(self) -> dict[int, list[CapturedLayer]]:
         """Per stage its layers. What stages share, each has for itself, also on one rank."""
+        layers = list(self._model.layers)
         found: dict[int, list[CapturedLayer]] = {}
         for s in self._stages:
-            layers = list(self._model.layers[slice(*self.plan.stages[s].layers)])
-            found[s] = copy.deepcopy(layers) if found else layers
+            start, stop = self.plan.stages[s].layers
+            if found:
+                layers[start:stop] = copy.deepcopy(layers[start:stop])
+            found[s] = layers[start:stop]
+        self._model = replace(self._model, layers=tuple(layers))
         return found
 
     def _make_weights(self, optimizer: MakeOptimizer) -> dict[int, Weights]:
@@ -373,6 +389,7 @@ class Executor:
             count: propagate(self._model.layers, values, self._rank.device, self._autocast)
             for count, values in entering.items()
         }
+        self._require_constant_buffers(traces[samples])
         computations = {s: self._computation(s, lanes[s], entering, traces) for s in self._stages}
         self._require_fit(computations)
         boundaries = []
@@ -414,6 +431,17 @@ class Executor:
         parts = [Part(*each) for each in zip(self._modules[s], inputs, trace, strict=True)]
         return StageComputation(parts, stage.recompute, self._rank.device, self._autocast)
 
+    def _require_constant_buffers(self, trace: Sequence[LayerTrace]) -> None:
+        """Refuse a buffer that a layer may change in one stage while another stage has it too."""
+        for layer, found in zip(self._model.layers, trace, strict=True):
+            own = {self._primary[name] for name in _tensors_of(layer)} if found.changes else set()
+            for name in self._shared_buffers:
+                if name in own:
+                    raise InputError(
+                        f"layer {layer.name!r} changes its buffers, of which {name!r} is used in "
+                        f"stages {_and(self._stages_of[name])}; put its layers into one stage"
+                    )
+
     def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
         """Refuse to begin what cannot fit: better than to be killed in the middle."""
         footprints = {s: one.footprint() for s, one in computations.items()}
@@ -452,7 +480,10 @@ class Executor:
 
 def _device(given: torch.device | str | None) -> torch.device:
     if given is not None:
-        return torch.device(given)
+        device = torch.device(given)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -505,28 +536,24 @@ def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputE
     )
 
 
-def _require_tied(
-    plan: PipelinePlan, stages_of: Mapping[str, Sequence[int]], buffers: set[str]
-) -> list[str]:
-    """The parameters that several stages have, where that can be carried out."""
-    shared = [name for name, stages in stages_of.items() if len(stages) > 1]
-    for name in shared:
-        stages = " and ".join(map(str, stages_of[name]))
-        if name in buffers:
-            raise InputError(
-                f"buffer {name!r} is used in stages {stages}; put its layers into one stage"
-            )
-        if updates_every_round(plan):
-            raise InputError(
-                f"parameter {name!r} is shared by stages {stages}, which with {plan.weights!r} "
-                "update it at different times; put its layers into one stage"
-            )
-    return sorted(shared)
+def _require_updated_together(
+    plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
+) -> None:
+    for name in tied if updates_every_round(plan) else ():
+        raise InputError(
+            f"parameter {name!r} is shared by stages {_and(stages_of[name])}, which with "
+            f"{plan.weights!r} update it at different times; put its layers into one stage"
+        )
+
+
+def _and(stages: Sequence[int]) -> str:
+    return " and ".join(map(str, stages))
 
 
 def _tensors_of(layer: CapturedLayer) -> dict[str, Tensor]:
     """Parameters and persistent buffers of a layer, under all their names."""
-    return dict(layer.module.state_dict(keep_vars=True))
+    state = layer.module.state_dict(keep_vars=True)
+    return {name: one for name, one in state.items() if isinstance(one, Tensor)}
 
 
 def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
@@ -536,12 +563,28 @@ def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
     return kind in kinds and name in own
 
 
+def _tensors(name: str, batch: Batch) -> tuple[Tensor, ...]:
+    found = batch if isinstance(batch, tuple) else (batch,)
+    for one in found:
+        if not isinstance(one, Tensor):
+            raise InputError(
+                f"{name} must be a tensor or a tuple of tensors, got {type(one).__name__}"
+            )
+    return found
+
+
+def _require_as_many(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for one in (*inputs, *targets):
+        if one.dim() == 0 or len(one) != len(inputs[0]):
+            raise InputError(
+                f"a mini-batch needs as many samples in all its inputs and targets, got shapes "
+                f"{', '.join(str(tuple(each.shape)) for each in (*inputs, *targets))}"
+            )
+
+
 def _samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
     """The samples of a microbatch."""
-    counts = {one.shape[0] if one.dim() else 0 for one in inputs}
-    if len(counts) != 1:
-        raise InputError(f"the inputs' numbers of samples differ: {sorted(counts)}")
-    count = counts.pop()
+    count = len(inputs[0])
     if count == 0 or count % plan.microbatches:
         raise InputError(
             f"a mini-batch of {count} samples cannot be cut into {plan.microbatches} equal "

@@ -34,13 +34,14 @@ class Value:
 class LayerTrace:
     """What a layer returns, which of its parameters get a gradient, and whether it draws.
 
-    ``saved_bytes`` is what autograd keeps of what the layer itself makes: neither its inputs nor
-    its parameters.
+    ``changes`` says whether it changes one of its buffers. ``saved_bytes`` is what autograd keeps
+    of what the layer itself makes: neither its inputs nor its parameters.
     """
 
     outputs: tuple[Value, ...]
     trained: frozenset[str]
     random: bool
+    changes: bool
     saved_bytes: int
 
 
@@ -83,6 +84,7 @@ def propagate(
             tuple(Value(tuple(one.shape), one.dtype, one.requires_grad) for one in run.outputs),
             frozenset(name for name, one in run.parameters.items() if id(one) in trained),
             run.random,
+            run.changes,
             run.saved_bytes,
         )
         for run in runs
@@ -107,6 +109,7 @@ class _Run:
     outputs: tuple[Tensor, ...]
     parameters: dict[str, Tensor]
     random: bool
+    changes: bool
     saved_bytes: int
 
 
@@ -128,7 +131,8 @@ def _run(
     if any(one._version for one in arguments):
         raise ValueError("it changes an input in place, which other layers or a second forward use")
     parameters = {name: one for name, one in state.items() if one.requires_grad}
-    return _Run(tuple(outputs), parameters, draws.seen, sum(kept.sizes.values()))
+    changes = any(one._version for one in state.values())
+    return _Run(tuple(outputs), parameters, draws.seen, changes, sum(kept.sizes.values()))
 
 
 def _trained(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> set[int]:

@@ -161,8 +161,10 @@ class Weights:
                 for key, value in tensors.items()
                 if key.startswith(prefix)
             }
-            if kept and self.optimizer is not None:
-                self.optimizer.state[one] = kept
+            if self.optimizer is not None:
+                self.optimizer.state.pop(one, None)
+                if kept:
+                    self.optimizer.state[one] = kept
         if buffered:
             self.held[0] = [
                 nn.Parameter(tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))

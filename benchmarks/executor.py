@@ -1,0 +1,594 @@
+"""The executor: what it costs by itself, beside torch's own pipelines, and beside its prediction.
+
+``python -m benchmarks executor [--quick]``. The ranks are gloo processes of one thread. Other work
+on the machine slows whoever runs at the time: what is compared takes turns, and ratios are medians
+of the turns' ratios.
+"""
+
+import copy
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn import functional
+
+import stagewright
+from benchmarks.report import Table, percent
+from examples.models import Transformer
+from stagewright.executor.capture import capture
+from stagewright.executor.compare import Comparison, Pair, compare
+from stagewright.executor.export import export
+from stagewright.executor.export.pipelines import one_forward_one_backward
+from stagewright.executor.interpreter import Boundary, Interpreter, Rank
+from stagewright.executor.links import describe, measure_links
+from stagewright.executor.lower import lower
+from stagewright.executor.profiling import Machine, measure_layers
+from stagewright.executor.program import Instruction, stages_on
+from stagewright.executor.runtime import Executor
+from stagewright.executor.shapes import Value
+from stagewright.executor.shares import rows
+from stagewright.executor.stage import Gradients, Seed, StageComputation, Tensors
+from stagewright.executor.weights import Weights
+from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plan import PipelinePlan, Schedule, ScheduledAction, Stage
+from stagewright.graphs.chain import Chain
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+CPU = torch.device("cpu")
+SGD = partial(torch.optim.SGD, lr=0.01)
+TIMEOUT_SECONDS = 600.0
+
+Orders = Sequence[Sequence[Action]]  # a rank's computations
+
+
+# Processes
+
+
+def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(rank, *args)`` of every rank of a gloo group."""
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(world, spawn) as pool,
+    ):
+        # No task ends before all have begun, so that each has a process of its own.
+        tasks = [
+            pool.submit(_join, f"file://{folder}/ranks", rank, world, function, args)
+            for rank in range(world)
+        ]
+        return [task.result(TIMEOUT_SECONDS) for task in tasks]
+
+
+def _join(
+    meeting: str, rank: int, world: int, function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    torch.set_num_threads(1)
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    try:
+        return function(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+# Plans without a cost model
+
+
+def plan_in_order(orders: Orders, layers: Sequence[int]) -> PipelinePlan:
+    """The plan in which rank r does ``orders[r]``, and stage s has ``layers[s]`` layers."""
+    rank = {action.stage: r for r, order in enumerate(orders) for action in order}
+    stages = tuple(
+        Stage((sum(layers[:s]), sum(layers[: s + 1])), (f"rank{rank[s]}",))
+        for s in range(len(layers))
+    )
+    microbatches = sum(
+        action.stage == 0 and action.kind is F for order in orders for action in order
+    )
+    starts = _starts(orders)
+    entries = [
+        ScheduledAction(f"rank{rank[action.stage]}", str(action), start, start + 1)
+        for action, start in sorted(starts.items(), key=lambda pair: pair[1])
+    ]
+    return PipelinePlan(
+        "", "given", "model", "ranks", microbatches, stages, Schedule(tuple(entries))
+    )
+
+
+def _starts(orders: Orders) -> dict[Action, int]:
+    """Every action as early as can be, if all last a second and transfers nothing."""
+    every = {action for order in orders for action in order}
+    starts: dict[Action, int] = {}
+    ahead, free = [list(order) for order in orders], [0] * len(orders)
+    while any(ahead):
+        for r, order in enumerate(ahead):
+            while order and (needed := _needs(order[0]) & every) <= starts.keys():
+                action = order.pop(0)
+                starts[action] = max([free[r], *(starts[one] + 1 for one in needed)])
+                free[r] = starts[action] + 1
+    return starts
+
+
+def _needs(action: Action) -> set[Action]:
+    """What may have to come before; a backward is B, or I and W."""
+    s, m = action.stage, action.microbatch
+    if action.kind is F:
+        return {Action(s - 1, F, m)} if s else set()
+    if action.kind is W:
+        return {Action(s, I, m)}
+    return {Action(s, F, m), Action(s + 1, B, m), Action(s + 1, I, m)}
+
+
+# The interpreter without a model
+
+
+EMPTY_STAGES, EMPTY_MICROBATCHES = 8, 16
+MEAN, MEAN_OF_PROCESS = "mean of all", "mean of all, with gloo's threads"
+BARE = "torch's own send or receive, waited for"
+BARE_OF_PROCESS = "the same, with gloo's threads"
+
+InterpreterKind = TypeVar("InterpreterKind", bound=Interpreter)
+
+
+class Nothing(StageComputation):
+    """Hands over what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__((), "none", CPU, None)
+
+    def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
+        """Outputs that are the inputs."""
+        return inputs
+
+    def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
+        """Input gradients that are the outputs'."""
+        return output_gradients
+
+
+class TimedInterpreter(Interpreter):
+    """Notes the CPU seconds of this thread in every instruction."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.taken: defaultdict[str, list[float]] = defaultdict(list)
+        super().__init__(*args, **options)
+
+    def _call(self, one: Instruction) -> Callable[[], None]:
+        call, kind = super()._call(one), one.action.kind
+        at_loss = one.action.stage == self._last and kind in (F, B)
+        taken = self.taken[f"{kind} with the loss" if at_loss else str(kind)]
+
+        def timed() -> None:
+            began = time.thread_time()
+            call()
+            taken.append(time.thread_time() - began)
+
+        return timed
+
+
+def empty_interpreter(rank: int, kind: type[InterpreterKind]) -> InterpreterKind:
+    """Interleaved 1F1B of stages that compute nothing, with tensors of one number."""
+    group, stages = dist.group.WORLD, EMPTY_STAGES
+    assert group is not None
+    world = group.size()
+    orders = one_forward_one_backward(world, stages // world, EMPTY_MICROBATCHES)
+    plan = plan_in_order(orders, [1] * stages)
+    program = lower(plan)
+    own = stages_on(plan, program.devices[rank])
+    value = Value((1,), torch.float32, gradient=True)
+    return kind(
+        Rank(plan, program.devices, rank, program.rows[rank], CPU, CPU, group),
+        {s: Nothing() for s in own},
+        {s: Weights([nn.Identity()], {}, (), SGD, 1) for s in own},
+        {},
+        [Boundary((value,), (True,), [[(0, 1)]])] * (stages - 1),
+        rows(plan, 1),
+        1,
+        loss=lambda output, _: output.sum(),
+        single_output=True,
+        scale=1.0,
+        seed=0,
+        sum_tied=lambda: None,
+    )
+
+
+def overhead(rank: int, turns: int) -> dict[str, list[float]]:
+    """CPU seconds of instructions by kind, and of a whole iteration per instruction."""
+    batch = torch.zeros(EMPTY_MICROBATCHES)
+    timed = empty_interpreter(rank, TimedInterpreter)
+    plain = empty_interpreter(rank, Interpreter)
+    whole, every_thread = [], []
+    for turn in range(turns):
+        timed.run((batch,), batch, turn)
+        began, process_began = time.thread_time(), time.process_time()
+        plain.run((batch,), batch, turn)
+        whole.append(time.thread_time() - began)
+        every_thread.append(time.process_time() - process_began)
+    count = sum(map(len, timed.taken.values())) / turns
+    timed.taken[MEAN] = [seconds / count for seconds in whole]
+    timed.taken[MEAN_OF_PROCESS] = [seconds / count for seconds in every_thread]
+    if dist.get_world_size() == 2:
+        timed.taken[BARE], timed.taken[BARE_OF_PROCESS] = bare_transfers(
+            rank, turns * EMPTY_MICROBATCHES
+        )
+    return dict(timed.taken)
+
+
+def bare_transfers(rank: int, count: int) -> tuple[list[float], list[float]]:
+    """CPU seconds of torch's own calls for a message of one number: this thread's, and all."""
+    group, taken = dist.group.WORLD, []
+    assert group is not None
+    process_began = time.process_time()
+    for i in range(count):
+        began = time.thread_time()
+        call = group.send if i % 2 == rank else group.recv
+        call([torch.empty(1)], 1 - rank, i).wait()
+        taken.append(time.thread_time() - began)
+    # Gloo's thread is still at work when a call returns.
+    return taken, [(time.process_time() - process_began) / count]
+
+
+def overhead_table(quick: bool) -> Table:
+    turns = 20 if quick else 200
+    found = []
+    for world in (1, 2):
+        taken: defaultdict[str, list[float]] = defaultdict(list)
+        for of_rank in on_ranks(world, overhead, turns):
+            for name, seconds in of_rank.items():
+                taken[name] += seconds
+        found.append({name: 1e6 * median(seconds) for name, seconds in taken.items()})
+    last = (MEAN, MEAN_OF_PROCESS, BARE, BARE_OF_PROCESS)
+    names = [*(name for name in found[1] if name not in last), *last]
+    return Table(
+        "executor-overhead",
+        f"The interpreter without a model: CPU microseconds of an instruction; {EMPTY_STAGES} "
+        f"stages, {EMPTY_MICROBATCHES} microbatches; target: below 50 on average",
+        ("instruction", "one rank, no transfers", "two ranks, every boundary between them"),
+        tuple((name, *(of_world.get(name) for of_world in found)) for name in names),
+    )
+
+
+# Beside torch
+
+
+BLOCKS, HEADS, SEQUENCE, VOCABULARY = 8, 4, 64, 256
+MICROBATCHES, SAMPLES = 8, 2
+WARM_UP = 3
+OWN, GENERAL = "its own class", "the general runtime"
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """A schedule of torch's on so many ranks, each with ``chunks`` stages of a transformer.
+
+    ``runtime`` is what carries it out there: the schedule's own class, or torch's general runtime
+    with the schedule as a file.
+    """
+
+    schedule: str
+    runtime: str = OWN
+    world: int = 2
+    chunks: int = 1
+    hidden: int = 128
+
+
+RACES = (
+    Race("1F1B", GENERAL),
+    Race("Interleaved1F1B", chunks=2),
+    Race("1F1B"),
+    Race("GPipe"),
+    Race("ZBVZeroBubble", chunks=2),
+    Race("InterleavedZeroBubble", chunks=2),
+    Race("1F1B", hidden=256),
+    Race("1F1B", GENERAL, world=4),
+)
+QUICK_RACES = 2
+
+
+def layers_of(hidden: int) -> list[nn.Module]:
+    """A transformer's layers; the scores are (n, sequence, vocabulary)."""
+    torch.manual_seed(0)
+    model = Transformer(BLOCKS, hidden, HEADS, SEQUENCE, VOCABULARY)
+    return [model.embedding, *model.blocks, model.head]
+
+
+def mini_batch(microbatches: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    shape = (microbatches * SAMPLES, SEQUENCE + 1)
+    tokens = torch.randint(VOCABULARY, shape, generator=random)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """When a rank began and ended an iteration, and its CPU seconds."""
+
+    began: float
+    ended: float
+    cpu: float
+
+    @property
+    def seconds(self) -> float:
+        """Elapsed ones."""
+        return self.ended - self.began
+
+
+def race(rank: int, case: Race, turns: int) -> list[tuple[Clocks, Clocks]]:
+    """Our iterations and torch's on this rank, in turns."""
+    layers, batch = layers_of(case.hidden), mini_batch(MICROBATCHES)
+    count = case.world * case.chunks
+    sizes = [len(layers) // count + (s < len(layers) % count) for s in range(count)]
+    theirs = Torch(rank, case, copy.deepcopy(layers), sizes, batch)
+    executor = Executor(plan_in_order(theirs.orders, sizes), layers, loss_of, SGD)
+
+    def ours() -> float | None:
+        return executor.step(*batch)
+
+    taken = []
+    for turn in range(WARM_UP + turns):
+        steps = (ours, theirs.step) if turn % 2 else (theirs.step, ours)
+        (one, loss), (other, other_loss) = map(clocked, steps)
+        if loss is not None:
+            torch.testing.assert_close(loss, other_loss, rtol=1e-4, atol=1e-4)
+        taken.append((one, other) if turn % 2 else (other, one))
+    return taken[WARM_UP:]
+
+
+def clocked(step: Callable[[], float | None]) -> tuple[Clocks, float | None]:
+    dist.barrier()
+    began, cpu = time.perf_counter(), time.process_time()
+    loss = step()
+    return Clocks(began, time.perf_counter(), time.process_time() - cpu), loss
+
+
+class Torch:
+    """The same stages under torch.distributed.pipelining."""
+
+    def __init__(
+        self,
+        rank: int,
+        case: Race,
+        layers: Sequence[nn.Module],
+        sizes: Sequence[int],
+        batch: tuple[Tensor, Tensor],
+    ) -> None:
+        count = len(sizes)
+        places = [s % case.world for s in range(count)]
+        if case.schedule == "ZBVZeroBubble":
+            places = [*range(case.world), *reversed(range(case.world))]
+        self._own = [s for s in range(count) if places[s] == rank]
+        stages = [
+            PipelineStage(
+                nn.Sequential(*layers[sum(sizes[:s]) : sum(sizes[: s + 1])]), s, count, CPU
+            )
+            for s in self._own
+        ]
+        self._last = count - 1 in self._own
+        self._batch = batch
+        self._optimizer = SGD([one for stage in stages for one in stage.submod.parameters()])
+        make = schedules.get_schedule_class(case.schedule)
+        single = issubclass(make, schedules.PipelineScheduleSingle)
+        given = stages[0] if single else stages
+        schedule = make(given, MICROBATCHES, loss_fn=loss_of)
+        self.orders = _single(case) if single else _multi(schedule.pipeline_order)
+        if case.runtime == GENERAL:
+            schedule = schedules._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_of)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "schedule.csv"
+                path.write_text(export(plan_in_order(self.orders, sizes), "torch-csv")[path.name])
+                schedule._load_csv(str(path))
+        self._schedule = schedule
+
+    def step(self) -> float | None:
+        """One iteration; its mean loss where the last stage is."""
+        inputs, targets = self._batch
+        losses: list[Tensor] = []
+        self._schedule.step(
+            *([inputs] if 0 in self._own else []),
+            **({"target": targets, "losses": losses} if self._last else {}),
+            return_outputs=False,
+        )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(torch.stack(losses).detach().mean()) if losses else None
+
+
+def _single(case: Race) -> Orders:
+    """What torch does with one stage on a rank; its own listing of 1F1B miscounts (2.13)."""
+    if case.schedule == "1F1B":
+        return one_forward_one_backward(case.world, 1, MICROBATCHES)
+    kinds, microbatches = (F, B), range(MICROBATCHES)
+    return [[Action(r, kind, m) for kind in kinds for m in microbatches] for r in range(case.world)]
+
+
+def _multi(order: Mapping[int, Sequence[object]]) -> Orders:
+    found = [[parse_action(str(one)) for one in order[r] if one] for r in sorted(order)]
+    return [[action for action in row if action.kind in COMPUTE] for row in found]
+
+
+def _joined(ranks: Sequence[Clocks]) -> Clocks:
+    """From the first rank's beginning to the last one's end."""
+    return Clocks(
+        min(one.began for one in ranks),
+        max(one.ended for one in ranks),
+        sum(one.cpu for one in ranks),
+    )
+
+
+def race_table(quick: bool) -> Table:
+    turns = 6 if quick else 40
+    found = []
+    for case in track(RACES[:QUICK_RACES] if quick else RACES, "beside torch"):
+        ranks = on_ranks(case.world, race, case, turns)
+        turns_of_ranks = list(zip(*ranks, strict=True))
+        ours, theirs = (
+            [_joined([rank[i] for rank in turn]) for turn in turns_of_ranks] for i in (0, 1)
+        )
+        ratios = [a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)]
+        low, _, high = quantiles(ratios, n=4)
+        cpu = median(a.cpu / b.cpu for a, b in zip(ours, theirs, strict=True))
+        milliseconds = (1e3 * median(one.seconds for one in side) for side in (ours, theirs))
+        layout = f"{case.world * case.chunks} on {case.world}"
+        name = (case.schedule, case.runtime, layout, case.hidden)
+        found.append((*name, *milliseconds, median(ratios), f"{low:.3f}-{high:.3f}", cpu))
+    columns = (
+        *("schedule", "in torch", "stages on ranks", "width", "ours, ms", "torch's, ms"),
+        *("ours / torch's", "middle half", "ours / torch's, CPU"),
+    )
+    title = (
+        f"An iteration beside torch.distributed.pipelining: transformer of {BLOCKS} blocks, "
+        f"{MICROBATCHES} microbatches of {SAMPLES} x {SEQUENCE} tokens, loss, backward and SGD; "
+        f"{turns} turns; target: 1.00"
+    )
+    return Table("executor-torch", title, columns, tuple(found))
+
+
+# Beside the prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A transformer of that width, planned for two ranks."""
+
+    planner: str
+    hidden: int
+
+
+FORECASTS = (
+    Forecast("spp", 128),
+    Forecast("gpipe", 128),
+    Forecast("spp", 256),
+    Forecast("dp", 256),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Prediction beside run; ``waited`` is the most that a rank waited for a core, of a step."""
+
+    cuts: str
+    comparison: Comparison
+    waited: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured / predicted seconds of an iteration."""
+        return _ratio(self.comparison.iteration_seconds)
+
+    def ratio_of(self, kind: ActionKind) -> float:
+        """Measured / predicted seconds of the actions of one kind."""
+        return next(_ratio(one.seconds) for one in self.comparison.kinds if one.kind is kind)
+
+
+def _ratio(pair: Pair) -> float:
+    assert pair.ratio is not None
+    return pair.ratio
+
+
+def forecast(rank: int, case: Forecast, turns: int, steps: int) -> list[Outcome]:
+    """Profile, plan, run and compare in turns; the outcomes on rank 0.
+
+    All ranks profile at once, as they will compute at once: they share caches and memory. Of twice
+    as many steps, those count in which the ranks waited least for a core.
+    """
+    cluster, found = describe(measure_links(CPU), CPU), []
+    for _ in range(turns):
+        dist.barrier()
+        chain = profiled(case.hidden)
+        plans: list[PipelinePlan | None] = [None]
+        if rank == 0:
+            plans = [stagewright.plan(chain, cluster, MICROBATCHES, case.planner).plan]
+        dist.broadcast_object_list(plans)
+        plan = plans[0]
+        assert plan is not None
+        executor = Executor(plan, layers_of(case.hidden), loss_of, SGD, trace=True)
+        waits = [_waits_of(executor) for _ in range(WARM_UP + 2 * steps)][WARM_UP:]
+        trace = executor.trace_on_first_rank()
+        if trace is not None:
+            calm = sorted(range(len(waits)), key=waits.__getitem__)[:steps]
+            kept = [trace.steps[0], *(trace.steps[WARM_UP + i] for i in sorted(calm))]
+            compared = compare(plan, replace(trace, steps=tuple(kept)))
+            waited = median(waits[i] for i in calm) / compared.iteration_seconds.measured
+            found.append(Outcome(_cuts(plan), compared, waited))
+    return found
+
+
+def _waits_of(executor: Executor) -> float:
+    """Carry out a step; the seconds that the rank which waited longest for a core did so."""
+    before = _waited_seconds()
+    executor.step(*mini_batch(MICROBATCHES))
+    longest = torch.tensor(_waited_seconds() - before)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def _waited_seconds() -> float:
+    """How long this process's threads have been ready to run without a core; 0 but on Linux."""
+    threads = Path("/proc/self/task").glob("*/schedstat")
+    return 1e-9 * sum(int(one.read_text().split()[1]) for one in threads)
+
+
+def profiled(hidden: int) -> Chain:
+    return measure_layers(
+        capture(layers_of(hidden)),
+        mini_batch(1),
+        (1, SAMPLES),
+        machine=Machine(CPU),
+        loss=loss_of,
+        optimizer_state=0.0,
+    )
+
+
+def _cuts(plan: PipelinePlan) -> str:
+    return "; ".join(
+        f"{stage.layers[0]}-{stage.layers[1] - 1} on {len(stage.devices)}" for stage in plan.stages
+    )
+
+
+def forecast_table(quick: bool) -> Table:
+    turns, steps = (1, 3) if quick else (4, 10)
+    found = []
+    for case in track(FORECASTS[:1] if quick else FORECASTS, "beside the prediction"):
+        outcomes: list[Outcome] = on_ranks(2, forecast, case, turns, steps)[0]
+        calm = min(outcomes, key=lambda one: one.waited)
+        iteration = calm.comparison.iteration_seconds
+        milliseconds = (1e3 * iteration.predicted, 1e3 * iteration.measured)
+        ratios = (calm.ratio, calm.ratio_of(F), calm.ratio_of(B))
+        name = (case.planner, case.hidden, calm.cuts)
+        found.append((*name, *milliseconds, *ratios, percent(calm.waited)))
+    columns = (
+        *("planner", "width", "layers on devices", "predicted, ms", "measured, ms"),
+        *("measured / predicted", "F, likewise", "B, likewise", "waited for a core"),
+    )
+    title = (
+        "An iteration beside its prediction: the transformer profiled and planned for two ranks "
+        f"of this machine; median of {steps} steps in the calmest of {turns} turns; "
+        "target: 0.90 to 1.10"
+    )
+    return Table("executor-prediction", title, columns, tuple(found))
+
+
+def tables(quick: bool) -> Iterator[Table]:
+    """The overhead, torch beside us, and the prediction beside the run, each when it is done."""
+    yield overhead_table(quick)
+    yield race_table(quick)
+    yield forecast_table(quick)
