@@ -600,7 +600,7 @@ def test_what_stages_cannot_share_is_refused() -> None:
             plan, [Times(weight), Times(weight)])  # fmt: skip
     norm = nn.BatchNorm1d(WIDTH).double()
     message = (
-        "layer '0' changes its buffers, of which '0.num_batches_tracked' is used in stages 0 and"
+        "layer '0' changes its buffers, of which '0.num_batches_tracked' is used in stages"
     )
     refused(message, replace(plan, weights="flush"), [norm, norm], doubles(12, 1)[0])
 
