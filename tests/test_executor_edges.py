@@ -599,9 +599,7 @@ def test_what_stages_cannot_share_is_refused() -> None:
     refused("'0.weight' is shared by stages 0 and 1, which with 'stash' update it at different",
             plan, [Times(weight), Times(weight)])  # fmt: skip
     norm = nn.BatchNorm1d(WIDTH).double()
-    message = (
-        "layer '0' changes its buffers, of which '0.num_batches_tracked' is used in stages"
-    )
+    message = "layer '0' changes its buffers, of which '0.num_batches_tracked' is used in stages"
     refused(message, replace(plan, weights="flush"), [norm, norm], doubles(12, 1)[0])
 
 
