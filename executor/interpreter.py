@@ -7,6 +7,7 @@ needs and for nothing else.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -124,12 +125,19 @@ class _Arrival:
     peer: int | None = None
     works: tuple[dist.Work, ...] = ()
     posted_seconds: float = 0.0
+    arrived: Callable[[], float] | None = None
 
-    def wait(self) -> None:
-        """Wait once: to wait again for a receive of gloo's is to wait for another message."""
-        for work in self.works:
-            work.wait()
+    def wait(self) -> float:
+        """Wait until it is there; when it came, if somebody watched, else now.
+
+        Each receive is waited for once: to wait again for one of gloo's is to wait for another
+        message.
+        """
+        if self.arrived is not None:
+            return self.arrived()
+        seconds = _waited(self.works)
         self.works = ()
+        return seconds
 
 
 @dataclass(slots=True)
@@ -197,7 +205,9 @@ class Interpreter:
         self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
         self._losses: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._values: dict[int, Tensor] = {}
-        self._reducing_since: dict[int, float] = {}
+        # One for every message that may be under way; they start when a run is traced.
+        self._watchers = ThreadPoolExecutor(len(rank.row) + 1)
+        self._reducing: dict[int, tuple[float, Callable[[], float]]] = {}
         self._inputs: Tensors = ()
         self._targets: Batch = ()
         self._step = 0
@@ -244,36 +254,50 @@ class Interpreter:
     def _record(
         self, one: Instruction, call: Callable[[], None], records: list[RankAction]
     ) -> None:
-        """Carry out an instruction and note its times.
-
-        A receive ends, for the record, when the computation that needs it has waited for it, and
-        an all-reduce when the update has: nothing tells of their end before.
-        """
+        """Carry out an instruction and note its times; threads watch what is under way."""
         action, number = one.action, self._rank.number
         needed = _needed(action)
         for arrival in self._arrivals.get(needed, ()) if needed else ():
-            arrival.wait()
+            arrived = arrival.wait()
             if arrival.peer is not None:
-                times = (arrival.posted_seconds, time.perf_counter())
+                times = (arrival.posted_seconds, arrived)
                 records.append(RankAction(number, str(needed), *times, arrival.peer))
         s = action.stage
         if action.kind is ActionKind.UPDATE and s in self._groups:
-            self._weights[s].wait()
+            since, reduced = self._reducing.pop(s)
             name, size = f"{s}{ActionKind.REDUCE}", float(self._weights[s].gradient_bytes)
-            times = (self._reducing_since[s], time.perf_counter())
-            records.append(RankAction(number, name, *times, bytes=size))
+            records.append(RankAction(number, name, since, reduced(), bytes=size))
         before = len(self._sent.get(action, ()))
         start = time.perf_counter()
         call()
         if action.kind is ActionKind.REDUCE:
-            self._reducing_since[s] = start
-        elif action.kind not in RECEIVES:
+            self._reducing[s] = (start, self._watch(self._weights[s].under_way()))
+        elif action.kind in RECEIVES:
+            arrival = self._arrivals[action][-1]
+            arrival.arrived = self._watch(arrival.works)
+        else:
             if self._rank.device.type == "cuda":
                 torch.cuda.synchronize(self._rank.device)
             sent = [value.nbytes for _, value in self._sent.get(action, ())[before:]]
             times = (start, time.perf_counter())
             size_sent = float(sum(sent)) if action.kind in SENDS else None
             records.append(RankAction(number, str(action), *times, one.peer, size_sent))
+
+    def _watch(self, works: Sequence[dist.Work]) -> Callable[[], float]:
+        """What tells when ``works`` were done.
+
+        Of gloo only a thread that waits learns it in time. A wait for NCCL belongs to the stream of
+        this thread, which therefore waits itself, when it must.
+        """
+        if self._rank.wire.type == "cpu":
+            return self._watchers.submit(_waited, works).result
+
+        def waited() -> float:
+            _waited(works)
+            torch.cuda.synchronize(self._rank.device)
+            return time.perf_counter()
+
+        return waited
 
     # Instructions as calls
 
@@ -383,7 +407,7 @@ class Interpreter:
             if not isfinite(self._values[m]):
                 raise NonFiniteLoss(
                     f"the loss of microbatch {m} on stage {self._last} is "
-                    f"{float(self._values[m])} in step {self._step}"
+                    f"{float(self._values[m])} in step {self._step + 1}"
                 )
 
     def _output_gradients(self, s: int, m: int) -> Gradients:
@@ -490,6 +514,12 @@ class Interpreter:
         return tuple(values)
 
 
+def _waited(works: Sequence[dist.Work]) -> float:
+    for work in works:
+        work.wait()
+    return time.perf_counter()
+
+
 def _needed(action: Action) -> Action | None:
     """What must have arrived for a computation."""
     kind = {F: RECV_F, B: RECV_B, I: RECV_B}.get(action.kind)
@@ -516,6 +546,6 @@ def _explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: i
     if short or "can't allocate memory" in str(error):
         reason = str(error).partition("\n")[0]
         raise OutOfMemory(
-            f"stage {one.action.stage} does not fit: {one} ran out of memory in step {step}: "
+            f"stage {one.action.stage} does not fit: {one} ran out of memory in step {step + 1}: "
             f"{reason}"
         ) from error

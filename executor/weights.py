@@ -97,11 +97,10 @@ class Weights:
             for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
 
-    def wait(self) -> None:
-        """Wait for the all-reduce."""
-        for work in self._reductions:
-            work.wait()
-        self._reductions.clear()
+    def under_way(self) -> list[dist.Work]:
+        """The all-reduces that were begun; whoever takes them waits for them."""
+        taken, self._reductions = self._reductions, []
+        return taken
 
     @property
     def gradient_bytes(self) -> int:
@@ -110,7 +109,8 @@ class Weights:
 
     def update(self) -> None:
         """Step the optimizer once the gradients are there; the new version is the newest."""
-        self.wait()
+        for work in self.under_way():
+            work.wait()
         if self._stash is None:
             parameters = self.held.pop(self.newest)
             self._adopt(parameters)  # autograd gives zeros to some that are left out

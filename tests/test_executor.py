@@ -1,5 +1,6 @@
 """The executor's parameters after some steps are those of a single process."""
 
+import time
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,28 @@ def test_random_plans(ranks: Ranks, data: Any) -> None:
     optimizer = data.draw(st.sampled_from([SGD, ADAM]))
     samples = make.even_samples(plan.stages)
     compare_with_reference(ranks, plan, example, samples, optimizer)
+
+
+class Slow(torch.nn.Linear):
+    def forward(self, x: Any) -> Any:
+        time.sleep(0.1)
+        return super().forward(x)
+
+
+def traced(_: Any, rank: int, plan: PipelinePlan) -> Any:
+    width = vectors(1)[0].shape[1]
+    executor = Executor(plan, [torch.nn.Linear(width, width), Slow(width, width)], trace=True)
+    executor.step(*vectors(8))
+    return executor.trace_on_first_rank()
+
+
+def test_a_transfer_ends_when_it_arrives_and_not_when_it_is_needed(ranks: Ranks) -> None:
+    plan = make.gpipe(make.straight([1, 1]), 2)
+    trace = ranks.run(traced, 2, plan)[0]
+    (step,) = trace.steps
+    assert {one.action for one in step.actions} == {one.action for one in plan.schedule.actions}
+    at = {one.action: one for one in step.actions}
+    assert at["0SEND_F1"].finish_seconds < at["1F0"].finish_seconds <= at["1F1"].start_seconds
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
