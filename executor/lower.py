@@ -29,6 +29,7 @@ from stagewright.executor.program import (
 )
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plan import InvalidPlan, PipelinePlan, ScheduledAction
+from stagewright.graphs.precedence import find_cycle
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -199,27 +200,13 @@ def _sorted(nodes: list[Node], edges: Iterable[tuple[int, int]]) -> list[int]:
             if awaited[j] == 0:
                 heapq.heappush(free, (nodes[j][0], j))
     if len(order) < len(nodes):
-        raise InvalidPlan(_cycle(nodes, followers, awaited))
+        raise InvalidPlan(_cycle(nodes, find_cycle(followers, awaited)))
     return order
 
 
-def _cycle(
-    nodes: list[Node],
-    followers: list[list[int]],
-    awaited: list[int],
-) -> str:
-    waits_for = {
-        after: before
-        for before, later in enumerate(followers)
-        for after in later
-        if awaited[before] > 0
-    }
-    path = [next(i for i, count in enumerate(awaited) if count > 0)]
-    seen: dict[int, int] = {}
-    while path[-1] not in seen:
-        seen[path[-1]] = len(path) - 1
-        path.append(waits_for[path[-1]])
-    names = (f"{nodes[i][1][0][1]} on rank {nodes[i][1][0][0]}" for i in path[seen[path[-1]] :])
+def _cycle(nodes: list[Node], cycle: list[int]) -> str:
+    firsts = (nodes[i][1][0] for i in cycle)
+    names = (f"{instruction} on rank {rank}" for rank, instruction in firsts)
     return f"the plan's order is a deadlock: {' waits for '.join(names)}"
 
 

@@ -24,6 +24,7 @@ from stagewright.formulations.check import (
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import InvalidPlan, PipelinePlan, ScheduledAction
 from stagewright.graphs.errors import InputError
+from stagewright.graphs.precedence import find_cycle
 from stagewright.graphs.units import require_amount
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -151,7 +152,7 @@ def _run(
             if awaited[j] == 0:
                 order.append(j)
     if len(order) < len(actions):
-        raise Deadlock(_cycle(plan, followers, awaited))
+        raise Deadlock(_cycle(plan, find_cycle(followers, awaited)))
     return followers, order, starts
 
 
@@ -253,24 +254,9 @@ def _queues(plan: PipelinePlan, actions: list[Action]) -> list[list[int]]:
     return [sorted(queue, key=in_plan) for queue in queues.values()]
 
 
-def _cycle(plan: PipelinePlan, followers: list[list[int]], awaited: list[int]) -> str:
-    """One cycle among the entries that still wait."""
-    waits_for = {
-        after: before
-        for before, later in enumerate(followers)
-        for after in later
-        if awaited[before] > 0
-    }
-    path = [next(i for i, count in enumerate(awaited) if count > 0)]
-    seen: dict[int, int] = {}
-    while path[-1] not in seen:
-        seen[path[-1]] = len(path) - 1
-        path.append(waits_for[path[-1]])
-    names = [
-        f"{plan.schedule.actions[i].action} on {plan.schedule.actions[i].device}"
-        for i in path[seen[path[-1]] :]
-    ]
-    return f"deadlock: {' waits for '.join(names)}"
+def _cycle(plan: PipelinePlan, cycle: list[int]) -> str:
+    entries = (plan.schedule.actions[i] for i in cycle)
+    return f"deadlock: {' waits for '.join(f'{one.action} on {one.device}' for one in entries)}"
 
 
 def _slacks(

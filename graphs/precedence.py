@@ -1,0 +1,32 @@
+"""Orders under precedence: what is to be said when there is none."""
+
+from collections.abc import Sequence
+
+
+def find_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
+    """Nodes that wait for each other in a circle, each for the next; the first stands again last.
+
+    Parameters
+    ----------
+    followers
+        Per node those that wait for it.
+    awaited
+        Per node how many it still waits for, after all that could go have gone: some still wait.
+
+    Examples
+    --------
+    >>> find_cycle([[1], [2], [1]], [0, 1, 1])
+    [1, 2, 1]
+    """
+    waits_for = {
+        after: before
+        for before, later in enumerate(followers)
+        for after in later
+        if awaited[before] > 0
+    }
+    path = [next(i for i, count in enumerate(awaited) if count > 0)]
+    seen: dict[int, int] = {}
+    while path[-1] not in seen:
+        seen[path[-1]] = len(path) - 1
+        path.append(waits_for[path[-1]])
+    return path[seen[path[-1]] :]
