@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.lower import updates_every_round
 from stagewright.executor.program import RECEIVES, SENDS, Instruction, Row, received
 from stagewright.executor.seeding import layer_seed
 from stagewright.executor.shapes import Value
@@ -26,7 +25,7 @@ from stagewright.executor.stage import Gradients, StageComputation, Tensors
 from stagewright.executor.trace import RankAction
 from stagewright.executor.weights import Weights
 from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plan import PipelinePlan
+from stagewright.formulations.plan import PipelinePlan, updates_every_round
 from stagewright.graphs.errors import InputError
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -198,6 +197,7 @@ class Interpreter:
         }
         for s in {s for s, _ in self._in_two}:
             computations[s].split()
+        self._tags = max((len(one.values) for one in boundaries), default=0)  # of a transfer
         self._sends = Counter(one.action for one in rank.row if one.action.kind in SENDS)
         self._calls = [(one, self._call(one)) for one in rank.row]
         self._arrivals: defaultdict[Action, list[_Arrival]] = defaultdict(list)
@@ -329,8 +329,7 @@ class Interpreter:
         below, above = (mine, theirs) if s == lower else (theirs, mine)
         span = boundary.passing(below, above, in_receiver=s != lower)
         chosen = [i for i, value in enumerate(boundary.values) if forth or value.gradient]
-        most = max(len(one.values) for one in self._boundaries)
-        tag = (2 * (lower * self._plan.microbatches + m) + forth) * most
+        tag = (2 * (lower * self._plan.microbatches + m) + forth) * self._tags
         if action.kind in SENDS:
             return partial(self._send, action, peer, boundary, span, [(i, tag + i) for i in chosen])
         shapes = [
@@ -365,10 +364,9 @@ class Interpreter:
         self._computations[s].weight_gradient(m)
 
     def _reduce(self, s: int) -> None:
-        stage = self._plan.stages[s]
         # Devices that take turns bring a microbatch each to a round.
-        turns = len(stage.devices) if stage.replication == "round-robin" else 1
-        share = 1 / turns if updates_every_round(self._plan) else 1.0
+        every_round = updates_every_round(self._plan.weights)
+        share = 1 / self._plan.stages[s].turns if every_round else 1.0
         self._weights[s].reduce(self._groups[s], share)
 
     def _update(self, s: int) -> None:

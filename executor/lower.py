@@ -27,8 +27,19 @@ from stagewright.executor.program import (
     stages_on,
     transfers,
 )
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
-from stagewright.formulations.plan import InvalidPlan, PipelinePlan, ScheduledAction
+from stagewright.formulations.actions import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    along_way,
+    parse_action,
+)
+from stagewright.formulations.plan import (
+    InvalidPlan,
+    PipelinePlan,
+    ScheduledAction,
+    updates_every_round,
+)
 from stagewright.graphs.precedence import find_cycle
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -78,10 +89,7 @@ def computations(plan: PipelinePlan) -> Rows:
 
 
 def _in_time(action: Action, entry: ScheduledAction) -> tuple[float, float, int, int]:
-    """The plan's order; what lasts no time at one instant goes a microbatch's way."""
-    back = action.kind not in (F, SEND_F)
-    way = (int(back) + (action.kind is W), -action.stage if back else action.stage)
-    return (entry.start_seconds, entry.finish_seconds, *way)
+    return (entry.start_seconds, entry.finish_seconds, *along_way(action))
 
 
 def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
@@ -109,13 +117,13 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
     ]
     arriving: defaultdict[tuple[int, ActionKind, int], list[tuple[int, int]]] = defaultdict(list)
     for sender, receiver, action in _transfers(plan):
-        made, needed = _made_by(place, sender, action), _needed_by(place, receiver, action)
+        there = received(action)
+        made, needed = _touching(place, sender, action), _touching(place, receiver, there)
         if made is None or needed is None:
             continue  # a computation is missing, which `verify` tells better
         if sender == receiver:
             edges.append((made, needed))
             continue
-        there = received(action)
         pair = [(sender, Instruction(action, receiver)), (receiver, Instruction(there, sender))]
         edges += [(made, len(nodes)), (len(nodes), needed)]
         arriving[receiver, there.kind, there.stage].append((needed, len(nodes)))
@@ -152,18 +160,17 @@ def _transfers(plan: PipelinePlan) -> Iterator[tuple[int, int, Action]]:
                     yield rank[sender], rank[receiver], action
 
 
-def _made_by(place: dict[tuple[int, Action], int], rank: int, action: Action) -> int | None:
-    """The node of the computation on ``rank`` that makes what ``action`` sends."""
-    kinds = (F,) if action.kind is SEND_F else (B, I)
-    found = (place.get((rank, Action(action.stage, kind, action.microbatch))) for kind in kinds)
+def _touching(place: dict[tuple[int, Action], int], rank: int, transfer: Action) -> int | None:
+    """The node of the computation on ``rank`` that makes what it sends, or needs what it gets."""
+    own = (Action(transfer.stage, kind, transfer.microbatch) for kind in _touched_by(transfer))
+    found = (place.get((rank, action)) for action in own)
     return next((node for node in found if node is not None), None)
 
 
-def _needed_by(place: dict[tuple[int, Action], int], rank: int, action: Action) -> int | None:
-    """The node of the computation on ``rank`` that needs what ``action`` sends."""
-    there, kinds = received(action).stage, (F,) if action.kind is SEND_F else (B, I)
-    found = (place.get((rank, Action(there, kind, action.microbatch))) for kind in kinds)
-    return next((node for node in found if node is not None), None)
+def _touched_by(transfer: Action) -> tuple[ActionKind, ...]:
+    """The kinds of computations that make or need what a transfer carries."""
+    forth = transfer.kind in (SEND_F, ActionKind.RECEIVE_FORWARD)
+    return (F,) if forth else (B, I)
 
 
 def _buffer_edges(arriving: Iterable[list[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
@@ -229,9 +236,11 @@ def with_early_sends(plan: PipelinePlan, rows: Rows) -> Rows:
 
 
 def _holds_back(before: Instruction, send: Instruction) -> bool:
-    made_by = (F,) if send.action.kind is SEND_F else (B, I)
     ours = (before.action.stage, before.action.microbatch)
-    makes = before.action.kind in made_by and ours == (send.action.stage, send.action.microbatch)
+    makes = before.action.kind in _touched_by(send.action) and ours == (
+        send.action.stage,
+        send.action.microbatch,
+    )
     return makes or before.peer == send.peer
 
 
@@ -256,7 +265,7 @@ def with_early_receives(plan: PipelinePlan, rows: Rows) -> Rows:
 def _earliest_position(before: list[Instruction], rest: list[Instruction]) -> int:
     """How far up, into ``before``, the receive that leads ``rest`` may move."""
     receive = rest[0].action
-    takers = (F,) if receive.kind is ActionKind.RECEIVE_FORWARD else (B, I)
+    takers = _touched_by(receive)
     ahead = 0
     for one in rest:
         if one.action.stage == receive.stage and one.action.kind in takers:
@@ -281,7 +290,7 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
     backward.
     """
     shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
-    if updates_every_round(plan):
+    if updates_every_round(plan.weights):
         return [list(_behind_backwards(row, ActionKind.REDUCE, shared)) for row in rows]
     start = _starts(plan)
     order = sorted(shared, key=lambda s: (start[Action(s, ActionKind.REDUCE)], s))
@@ -303,7 +312,7 @@ def with_updates(plan: PipelinePlan, rows: Rows) -> Rows:
 
     A round is a microbatch, or as many as the stage's devices take in turn: one for each device.
     """
-    if updates_every_round(plan):
+    if updates_every_round(plan.weights):
         _require_whole_rounds(plan)
         every = range(len(plan.stages))
         return [list(_behind_backwards(row, ActionKind.UPDATE, every)) for row in rows]
@@ -313,14 +322,9 @@ def with_updates(plan: PipelinePlan, rows: Rows) -> Rows:
     ]
 
 
-def updates_every_round(plan: PipelinePlan) -> bool:
-    """Whether the weights change within the iteration, after every round of backwards."""
-    return plan.weights in ("stash", "stash+vertical-sync")
-
-
 def _require_whole_rounds(plan: PipelinePlan) -> None:
     for s, stage in enumerate(plan.stages):
-        turns = len(stage.devices) if stage.replication == "round-robin" else 1
+        turns = stage.turns
         if plan.microbatches % turns:
             raise InvalidPlan(
                 f"stage {s}: {turns} devices take turns and update together, so that with "
@@ -330,11 +334,11 @@ def _require_whole_rounds(plan: PipelinePlan) -> None:
 
 
 def _require_equal_turns(plan: PipelinePlan) -> None:
-    turns = [len({stage.runners(m) for m in range(plan.microbatches)}) for stage in plan.stages]
-    for s, count in enumerate(turns):
-        if count != turns[0]:
+    first = plan.stages[0].turns
+    for s, stage in enumerate(plan.stages):
+        if stage.turns != first:
             raise InvalidPlan(
-                f"stage {s} takes turns among {count}, stage 0 among {turns[0]}: with "
+                f"stage {s} takes turns among {stage.turns}, stage 0 among {first}: with "
                 "'stash+vertical-sync' every stage must make a version as often as the first"
             )
 

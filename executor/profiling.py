@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from stagewright.executor.capture import LayeredModel
+from stagewright.executor.shapes import SavedStorages
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.errors import InputError
 
@@ -199,19 +200,10 @@ class _Run:
 
     def bytes(self) -> tuple[int, int]:
         """Bytes that autograd keeps from forward to backward, and bytes that leave the layer."""
-        own = (*self.module.parameters(), *self.module.buffers())
-        fixed = {tensor.untyped_storage().data_ptr() for tensor in own}
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in fixed:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kept = SavedStorages([*self.module.parameters(), *self.module.buffers()])
+        with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved):
             results = self.forward()
-        return sum(kept.values()), sum(value.nbytes for value in results)
+        return sum(kept.sizes.values()), sum(value.nbytes for value in results)
 
 
 def _runs(

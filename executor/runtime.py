@@ -18,7 +18,7 @@ from stagewright.executor.capture import CapturedLayer, LayeredModel
 from stagewright.executor.initialise import Model, initialise, total_bytes
 from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Loss, OutOfMemory, Rank
 from stagewright.executor.launch import require_torch
-from stagewright.executor.lower import lower, updates_every_round
+from stagewright.executor.lower import lower
 from stagewright.executor.program import stages_on
 from stagewright.executor.shapes import LayerTrace, Value, propagate, values_of
 from stagewright.executor.shares import Rows, pieces, rows
@@ -26,7 +26,7 @@ from stagewright.executor.stage import Part, StageComputation
 from stagewright.executor.trace import RankAction, Trace, traced_step
 from stagewright.executor.verify import peak_bytes, verify
 from stagewright.executor.weights import MakeOptimizer, Weights
-from stagewright.formulations.plan import PipelinePlan
+from stagewright.formulations.plan import PipelinePlan, updates_every_round
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
 
@@ -101,6 +101,7 @@ class Executor:
         self._name = self._rank.devices[self._rank.number]
         self._stages = stages_on(plan, self._name)
         self._autocast = dtype if dtype == torch.bfloat16 else None
+        self._parameter_type = dtype if self._autocast is None else torch.float32
         self._model = self._initialise(module)
         self._modules = self._split_modules()
         self._weights = self._make_weights(optimizer)
@@ -289,13 +290,12 @@ class Executor:
     def _initialise(self, module: Model | Callable[[], Model]) -> LayeredModel:
         """The captured model, with this rank's layers alone on its device."""
         wanted = {i for s in self._stages for i in range(*self.plan.stages[s].layers)}
-        kind = torch.float32 if self._dtype == torch.bfloat16 else self._dtype
         model = initialise(
             module,
             wanted,
             seed=self._seed,
             device=self._rank.device,
-            dtype=kind,
+            dtype=self._parameter_type,
             agree=lambda fits: self._summed(float(not fits), self._rank.group) == 0,
         )
         _require_same_model(self.plan, model)
@@ -376,8 +376,7 @@ class Executor:
     # Mini-batches
 
     def _typed(self, one: Tensor) -> Tensor:
-        kind = torch.float32 if self._dtype == torch.bfloat16 else self._dtype
-        return one.to(kind) if one.is_floating_point() else one
+        return one.to(self._parameter_type) if one.is_floating_point() else one
 
     def _prepare(self, inputs: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for mini-batches of the shape of ``inputs``."""
@@ -406,7 +405,7 @@ class Executor:
             samples,
             loss=self._loss,
             single_output=self._model.single_output,
-            scale=1.0 if updates_every_round(plan) else 1 / plan.microbatches,
+            scale=1.0 if updates_every_round(plan.weights) else 1 / plan.microbatches,
             seed=self._seed,
             sum_tied=self._sum_tied,
         )
@@ -539,7 +538,7 @@ def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputE
 def _require_updated_together(
     plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
 ) -> None:
-    for name in tied if updates_every_round(plan) else ():
+    for name in tied if updates_every_round(plan.weights) else ():
         raise InputError(
             f"parameter {name!r} is shared by stages {_and(stages_of[name])}, which with "
             f"{plan.weights!r} update it at different times; put its layers into one stage"

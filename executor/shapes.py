@@ -121,7 +121,7 @@ def _run(
         for name, one in (*module.named_parameters(), *module.named_buffers())
     }
     arguments = tuple(one.clone() for one in inputs)
-    draws, kept = _Draws(), _Kept([*state.values(), *arguments])
+    draws, kept = _Draws(), SavedStorages([*state.values(), *arguments])
     with (
         torch.autocast(device.type, autocast, enabled=autocast is not None),
         torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved),
@@ -151,7 +151,7 @@ def _fake(value: Value, device: torch.device) -> Tensor:
     return made.requires_grad_() if value.gradient else made
 
 
-class _Kept:
+class SavedStorages:
     """The storages that autograd saves, each once, without those of ``given`` tensors."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
@@ -159,6 +159,7 @@ class _Kept:
         self.sizes: dict[int, int] = {}
 
     def add(self, saved: Tensor) -> Tensor:
+        """The hook that packs a saved tensor."""
         storage = saved.untyped_storage()
         if storage._cdata not in self.given:
             self.sizes[storage._cdata] = storage.nbytes()

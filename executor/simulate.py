@@ -13,7 +13,7 @@ from itertools import chain, pairwise, product
 
 import numpy as np
 
-from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind
+from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind, along_way
 from stagewright.formulations.check import (
     devices_by_turns,
     durations,
@@ -233,8 +233,7 @@ def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> Entries:
 def _queues(plan: PipelinePlan, actions: list[Action]) -> list[list[int]]:
     """Per device and channel its entries in the order of their times in the plan.
 
-    Among actions that last no time at one instant, the order is that of a microbatch's way, with
-    the gradients of weights behind it.
+    Among actions that last no time at one instant, the order is that of a microbatch's way.
     """
     queues: defaultdict[object, list[int]] = defaultdict(list)
     for i, (action, entry) in enumerate(zip(actions, plan.schedule.actions, strict=True)):
@@ -246,10 +245,8 @@ def _queues(plan: PipelinePlan, actions: list[Action]) -> list[list[int]]:
             queues[action.stage - 1, entry.targets, entry.sources].append(i)
 
     def in_plan(i: int) -> tuple[float, float, int, int]:
-        entry, stage = plan.schedule.actions[i], actions[i].stage
-        back = actions[i].kind not in (F, SEND_F)
-        way = (int(back) + (actions[i].kind is W), -stage if back else stage)
-        return (entry.start_seconds, entry.finish_seconds, *way)
+        entry = plan.schedule.actions[i]
+        return (entry.start_seconds, entry.finish_seconds, *along_way(actions[i]))
 
     return [sorted(queue, key=in_plan) for queue in queues.values()]
 

@@ -24,7 +24,7 @@ from stagewright.executor.program import (
     transfers,
 )
 from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plan import InvalidPlan, PipelinePlan
+from stagewright.formulations.plan import InvalidPlan, PipelinePlan, updates_every_round
 from stagewright.graphs.units import format_bytes
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -135,7 +135,7 @@ def _require_belongs(plan: PipelinePlan, device: str, rank: int, action: Action)
 
 def _require_updates(plan: PipelinePlan, device: str, rank: int, row: Row) -> None:
     """Every gradient reaches the weights: once an iteration, or once a round of backwards."""
-    every_round = plan.weights.startswith("stash")
+    every_round = updates_every_round(plan.weights)
     backwards = Counter(one.action.stage for one in row if one.action.kind in (B, W))
     ready: Counter[int] = Counter()
     done: Counter[Action] = Counter()

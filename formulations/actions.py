@@ -78,6 +78,17 @@ class Action:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
 
+def along_way(action: Action) -> tuple[int, int]:
+    """The order of actions at one instant, where they last no time: a microbatch's way.
+
+    Forth by stage, then back; gradients of weights, which nothing waits for, come last.
+    """
+    kind = action.kind
+    if kind in (ActionKind.FORWARD, ActionKind.SEND_FORWARD):
+        return 0, action.stage
+    return 1 + (kind is ActionKind.WEIGHT_GRADIENT), -action.stage
+
+
 def parse_action(text: str) -> Action:
     """Read one action.
 

@@ -27,6 +27,7 @@ from stagewright.formulations.plan import (
     ScheduledAction,
     Stage,
     Weights,
+    updates_every_round,
 )
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
@@ -257,11 +258,7 @@ def _none_split(stages: Sequence[Stage], microbatches: int) -> Split:
 
 def _lanes(stage: Stage) -> list[tuple[str, ...]]:
     """The groups of devices that take turns: microbatch m runs on lane m mod the number."""
-    return [stage.runners(m) for m in range(_turns(stage))]
-
-
-def _turns(stage: Stage) -> int:
-    return 1 if stage.replication == "split" else len(stage.devices)
+    return [stage.runners(m) for m in range(stage.turns)]
 
 
 def _channels(stages: Sequence[Stage], s: int, microbatches: int) -> Iterator[tuple[int, int]]:
@@ -271,7 +268,7 @@ def _channels(stages: Sequence[Stage], s: int, microbatches: int) -> Iterator[tu
     the least common multiple of both stages' turns, and within it no pair stands twice. What one
     group of devices runs in both stages passes no channel.
     """
-    cycle = math.lcm(_turns(stages[s]), _turns(stages[s + 1]))
+    cycle = math.lcm(stages[s].turns, stages[s + 1].turns)
     for first in range(min(cycle, microbatches)):
         if stages[s].runners(first) != stages[s + 1].runners(first):
             yield first, cycle
@@ -309,18 +306,13 @@ def _broken_weights(plan: PipelinePlan) -> Iterator[Violation]:
         known = ", ".join(map(repr, get_args(Weights)))
         yield Violation("weights", "weights", f"{plan.weights!r} is not known, use one of {known}")
     for s, stage in enumerate(plan.stages):
-        if _is_stashed(plan.weights) and len(stage.devices) > 1:
+        if updates_every_round(plan.weights) and len(stage.devices) > 1:
             yield Violation(
                 "weights",
                 f"stage {s}",
                 f"{plan.weights!r} on {len(stage.devices)} devices needs an all-reduce per "
                 "microbatch, which is not planned: use one device, 'flush' or 'double-buffer'",
             )
-
-
-def _is_stashed(weights: str) -> bool:
-    """Whether the weights change after every microbatch."""
-    return weights.startswith("stash")
 
 
 def _broken_layers(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
@@ -650,7 +642,7 @@ def _kept(times: _Times, turn: Turn) -> Iterator[_Kept]:
     saved = times.problem.saved_bytes(start, stop, shares)
     inputs = times.problem.inputs_per_layer(shares)[start:stop]
     forward, done = times.starts[F][every], times.done[every]
-    if _is_stashed(times.weights):
+    if updates_every_round(times.weights):
         yield _old_versions(times, s)
     if times.stages[s].recompute == "none":
         yield _Kept(forward, done, saved)

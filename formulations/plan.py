@@ -16,6 +16,14 @@ VERSION: Literal[1] = 1
 Weights = Literal["flush", "stash", "stash+vertical-sync", "double-buffer"]
 
 
+def updates_every_round(weights: str) -> bool:
+    """Whether weights of this semantics change within the iteration, after every microbatch.
+
+    Where a stage's devices take turns, after every round of them.
+    """
+    return weights.startswith("stash")
+
+
 class InvalidPlan(ValueError):  # noqa: N818 - the design's name
     """A plan that breaks a rule of its problem; the message names the first broken rule."""
 
@@ -49,6 +57,11 @@ class Stage:
         if self.replication == "split":
             return self.devices
         return (self.devices[microbatch % len(self.devices)],)
+
+    @property
+    def turns(self) -> int:
+        """Among how many groups of runners the microbatches go round."""
+        return 1 if self.replication == "split" else len(self.devices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,13 @@ Threads = Annotated[
     int, typer.Option(help="Threads of the solvers; with 1 the answer is reproducible.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+LossFunction = Annotated[
+    str | None,
+    typer.Option(
+        help="Mean loss of (outputs, targets); cross-entropy if left out.",
+        metavar="PACKAGE:FUNCTION",
+    ),
+]
 OutputFile = Annotated[
     Path | None, typer.Option("--output", "-o", help="Where to write.", metavar="FILE")
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from stagewright.cli.console import JsonFlag, OutputFile, require_folder
+from stagewright.cli.console import JsonFlag, LossFunction, OutputFile, require_folder
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.errors import InputError
 
@@ -30,13 +30,7 @@ def profile(
     microbatch_sizes: Annotated[
         str, typer.Option(help="Samples; several with commas.", metavar="B,B,...")
     ] = "1,2,4",
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            help="Mean loss of (outputs, targets); cross-entropy if left out.",
-            metavar="PACKAGE:FUNCTION",
-        ),
-    ] = None,
+    loss: LossFunction = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What measures.")] = "cpu",
     kind: Annotated[
         str, typer.Option(help="Kind of device that clusters will name; else the device's name.")

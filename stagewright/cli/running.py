@@ -14,6 +14,7 @@ import typer
 
 from stagewright.cli.console import (
     JsonFlag,
+    LossFunction,
     PlanFile,
     Seed,
     print_json,
@@ -47,13 +48,7 @@ def run(
     steps: Annotated[
         int, typer.Option(help="Mini-batches to train on, in all.", min=1, show_default=False)
     ],
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            help="Mean loss of (outputs, targets); cross-entropy if left out.",
-            metavar="PACKAGE:FUNCTION",
-        ),
-    ] = None,
+    loss: LossFunction = None,
     optimizer: Annotated[
         str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
     ] = "sgd:lr=0.01",
