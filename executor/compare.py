@@ -149,7 +149,7 @@ def _require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
             f"the trace is of a run of {trace.model!r} with digest {trace.digest[:12]!r}, the plan "
             f"is for {plan.model!r} with digest {plan.digest[:12]!r}: give the plan that was run"
         )
-    planned = Counter(_entry(timed) for timed in plan.schedule.actions)
+    planned = Counter(_entry(timed) for timed in plan.actions)
     for step in trace.steps:
         found = Counter(_entry(timed) for timed in step.actions)
         for word, odd in (("lacks", planned - found), ("has", found - planned)):
@@ -169,7 +169,7 @@ def _entry(timed: ScheduledAction) -> Entry:
 def _pair_entries(plan: PipelinePlan, trace: Trace) -> dict[Entry, Pair]:
     """Seconds of every entry of the schedule."""
     _require_same_plan(plan, trace)
-    predicted = _seconds(plan.schedule.actions)
+    predicted = _seconds(plan.actions)
     steps = [_seconds(step.actions) for step in _counted(trace)]
     table = np.array([[step[entry] for entry in predicted] for step in steps])
     medians: Floats = np.median(table, axis=0)

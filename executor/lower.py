@@ -79,7 +79,7 @@ def computations(plan: PipelinePlan) -> Rows:
     """Every rank's computations, by their start in the plan."""
     rank = {name: r for r, name in enumerate(plan_devices(plan))}
     rows: Rows = [[] for _ in rank]
-    entries = [(parse_action(entry.action), entry) for entry in plan.schedule.actions]
+    entries = [(parse_action(entry.action), entry) for entry in plan.actions]
     for action, entry in sorted(entries, key=lambda pair: _in_time(*pair)):
         if action.kind in COMPUTE:
             if entry.device not in rank:
@@ -139,7 +139,7 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
 def _starts(plan: PipelinePlan) -> dict[Action, float]:
     """When each action starts; a transfer that does not stand in the plan follows at once."""
     start: dict[Action, float] = defaultdict(float)
-    for entry in plan.schedule.actions:
+    for entry in plan.actions:
         action = parse_action(entry.action)
         start[action] = max(start[action], entry.start_seconds)
     return start

@@ -115,7 +115,7 @@ def _actions(plan: PipelinePlan) -> list[Action]:
     """The action of every entry; the devices of a stage share one text."""
     expected = expected_actions(plan.stages, plan.microbatches, split_backwards(plan))
     by_text = {str(action): action for action in expected}
-    return [by_text[entry.action] for entry in plan.schedule.actions]
+    return [by_text[entry.action] for entry in plan.actions]
 
 
 def _seconds(
@@ -129,7 +129,7 @@ def _seconds(
     return [
         table[action.kind][action.stage][action.microbatch or 0]
         * (factors.get(entry.device, 1.0) if action.kind in COMPUTE else 1.0)
-        for action, entry in zip(actions, plan.schedule.actions, strict=True)
+        for action, entry in zip(actions, plan.actions, strict=True)
     ]
 
 
@@ -221,7 +221,7 @@ def _together(plan: PipelinePlan, entries: Entries) -> dict[int, list[int]]:
 
 
 def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> Entries:
-    entries = plan.schedule.actions
+    entries = plan.actions
     found: Entries = {
         kind: [[[] for _ in range(plan.microbatches)] for _ in plan.stages] for kind in PLANNED
     }
@@ -236,7 +236,7 @@ def _queues(plan: PipelinePlan, actions: list[Action]) -> list[list[int]]:
     Among actions that last no time at one instant, the order is that of a microbatch's way.
     """
     queues: defaultdict[object, list[int]] = defaultdict(list)
-    for i, (action, entry) in enumerate(zip(actions, plan.schedule.actions, strict=True)):
+    for i, (action, entry) in enumerate(zip(actions, plan.actions, strict=True)):
         if action.kind in COMPUTE:
             queues[entry.device].append(i)
         elif action.kind is SEND_F:
@@ -245,14 +245,14 @@ def _queues(plan: PipelinePlan, actions: list[Action]) -> list[list[int]]:
             queues[action.stage - 1, entry.targets, entry.sources].append(i)
 
     def in_plan(i: int) -> tuple[float, float, int, int]:
-        entry = plan.schedule.actions[i]
+        entry = plan.actions[i]
         return (entry.start_seconds, entry.finish_seconds, *along_way(actions[i]))
 
     return [sorted(queue, key=in_plan) for queue in queues.values()]
 
 
 def _cycle(plan: PipelinePlan, cycle: list[int]) -> str:
-    entries = (plan.schedule.actions[i] for i in cycle)
+    entries = (plan.actions[i] for i in cycle)
     return f"deadlock: {' waits for '.join(f'{one.action} on {one.device}' for one in entries)}"
 
 
@@ -274,7 +274,7 @@ def _summary(
     starts: list[float],
     slacks: list[float],
 ) -> Simulation:
-    entries = plan.schedule.actions
+    entries = plan.actions
     ends = [start + duration for start, duration in zip(starts, seconds, strict=True)]
     iteration = max(ends)
     used = [name for stage in plan.stages for name in stage.devices]

@@ -125,7 +125,7 @@ def device_count(plan: PipelinePlan) -> int:
 
 def finish_seconds(plan: PipelinePlan) -> float:
     """When the last action of the schedule ends; 0 for an empty schedule."""
-    return max((action.finish_seconds for action in plan.schedule.actions), default=0.0)
+    return max((action.finish_seconds for action in plan.actions), default=0.0)
 
 
 def summarise(plan: PipelinePlan) -> tuple[StageSummary, ...]:
@@ -299,10 +299,8 @@ def _blocks(plan: PipelinePlan, devices: Collection[str] | None = None) -> list[
     An action that fits no stage of the plan is refused.
     """
     blocks = []
-    parsed = {
-        text: parse_action(text) for text in {timed.action for timed in plan.schedule.actions}
-    }
-    for i, timed in enumerate(plan.schedule.actions):
+    parsed = {text: parse_action(text) for text in {timed.action for timed in plan.actions}}
+    for i, timed in enumerate(plan.actions):
         action = parsed[timed.action]
         _require_place(plan, i, action, timed.device)
         if devices is not None and action.kind in COMPUTE and timed.device not in devices:

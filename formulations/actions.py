@@ -56,6 +56,21 @@ _PATTERN = re.compile(rf"({_NUMBER})({_KINDS})({_NUMBER})?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class Operation:
+    """What a pattern repeats for every microbatch: an action without one."""
+
+    stage: int
+    kind: ActionKind
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}"
+
+    def of(self, microbatch: int) -> "Action":
+        """The operation on one microbatch; an all-reduce is on no one's own."""
+        return Action(self.stage, self.kind, None if self.kind in _BARE else microbatch)
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class Action:
     """One action: stage, kind, and microbatch.
 
@@ -107,3 +122,22 @@ def parse_action(text: str) -> Action:
         raise InputError(f"{text!r} is no action; write for example 2F0, 1B3, 2SEND_F0")
     stage, kind, microbatch = match.groups()
     return Action(int(stage), ActionKind(kind), None if microbatch is None else int(microbatch))
+
+
+def parse_operation(text: str) -> Operation:
+    """Read one operation.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is no operation.
+
+    Examples
+    --------
+    >>> str(parse_operation("2SEND_F"))
+    '2SEND_F'
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None or match[3] is not None:
+        raise InputError(f"{text!r} is no operation; write for example 2F, 1B, 2SEND_F")
+    return Operation(int(match[1]), ActionKind(match[2]))

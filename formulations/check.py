@@ -9,19 +9,29 @@ instant, and the figures that the plan carries about itself.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind, parse_action
+from stagewright.formulations.actions import (
+    COMPUTE,
+    PLANNED,
+    Action,
+    ActionKind,
+    parse_action,
+    parse_operation,
+)
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE
+from stagewright.formulations.periodic import steady_microbatches, unrolled
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Certificate,
     InvalidPlan,
+    PeriodicSchedule,
     PipelinePlan,
     Predicted,
     ScheduledAction,
@@ -72,7 +82,8 @@ def check(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Violation, ...]
     """Every broken rule, none if ``plan`` is a valid answer to ``problem``.
 
     Times are compared with a tolerance of ``RELATIVE_TOLERANCE`` of the iteration. Rules on times
-    are read only once the structure is right.
+    are read only once the structure is right. A periodic plan is unrolled for as many microbatches
+    as it takes until everything that can be at one time is, a whole period long.
     """
     found = structure(problem, plan)
     return found or tuple(_broken_times(_read_times(problem, plan), plan))
@@ -90,7 +101,7 @@ def require_valid(problem: PipelineProblem, plan: PipelinePlan) -> float:
     times = _read_times(problem, plan)
     for violation in _broken_times(times, plan):
         raise InvalidPlan(str(violation))
-    return times.iteration_seconds
+    return times.cost_seconds
 
 
 def predict(problem: PipelineProblem, plan: PipelinePlan) -> Predicted:
@@ -107,6 +118,9 @@ def predict(problem: PipelineProblem, plan: PipelinePlan) -> Predicted:
 
 def structure(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Violation, ...]:
     """The broken rules that need no times."""
+    if isinstance(plan.schedule, PeriodicSchedule):
+        broken = tuple(_broken_frame(problem, plan)) or tuple(_broken_pattern(plan, plan.schedule))
+        return broken or tuple(_broken_actions(*_unrolled(problem, plan, plan.schedule)))
     return tuple(_broken_frame(problem, plan)) or tuple(_broken_actions(problem, plan))
 
 
@@ -119,8 +133,8 @@ def require_structure(problem: PipelineProblem, plan: PipelinePlan) -> None:
 def split_backwards(plan: PipelinePlan) -> Split:
     """Which backwards of a plan stand as I and W: those of which either is there."""
     split = _none_split(plan.stages, plan.microbatches)
-    parts = {entry.action for entry in plan.schedule.actions if I in entry.action}
-    parts |= {entry.action for entry in plan.schedule.actions if W in entry.action}
+    parts = {entry.action for entry in plan.actions if I in entry.action}
+    parts |= {entry.action for entry in plan.actions if W in entry.action}
     if parts:
         for s, m in np.ndindex(split.shape):
             split[s, m] = not parts.isdisjoint((str(Action(s, I, m)), str(Action(s, W, m))))
@@ -199,14 +213,18 @@ class _Times:
     """The times in a plan of sound structure, beside the cost model's durations.
 
     ``finishes`` are the plan's; all rules but the one on durations use starts + durations.
+    ``problem`` has the microbatches that stand here, which for a periodic plan are other than those
+    of an iteration.
     """
 
     problem: PipelineProblem
+    iteration_microbatches: int
     stages: tuple[Stage, ...]
     weights: str
     starts: Blocks
     finishes: Blocks
     durations: Blocks
+    period: float | None = None  # of a periodic plan, whose first microbatches these are
 
     def ends(self, kind: ActionKind) -> Floats:
         """When the actions of ``kind`` end by the cost model, shape (S, M)."""
@@ -216,6 +234,13 @@ class _Times:
     def done(self) -> Floats:
         """When the backwards end, whole or in parts, shape (S, M)."""
         return np.fmax(self.ends(B), self.ends(W))
+
+    @property
+    def cost_seconds(self) -> float:
+        """The iteration's time: when its last action ends, or that of its periods."""
+        if self.period is None:
+            return self.iteration_seconds
+        return self.iteration_microbatches * self.period
 
     @cached_property
     def iteration_seconds(self) -> float:
@@ -233,8 +258,24 @@ class _Times:
         return RELATIVE_TOLERANCE * min(self.iteration_seconds, work)
 
 
+def _unrolled(
+    problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule
+) -> tuple[PipelineProblem, PipelinePlan]:
+    """Problem and finite plan of as many microbatches as fill a whole period."""
+    microbatches = steady_microbatches(schedule)
+    longer = replace(problem, microbatches=microbatches)
+    return longer, replace(unrolled(plan, microbatches), digest=longer.digest)
+
+
 def _read_times(problem: PipelineProblem, plan: PipelinePlan) -> _Times:
-    entries = {entry.action: entry for entry in plan.schedule.actions}
+    if isinstance(plan.schedule, PeriodicSchedule):
+        times = _read_times(*_unrolled(problem, plan, plan.schedule))
+        return replace(
+            times,
+            iteration_microbatches=plan.microbatches,
+            period=plan.schedule.period_seconds,
+        )
+    entries = {entry.action: entry for entry in plan.actions}
     starts = _no_blocks(len(plan.stages), plan.microbatches)
     finishes = _no_blocks(len(plan.stages), plan.microbatches)
     split = split_backwards(plan)
@@ -243,7 +284,8 @@ def _read_times(problem: PipelineProblem, plan: PipelinePlan) -> _Times:
         starts[action.kind][action.stage, m] = entry.start_seconds
         finishes[action.kind][action.stage, m] = entry.finish_seconds
     lasting = durations(problem, plan.stages, split)
-    return _Times(problem, plan.stages, plan.weights, starts, finishes, lasting)
+    weights = plan.weights
+    return _Times(problem, plan.microbatches, plan.stages, weights, starts, finishes, lasting)
 
 
 def _no_blocks(stages: int, microbatches: int) -> Blocks:
@@ -315,6 +357,39 @@ def _broken_weights(plan: PipelinePlan) -> Iterator[Violation]:
             )
 
 
+def _broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[Violation]:
+    """What a periodic plan needs before its pattern can be unrolled."""
+    if plan.weights != "double-buffer":
+        yield Violation(
+            "weights",
+            "weights",
+            f"{plan.weights!r} ends with the iteration or updates within it, a periodic plan needs "
+            "'double-buffer'",
+        )
+    for s, stage in enumerate(plan.stages):
+        if stage.turns > 1:
+            yield Violation(
+                "devices",
+                f"stage {s}",
+                "in a periodic plan all devices of a stage do every microbatch: use 'split'",
+            )
+    latest = plan.microbatches + 2  # a microbatch ends before its weights are overwritten
+    for i, one in enumerate(schedule.actions):
+        place = f"schedule.actions[{i}]"
+        try:
+            parse_operation(one.action)
+        except InputError as error:
+            yield Violation("unexpected", place, str(error))
+        if one.shift > latest:
+            yield Violation(
+                "versions",
+                place,
+                f"{one.action} is done {one.shift} periods after its microbatch began; with two "
+                f"versions of the weights and {plan.microbatches} microbatches in an iteration "
+                f"{latest} is the most",
+            )
+
+
 def _broken_layers(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
     """The layers that the plan names are the model's."""
     if plan.layers is None:
@@ -365,7 +440,7 @@ def _broken_placement(problem: PipelineProblem, stages: Sequence[Stage]) -> Iter
 def _broken_actions(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
     """Every expected action stands once where it belongs, and there is no other."""
     present: defaultdict[str, dict[str, ScheduledAction]] = defaultdict(dict)
-    for i, entry in enumerate(plan.schedule.actions):
+    for i, entry in enumerate(plan.actions):
         place = f"schedule.actions[{i}]"
         if not 0 <= entry.start_seconds <= entry.finish_seconds < math.inf:
             yield Violation(
@@ -494,6 +569,8 @@ def _broken_times(times: _Times, plan: PipelinePlan) -> Iterator[Violation]:
     yield from _broken_dependencies(times)
     yield from _overlaps(times)
     yield from _memory_exceeded(times)
+    if times.period is not None:
+        yield from _overwritten(times, times.period)
     if plan.predicted is not None:
         yield from _broken_prediction(_predict(times), plan.predicted)
     if plan.certificate is not None:
@@ -552,12 +629,53 @@ def _overlaps(times: _Times) -> Iterator[Violation]:
     for turns, names in devices_by_turns(times.stages).items():
         rows = [(kind, turn) for turn in turns for kind in COMPUTE]
         yield from _overlap(times, f"device {names[0]}", rows)
+    if times.period is not None:
+        yield from _link_overlaps(times)
+        return
     for s in range(len(times.stages) - 1):
         for first, cycle in _channels(times.stages, s, times.problem.microbatches):
             ends = (times.stages[s + side].runners(first)[0] for side in (0, 1))
             name = f"channel {s}-{s + 1} of {' and '.join(ends)}"
             rows = [(SEND_F, (s, first, cycle)), (SEND_B, (s + 1, first, cycle))]
             yield from _overlap(times, name, rows)
+
+
+def _link_overlaps(times: _Times) -> Iterator[Violation]:
+    """In a periodic plan all transfers between two groups of devices share one link."""
+    links: defaultdict[tuple[tuple[str, ...], ...], list[Row]] = defaultdict(list)
+    for s, (one, other) in enumerate(pairwise(times.stages)):
+        if one.devices != other.devices:
+            ends = tuple(sorted((one.devices, other.devices)))
+            links[ends] += [(SEND_F, (s, 0, 1)), (SEND_B, (s + 1, 0, 1))]
+    for ends, rows in links.items():
+        yield from _overlap(times, f"link of {' and '.join(names[0] for names in ends)}", rows)
+
+
+def _overwritten(times: _Times, period: float) -> Iterator[Violation]:
+    """Two versions of the weights are enough.
+
+    Iteration i computes on version i - 1; its update, which needs its gradients summed up, makes
+    version i + 1, which iteration i + 2 begins with: m + 1 periods after the first forward of the
+    last microbatch of iteration i. An all-reduce ends before the next one begins.
+    """
+    m = times.iteration_microbatches
+    ready = times.done[:, -1:]
+    ready = np.fmax(ready, times.ends(REDUCE))[:, 0]
+    for s, late in enumerate(ready - times.starts[F][:, -1] - (m + 1) * period):
+        if late > times.tolerance:
+            yield Violation(
+                "versions",
+                f"stage {s}",
+                f"its weights are updated {late:.9g} s after iterations of {m} microbatches "
+                "begin to need them: plan more microbatches, or a longer period",
+            )
+        reduction = float(times.durations[REDUCE][s, 0])
+        if reduction > m * period + times.tolerance:
+            yield Violation(
+                "overlap",
+                f"all-reduce of stage {s}",
+                f"takes {reduction:.9g} s, an iteration {m * period:.9g} s",
+            )
 
 
 def _overlap(times: _Times, name: str, rows: Sequence[Row]) -> Iterator[Violation]:
@@ -616,6 +734,9 @@ def _static_bytes(times: _Times, s: int) -> float:
     stage = times.stages[s]
     static = times.problem.static_bytes(*stage.layers, len(stage.runners(0)))
     if times.weights == "double-buffer":
+        static += times.problem.gradient_bytes(*stage.layers)
+    if times.period is not None and len(stage.devices) > 1:
+        # One gradient grows while the one before is summed up.
         static += times.problem.gradient_bytes(*stage.layers)
     return static
 
@@ -687,15 +808,17 @@ def _most_bytes(kept: Sequence[_Kept], tolerance: float) -> float:
 
 
 def _predict(times: _Times) -> Predicted:
-    iteration = times.iteration_seconds
     devices = len({name for stage in times.stages for name in stage.devices})
     shares = np.array([len(stage.runners(0)) for stage in times.stages])
     busy = float(shares @ sum(np.nansum(times.durations[kind], axis=1) for kind in COMPUTE))
+    problem = replace(times.problem, microbatches=times.iteration_microbatches)
+    busy *= problem.microbatches / times.problem.microbatches
+    cost = times.cost_seconds
     return Predicted(
-        iteration_seconds=iteration,
-        bubble=1 - busy / (devices * iteration) if iteration > 0 else 0.0,
+        iteration_seconds=cost,
+        bubble=1 - busy / (devices * cost) if cost > 0 else 0.0,
         peak_memory_bytes={name: static + saved for name, static, saved in _peaks(times)},
-        link_bytes=_link_bytes(times.problem, times.stages),
+        link_bytes=_link_bytes(problem, times.stages),
     )
 
 
@@ -741,7 +864,7 @@ def _misstated(place: str, found: float, right: float) -> Violation:
 
 def _broken_certificate(times: _Times, certificate: Certificate) -> Iterator[Violation]:
     """The certificate speaks of this plan's cost, and its arithmetic is right."""
-    cost, tolerance = times.iteration_seconds, times.tolerance
+    cost, tolerance = times.cost_seconds, times.tolerance
     if not abs(certificate.cost_seconds - cost) <= tolerance:
         yield Violation(
             "certificate",

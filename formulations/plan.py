@@ -1,13 +1,15 @@
 """The pipeline plan: one versioned JSON document that people and other programs read."""
 
+import math
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import MAX_MICROBATCHES
 
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
@@ -105,11 +107,61 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class PeriodicAction:
+    """One operation of a pattern; in its k-th period it is done for microbatch k - ``shift``.
+
+    ``action`` is a stage and a kind, without microbatch: ``2F``. It begins ``start_seconds`` after
+    its period begins, in [0, period), and takes ``seconds``, over the period's end if need be. An
+    all-reduce is done for the last microbatch of every iteration alone. The rest as in
+    :class:`ScheduledAction`.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    device: str
+    action: str
+    start_seconds: float
+    shift: int
+    seconds: float
+    sources: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicSchedule:
+    """A pattern that is repeated every ``period_seconds``, a microbatch each time (MadPipe, 3)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    period_seconds: float
+    actions: tuple[PeriodicAction, ...]
+    kind: Literal["periodic"] = "periodic"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.period_seconds < math.inf:
+            raise InputError(f"period_seconds must be positive, got {self.period_seconds}")
+        for i, one in enumerate(self.actions):
+            if not (0 <= one.start_seconds < self.period_seconds and 0 <= one.seconds < math.inf):
+                raise InputError(
+                    f"actions[{i}], {one.action}: start_seconds must be in [0, "
+                    f"{self.period_seconds}) and seconds not negative, got {one.start_seconds} "
+                    f"and {one.seconds}"
+                )
+            if not 0 <= one.shift <= MAX_MICROBATCHES:
+                raise InputError(
+                    f"actions[{i}], {one.action}: shift must be from 0 to {MAX_MICROBATCHES}, "
+                    f"got {one.shift}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class Predicted:
     """What the cost model says of the plan.
 
     ``bubble`` is the idle share of the used devices' time in the iteration; memory is the peak per
-    device, link bytes the sum per iteration over each pair of stages ("0-1") and group ("0").
+    device, link bytes the sum per iteration over each pair of stages ("0-1") and group ("0"). An
+    iteration of a periodic plan is as many periods as it has microbatches.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -183,7 +235,8 @@ class PipelinePlan:
     - ``stash+vertical-sync``: likewise, but every stage's forward takes the version that the first
       stage took for this microbatch.
     - ``double-buffer``: once, at the end of the iteration, by a gradient at the weights before the
-      last update: W(t+1) = W(t) - lr grad f(W(t-1)) (PipeDream-2BW).
+      last update: W(t+1) = W(t) - lr grad f(W(t-1)) (PipeDream-2BW). With a periodic schedule the
+      next iteration begins before this one ends.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -194,7 +247,7 @@ class PipelinePlan:
     cluster: str
     microbatches: int
     stages: tuple[Stage, ...]
-    schedule: Schedule
+    schedule: Annotated[Schedule | PeriodicSchedule, Field(discriminator="kind")]
     predicted: Predicted | None = None
     certificate: Certificate | None = None
     weights: Weights = "flush"
@@ -208,6 +261,19 @@ class PipelinePlan:
             raise InputError("a plan needs at least one stage")
         if self.microbatches < 1:
             raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+
+    @property
+    def actions(self) -> tuple[ScheduledAction, ...]:
+        """The actions of a finite schedule.
+
+        Raises
+        ------
+        InvalidPlan
+            If the schedule is periodic: what takes finite plans does not take it.
+        """
+        if isinstance(self.schedule, PeriodicSchedule):
+            raise InvalidPlan("the plan is periodic: unroll it where one iteration is asked for")
+        return self.schedule.actions
 
 
 def load_plan(path: str | os.PathLike[str]) -> PipelinePlan:

@@ -81,7 +81,7 @@ def with_figures(given_problem: PipelineProblem, plan: PipelinePlan) -> Pipeline
 
 
 def entries(plan: PipelinePlan, text: str) -> list[ScheduledAction]:
-    return [entry for entry in plan.schedule.actions if entry.action == text]
+    return [entry for entry in plan.actions if entry.action == text]
 
 
 def with_entries(plan: PipelinePlan, actions: list[ScheduledAction]) -> PipelinePlan:
@@ -93,7 +93,7 @@ def edited(plan: PipelinePlan, text: str, **changes: Any) -> PipelinePlan:
     assert entries(plan, text)
     return with_entries(
         plan,
-        [replace(e, **changes) if e.action == text else e for e in plan.schedule.actions],
+        [replace(e, **changes) if e.action == text else e for e in plan.actions],
     )
 
 
@@ -108,7 +108,7 @@ def exchanged(plan: PipelinePlan, one: str, other: str) -> PipelinePlan:
     """Two actions of a stage that took each other's place."""
     names = {one: other, other: one}
     return with_entries(
-        plan, [replace(e, action=names.get(e.action, e.action)) for e in plan.schedule.actions]
+        plan, [replace(e, action=names.get(e.action, e.action)) for e in plan.actions]
     )
 
 
@@ -121,23 +121,23 @@ def one_changed(plan: PipelinePlan, text: str, device: str, **changes: Any) -> P
         plan,
         [
             replace(e, **changes) if (e.action, e.device) == (text, device) else e
-            for e in plan.schedule.actions
+            for e in plan.actions
         ],
     )
 
 
 def dropped(text: str) -> Damage:
-    return lambda plan: with_entries(plan, [e for e in plan.schedule.actions if e.action != text])
+    return lambda plan: with_entries(plan, [e for e in plan.actions if e.action != text])
 
 
 def doubled(text: str) -> Damage:
-    return lambda plan: with_entries(plan, [*plan.schedule.actions, *entries(plan, text)])
+    return lambda plan: with_entries(plan, [*plan.actions, *entries(plan, text)])
 
 
 def added(text: str, **changes: Any) -> Damage:
     """One more action, made from 1F0."""
     return lambda plan: with_entries(
-        plan, [*plan.schedule.actions, replace(entries(plan, "1F0")[0], action=text, **changes)]
+        plan, [*plan.actions, replace(entries(plan, "1F0")[0], action=text, **changes)]
     )
 
 
@@ -189,7 +189,7 @@ def split_stage(plan: PipelinePlan) -> tuple[int, Stage]:
 def one_replica_missing(plan: PipelinePlan) -> PipelinePlan:
     s, stage = split_stage(plan)
     gone = (f"{s}F1", stage.devices[1])
-    return with_entries(plan, [e for e in plan.schedule.actions if (e.action, e.device) != gone])
+    return with_entries(plan, [e for e in plan.actions if (e.action, e.device) != gone])
 
 
 def replicas_apart(plan: PipelinePlan) -> PipelinePlan:
@@ -231,7 +231,7 @@ def renamed_device(plan: PipelinePlan) -> PipelinePlan:
                 sources=("elsewhere",) if e.sources == old else e.sources,
                 targets=("elsewhere",) if e.targets == old else e.targets,
             )
-            for e in plan.schedule.actions
+            for e in plan.actions
         ],
     )
 
@@ -471,7 +471,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize("name", BASES)
 def test_the_undamaged_plans_are_valid(name: str) -> None:
     assert check(problem(), base(name)) == ()
-    ends = [entry.finish_seconds for entry in base(name).schedule.actions]
+    ends = [entry.finish_seconds for entry in base(name).actions]
     assert require_valid(problem(), base(name)) == max(ends)
 
 
@@ -548,7 +548,7 @@ def test_figures_by_hand() -> None:
     by_hand = PipelineProblem(Chain("hand", "test", 1, layers), cluster, 2)
     stages = [Stage((0, 1), ("s0g0",)), Stage((1, 2), ("s0g1",))]
     plan = valid_plan(by_hand, stages, in_flight=(2, 1))
-    starts = {entry.action: entry.start_seconds for entry in plan.schedule.actions}
+    starts = {entry.action: entry.start_seconds for entry in plan.actions}
     assert starts == {
         "0F0": 0, "0F1": 1, "0SEND_F0": 1, "0SEND_F1": 2, "1F0": 2, "1B0": 4, "1F1": 8,
         "1SEND_B0": 8, "0B0": 9, "1B1": 10, "1SEND_B1": 14, "0B1": 15,
@@ -579,7 +579,7 @@ def test_each_pair_of_endpoints_has_its_own_channel() -> None:
     """Round-robin stages send over different pairs at the same time."""
     plan = base("round-robin")
     sends = sorted(
-        (e for e in plan.schedule.actions if "SEND" in e.action and e.sources[0] in "g0g1g2"),
+        (e for e in plan.actions if "SEND" in e.action and e.sources[0] in "g0g1g2"),
         key=lambda e: e.start_seconds,
     )
     overlapping = [
@@ -606,7 +606,7 @@ def test_predict_refuses_an_incomplete_plan() -> None:
 def spans(plan: PipelinePlan, device: str, s: int) -> dict[int, dict[str, ScheduledAction]]:
     """By microbatch and kind what ``device`` computes for stage ``s``."""
     found: dict[int, dict[str, ScheduledAction]] = {}
-    for entry in plan.schedule.actions:
+    for entry in plan.actions:
         action = parse_action(entry.action)
         if (entry.device, action.stage) == (device, s) and action.kind in COMPUTE:
             found.setdefault(action.microbatch, {})[action.kind] = entry
@@ -648,8 +648,8 @@ def versions(plan: PipelinePlan, s: int, now: float) -> int:
 
 def peak_by_instants(given: PipelineProblem, plan: PipelinePlan) -> dict[str, float]:
     """Peak memory per device, by adding up at every instant at which anything starts or ends."""
-    instants = {e.start_seconds for e in plan.schedule.actions}
-    instants |= {e.finish_seconds for e in plan.schedule.actions}
+    instants = {e.start_seconds for e in plan.actions}
+    instants |= {e.finish_seconds for e in plan.actions}
     peaks: dict[str, float] = {}
     for device in {name for stage in plan.stages for name in stage.devices}:
         stages = [(s, stage) for s, stage in enumerate(plan.stages) if device in stage.devices]
@@ -674,9 +674,9 @@ def test_valid_plans_pass(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     found = predict(given_problem, plan)
     assert check(given_problem, replace(plan, predicted=found)) == ()
     assert found.peak_memory_bytes == pytest.approx(peak_by_instants(given_problem, plan))
-    moves = [e for e in plan.schedule.actions if e.bytes is not None]
+    moves = [e for e in plan.actions if e.bytes is not None]
     assert sum(found.link_bytes.values()) == pytest.approx(sum(e.bytes for e in moves))
-    busy = sum(e.finish_seconds - e.start_seconds for e in plan.schedule.actions if e.bytes is None)
+    busy = sum(e.finish_seconds - e.start_seconds for e in plan.actions if e.bytes is None)
     used = len({name for stage in plan.stages for name in stage.devices})
     assert found.bubble == pytest.approx(1 - busy / (used * found.iteration_seconds))
 
@@ -710,9 +710,9 @@ def test_nothing_can_start_earlier_in_a_tight_plan(
 ) -> None:
     """By less than the shortest action, so that it cannot jump ahead in the order."""
     given_problem, plan = case
-    texts = sorted({e.action for e in plan.schedule.actions if e.start_seconds > 0})
+    texts = sorted({e.action for e in plan.actions if e.start_seconds > 0})
     text = data.draw(st.sampled_from(texts))
-    shortest = min(e.finish_seconds - e.start_seconds for e in plan.schedule.actions)
+    shortest = min(e.finish_seconds - e.start_seconds for e in plan.actions)
     start = start_of(plan, text) - shortest * data.draw(st.floats(1e-3, 0.999))
     rules = {violation.rule for violation in check(given_problem, moved(plan, text, start))}
     assert rules & {"dependency", "overlap"}
@@ -724,7 +724,7 @@ def test_nothing_can_end_after_what_follows_it_starts(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
 ) -> None:
     given_problem, plan = case
-    every = {parse_action(entry.action) for entry in plan.schedule.actions}
+    every = {parse_action(entry.action) for entry in plan.actions}
     pairs = [
         (str(need), str(action))
         for action in sorted(every)
@@ -745,9 +745,9 @@ def test_no_action_can_be_left_out_doubled_or_renamed(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
 ) -> None:
     given_problem, plan = case
-    entry = data.draw(st.sampled_from(plan.schedule.actions))
+    entry = data.draw(st.sampled_from(plan.actions))
     action = parse_action(entry.action)
-    rest = [e for e in plan.schedule.actions if e is not entry]
+    rest = [e for e in plan.actions if e is not entry]
     other = replace(action, stage=len(plan.stages))
     if action.microbatch is not None:
         stages = st.integers(0, len(plan.stages) - 1)
@@ -806,7 +806,7 @@ def rich(name: str) -> PipelinePlan:
 
 
 def texts_of(plan: PipelinePlan, kind: str) -> list[str]:
-    found = (parse_action(entry.action) for entry in plan.schedule.actions)
+    found = (parse_action(entry.action) for entry in plan.actions)
     return [str(action) for action in found if action.kind == kind]
 
 
@@ -830,7 +830,7 @@ def also(text: str, kind: str, **changes: Any) -> Damage:
     return lambda plan: with_entries(
         plan,
         [
-            *plan.schedule.actions,
+            *plan.actions,
             *(replace(e, action=as_kind(text, kind), **changes) for e in entries(plan, text)),
         ],
     )
@@ -1027,7 +1027,7 @@ def test_parts_and_recomputation_by_hand() -> None:
     """Of stage 1: I 1 s, W 3 s, a forward of 2 s again; the input of 1 GB is kept."""
     for recompute, again, kept in (("none", 0.0, 0.5e6), ("full", 2.0, 0.5e6 + 1e9)):
         by_hand, plan = two_by_hand(parts=True, recompute=recompute)
-        lasting = {e.action: e.finish_seconds - e.start_seconds for e in plan.schedule.actions}
+        lasting = {e.action: e.finish_seconds - e.start_seconds for e in plan.actions}
         assert (lasting["1I0"], lasting["1W0"]) == (1 + again, 3)
         # The gradient leaves when I ends.
         assert start_of(plan, "1SEND_B0") == 4 + 1 + again

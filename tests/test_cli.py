@@ -178,7 +178,7 @@ def test_check_accepts_a_valid_plan(files: Path) -> None:
 
 def test_check_lists_every_broken_rule(files: Path) -> None:
     plan = load_plan(files / "plan.json")
-    actions = [replace(action, start_seconds=0.0) for action in plan.schedule.actions]
+    actions = [replace(action, start_seconds=0.0) for action in plan.actions]
     schedule = replace(plan.schedule, actions=tuple(actions))
     save_plan(replace(plan, schedule=schedule), files / "plan.json")
     document = answered_json("check", files / "plan.json", *given_to(files), code=1)
@@ -211,7 +211,7 @@ def test_simulate_repeats_the_plan(files: Path) -> None:
 
 def test_simulate_says_no_to_a_plan_that_cannot_run(files: Path) -> None:
     plan = load_plan(files / "plan.json")
-    schedule = replace(plan.schedule, actions=plan.schedule.actions[1:])
+    schedule = replace(plan.schedule, actions=plan.actions[1:])
     save_plan(replace(plan, schedule=schedule), files / "plan.json")
     arguments = ["simulate", files / "plan.json", *given_to(files)]
     document = answered_json(*arguments, code=1)

@@ -69,7 +69,7 @@ def made_step(plan: PipelinePlan, number: int, factor: float) -> TracedStep:
             start_seconds=timed.start_seconds * factor,
             finish_seconds=timed.finish_seconds * factor,
         )
-        for timed in plan.schedule.actions
+        for timed in plan.actions
     )
     return TracedStep(number, finish_seconds(plan) * factor, 0.25 * factor, actions, 1 / factor)
 
@@ -107,7 +107,7 @@ def ranks_of(plan: PipelinePlan) -> dict[str, int]:
 def taken_apart(plan: PipelinePlan) -> Iterator[RankAction]:
     """The records with which the ranks would report that all went as planned."""
     ranks = ranks_of(plan)
-    for timed in plan.schedule.actions:
+    for timed in plan.actions:
         action, start, finish = (
             parse_action(timed.action),
             timed.start_seconds,
@@ -146,8 +146,8 @@ def test_merging_what_ranks_report_gives_the_plans_actions(
     records = list(taken_apart(plan))
     random.shuffle(records)
     merged = {(timed.device, timed.action): timed for timed in merge(plan, records)}
-    assert len(merged) == len(plan.schedule.actions)
-    for timed in plan.schedule.actions:
+    assert len(merged) == len(plan.actions)
+    for timed in plan.actions:
         found = merged[timed.device, timed.action]
         assert found.bytes == pytest.approx(timed.bytes)
         assert replace(found, bytes=timed.bytes) == timed
@@ -338,10 +338,10 @@ def test_a_split_microbatch_takes_as_long_as_on_its_slowest_device() -> None:
 def test_the_measured_plan_is_the_step_of_median_time() -> None:
     trace = made_trace(PLAN, [9.0, 3.0, 1.0, 2.0])
     measured = measured_plan(PLAN, trace)
-    assert measured.schedule.actions == trace.steps[3].actions
+    assert measured.actions == trace.steps[3].actions
     assert measured.stages == PLAN.stages
     even = made_trace(PLAN, [9.0, 3.0, 1.0, 2.0, 4.0])
-    assert measured_plan(PLAN, even).schedule.actions == even.steps[3].actions
+    assert measured_plan(PLAN, even).actions == even.steps[3].actions
 
 
 def test_a_trace_of_another_plan_is_refused() -> None:

@@ -253,7 +253,7 @@ def test_replicas_in_different_orders_are_refused():
         replace(one, start_seconds=swapped[one.action], finish_seconds=swapped[one.action] + 1)
         if one.device == "g1" and one.action in swapped
         else one
-        for one in plan.schedule.actions
+        for one in plan.actions
     )
     other = replace(plan, schedule=Schedule(actions))
     refuses("position 2: the plan does 0B1, its replica 'g0' 0B0", other, "torch-csv")
@@ -261,9 +261,9 @@ def test_replicas_in_different_orders_are_refused():
 
 def test_plans_that_nobody_can_run_are_invalid():
     plan = make_plan((0, 1))
-    missing = replace(plan, schedule=Schedule(plan.schedule.actions[1:]))
+    missing = replace(plan, schedule=Schedule(plan.actions[1:]))
     backwards = Schedule(
-        tuple(replace(one, start_seconds=-one.start_seconds) for one in plan.schedule.actions)
+        tuple(replace(one, start_seconds=-one.start_seconds) for one in plan.actions)
     )
     for broken in (missing, replace(plan, schedule=backwards)):
         with pytest.raises(InvalidPlan):
@@ -611,7 +611,7 @@ def on_devices(*names):
     return replace(
         plan,
         stages=tuple(replace(s, devices=(new[s.devices[0]],)) for s in plan.stages),
-        schedule=Schedule(tuple(replace(a, device=new[a.device]) for a in plan.schedule.actions)),
+        schedule=Schedule(tuple(replace(a, device=new[a.device]) for a in plan.actions)),
     )
 
 
@@ -774,7 +774,7 @@ def test_command_reads_the_cluster(tmp_path):
 
 def test_command_says_that_a_plan_cannot_run(tmp_path, capsys):
     plan = make_plan((0, 1))
-    broken = replace(plan, schedule=Schedule(plan.schedule.actions[1:]))
+    broken = replace(plan, schedule=Schedule(plan.actions[1:]))
     assert run_command(tmp_path, broken, "torch-csv", "x.csv") == 1
     assert "cannot run: " in capsys.readouterr().out
     assert run_command(tmp_path, broken, "torch-csv", "x.csv", as_json=True) == 1

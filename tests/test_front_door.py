@@ -174,7 +174,7 @@ class TestCheck:
 
     def test_a_lost_action(self, model, cluster):
         plan = stagewright.plan(model, cluster, 2, "gpipe").plan
-        kept = tuple(a for a in plan.schedule.actions if a.action != "1F1")
+        kept = tuple(a for a in plan.actions if a.action != "1F1")
         damaged = replace(plan, schedule=replace(plan.schedule, actions=kept))
         assert any("1F1" in str(violation) for violation in
                    stagewright.check(damaged, model, cluster))  # fmt: skip

@@ -665,7 +665,7 @@ def test_lowered_programs_keep_what_the_passes_promise(plan: PipelinePlan) -> No
     program = lower(plan)
     assert program.devices == plan_devices(plan)
     for device, row in zip(program.devices, program.rows, strict=True):
-        entries = [one for one in plan.schedule.actions if one.device == device]
+        entries = [one for one in plan.actions if one.device == device]
         order = [parse_action(e.action) for e in sorted(entries, key=lambda e: e.start_seconds)]
         computed = [one.action for one in row if one.action.kind in COMPUTE]
         assert computed == [action for action in order if action.kind in COMPUTE]

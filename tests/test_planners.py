@@ -54,7 +54,7 @@ def scheduled(result, action):
     """(start, finish) per device of ``action`` in the plan."""
     return {
         entry.device: (pytest.approx(entry.start_seconds), pytest.approx(entry.finish_seconds))
-        for entry in result.plan.schedule.actions
+        for entry in result.plan.actions
         if entry.action == action
     }
 
@@ -216,7 +216,7 @@ class TestGPipe:
 
     def test_all_forwards_first(self):
         result = plan(PipelineProblem(chain(2), servers(1, 2), 3), "gpipe", LIMITS)
-        on_first = [a.action for a in result.plan.schedule.actions if a.device == "s0g0"]
+        on_first = [a.action for a in result.plan.actions if a.device == "s0g0"]
         computed = [name for name in on_first if "SEND" not in name]
         assert [name[1] for name in computed] == ["F"] * 3 + ["B"] * 3
 
@@ -234,7 +234,7 @@ class TestPipeDream:
 
     def test_one_forward_one_backward(self):
         problem = PipelineProblem(chain(2, parameters=1000 * GB), servers(1, 2, memory=1e14), 3)
-        actions = plan(problem, "pipedream", LIMITS).plan.schedule.actions
+        actions = plan(problem, "pipedream", LIMITS).plan.actions
         last = [a.action for a in actions if a.device == "s0g1" and "SEND" not in a.action]
         assert last == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]
 

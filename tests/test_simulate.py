@@ -28,7 +28,7 @@ def at_times(plan: PipelinePlan, times: dict[str, float]) -> PipelinePlan:
         )
         if e.action in times
         else e
-        for e in plan.schedule.actions
+        for e in plan.actions
     ]
     return replace(plan, schedule=Schedule(tuple(actions)))
 
@@ -44,11 +44,11 @@ def two_stages(microbatches: int = 2) -> tuple[PipelineProblem, PipelinePlan]:
 @given(st.one_of(scheduled(), elaborate()), st.randoms(use_true_random=False))
 def test_a_tight_plan_runs_at_its_own_times(case, random) -> None:  # type: ignore[no-untyped-def]
     problem, plan = case
-    actions = list(plan.schedule.actions)
+    actions = list(plan.actions)
     random.shuffle(actions)
     shuffled = replace(plan, schedule=Schedule(tuple(actions)))
     found = simulate(problem, shuffled)
-    assert found.actions == shuffled.schedule.actions
+    assert found.actions == shuffled.actions
     assert found.iteration_seconds == max(e.finish_seconds for e in actions)
 
 
@@ -57,7 +57,7 @@ def test_a_tight_plan_runs_at_its_own_times(case, random) -> None:  # type: igno
 def test_needless_waits_disappear(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     problem, plan = case
     found = simulate(problem, plan)
-    for ran, planned in zip(found.actions, plan.schedule.actions, strict=True):
+    for ran, planned in zip(found.actions, plan.actions, strict=True):
         assert (ran.action, ran.device) == (planned.action, planned.device)
         assert ran.start_seconds <= planned.start_seconds
     tight = replace(plan, schedule=Schedule(found.actions))
@@ -121,10 +121,10 @@ def test_only_the_order_in_the_plan_matters() -> None:
     problem, plan = two_stages(3)
     stretched = [
         replace(e, start_seconds=5 * e.start_seconds + 1, finish_seconds=7 * e.finish_seconds + 1)
-        for e in plan.schedule.actions
+        for e in plan.actions
     ]
     found = simulate(problem, replace(plan, schedule=Schedule(tuple(stretched))))
-    assert found.actions == plan.schedule.actions
+    assert found.actions == plan.actions
 
 
 def test_a_deadlock_on_one_device_prints_its_cycle() -> None:
@@ -136,7 +136,7 @@ def test_a_deadlock_on_one_device_prints_its_cycle() -> None:
 def test_a_deadlock_across_devices_prints_its_cycle() -> None:
     """Stage 0 goes F0 B0 F1 B1, stage 1 wants F1 before B0."""
     problem, plan = two_stages()
-    start = {e.action: e.start_seconds for e in plan.schedule.actions}
+    start = {e.action: e.start_seconds for e in plan.actions}
     with pytest.raises(Deadlock) as caught:
         simulate(problem, at_times(plan, {"1F1": start["1B0"] - 1e-6}))
     steps = str(caught.value).removeprefix("deadlock: ").split(" waits for ")
@@ -167,9 +167,9 @@ def test_actions_that_last_no_time_keep_their_order(
     problem = PipelineProblem(Chain("c", "test", 1, layers), uniform_servers(1, 4, Link(1e9)), 3)
     stages = [Stage((0, 1), ("s0g0", "s0g1"), way), Stage((1, 2), ("s0g2",))]
     plan = valid_plan(problem, stages)
-    backwards = replace(plan, schedule=Schedule(plan.schedule.actions[::-1]))
+    backwards = replace(plan, schedule=Schedule(plan.actions[::-1]))
     assert check(problem, backwards) == ()
-    assert simulate(problem, backwards).actions == backwards.schedule.actions
+    assert simulate(problem, backwards).actions == backwards.actions
 
 
 @pytest.mark.parametrize("seconds", [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0)])
@@ -181,16 +181,16 @@ def test_parts_that_last_no_time_keep_their_order(seconds: tuple[float, float]) 
     stages = [Stage((i, i + 1), (f"s0g{i % 2}",)) for i in range(3)]
     split = [(s, m) for s in range(3) for m in range(3)]
     plan = valid_plan(problem, stages, split=split)
-    backwards = replace(plan, schedule=Schedule(plan.schedule.actions[::-1]))
+    backwards = replace(plan, schedule=Schedule(plan.actions[::-1]))
     assert check(problem, backwards) == ()
-    assert simulate(problem, backwards).actions == backwards.schedule.actions
+    assert simulate(problem, backwards).actions == backwards.actions
 
 
 def test_a_weight_gradient_before_its_input_gradient_is_a_deadlock() -> None:
     problem = small_problem(4, 4, 2, parts=True)
     stages = make_stages((2, 4), (1, 1), ("split", "split"))
     plan = valid_plan(problem, stages, in_flight=(1, 1), split=[(1, 0)])
-    start = {e.action: e.start_seconds for e in plan.schedule.actions}
+    start = {e.action: e.start_seconds for e in plan.actions}
     message = r"^deadlock: (1[IW]0 on g1)( waits for 1[IW]0 on g1){2}$"
     with pytest.raises(Deadlock, match=message):
         simulate(problem, at_times(plan, {"1W0": start["1I0"] - 1e-6}))
@@ -227,7 +227,7 @@ def test_jitter_is_drawn_from_the_seed_and_has_mean_one() -> None:
     assert len({run.iteration_seconds for run in runs}) == 100
     lasts = [
         sum(e.finish_seconds - e.start_seconds for e in actions)
-        for actions in (plan.schedule.actions, *(run.actions for run in runs))
+        for actions in (plan.actions, *(run.actions for run in runs))
     ]
     assert sum(lasts[1:]) / 100 == pytest.approx(lasts[0], rel=0.05)
     # One microbatch at a time: the jittered iteration is a sum along the only path.
@@ -247,7 +247,7 @@ def test_the_devices_of_a_split_stage_wait_for_their_slowest() -> None:
 def test_each_device_of_the_last_stage_goes_on_from_its_own_forward() -> None:
     problem = small_problem(2, 2, 1)
     plan = valid_plan(problem, make_stages((2,), (2,), ("split",)))
-    zigzag = sorted(plan.schedule.actions, key=lambda e: (e.device == "g0") == ("F" in e.action))
+    zigzag = sorted(plan.actions, key=lambda e: (e.device == "g0") == ("F" in e.action))
     found = simulate(problem, replace(plan, schedule=Schedule(tuple(zigzag))),
                      stragglers={"g1": 3.0})  # fmt: skip
     times = {(e.action, e.device): e for e in found.actions}
@@ -275,6 +275,6 @@ def test_options_out_of_range_are_refused(options, message: str) -> None:  # typ
 def test_an_incomplete_plan_is_refused() -> None:
     problem, plan = two_stages()
     with pytest.raises(InvalidPlan, match="missing: "):
-        simulate(problem, replace(plan, schedule=Schedule(plan.schedule.actions[1:])))
+        simulate(problem, replace(plan, schedule=Schedule(plan.actions[1:])))
     with pytest.raises(InvalidPlan, match="digest: "):
         simulate(small_problem(4, 4, 2, memory_bytes=8e9), plan)

@@ -93,11 +93,11 @@ def test_every_action_is_drawn_once_on_its_row(case: tuple[PipelineProblem, Pipe
     )
     computed = Counter(
         (timed.device, timed.action, timed.start_seconds, timed.finish_seconds)
-        for timed in plan.schedule.actions
+        for timed in plan.actions
         if parse_action(timed.action).kind in COMPUTE
     )
     assert drawn == computed
-    assert sum(len(row.blocks) for row in rows) == len(plan.schedule.actions)
+    assert sum(len(row.blocks) for row in rows) == len(plan.actions)
     groups = [row.group for row in rows]
     assert groups == sorted(groups, key=("device", "channel", "reduce").index)
 
@@ -143,7 +143,7 @@ def test_in_flight_counts_what_has_started_and_not_ended(
         spans = [
             {
                 parse_action(timed.action).kind: timed
-                for timed in plan.schedule.actions
+                for timed in plan.actions
                 if timed.device == plan.stages[s].devices[0]
                 and parse_action(timed.action).stage == s
                 and parse_action(timed.action).microbatch == m
@@ -204,10 +204,10 @@ def test_the_trace_holds_every_action_in_microseconds(plan: PipelinePlan, tmp_pa
     assert all(isinstance(event[key], int) for event in events for key in ("pid", "tid"))
     drawn = Counter((event["name"], round(event["ts"], 6)) for event in events)
     assert drawn == Counter(
-        (timed.action, round(timed.start_seconds * 1e6, 6)) for timed in plan.schedule.actions
+        (timed.action, round(timed.start_seconds * 1e6, 6)) for timed in plan.actions
     )
     last = max(event["ts"] + event["dur"] for event in events)
-    assert last == pytest.approx(max(t.finish_seconds for t in plan.schedule.actions) * 1e6)
+    assert last == pytest.approx(max(t.finish_seconds for t in plan.actions) * 1e6)
     threads = {
         (event["pid"], event["tid"]): event["args"]["name"]
         for event in document["traceEvents"]

@@ -54,7 +54,7 @@ OPTIMIZERS = {
 
 def computations(plan: PipelinePlan) -> dict[Action, list[tuple[str, float, float]]]:
     found = defaultdict(list)
-    for entry in plan.schedule.actions:
+    for entry in plan.actions:
         action = parse_action(entry.action)
         if action.kind in COMPUTE:
             found[action].append((entry.device, entry.start_seconds, entry.finish_seconds))
@@ -65,7 +65,7 @@ def assert_sound(plan: PipelinePlan) -> None:
     """Complete, each action where it belongs, nothing before what it needs, no overlap."""
     spans: dict[str, tuple[float, float]] = {}
     busy: dict[object, list[tuple[float, float]]] = defaultdict(list)
-    for entry in plan.schedule.actions:
+    for entry in plan.actions:
         span = (entry.start_seconds, entry.finish_seconds)
         assert spans.setdefault(entry.action, span) == span
         if entry.sources is None:
@@ -75,7 +75,7 @@ def assert_sound(plan: PipelinePlan) -> None:
             ends = (entry.targets, entry.sources) if back else (entry.sources, entry.targets)
             busy[int(entry.action[0]) - back, ends].append(span)
     ran = {str(action): [d for d, *_ in at] for action, at in computations(plan).items()}
-    seen = Counter(entry.action for entry in plan.schedule.actions)
+    seen = Counter(entry.action for entry in plan.actions)
     for s, m in product(range(len(plan.stages)), range(plan.microbatches)):
         assert_microbatch(plan, s, m, spans, ran)
     for s, stage in enumerate(plan.stages):
@@ -139,7 +139,7 @@ def test_interleaved_starts_with_a_round_on_every_chunk() -> None:
     stages = [Stage((s, s + 1), (f"d{s % 2}",)) for s in range(4)]
     plan = interleaved(stages, 4)
     assert_sound(plan)
-    first = sorted((e.start_seconds, e.action) for e in plan.schedule.actions if e.device == "d0")
+    first = sorted((e.start_seconds, e.action) for e in plan.actions if e.device == "d0")
     forwards = [action for _, action in first if "F" in action and "SEND" not in action]
     assert forwards == ["0F0", "0F1", "2F0", "2F1", "0F2", "0F3", "2F2", "2F3"]
     with pytest.raises(ValueError, match="multiple"):
@@ -378,7 +378,7 @@ def walked(
         for stage in plan.stages
     ]  # fmt: skip
     optimizers = [OPTIMIZERS["adam"](list(weights.values())) for weights in newest]
-    timed = sorted(plan.schedule.actions, key=lambda entry: entry.start_seconds)
+    timed = sorted(plan.actions, key=lambda entry: entry.start_seconds)
     for inputs, targets in batches:
         made = [[clones(weights)] for weights in newest]
         used: dict[tuple[int, int], int] = {}

@@ -112,7 +112,7 @@ def _stashing(plan: PipelinePlan, s: int) -> Rule:
 def _in_order(plan: PipelinePlan, s: int, device: str) -> Rule:
     used: dict[int, int] = {}
     updates: list[int] = []
-    entries = [entry for entry in plan.schedule.actions if entry.device == device]
+    entries = [entry for entry in plan.actions if entry.device == device]
     for entry in sorted(entries, key=lambda entry: (entry.start_seconds, entry.finish_seconds)):
         action = parse_action(entry.action)
         if action.stage != s or action.kind not in COMPUTE:

@@ -115,7 +115,7 @@ def remarks(plan: PipelinePlan) -> tuple[str, ...]:
             f"the pipeline runs {ranks.replicas} times, each copy with the same file and its share "
             "of every microbatch's samples: average the gradients over the copies"
         )
-        actions = (parse_action(entry.action) for entry in plan.schedule.actions)
+        actions = (parse_action(entry.action) for entry in plan.actions)
         if any(action.kind is ActionKind.WEIGHT_GRADIENT for action in actions):
             found.append(
                 "DistributedDataParallel does not reduce the gradients of W: reduce them yourself "

@@ -1,0 +1,277 @@
+"""Periodic scheduling: given stages and their devices, the pattern of least period (MadPipe 4.3).
+
+Every operation is done once a period, for one microbatch after the other. Devices and links do one
+thing at a time; what a device keeps for its microbatches in flight must fit at every instant.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from stagewright.formulations.actions import ActionKind, Operation
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import InvalidPlan, Stage
+from stagewright.graphs.errors import InputError
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+
+TOLERANCE = 1e-10  # of the latency: rounding of sums of float times
+
+
+class Job(NamedTuple):
+    """An operation with its seconds, and the device (``0`` ...) or link (after them) it keeps."""
+
+    operation: Operation
+    seconds: float
+    resource: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a stage keeps in its device's memory.
+
+    ``saved_bytes`` per microbatch from the begin of its forward to the end of its backward,
+    ``working_bytes`` besides from the begin of the backward to its end (what is computed again).
+    """
+
+    saved_bytes: float
+    working_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class PatternProblem:
+    """Stages 0 to N - 1, which a microbatch passes in order and back.
+
+    Attributes
+    ----------
+    forward, backward
+        Seconds per stage, shape (N,); the backward includes what is computed again.
+    there, back
+        Seconds of a transfer from stage s to s + 1 and of its gradient, shape (N - 1,); both 0
+        where the stages are on one device, which needs no transfer.
+    devices
+        The device of every stage, shape (N,): numbers from 0 without gaps. A group of devices that
+        splits every microbatch counts as one.
+    kept
+        Bytes per stage, shape (N,).
+    room_bytes
+        Per device what is left for ``kept``, beside weights, gradients, optimizer, and buffers.
+    reduce
+        Seconds of the all-reduce per stage, once an iteration, shape (N,).
+    microbatches
+        In an iteration, m: weights have two versions, so that from the begin of a stage's forward
+        to the end of its backward, and of the all-reduce, no more than m + 1 periods may pass.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    there: tuple[float, ...]
+    back: tuple[float, ...]
+    devices: tuple[int, ...]
+    kept: tuple[Kept, ...]
+    room_bytes: tuple[float, ...]
+    reduce: tuple[float, ...]
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        n = len(self.forward)
+        lengths = (len(self.backward), len(self.there) + 1, len(self.back) + 1, len(self.devices))
+        if n == 0 or {n, *lengths, len(self.kept), len(self.reduce)} != {n}:
+            raise InputError("a pattern needs every figure for each of its stages")
+        if set(self.devices) != set(range(len(self.room_bytes))):
+            raise InputError("devices must be numbered from 0 without gaps, with a room for each")
+
+    @cached_property
+    def jobs(self) -> tuple[Job, ...]:
+        """Every operation of a period, in the order of a microbatch's way.
+
+        Links are numbered behind the devices, one for each pair of devices that exchange anything.
+        """
+        n, count = len(self.forward), len(self.room_bytes)
+        links: dict[frozenset[int], int] = {}
+        crossed = [
+            links.setdefault(frozenset(pair), count + len(links)) if len(set(pair)) > 1 else None
+            for pair in pairwise(self.devices)
+        ]
+        forth, behind = [], []
+        for s in range(n):
+            forth.append(Job(Operation(s, F), self.forward[s], self.devices[s]))
+            behind.append(Job(Operation(s, B), self.backward[s], self.devices[s]))
+            link = crossed[s] if s < n - 1 else None
+            if link is not None:
+                forth.append(Job(Operation(s, SEND_F), self.there[s], link))
+                behind.append(Job(Operation(s + 1, SEND_B), self.back[s], link))
+        return (*forth, *behind[::-1])
+
+    @cached_property
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """The jobs of every device and link, as positions in ``jobs``."""
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for i, job in enumerate(self.jobs):
+            found[job.resource].append(i)
+        return tuple(tuple(found[resource]) for resource in sorted(found))
+
+    @cached_property
+    def position(self) -> dict[Operation, int]:
+        """Where an operation stands in ``jobs``."""
+        return {job.operation: i for i, job in enumerate(self.jobs)}
+
+    def stages_on(self, device: int) -> list[int]:
+        """The stages of a device."""
+        return [s for s, d in enumerate(self.devices) if d == device]
+
+    def evaluate(self, pattern: "Pattern") -> float:
+        """The period of ``pattern``, after every rule was looked at again.
+
+        Raises
+        ------
+        InvalidPlan
+            Naming the first broken rule.
+        """
+        for problem in self._broken(pattern):
+            raise InvalidPlan(problem)
+        return pattern.period
+
+    def _broken(self, pattern: "Pattern") -> Iterator[str]:
+        starts, jobs = pattern.starts, self.jobs
+        if len(starts) != len(jobs) or not all(math.isfinite(start) for start in starts):
+            yield f"the pattern needs {len(jobs)} starts"
+            return
+        ends = [start + job.seconds for start, job in zip(starts, jobs, strict=True)]
+        slack = TOLERANCE * (pattern.period + max(ends) - min(starts))
+        for i in range(1, len(jobs)):
+            if starts[i] < ends[i - 1] - slack:
+                yield f"{jobs[i].operation} starts before {jobs[i - 1].operation} ends"
+        for members in self.shared:
+            yield from self._overlaps(pattern, members, slack)
+        yield from self._overwritten(pattern, slack)
+        for device, room in enumerate(self.room_bytes):
+            most = self.peak_bytes(pattern, device)
+            if most > room:
+                yield f"device {device} keeps {most} bytes and has room for {room}"
+
+    def _overwritten(self, pattern: "Pattern", slack: float) -> Iterator[str]:
+        m = self.microbatches
+        for s, reduce in enumerate(self.reduce):
+            forward, backward = (self.position[Operation(s, kind)] for kind in (F, B))
+            took = pattern.starts[backward] + self.backward[s] + reduce - pattern.starts[forward]
+            if took > (m + 1) * pattern.period + slack:
+                yield f"stage {s} would need a third version of its weights"
+            if reduce > m * pattern.period + slack:
+                yield f"the all-reduce of stage {s} takes longer than an iteration"
+
+    def _overlaps(self, pattern: "Pattern", members: Sequence[int], slack: float) -> Iterator[str]:
+        turns = sorted((pattern.starts[i] % pattern.period, i) for i in members)
+        turns.append((turns[0][0] + pattern.period, turns[0][1]))
+        for (start, i), (following, j) in pairwise(turns):
+            # An operation of no length may stand anywhere between the others.
+            if start + self.jobs[i].seconds > following + slack:
+                yield f"{self.jobs[i].operation} runs into {self.jobs[j].operation}"
+
+    def peak_bytes(self, pattern: "Pattern", device: int) -> float:
+        """The most that a device keeps for microbatches in flight at any instant."""
+        most = 0.0
+        slack = TOLERANCE * (pattern.period + max(pattern.starts) - min(pattern.starts))
+        stages = self.stages_on(device)
+        for s in stages:
+            for kind in (F, B):
+                instant = pattern.starts[self.position[Operation(s, kind)]]
+                total = sum(self._bytes_at(pattern, r, instant, slack) for r in stages)
+                most = max(most, total)
+        return most
+
+    def _bytes_at(self, pattern: "Pattern", stage: int, instant: float, slack: float) -> float:
+        """What a stage keeps just behind ``instant``; times within ``slack`` are one instant."""
+        forward, backward = (self.position[Operation(stage, kind)] for kind in (F, B))
+        begins = [pattern.starts[forward], pattern.starts[backward]]
+        end = pattern.starts[backward] + self.jobs[backward].seconds
+        begun = [math.floor((instant - begin + slack) / pattern.period) for begin in begins]
+        # An end at or before its own begin counts with it: an operation of no length is there.
+        ended = math.floor((instant - end + slack) / pattern.period)
+        kept = self.kept[stage]
+        in_flight, at_work = begun[0] - ended, begun[1] - ended
+        return in_flight * kept.saved_bytes + at_work * kept.working_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """When everything is done for microbatch 0, in the order of :attr:`PatternProblem.jobs`.
+
+    Starts are seconds, start = shift x period + time in the period; for microbatch k all is k
+    periods later.
+    """
+
+    period: float
+    starts: tuple[float, ...]
+
+
+def pattern_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> PatternProblem:
+    """The scheduling problem that is left when stages and devices are chosen.
+
+    Stages with the same devices, in the same order, share them; other groups are disjoint.
+    """
+    index = problem.cluster.index
+    groups = list(dict.fromkeys(stage.devices for stage in stages))
+    members = [[index[name] for name in stage.devices] for stage in stages]
+    computed = [
+        problem.compute_seconds(*stage.layers, devices)
+        for stage, devices in zip(stages, members, strict=True)
+    ]
+    again = [
+        0.0 if stage.recompute == "none" else forward
+        for stage, (forward, _) in zip(stages, computed, strict=True)
+    ]
+    sent = [
+        problem.transfer_seconds(one.layers[1], mine, theirs) if mine != theirs else (0.0, 0.0)
+        for one, mine, theirs in zip(stages, members, members[1:], strict=False)
+    ]
+    room = []
+    for names in groups:
+        memory = min(float(problem.memory_bytes[index[name]]) for name in names)
+        room.append(
+            memory - sum(static_bytes(problem, stage) for stage in stages if stage.devices == names)
+        )
+    return PatternProblem(
+        tuple(forward for forward, _ in computed),
+        tuple(backward + more for (_, backward), more in zip(computed, again, strict=True)),
+        tuple(there for there, _ in sent),
+        tuple(back for _, back in sent),
+        tuple(groups.index(stage.devices) for stage in stages),
+        tuple(kept_bytes(problem, stage) for stage in stages),
+        tuple(room),
+        tuple(
+            problem.reduce_seconds(*stage.layers, devices)
+            for stage, devices in zip(stages, members, strict=True)
+        ),
+        problem.microbatches,
+    )
+
+
+def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
+    """What a device of a stage holds all the time: weights in two versions, gradients, buffers.
+
+    MadPipe section 3: 3 W + 2 (a_(k-1) + a_l); besides the optimizer's state, and, where an
+    all-reduce is under way while the next gradient grows, one gradient more.
+    """
+    weights = problem.gradient_bytes(*stage.layers)
+    more = weights if len(stage.devices) > 1 else 0.0
+    return problem.static_bytes(*stage.layers, len(stage.devices)) + weights + more
+
+
+def kept_bytes(problem: PipelineProblem, stage: Stage) -> Kept:
+    """What a stage keeps for its microbatches in flight, with what it computes again."""
+    start, stop = stage.layers
+    shares = len(stage.devices)
+    saved = problem.saved_bytes(start, stop, shares)
+    if stage.recompute == "none":
+        return Kept(saved)
+    inputs = problem.inputs_per_layer(shares)[start:stop]
+    if stage.recompute == "full":
+        return Kept(float(inputs[0]), saved)
+    largest = float(problem.saved_per_layer(shares)[start:stop].max())
+    return Kept(float(inputs.sum()), largest)

@@ -1,0 +1,67 @@
+"""Periodic plans: a pattern as the actions of the first microbatches, one after another.
+
+MadPipe section 3: an operation with start t and shift h is done for microbatch k at (k + h) T + t.
+"""
+
+import math
+from dataclasses import replace
+
+from stagewright.formulations.actions import ActionKind, parse_operation
+from stagewright.formulations.plan import (
+    PeriodicAction,
+    PeriodicSchedule,
+    PipelinePlan,
+    Schedule,
+    ScheduledAction,
+)
+
+
+def first_start(one: PeriodicAction, period: float) -> float:
+    """When the operation is done for microbatch 0, in seconds from the first period's begin."""
+    return one.shift * period + one.start_seconds
+
+
+def latency(schedule: PeriodicSchedule) -> float:
+    """Seconds until everything of microbatch 0 has ended."""
+    period = schedule.period_seconds
+    return max((first_start(one, period) + one.seconds for one in schedule.actions), default=0.0)
+
+
+def steady_microbatches(schedule: PeriodicSchedule) -> int:
+    """How many microbatches make at least one whole period in which all that can be is there."""
+    return math.ceil(latency(schedule) / schedule.period_seconds) + 2
+
+
+def unrolled(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
+    """The finite plan in which a periodic ``plan`` does this many microbatches and then ends.
+
+    It has no certificate and no predictions. All-reduces stand once, behind the last microbatch.
+    """
+    schedule = plan.schedule
+    assert isinstance(schedule, PeriodicSchedule)
+    actions = [
+        _timed(one, m, schedule.period_seconds)
+        for one in schedule.actions
+        for m in _microbatches(one, microbatches)
+    ]
+    actions.sort(key=lambda one: (one.start_seconds, one.finish_seconds, one.action))
+    return replace(
+        plan,
+        microbatches=microbatches,
+        schedule=Schedule(tuple(actions)),
+        predicted=None,
+        certificate=None,
+    )
+
+
+def _microbatches(one: PeriodicAction, microbatches: int) -> range:
+    is_reduce = parse_operation(one.action).kind is ActionKind.REDUCE
+    return range(microbatches - 1 if is_reduce else 0, microbatches)
+
+
+def _timed(one: PeriodicAction, microbatch: int, period: float) -> ScheduledAction:
+    start = (microbatch + one.shift) * period + one.start_seconds
+    action = parse_operation(one.action).of(microbatch)
+    return ScheduledAction(
+        one.device, str(action), start, start + one.seconds, one.sources, one.targets, one.bytes
+    )
