@@ -1,21 +1,26 @@
 """From stages and start times to the plan document."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stagewright.formulations.actions import Action, ActionKind
+from stagewright.formulations.actions import COMPUTE, Action, ActionKind, Operation
 from stagewright.formulations.check import durations, expected_actions, predict, require_valid
 from stagewright.formulations.makespan import Timetable
+from stagewright.formulations.pattern import Pattern, pattern_problem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Bound,
     Certificate,
     Guarantee,
+    PeriodicAction,
+    PeriodicSchedule,
     PipelinePlan,
     PlannedLayer,
     Schedule,
     ScheduledAction,
     Stage,
+    Weights,
 )
 
 
@@ -33,20 +38,104 @@ def assemble(
         _scheduled(problem, stages, times),
         key=lambda entry: (entry.start_seconds, entry.finish_seconds, entry.action),
     )
-    plan = PipelinePlan(
+    plan = _uncertified(problem, planner, stages, Schedule(tuple(actions)), "flush")
+    require_valid(problem, plan)
+    return replace(plan, predicted=predict(problem, plan))
+
+
+def assemble_pattern(
+    problem: PipelineProblem, planner: str, stages: Sequence[Stage], pattern: Pattern
+) -> PipelinePlan:
+    """The checked periodic plan of ``stages`` with the times of ``pattern``, uncertified.
+
+    ``pattern`` answers ``pattern_problem(problem, stages)``.
+
+    Raises
+    ------
+    InvalidPlan
+        If a planner's answer breaks a rule of the problem: a fault of ours.
+    """
+    jobs = pattern_problem(problem, stages).jobs
+    actions = [
+        entry
+        for job, start in zip(jobs, pattern.starts, strict=True)
+        for entry in _repeated(problem, stages, job.operation, start, job.seconds, pattern.period)
+    ]
+    starts = {job.operation: start for job, start in zip(jobs, pattern.starts, strict=True)}
+    for s, stage in enumerate(stages):
+        if len(stage.devices) > 1:
+            last = Operation(s, ActionKind.BACKWARD)
+            backward = next(job.seconds for job in jobs if job.operation == last)
+            index = problem.cluster.index
+            group = [index[name] for name in stage.devices]
+            seconds = problem.reduce_seconds(*stage.layers, group)
+            operation = Operation(s, ActionKind.REDUCE)
+            start = starts[last] + backward
+            actions += _repeated(problem, stages, operation, start, seconds, pattern.period)
+    actions.sort(key=lambda entry: (entry.start_seconds, entry.seconds, entry.action, entry.device))
+    plan = _uncertified(
+        problem, planner, stages, PeriodicSchedule(pattern.period, tuple(actions)), "double-buffer"
+    )
+    require_valid(problem, plan)
+    return replace(plan, predicted=predict(problem, plan))
+
+
+def _uncertified(
+    problem: PipelineProblem,
+    planner: str,
+    stages: Sequence[Stage],
+    schedule: Schedule | PeriodicSchedule,
+    weights: Weights,
+) -> PipelinePlan:
+    return PipelinePlan(
         problem.digest,
         planner,
         problem.chain.name,
         problem.cluster.name,
         problem.microbatches,
         tuple(stages),
-        Schedule(tuple(actions)),
+        schedule,
+        weights=weights,
         layers=tuple(
             PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
         ),
     )
-    require_valid(problem, plan)
-    return replace(plan, predicted=predict(problem, plan))
+
+
+def _repeated(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    operation: Operation,
+    start: float,
+    seconds: float,
+    period: float,
+) -> Iterator[PeriodicAction]:
+    """The entries of an operation whose first time begins at ``start``."""
+    shift = math.floor(start / period)
+    begin = start - shift * period
+    if begin >= period:  # rounded up to the next period's begin
+        shift, begin = shift + 1, 0.0
+    stage, text = stages[operation.stage], str(operation)
+    if operation.kind in COMPUTE:
+        for device in stage.devices:
+            yield PeriodicAction(device, text, max(begin, 0.0), shift, seconds)
+        return
+    sources, targets, volume = _carried(problem, stages, operation)
+    yield PeriodicAction(
+        sources[0], text, max(begin, 0.0), shift, seconds, sources, targets, volume
+    )
+
+
+def _carried(
+    problem: PipelineProblem, stages: Sequence[Stage], operation: Operation
+) -> tuple[tuple[str, ...], tuple[str, ...], float]:
+    """From where to where a transfer or an all-reduce goes, and its bytes."""
+    s = operation.stage
+    if operation.kind is ActionKind.REDUCE:
+        return stages[s].devices, stages[s].devices, problem.gradient_bytes(*stages[s].layers)
+    towards = s + 1 if operation.kind is ActionKind.SEND_FORWARD else s - 1
+    volume = problem.boundary_bytes(stages[min(s, towards)].layers[1])
+    return stages[s].devices, stages[towards].devices, volume
 
 
 def certify(
