@@ -96,6 +96,7 @@ def _uncertified(
         tuple(stages),
         schedule,
         weights=weights,
+        memory_limit_bytes=problem.memory_limit_bytes,
         layers=tuple(
             PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
         ),

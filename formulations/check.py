@@ -706,9 +706,9 @@ def _texts(rows: Sequence[Row], microbatches: int) -> list[str]:
 
 def _memory_exceeded(times: _Times) -> Iterator[Violation]:
     """Every device holds at its peak what the plan asks of it."""
-    devices = times.problem.cluster.devices
+    problem = times.problem
     for name, static, saved in _peaks(times):
-        memory = devices[times.problem.cluster.index[name]].memory_bytes
+        memory = float(problem.memory_bytes[problem.cluster.index[name]])
         # Written as `in_flight_limit` has it, so that rounding cannot tell the two apart.
         short = saved - (memory - static)
         if short > 0:

@@ -92,17 +92,6 @@ def least_period(problem: PatternProblem) -> float:
     return _least(problem, load_bound(problem), lambda t: _reduces_in_time(problem, t), extra)
 
 
-def missing_bytes(problem: PatternProblem, period: float) -> tuple[int, float]:
-    """The device that is shortest of memory in the best case at ``period``, and by how much."""
-    in_flight = groups(problem, period)
-    short = [
-        (_needed(problem, in_flight, device) - room, device)
-        for device, room in enumerate(problem.room_bytes)
-    ]
-    most, device = max(short)
-    return device, most
-
-
 def _least(
     problem: PatternProblem, low: float, fits: Callable[[float], bool], extra: list[float]
 ) -> float:

@@ -215,41 +215,91 @@ def pattern_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> Patter
 
     Stages with the same devices, in the same order, share them; other groups are disjoint.
     """
-    index = problem.cluster.index
-    groups = list(dict.fromkeys(stage.devices for stage in stages))
-    members = [[index[name] for name in stage.devices] for stage in stages]
-    computed = [
-        problem.compute_seconds(*stage.layers, devices)
-        for stage, devices in zip(stages, members, strict=True)
-    ]
-    again = [
-        0.0 if stage.recompute == "none" else forward
-        for stage, (forward, _) in zip(stages, computed, strict=True)
-    ]
-    sent = [
-        problem.transfer_seconds(one.layers[1], mine, theirs) if mine != theirs else (0.0, 0.0)
-        for one, mine, theirs in zip(stages, members, members[1:], strict=False)
-    ]
-    room = []
-    for names in groups:
-        memory = min(float(problem.memory_bytes[index[name]]) for name in names)
-        room.append(
-            memory - sum(static_bytes(problem, stage) for stage in stages if stage.devices == names)
+    return PatternProblems(problem).of(stages)
+
+
+class _Figures(NamedTuple):
+    """What a stage brings to a pattern, whatever the others are."""
+
+    forward: float
+    backward: float
+    reduce: float
+    static_bytes: float
+    kept: Kept
+    members: tuple[int, ...]  # positions of its devices
+
+
+@dataclass(frozen=True)
+class PatternProblems:
+    """The scheduling problems of many choices of stages; remembers each stage's figures."""
+
+    problem: PipelineProblem
+
+    def of(self, stages: Sequence[Stage]) -> PatternProblem:
+        """As :func:`pattern_problem`."""
+        groups = list(dict.fromkeys(stage.devices for stage in stages))
+        found = [self._of_stage(stage) for stage in stages]
+        sent = [self._transfer(*pair) for pair in pairwise(stages)]
+        room = {names: self._memory(names) for names in groups}
+        for stage, figures in zip(stages, found, strict=True):
+            room[stage.devices] -= figures.static_bytes
+        return PatternProblem(
+            tuple(figures.forward for figures in found),
+            tuple(figures.backward for figures in found),
+            tuple(there for there, _ in sent),
+            tuple(back for _, back in sent),
+            tuple(groups.index(stage.devices) for stage in stages),
+            tuple(figures.kept for figures in found),
+            tuple(room.values()),
+            tuple(figures.reduce for figures in found),
+            self.problem.microbatches,
         )
-    return PatternProblem(
-        tuple(forward for forward, _ in computed),
-        tuple(backward + more for (_, backward), more in zip(computed, again, strict=True)),
-        tuple(there for there, _ in sent),
-        tuple(back for _, back in sent),
-        tuple(groups.index(stage.devices) for stage in stages),
-        tuple(kept_bytes(problem, stage) for stage in stages),
-        tuple(room),
-        tuple(
-            problem.reduce_seconds(*stage.layers, devices)
-            for stage, devices in zip(stages, members, strict=True)
-        ),
-        problem.microbatches,
-    )
+
+    def _of_stage(self, stage: Stage) -> _Figures:
+        if stage not in self._known:
+            problem, index = self.problem, self.problem.cluster.index
+            members = tuple(index[name] for name in stage.devices)
+            forward, backward = problem.compute_seconds(*stage.layers, members)
+            again = 0.0 if stage.recompute == "none" else forward
+            self._known[stage] = _Figures(
+                forward,
+                backward + again,
+                problem.reduce_seconds(*stage.layers, members),
+                static_bytes(problem, stage),
+                kept_bytes(problem, stage),
+                members,
+            )
+        return self._known[stage]
+
+    def _transfer(self, one: Stage, other: Stage) -> tuple[float, float]:
+        if one.devices == other.devices:
+            return 0.0, 0.0
+        key = (one.layers[1], one.devices, other.devices)
+        if key not in self._transfers:
+            mine, theirs = self._of_stage(one).members, self._of_stage(other).members
+            self._transfers[key] = self.problem.transfer_seconds(one.layers[1], mine, theirs)
+        return self._transfers[key]
+
+    def _memory(self, names: tuple[str, ...]) -> float:
+        if names not in self._memories:
+            index = self.problem.cluster.index
+            memory = min(float(self.problem.memory_bytes[index[name]]) for name in names)
+            self._memories[names] = memory
+        return self._memories[names]
+
+    @cached_property
+    def _known(self) -> dict[Stage, _Figures]:
+        return {}
+
+    @cached_property
+    def _transfers(
+        self,
+    ) -> dict[tuple[int, tuple[str, ...], tuple[str, ...]], tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def _memories(self) -> dict[tuple[str, ...], float]:
+        return {}
 
 
 def static_bytes(problem: PipelineProblem, stage: Stage) -> float:

@@ -6,6 +6,7 @@ all-reduce), with latencies added.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from stagewright.graphs.chain import Chain, ChainCosts, LayerCost, Profile, profile_on
 from stagewright.graphs.cluster import Cluster
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import MAX_MICROBATCHES, format_bytes, require_count
+from stagewright.graphs.units import MAX_MICROBATCHES, MIN_MEMORY, format_bytes, require_count
 
 Floats = NDArray[np.float64]
 
@@ -32,15 +33,24 @@ class PipelineProblem:
     chain: Chain
     cluster: Cluster
     microbatches: int
+    memory_limit_bytes: float | None = None  # of every device, where it has more
 
     def __post_init__(self) -> None:
         require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
+        limit = self.memory_limit_bytes
+        if limit is not None and not MIN_MEMORY <= limit < math.inf:
+            raise InputError(
+                f"the memory limit must be at least {MIN_MEMORY:g} bytes, got {limit:g}: is a "
+                f"unit missing? Write for example 8GB"
+            )
         self._require_layers_fit()
 
     @cached_property
     def digest(self) -> str:
         """Names the problem; a plan carries the digest of the problem that it answers."""
-        parts = (self.chain.digest(), self.cluster.digest(), str(self.microbatches))
+        parts = [self.chain.digest(), self.cluster.digest(), str(self.microbatches)]
+        if self.memory_limit_bytes is not None:
+            parts.append(repr(float(self.memory_limit_bytes)))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     @cached_property
@@ -50,8 +60,10 @@ class PipelineProblem:
 
     @cached_property
     def memory_bytes(self) -> Floats:
-        """Memory per device, shape (V,)."""
-        return np.array([device.memory_bytes for device in self.cluster.devices])
+        """Memory per device that may be used, shape (V,)."""
+        given = np.array([device.memory_bytes for device in self.cluster.devices])
+        limit = self.memory_limit_bytes
+        return given if limit is None else np.minimum(given, limit)
 
     def costs(self, kind: str, replicas: int) -> ChainCosts:
         """Costs of every layer on one of ``replicas`` equal shares of a microbatch."""

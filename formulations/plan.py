@@ -226,8 +226,8 @@ class PipelinePlan:
     """A plan for one training iteration of a model on a cluster.
 
     ``digest`` names the problem (model, cluster, microbatches) that the plan answers, ``layers``
-    (None: not told) are the model's. A stage's devices may be those of another stage. ``weights``
-    says when the weights change:
+    (None: not told) are the model's; ``memory_limit_bytes`` is the problem's. A stage's devices may
+    be those of another stage. ``weights`` says when the weights change:
 
     - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
     - ``stash``: after every microbatch (of every round of a stage's turns), as its backward ends; a
@@ -251,6 +251,7 @@ class PipelinePlan:
     predicted: Predicted | None = None
     certificate: Certificate | None = None
     weights: Weights = "flush"
+    memory_limit_bytes: float | None = None
     layers: tuple[PlannedLayer, ...] | None = None
     format: Literal["stagewright-plan"] = FORMAT
     version: Literal[1] = VERSION

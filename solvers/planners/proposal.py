@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.forms import Status
 from stagewright.formulations.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pattern import Pattern
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Guarantee, Stage
 from stagewright.formulations.spp import makespan_problem
@@ -33,6 +35,41 @@ class Proposal:
     guarantees: tuple[Guarantee, ...] = ()
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicChoices:
+    """What a periodic plan may use, and what is asked of it.
+
+    ``group_size`` devices share every stage and split its microbatches (None: whatever is best, of
+    the numbers that divide the devices); ``recompute`` lets stages keep their input alone and
+    compute the rest again; ``period_seconds`` asks for a plan of exactly this period (None: of the
+    least).
+    """
+
+    group_size: int | None = None
+    recompute: bool = False
+    period_seconds: float | None = None
+
+    @property
+    def ways(self) -> tuple[Literal["none", "full"], ...]:
+        """What stages may do about what they keep."""
+        return ("none", "full") if self.recompute else ("none",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeriodicProposal:
+    """Stages and their pattern, and what was proved; seconds are of a period.
+
+    ``predicted_seconds`` is the period that the allocation seemed to allow before its pattern was
+    found.
+    """
+
+    stages: tuple[Stage, ...]
+    pattern: Pattern
+    predicted_seconds: float
+    bounds: tuple[Bound, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

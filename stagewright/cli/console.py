@@ -129,7 +129,9 @@ def read_limits(seconds: float, threads: int, seed: int) -> "Limits":
     return Limits(seconds, threads, seed)
 
 
-def read_problem(model: Path, cluster: Path, microbatches: int) -> "PipelineProblem":
+def read_problem(
+    model: Path, cluster: Path, microbatches: int, memory_limit_bytes: float | None = None
+) -> "PipelineProblem":
     """The planning problem of a model file and a cluster file."""
     from stagewright.formulations.pipeline import PipelineProblem
     from stagewright.graphs.chain import load_model
@@ -137,7 +139,8 @@ def read_problem(model: Path, cluster: Path, microbatches: int) -> "PipelineProb
     from stagewright.graphs.units import MAX_MICROBATCHES, require_count
 
     require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
-    return PipelineProblem(load_model(model), load_cluster(cluster), microbatches)
+    chain, machines = load_model(model), load_cluster(cluster)
+    return PipelineProblem(chain, machines, microbatches, memory_limit_bytes)
 
 
 def percent(share: float | None) -> str:
