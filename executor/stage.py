@@ -64,8 +64,8 @@ class _InFlight:
 class StageComputation:
     """Layers in a row on one device.
 
-    ``recompute`` as in the plan. Microbatches in ``split`` have their backward in two parts. What
-    autocast computes in is ``autocast``, None for the parameters' own type.
+    ``recompute`` and ``offload`` as in the plan. Microbatches in ``split`` have their backward in
+    two parts. What autocast computes in is ``autocast``, None for the parameters' own type.
     """
 
     def __init__(
@@ -74,9 +74,12 @@ class StageComputation:
         recompute: Literal["none", "full", "layer"],
         device: torch.device,
         autocast: torch.dtype | None,
+        *,
+        offload: bool = False,
     ) -> None:
         self.parts = tuple(parts)
         self.recompute = recompute
+        self.offload = offload
         self.device = device
         self.autocast = autocast
         self._pieces: dict[int, SplitLayer | None] = {}
@@ -107,6 +110,8 @@ class StageComputation:
             "full": (inputs[0], sum(saved)),
             "layer": (sum(inputs), max(saved)),
         }[self.recompute]
+        if self.offload:
+            kept, working = 0, sum(saved)
         return Footprint(weights + gradients, weights, kept, working)
 
     def split(self) -> None:
@@ -227,11 +232,32 @@ class StageComputation:
             for one, value in zip(inputs, self.parts[layers[0]].inputs, strict=True)
         )
         values = leaves
-        with torch.enable_grad(), self.cast():
+        with torch.enable_grad(), self.cast(), self._offloading():
             for i in layers:
                 values = self._layer(i, self.parts[i].layer.module, values, seed)
         edges = [get_gradient_edge(one) if one.requires_grad else None for one in values]
         return _Graph(leaves, edges), tuple(one.detach() for one in values)
+
+    @contextmanager
+    def _offloading(self) -> Iterator[None]:
+        """What autograd keeps goes to the host, but for the weights; it is fetched as needed."""
+        if not self.offload:
+            yield
+            return
+        held = [one for part in self.parts for one in part.layer.module.parameters()]
+        weights = {one.untyped_storage().data_ptr() for one in held}
+
+        def keep(one: Tensor) -> Tensor:
+            if one.untyped_storage().data_ptr() in weights:
+                return one
+            host = torch.empty_like(one, device="cpu", pin_memory=one.is_cuda)
+            return host.copy_(one, non_blocking=True)
+
+        def fetch(one: Tensor) -> Tensor:
+            return one.to(self.device, non_blocking=True)
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
+            yield
 
     def _layer(self, i: int, module: nn.Module, inputs: Tensors, seed: Seed) -> Tensors:
         self._seed(i, seed)

@@ -430,11 +430,28 @@ def _broken_placement(problem: PipelineProblem, stages: Sequence[Stage]) -> Iter
             yield Violation("devices", f"stage {s}", f"replication {stage.replication!r}")
         if stage.recompute not in ("none", "full", "layer"):
             yield Violation("recompute", f"stage {s}", f"recompute {stage.recompute!r}")
+        yield from _broken_offload(problem, s, stage)
         for name, count in Counter(stage.devices).items():
             if name not in problem.cluster.index:
                 yield Violation("devices", f"stage {s}", f"the cluster has no device {name!r}")
             if count > 1:
                 yield Violation("devices", f"stage {s}", f"{name!r} stands there {count} times")
+
+
+def _broken_offload(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
+    """What is offloaded has a link to go over, and no other way to be there again."""
+    if not stage.offload:
+        return
+    if stage.recompute != "none":
+        yield Violation("offload", f"stage {s}", "what is computed again need not be offloaded")
+    for name in stage.devices:
+        v = problem.cluster.index.get(name)
+        if v is not None and problem.cluster.devices[v].host_bytes_per_second is None:
+            yield Violation(
+                "offload",
+                f"stage {s}",
+                f"the cluster does not tell {name!r}'s host_bytes_per_second",
+            )
 
 
 def _broken_actions(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
@@ -629,6 +646,7 @@ def _overlaps(times: _Times) -> Iterator[Violation]:
     for turns, names in devices_by_turns(times.stages).items():
         rows = [(kind, turn) for turn in turns for kind in COMPUTE]
         yield from _overlap(times, f"device {names[0]}", rows)
+    yield from _host_overlaps(times)
     if times.period is not None:
         yield from _link_overlaps(times)
         return
@@ -638,6 +656,41 @@ def _overlaps(times: _Times) -> Iterator[Violation]:
             name = f"channel {s}-{s + 1} of {' and '.join(ends)}"
             rows = [(SEND_F, (s, first, cycle)), (SEND_B, (s + 1, first, cycle))]
             yield from _overlap(times, name, rows)
+
+
+def _host_overlaps(times: _Times) -> Iterator[Violation]:
+    """A device writes one microbatch's activations to the host at a time, and reads one."""
+    for turns, names in devices_by_turns(times.stages).items():
+        for end, place in ((0, "to"), (1, "from")):
+            parts = [_host_times(times, turn)[end] for turn in turns if _offloads(times, turn)]
+            if not parts:
+                continue
+            starts, ends = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+            order = np.argsort(starts)
+            starts, ends = starts[order], np.maximum.accumulate(ends[order])
+            for i in np.flatnonzero(starts[1:] < ends[:-1] - times.tolerance):
+                yield Violation(
+                    "overlap",
+                    f"link {place} the host of device {names[0]}",
+                    f"activations follow at {starts[i + 1]:.9g} s, it is taken until "
+                    f"{ends[i]:.9g} s",
+                )
+
+
+def _offloads(times: _Times, turn: Turn) -> bool:
+    return times.stages[turn[0]].offload
+
+
+def _host_times(times: _Times, turn: Turn) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """When a turn's activations go to the host, behind F, and come back, for B or I to begin."""
+    s, first, step = turn
+    every = (s, slice(first, None, step))
+    devices = [times.problem.cluster.index[name] for name in times.stages[s].runners(first)]
+    seconds = times.problem.offload_seconds(*times.stages[s].layers, devices)
+    assert seconds is not None  # part of the plan's structure
+    written = times.ends(F)[every]
+    needed = np.fmin(times.starts[B][every], times.starts[I][every])
+    return (written, written + seconds), (needed - seconds, needed)
 
 
 def _link_overlaps(times: _Times) -> Iterator[Violation]:
@@ -765,6 +818,11 @@ def _kept(times: _Times, turn: Turn) -> Iterator[_Kept]:
     forward, done = times.starts[F][every], times.done[every]
     if updates_every_round(times.weights):
         yield _old_versions(times, s)
+    if times.stages[s].offload:
+        (_, written), (read, _) = _host_times(times, turn)
+        yield _Kept(forward, written, saved)
+        yield _Kept(read, done, saved)
+        return
     if times.stages[s].recompute == "none":
         yield _Kept(forward, done, saved)
         return

@@ -54,6 +54,7 @@ def one_f_one_b_star(problem: PatternProblem, period: float) -> Pattern:
 def load_bound(problem: PatternProblem) -> float:
     """The largest load of a device or link, and what an all-reduce takes of every period."""
     loads = [sum(problem.jobs[i].seconds for i in members) for members in problem.shared]
+    loads.append(problem.least_seconds)
     return max(*loads, *(seconds / problem.microbatches for seconds in problem.reduce))
 
 

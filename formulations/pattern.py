@@ -63,6 +63,8 @@ class PatternProblem:
         Per device what is left for ``kept``, beside weights, gradients, optimizer, and buffers.
     reduce
         Seconds of the all-reduce per stage, once an iteration, shape (N,).
+    least_seconds
+        A period below which what is offloaded comes too late.
     microbatches
         In an iteration, m: weights have two versions, so that from the begin of a stage's forward
         to the end of its backward, and of the all-reduce, no more than m + 1 periods may pass.
@@ -77,6 +79,7 @@ class PatternProblem:
     room_bytes: tuple[float, ...]
     reduce: tuple[float, ...]
     microbatches: int
+    least_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.forward)
@@ -142,6 +145,8 @@ class PatternProblem:
         if len(starts) != len(jobs) or not all(math.isfinite(start) for start in starts):
             yield f"the pattern needs {len(jobs)} starts"
             return
+        if pattern.period < self.least_seconds * (1 - TOLERANCE):
+            yield f"the period is {pattern.period}, below {self.least_seconds}"
         ends = [start + job.seconds for start, job in zip(starts, jobs, strict=True)]
         slack = TOLERANCE * (pattern.period + max(ends) - min(starts))
         for i in range(1, len(jobs)):
@@ -227,6 +232,7 @@ class _Figures(NamedTuple):
     static_bytes: float
     kept: Kept
     members: tuple[int, ...]  # positions of its devices
+    least_seconds: float
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,7 @@ class PatternProblems:
     def of(self, stages: Sequence[Stage]) -> PatternProblem:
         """As :func:`pattern_problem`."""
         groups = list(dict.fromkeys(stage.devices for stage in stages))
+        _require_one_offload(stages)
         found = [self._of_stage(stage) for stage in stages]
         sent = [self._transfer(*pair) for pair in pairwise(stages)]
         room = {names: self._memory(names) for names in groups}
@@ -253,6 +260,7 @@ class PatternProblems:
             tuple(room.values()),
             tuple(figures.reduce for figures in found),
             self.problem.microbatches,
+            max(figures.least_seconds for figures in found),
         )
 
     def _of_stage(self, stage: Stage) -> _Figures:
@@ -268,6 +276,7 @@ class PatternProblems:
                 static_bytes(problem, stage),
                 kept_bytes(problem, stage),
                 members,
+                _least_seconds(problem, stage, members, max(forward, backward)),
             )
         return self._known[stage]
 
@@ -309,14 +318,20 @@ def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
     all-reduce is under way while the next gradient grows, one gradient more.
     """
     weights = problem.gradient_bytes(*stage.layers)
-    more = weights if len(stage.devices) > 1 else 0.0
-    return problem.static_bytes(*stage.layers, len(stage.devices)) + weights + more
+    shares = len(stage.devices)
+    more = weights if shares > 1 else 0.0
+    if stage.offload:
+        # One microbatch on its way to the host, one that has come back.
+        more += 2 * problem.saved_bytes(*stage.layers, shares)
+    return problem.static_bytes(*stage.layers, shares) + weights + more
 
 
 def kept_bytes(problem: PipelineProblem, stage: Stage) -> Kept:
     """What a stage keeps for its microbatches in flight, with what it computes again."""
     start, stop = stage.layers
     shares = len(stage.devices)
+    if stage.offload:
+        return Kept(0.0)
     saved = problem.saved_bytes(start, stop, shares)
     if stage.recompute == "none":
         return Kept(saved)
@@ -325,3 +340,29 @@ def kept_bytes(problem: PipelineProblem, stage: Stage) -> Kept:
         return Kept(float(inputs[0]), saved)
     largest = float(problem.saved_per_layer(shares)[start:stop].max())
     return Kept(float(inputs.sum()), largest)
+
+
+def _least_seconds(
+    problem: PipelineProblem, stage: Stage, members: Sequence[int], longest: float
+) -> float:
+    """The period that leaves time to offload behind the forward, and ahead of the backward.
+
+    Then no more than one microbatch is on its way to the host at a time, and one on its way back
+    or at work.
+    """
+    if not stage.offload:
+        return 0.0
+    seconds = problem.offload_seconds(*stage.layers, members)
+    if seconds is None:
+        raise InputError(
+            f"offloading needs host_bytes_per_second of the devices {', '.join(stage.devices)} in "
+            "the cluster"
+        )
+    return longest + seconds
+
+
+def _require_one_offload(stages: Sequence[Stage]) -> None:
+    """Stages that share a device share its link to the host; that is not planned."""
+    offloading = [stage.devices for stage in stages if stage.offload]
+    if len(set(offloading)) < len(offloading):
+        raise InputError("a device can offload one of its stages only")

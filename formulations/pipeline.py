@@ -189,6 +189,17 @@ class PipelineProblem:
         outputs = np.max([self.costs(kind, 1).output_bytes for kind in self.kinds], axis=0)
         return np.concatenate([[0.0], outputs[:-1] / replicas])
 
+    def offload_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float | None:
+        """Time in which all that a microbatch keeps goes to the host's memory, or comes back.
+
+        None if some device has no link to the host that is known.
+        """
+        rates = [self.cluster.devices[v].host_bytes_per_second for v in devices]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < len(rates):
+            return None
+        return self.saved_bytes(start, stop, len(devices)) / min(known)
+
     def in_flight_limit(
         self, start: int, stop: int, devices: Sequence[int], shares: int | None = None
     ) -> int:

@@ -38,7 +38,8 @@ class Stage:
     microbatch evenly among them (SPP), ``round-robin`` gives microbatch m to device m mod r whole.
     ``recompute`` says what is forgotten after the forward and computed again for the backward:
     nothing (``none``), all but the stage's input (``full``), or all but every layer's input
-    (``layer``).
+    (``layer``). With ``offload`` all that is kept goes to the host's memory behind the forward, and
+    is back when the backward begins.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -47,12 +48,18 @@ class Stage:
     devices: tuple[str, ...]
     replication: Literal["split", "round-robin"] = "split"
     recompute: Literal["none", "full", "layer"] = "none"
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.layers[0] < self.layers[1]:
             raise InputError(f"layers must be [start, stop) with start < stop, got {self.layers}")
         if not self.devices:
             raise InputError("a stage needs at least one device")
+        if self.offload and self.recompute != "none":
+            raise InputError(
+                f"a stage offloads what it keeps or computes it again, not both; got recompute "
+                f"{self.recompute!r} with offload"
+            )
 
     def runners(self, microbatch: int) -> tuple[str, ...]:
         """The devices that process ``microbatch``."""

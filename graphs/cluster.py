@@ -29,7 +29,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: ``name`` is its id in every plan, ``kind`` selects the layers' costs."""
+    """One accelerator: ``name`` is its id in every plan, ``kind`` selects the layers' costs.
+
+    ``host_bytes_per_second`` is how fast it writes to the host's memory, and at the same time reads
+    from there; None where that is not known.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -37,6 +41,7 @@ class Device:
     kind: str
     memory_bytes: float
     peak_flops: float | None = None
+    host_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         place = f"device {self.name!r}: "
@@ -48,6 +53,8 @@ class Device:
             )
         if self.peak_flops is not None:
             require_amount(self.peak_flops, place + "peak_flops")
+        if self.host_bytes_per_second is not None:
+            require_bandwidth(self.host_bytes_per_second, place + "host_bytes_per_second")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,13 @@ STEPS = (-2, -1, 1, 2)  # layers by which a boundary moves
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What may be changed: the device groups, and what a stage may compute again."""
+    """What may be changed: the device groups, and what a stage does about what it keeps.
+
+    ``ways`` are "none", "full" (recomputation) and "offload".
+    """
 
     groups: tuple[Names, ...]
-    recompute: tuple[str, ...] = ("none",)
+    ways: tuple[str, ...] = ("none",)
 
     def of(self, stages: Stages) -> Iterator[Stages]:
         """Allocations that differ from ``stages`` in one thing."""
@@ -36,10 +39,12 @@ class Moves:
             self._moved(stages),
             self._split(stages),
             self._swapped(stages),
-            self._recomputed(stages),
+            self._treated(stages),
         )
-        for one in every:
-            yield _merged(one)
+        for one in map(_merged, every):
+            offloading = [stage.devices for stage in one if stage.offload]
+            if len(set(offloading)) == len(offloading):
+                yield one
 
     def _shifted(self, stages: Stages) -> Iterator[Stages]:
         for s in range(len(stages) - 1):
@@ -79,12 +84,18 @@ class Moves:
                 swapped[r] = replace(stages[r], devices=stages[s].devices)
                 yield tuple(swapped)
 
-    def _recomputed(self, stages: Stages) -> Iterator[Stages]:
+    def _treated(self, stages: Stages) -> Iterator[Stages]:
         for s, stage in enumerate(stages):
-            for way in self.recompute:
-                if way != stage.recompute:
-                    changed = Stage(stage.layers, stage.devices, stage.replication, way)  # type: ignore[arg-type]
+            for changed in _ways(stage, self.ways):
+                if changed != stage:
                     yield (*stages[:s], changed, *stages[s + 1 :])
+
+
+def _ways(stage: Stage, ways: Sequence[str]) -> Iterator[Stage]:
+    for way in ways:
+        yield replace(
+            stage, recompute="full" if way == "full" else "none", offload=way == "offload"
+        )
 
 
 def improve_allocation(
@@ -127,7 +138,7 @@ def _merged(stages: Sequence[Stage]) -> Stages:
     found: list[Stage] = []
     for stage in stages:
         last = found[-1] if found else None
-        if last and (last.devices, last.recompute) == (stage.devices, stage.recompute):
+        if last and replace(last, layers=stage.layers) == stage:
             found[-1] = replace(last, layers=(last.layers[0], stage.layers[1]))
         else:
             found.append(stage)

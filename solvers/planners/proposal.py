@@ -43,18 +43,24 @@ class PeriodicChoices:
 
     ``group_size`` devices share every stage and split its microbatches (None: whatever is best, of
     the numbers that divide the devices); ``recompute`` lets stages keep their input alone and
-    compute the rest again; ``period_seconds`` asks for a plan of exactly this period (None: of the
-    least).
+    compute the rest again, ``offload`` lets them keep it all in the host's memory;
+    ``period_seconds`` asks for a plan of exactly this period (None: of the least).
     """
 
     group_size: int | None = None
     recompute: bool = False
+    offload: bool = False
     period_seconds: float | None = None
 
     @property
-    def ways(self) -> tuple[Literal["none", "full"], ...]:
-        """What stages may do about what they keep."""
+    def recomputations(self) -> tuple[Literal["none", "full"], ...]:
+        """What stages may compute again."""
         return ("none", "full") if self.recompute else ("none",)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """What stages may do about what they keep."""
+        return (*self.recomputations, "offload") if self.offload else self.recomputations
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 import re
 from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,12 +117,16 @@ def cluster(
     memory: Annotated[
         str | None, typer.Option(help="Memory of a device, for example 16GB; else the kind's.")
     ] = None,
+    host_bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bandwidth between a device and its host's memory, for example 25GB/s."),
+    ] = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Describe a cluster: servers x devices, or from a file, or a DGX-1."""
     from stagewright.graphs import documents, topology
-    from stagewright.graphs.units import parse_bytes
+    from stagewright.graphs.units import parse_bandwidth, parse_bytes
 
     require_folder(output)
     given = [shape is not None, matrix is not None, nvidia_smi is not None, dgx1]
@@ -141,6 +146,10 @@ def cluster(
     else:
         latency = (latency_intra, latency_inter)
         made = _servers(shape or "", intra, inter, latency, device, bytes_)
+    if host_bandwidth is not None:
+        rate = parse_bandwidth(host_bandwidth)
+        linked = tuple(replace(one, host_bytes_per_second=rate) for one in made.devices)
+        made = replace(made, devices=linked)
     return hand_out(made, output, as_json)
 
 
