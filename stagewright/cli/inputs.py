@@ -1,8 +1,8 @@
 """``import``, ``model`` and ``cluster``: the documents that a plan starts from."""
 
 import re
-from enum import StrEnum
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
