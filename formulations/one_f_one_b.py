@@ -58,21 +58,32 @@ def load_bound(problem: PatternProblem) -> float:
     return max(*loads, *(seconds / problem.microbatches for seconds in problem.reduce))
 
 
+def allows(problem: PatternProblem, period: float) -> bool:
+    """Whether loads and memory leave room for a pattern of ``period``: ``period_bound`` <= it."""
+    return _least_load(problem) <= period and _suffices(problem, period)
+
+
 def period_bound(problem: PatternProblem) -> float:
     """A period that no pattern undercuts, by loads and by the memory that Proposition 1 asks for.
 
-    At some instant a stage has all g microbatches of 1F1B*, and at no instant less than g - 1: a
-    device of several stages keeps at least the sum of g - 1 for each, and one more of one of them.
-    Infinite if nothing fits at any period. Where every stage has a device of its own and nothing is
+    At some instant a stage has all g microbatches of 1F1B*, at no instant less than g - 1, and no
+    stage has ever less than a later one: a device of several stages keeps at least g - 1 of each,
+    and at some instant one more of a stage and of all earlier ones of its group. MadPipe (4.2.1)
+    counts g - 1 for all of them. Infinite if nothing fits at any period. Where every stage has a device of its own and nothing is
     reduced, 1F1B* reaches it.
     """
-    chain = list(accumulate(sum(_seconds(problem, i)) for i in reversed(range(_count(problem)))))
-    trips = chain[::-1][::2]
+    return _least(problem, _least_load(problem), lambda period: True, [])
+
+
+def _least_load(problem: PatternProblem) -> float:
+    """The largest load, and what a microbatch's way takes of the m + 1 periods that it may."""
+    seconds = [sum(_seconds(problem, i)) for i in reversed(range(_count(problem)))]
+    trips = list(accumulate(seconds))[::-1][::2]
     through = [
         (trip + reduce) / (problem.microbatches + 1)
         for trip, reduce in zip(trips, problem.reduce, strict=True)
     ]
-    return _least(problem, max(load_bound(problem), *through), lambda period: True, [])
+    return max(load_bound(problem), *through)
 
 
 def least_period(problem: PatternProblem) -> float:
@@ -102,15 +113,7 @@ def _least(
     points = sorted({low, *(point for point in (*sums, *extra) if point > low)})
 
     def suffices(period: float) -> bool:
-        in_flight = groups(problem, period)
-        return (
-            max(in_flight) <= problem.microbatches + 1
-            and all(
-                _needed(problem, in_flight, device) <= room
-                for device, room in enumerate(problem.room_bytes)
-            )
-            and fits(period)
-        )
+        return _suffices(problem, period) and fits(period)
 
     if not suffices(points[-1]):
         return math.inf
@@ -124,12 +127,27 @@ def _least(
     return points[least]
 
 
+def _suffices(problem: PatternProblem, period: float) -> bool:
+    """Whether memory, and two versions of the weights, suffice at ``period``."""
+    in_flight = groups(problem, period)
+    return max(in_flight) <= problem.microbatches + 1 and all(
+        _needed(problem, in_flight, device) <= room
+        for device, room in enumerate(problem.room_bytes)
+    )
+
+
 def _needed(problem: PatternProblem, in_flight: tuple[int, ...], device: int) -> float:
     """Bytes that the stages of a device keep at least at some instant."""
     stages = problem.stages_on(device)
-    kept = [problem.kept[s] for s in stages]
-    always = sum((in_flight[s] - 1) * one.saved_bytes for s, one in zip(stages, kept, strict=True))
-    return always + max(one.saved_bytes + one.working_bytes for one in kept)
+    kept = [(in_flight[s], problem.kept[s]) for s in stages]
+    always = sum((group - 1) * one.saved_bytes for group, one in kept)
+    most = before = 0.0
+    for s, (group, one) in enumerate(kept):
+        # Earlier stages of this group have all its microbatches as well.
+        before = before if s > 0 and kept[s - 1][0] == group else 0.0
+        most = max(most, before + one.saved_bytes + one.working_bytes)
+        before += one.saved_bytes
+    return always + most
 
 
 def _reduces_in_time(problem: PatternProblem, period: float) -> bool:

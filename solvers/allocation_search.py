@@ -12,7 +12,7 @@ from itertools import chain, combinations
 from time import perf_counter
 
 from stagewright.formulations.forms import Limits
-from stagewright.formulations.one_f_one_b import period_bound
+from stagewright.formulations.one_f_one_b import allows, period_bound
 from stagewright.formulations.pattern import PatternProblem, PatternProblems
 from stagewright.formulations.plan import Stage
 
@@ -20,6 +20,8 @@ Stages = tuple[Stage, ...]
 Names = tuple[str, ...]
 
 STEPS = (-2, -1, 1, 2)  # layers by which a boundary moves
+MARGIN = 1e-9  # relative; less is no improvement
+LONGEST = 1e15  # seconds; a period at which every group is the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,19 @@ def improve_allocation(
             if perf_counter() - began > limits.seconds:
                 return
             asked = figures.of(one)
-            bound = period_bound(asked)
-            if bound < best * (1 - 1e-9):
-                stages, best = one, bound
-                yield stages, asked, bound
+            if allows(asked, min(best * (1 - MARGIN), LONGEST)):
+                stages, best = one, period_bound(asked)
+                yield stages, asked, best
                 break
         else:
             return
+
+
+def disturbed(moves: Moves, stages: Stages, times: int, dice: random.Random) -> Stages:
+    """``stages`` after so many random moves: where a local search may begin again."""
+    for _ in range(times):
+        stages = dice.choice(list(moves.of(stages)))
+    return stages
 
 
 def _merged(stages: Sequence[Stage]) -> Stages:
