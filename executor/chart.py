@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagewright.executor.timeline import (
+    BAND_COLOUR,
     KIND_COLOURS,
     KIND_NAMES,
     Block,
     Row,
     finish_seconds,
     headline,
+    phases,
     row_note,
     time_unit,
     timeline,
@@ -29,6 +31,7 @@ DOTS_PER_INCH = 150
 CHARACTER_SHARE = 0.0055  # of the axis' width that one character of a block's label needs
 ROW_HEIGHT = {"device": 0.86, "channel": 0.5, "reduce": 0.5}  # of the space between two rows
 MAX_HEIGHT_INCHES = 30.0
+HEADING_ROWS = 1.0  # of a row's height: what the names of the periods need above the rows
 MAX_OUTLINED_BLOCKS = 120  # in a row; white outlines around more of them would hide the thin ones
 
 
@@ -51,9 +54,10 @@ def png(plan: PipelinePlan) -> bytes:
     unit, scale = time_unit(finish_seconds(plan))
     for y, row in enumerate(rows):
         _draw_row(axes, y, row, scale, finish_seconds(plan))
-    _draw_bound(axes, plan, scale)
+    is_bounded = _draw_bound(axes, plan, scale)
     _dress(axes, plan, rows, unit, scale)
-    _draw_legend(axes, rows, plan.certificate is not None)
+    _draw_phases(axes, plan, scale)
+    _draw_legend(axes, rows, is_bounded)
     return _save(figure)
 
 
@@ -87,9 +91,28 @@ def _fits(block: Block, label: str, finish: float) -> bool:
     return lasting > 0 and lasting >= CHARACTER_SHARE * len(label) * finish
 
 
-def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
-    if plan.certificate is not None:
-        axes.axvline(plan.certificate.bound_seconds * scale, color="#b02a30", lw=1.2, ls="--")
+def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> bool:
+    """Draw the bound on an iteration, where the time axis is one."""
+    if plan.certificate is None or phases(plan) is not None:
+        return False
+    axes.axvline(plan.certificate.bound_seconds * scale, color="#b02a30", lw=1.2, ls="--")
+    return True
+
+
+def _draw_phases(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
+    """Part a periodic plan's run into its periods, and name them above the rows."""
+    shown = phases(plan)
+    if shown is None:
+        return
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top - HEADING_ROWS)
+    axes.vlines([at * scale for at in shown.bounds], top, bottom, zorder=0.6,
+                color="#8593a3", lw=0.9, ls=(0, (2, 2)))  # fmt: skip
+    for i, (name, begin, end) in enumerate(shown.headings):
+        if i == 0:
+            axes.axvspan(begin * scale, end * scale, color=BAND_COLOUR, lw=0, zorder=0.4)
+        axes.text((begin + end) / 2 * scale, top - HEADING_ROWS / 2, name, ha="center",
+                  va="center", fontsize=8, color="#3c4a5a")  # fmt: skip
 
 
 def _dress(
@@ -154,14 +177,14 @@ def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
     column = figure.subplots(len(plans), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     last = max(finish_seconds(plan) for plan in plans)
     unit, scale = time_unit(last)
+    is_bounded = False
     for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
         for y, row in enumerate(rows):
             _draw_row(axes, y, row, scale, last)
-        _draw_bound(axes, plan, scale)
+        is_bounded |= _draw_bound(axes, plan, scale)
         _dress(axes, plan, rows, unit, scale)
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlim(0, last * scale * 1.005 or 1.0)
         axes.label_outer()
-    bounded = any(plan.certificate is not None for plan in plans)
-    _draw_legend(column[-1], [row for rows in drawn for row in rows], bounded)
+    _draw_legend(column[-1], [row for rows in drawn for row in rows], is_bounded)
     return _save(figure)

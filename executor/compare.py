@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 from stagewright.executor.timeline import finish_seconds
 from stagewright.executor.trace import Trace, TracedStep
 from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind, parse_action
-from stagewright.formulations.plan import PipelinePlan, Schedule, ScheduledAction
+from stagewright.formulations.plan import (
+    PeriodicSchedule,
+    PipelinePlan,
+    Schedule,
+    ScheduledAction,
+)
 from stagewright.graphs.chain import Chain, LayerCost
 from stagewright.graphs.errors import InputError
 
@@ -144,6 +149,11 @@ def _counted(trace: Trace) -> tuple[TracedStep, ...]:
 
 
 def _require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
+    if isinstance(plan.schedule, PeriodicSchedule):
+        raise InputError(
+            "the plan is periodic: its iterations overlap, where a trace has one in each step; "
+            "compare a plan with a finite schedule"
+        )
     if trace.digest != plan.digest:
         raise InputError(
             f"the trace is of a run of {trace.model!r} with digest {trace.digest[:12]!r}, the plan "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stagewright.executor.timeline import (
+    BAND_COLOUR,
     KIND_COLOURS,
     KIND_NAMES,
     Block,
@@ -14,7 +15,11 @@ from stagewright.executor.timeline import (
     device_count,
     finish_seconds,
     in_flight,
+    iteration_seconds,
+    phases,
     row_note,
+    shared_text,
+    shifts_text,
     shorten_devices,
     summarise,
     time_unit,
@@ -92,7 +97,7 @@ def page(plan: PipelinePlan) -> str:
 <h1>{title}</h1>
 <p class="sub">{html.escape(_subtitle(plan))}</p>
 <div class="facts">{_facts(plan)}</div>
-<section><h2>One training iteration{html.escape(f", {note}") if note else ""}</h2>
+<section><h2>{html.escape(", ".join(filter(None, (_shown(plan), note))))}</h2>
 {_embed(_timeline_figure(plan), buttons=True)}</section>
 <div class="charts">{sections}{_bounds(plan)}</div>
 <section><h2>Stages</h2>{_stage_table(plan)}</section>
@@ -120,8 +125,19 @@ def _subtitle(plan: PipelinePlan) -> str:
     )
 
 
+def _shown(plan: PipelinePlan) -> str:
+    """What the timeline shows."""
+    shown = phases(plan)
+    if shown is None:
+        return "One training iteration"
+    return f"{shown.last + 1} microbatches, from the first until the pipeline has drained"
+
+
 def _facts(plan: PipelinePlan) -> str:
-    facts = [(format_seconds(finish_seconds(plan)), "per iteration")]
+    facts = [(format_seconds(iteration_seconds(plan)), "per iteration")]
+    shown = phases(plan)
+    if shown is not None:
+        facts.append((format_seconds(shown.period_seconds), "period, for a microbatch each"))
     if plan.certificate is not None:
         certificate = plan.certificate
         facts += [
@@ -166,7 +182,9 @@ def _timeline_figure(plan: PipelinePlan) -> "Figure":
         placed = [entry for entry in placed if entry[2].action.kind is kind]
         if placed:
             figure.add_trace(_bars(kind, placed, unit, scale, labelled))
-    if plan.certificate is not None:
+    if phases(plan) is not None:
+        _mark_phases(figure, plan, scale)
+    elif plan.certificate is not None:
         bound = plan.certificate.bound_seconds * scale
         figure.add_trace(_bound_line(bound, len(rows), unit))
     figure.update_layout(barmode="overlay", bargap=0, hovermode="closest")
@@ -177,12 +195,33 @@ def _timeline_figure(plan: PipelinePlan) -> "Figure":
         ticks="outside",
         ticklen=6,
         tickcolor="white",
-        range=[len(rows) - 0.4, -0.6],
+        range=[len(rows) - 0.4, -0.6 if phases(plan) is None else -1.6],
         fixedrange=True,
         showgrid=False,
         zeroline=False,
     )
     return figure
+
+
+def _mark_phases(figure: "Figure", plan: PipelinePlan, scale: float) -> None:
+    """Part a periodic plan's run into its periods, and name them above the rows."""
+    shown = phases(plan)
+    if shown is None:
+        return
+    for at in shown.bounds:
+        line = {"color": "#8593a3", "width": 1, "dash": "dot"}
+        figure.add_vline(at * scale, line=line, layer="below")
+    for i, (name, begin, end) in enumerate(shown.headings):
+        colour = BAND_COLOUR if i == 0 else "rgba(0, 0, 0, 0)"
+        figure.add_vrect(
+            begin * scale,
+            end * scale,
+            fillcolor=colour,
+            line_width=0,
+            layer="below",
+            annotation={"text": name, "font": {"color": "#3c4a5a"}},
+            annotation_position="top",
+        )
 
 
 def _bars(
@@ -320,6 +359,9 @@ def _stage_table(plan: PipelinePlan) -> str:
         '<th>stage</th><th>layers</th><th class="text">devices</th><th>replicas</th>'
         "<th>forward</th><th>backward</th><th>in flight</th><th>peak memory</th>"
     )
+    is_periodic = phases(plan) is not None
+    if is_periodic:
+        head += "<th>index shifts</th><th>shares with</th>"
     body = ""
     for line in summarise(plan):
         peak = "" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
@@ -328,8 +370,11 @@ def _stage_table(plan: PipelinePlan) -> str:
             f'<td class="text">{html.escape(shorten_devices(line.devices))}</td>'
             f"<td>{len(line.devices)}</td><td>{format_seconds(line.forward_seconds)}</td>"
             f"<td>{format_seconds(line.backward_seconds)}</td><td>{line.in_flight}</td>"
-            f"<td>{peak}</td></tr>"
+            f"<td>{peak}</td>"
         )
+        if is_periodic:
+            body += f"<td>{shifts_text(line)}</td><td>{shared_text(line)}</td>"
+        body += "</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

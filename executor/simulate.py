@@ -3,17 +3,28 @@
 Only the order of a plan's actions on each device and channel is read from its times. Every action
 then starts as soon as what it depends on and what stands before it on its device or channel are
 done. Memory needs no rule of its own: a valid plan keeps within it by its order on the device.
+
+Of a periodic plan a whole run is done, of as many iterations as it takes to fill the pipeline, to
+settle, and to drain; what is measured is measured in between.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind, along_way
+from stagewright.executor.unrolling import unroll_run
+from stagewright.formulations.actions import (
+    COMPUTE,
+    PLANNED,
+    Action,
+    ActionKind,
+    along_way,
+)
 from stagewright.formulations.check import (
     devices_by_turns,
     durations,
@@ -21,8 +32,15 @@ from stagewright.formulations.check import (
     require_structure,
     split_backwards,
 )
+from stagewright.formulations.makespan import RELATIVE_TOLERANCE
+from stagewright.formulations.periodic import steady_microbatches
 from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import InvalidPlan, PipelinePlan, ScheduledAction
+from stagewright.formulations.plan import (
+    InvalidPlan,
+    PeriodicSchedule,
+    PipelinePlan,
+    ScheduledAction,
+)
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.precedence import find_cycle
 from stagewright.graphs.units import require_amount
@@ -32,14 +50,36 @@ I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 REDUCE = ActionKind.REDUCE
 
+Floats = NDArray[np.float64]
+
 Table = list[list[list[int]]]
 """Entries by stage and microbatch, in the order of their devices."""
 
 Entries = dict[ActionKind, Table]
+"""All-reduces stand under microbatch 0, one after another where iterations have one each."""
+
+MEASURED_MICROBATCHES = 48  # at least, of a periodic plan: jitter is to be averaged
 
 
 class Deadlock(InvalidPlan):
     """An order that contradicts the dependencies; the message prints the cycle of actions."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicRun:
+    """What a periodic plan's run of this many microbatches was like.
+
+    ``period_seconds`` is what a microbatch takes once the run repeats itself: on average over
+    ``measured_microbatches`` in its middle, those after which it repeats exactly if it does.
+    ``warm_up_seconds`` last until every operation has begun for the first time, and
+    ``drain_seconds`` from when one of them has ended for the last time.
+    """
+
+    microbatches: int
+    measured_microbatches: int
+    period_seconds: float
+    warm_up_seconds: float
+    drain_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +89,42 @@ class Simulation:
     ``idle_seconds`` is each used device's time without computation. ``slack_seconds`` is by how
     much one of its computations may last longer without a longer iteration: 0 for a device on a
     critical path.
+
+    Of a periodic plan the actions are those of a run, ``periodic`` tells of which; the iteration is
+    as many measured periods as it has microbatches, and idle is what a device is in it. Slack is by
+    how much a computation in the middle of the run may last longer without a later end of the run.
     """
 
     iteration_seconds: float
     actions: tuple[ScheduledAction, ...]
     idle_seconds: dict[str, float]
     slack_seconds: dict[str, float]
+    periodic: PeriodicRun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The actions that are done: those of a finite plan, or of a periodic one's many iterations.
+
+    ``plan`` is finite, ``actions`` are those of its entries (the devices of a stage share one
+    text). In a run of many iterations stages share links, and weights have two versions.
+    """
+
+    plan: PipelinePlan
+    actions: list[Action]
+    entries: Entries
+    seconds: list[float]
+    iteration_microbatches: int
+    is_periodic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """When every entry of a run starts and ends, and how much longer it might last."""
+
+    starts: list[float]
+    ends: list[float]
+    slacks: list[float]
 
 
 def simulate(
@@ -92,13 +162,30 @@ def simulate(
     factors = dict(stragglers or {})
     _require_options(problem, jitter, factors)
     require_structure(problem, plan)
-    actions = _actions(plan)
-    seconds = _seconds(problem, plan, actions, factors)
+    run = _prepare(problem, plan, factors)
     if jitter > 0:
-        normal = np.random.default_rng(seed).normal(-(jitter**2) / 2, jitter, len(seconds))
-        seconds = [value * math.exp(draw) for value, draw in zip(seconds, normal, strict=True)]
-    followers, order, starts = _run(plan, actions, seconds)
-    return _summary(plan, actions, seconds, starts, _slacks(followers, order, starts, seconds))
+        normal = np.random.default_rng(seed).normal(-(jitter**2) / 2, jitter, len(run.seconds))
+        seconds = [value * math.exp(draw) for value, draw in zip(run.seconds, normal, strict=True)]
+        run = replace(run, seconds=seconds)
+    outcome = _execute(run)
+    if isinstance(plan.schedule, PeriodicSchedule):
+        return _periodic_summary(run, plan.schedule, outcome)
+    return _summary(run, outcome)
+
+
+def _prepare(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[str, float]) -> _Run:
+    """What is to be done, with the cost model's seconds."""
+    schedule, finite = plan.schedule, plan
+    if isinstance(schedule, PeriodicSchedule):
+        steady = steady_microbatches(schedule)
+        measured = max(2 * steady, 2 * plan.microbatches, MEASURED_MICROBATCHES)
+        iterations = math.ceil((3 * steady + measured) / plan.microbatches)
+        finite = unroll_run(plan, iterations * plan.microbatches)
+        problem = replace(problem, microbatches=finite.microbatches)
+    actions = _actions(finite)
+    seconds = _seconds(problem, finite, actions, factors)
+    entries = _entries_by_action(finite, actions)
+    return _Run(finite, actions, entries, seconds, plan.microbatches, finite is not plan)
 
 
 def _require_options(problem: PipelineProblem, jitter: float, factors: Mapping[str, float]) -> None:
@@ -133,56 +220,73 @@ def _seconds(
     ]
 
 
-def _run(
-    plan: PipelinePlan, actions: list[Action], seconds: list[float]
-) -> tuple[list[list[int]], list[int], list[float]]:
-    """Who follows whom, an order in which all can run, and the start of every entry."""
-    followers: list[list[int]] = [[] for _ in actions]
-    awaited = [0] * len(actions)
-    for before, after in _edges(plan, actions):
+def _execute(run: _Run) -> _Outcome:
+    """Start every entry as soon as it may."""
+    followers: list[list[int]] = [[] for _ in run.actions]
+    awaited = [0] * len(run.actions)
+    for before, after in _edges(run):
         followers[before].append(after)
         awaited[after] += 1
-    starts = [0.0] * len(actions)
+    starts, ends = [0.0] * len(run.actions), [0.0] * len(run.actions)
     order = [i for i, count in enumerate(awaited) if count == 0]
     for i in order:  # grows while it is read
-        end = starts[i] + seconds[i]
+        ends[i] = starts[i] + run.seconds[i]
         for j in followers[i]:
-            starts[j] = max(starts[j], end)
+            starts[j] = max(starts[j], ends[i])
             awaited[j] -= 1
             if awaited[j] == 0:
                 order.append(j)
-    if len(order) < len(actions):
-        raise Deadlock(_cycle(plan, find_cycle(followers, awaited)))
-    return followers, order, starts
+    if len(order) < len(run.actions):
+        raise Deadlock(_cycle(run.plan, find_cycle(followers, awaited)))
+    return _Outcome(starts, ends, _slacks(followers, order, ends, run.seconds))
 
 
-def _edges(plan: PipelinePlan, actions: list[Action]) -> Iterator[tuple[int, int]]:
+def _edges(run: _Run) -> Iterator[tuple[int, int]]:
     """Pairs of entries (before, after): the dependencies, then the order on each resource."""
-    entries = _entries_by_action(plan, actions)
-    together = _together(plan, entries)
-    orders = (pairwise(queue) for queue in _queues(plan, actions))
-    for before, after in chain(_dependencies(plan, entries), *orders):
+    together = _together(run.plan, run.entries)
+    orders = (pairwise(queue) for queue in _queues(run))
+    for before, after in chain(_dependencies(run), *orders):
         for mate in together.get(after, (after,)):
             yield before, mate
 
 
-def _dependencies(plan: PipelinePlan, entries: Entries) -> Iterator[tuple[int, int]]:
+def _dependencies(run: _Run) -> Iterator[tuple[int, int]]:
     """Each block of a microbatch after the one before it, and sums at the end."""
-    last = len(plan.stages) - 1
+    entries, last = run.entries, len(run.plan.stages) - 1
     # What makes the gradient that goes on, and what ends a backward; where the one stands, the
     # other kind has no entries.
     gradient, done = _either(entries[B], entries[I]), _either(entries[B], entries[W])
     for s in range(last):
-        for m in range(plan.microbatches):
+        for m in range(run.plan.microbatches):
             forward, backward = entries[SEND_F][s][m], entries[SEND_B][s + 1][m]
             yield from _crossing(entries[F][s][m], forward, entries[F][s + 1][m])
             yield from _crossing(gradient[s + 1][m], backward, gradient[s][m])
-    for m in range(plan.microbatches):
+    for m in range(run.plan.microbatches):
         yield from _crossing(entries[F][last][m], [], gradient[last][m])
     for s in range(last + 1):
         for one, other in zip(entries[I][s], entries[W][s], strict=True):
             yield from _crossing(one, [], other)
-        yield from product(chain.from_iterable(done[s]), entries[REDUCE][s][0])
+        yield from _updates(run, done[s], entries[REDUCE][s][0], entries[F][s])
+
+
+def _updates(
+    run: _Run, done: list[list[int]], reductions: list[int], forwards: list[list[int]]
+) -> Iterator[tuple[int, int]]:
+    """A stage's sums at the end of every iteration, and what waits for its update.
+
+    ``done`` and ``forwards`` are its entries by microbatch. With two versions of the weights the
+    update of iteration i makes what iteration i + 2 computes on (PipeDream-2BW). All-reduces are
+    done one after another.
+    """
+    m = run.iteration_microbatches
+    yield from pairwise(reductions)
+    for i in range(run.plan.microbatches // m):
+        ends = list(chain.from_iterable(done[i * m : (i + 1) * m]))
+        if reductions:
+            yield from product(ends, [reductions[i]])
+            ends = [reductions[i]]
+        if (i + 2) * m < run.plan.microbatches:
+            yield from product(ends, forwards[(i + 2) * m])
 
 
 def _either(one: Table, other: Table) -> Table:
@@ -230,25 +334,33 @@ def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> Entries:
     return found
 
 
-def _queues(plan: PipelinePlan, actions: list[Action]) -> list[list[int]]:
+def _queues(run: _Run) -> list[list[int]]:
     """Per device and channel its entries in the order of their times in the plan.
 
     Among actions that last no time at one instant, the order is that of a microbatch's way.
     """
+    entries = run.plan.actions
     queues: defaultdict[object, list[int]] = defaultdict(list)
-    for i, (action, entry) in enumerate(zip(actions, plan.actions, strict=True)):
+    for i, (action, entry) in enumerate(zip(run.actions, entries, strict=True)):
         if action.kind in COMPUTE:
             queues[entry.device].append(i)
-        elif action.kind is SEND_F:
-            queues[action.stage, entry.sources, entry.targets].append(i)
-        elif action.kind is SEND_B:
-            queues[action.stage - 1, entry.targets, entry.sources].append(i)
+        elif action.kind is not REDUCE:
+            queues[_channel(run, action, entry)].append(i)
 
     def in_plan(i: int) -> tuple[float, float, int, int]:
-        entry = plan.actions[i]
-        return (entry.start_seconds, entry.finish_seconds, *along_way(actions[i]))
+        return (entries[i].start_seconds, entries[i].finish_seconds, *along_way(run.actions[i]))
 
     return [sorted(queue, key=in_plan) for queue in queues.values()]
+
+
+def _channel(run: _Run, action: Action, entry: ScheduledAction) -> object:
+    """What one transfer at a time takes: a stage's way to the next, or in a run a whole link."""
+    ends = (entry.sources, entry.targets)
+    if action.kind is SEND_B:
+        ends = ends[::-1]
+    if run.is_periodic:
+        return frozenset(ends)
+    return (action.stage - (action.kind is SEND_B), *ends)
 
 
 def _cycle(plan: PipelinePlan, cycle: list[int]) -> str:
@@ -257,36 +369,90 @@ def _cycle(plan: PipelinePlan, cycle: list[int]) -> str:
 
 
 def _slacks(
-    followers: list[list[int]], order: list[int], starts: list[float], seconds: list[float]
+    followers: list[list[int]], order: list[int], ends: list[float], seconds: list[float]
 ) -> list[float]:
     """How much longer each entry may last without a longer iteration."""
-    latest = [max(starts[i] + seconds[i] for i in order)] * len(order)
+    latest = [max(ends)] * len(order)
     for i in reversed(order):
         for j in followers[i]:
             latest[i] = min(latest[i], latest[j] - seconds[j])
-    return [latest[i] - starts[i] - seconds[i] for i in range(len(order))]
+    return [latest[i] - ends[i] for i in range(len(order))]
 
 
-def _summary(
-    plan: PipelinePlan,
-    actions: list[Action],
-    seconds: list[float],
-    starts: list[float],
-    slacks: list[float],
-) -> Simulation:
-    entries = plan.actions
-    ends = [start + duration for start, duration in zip(starts, seconds, strict=True)]
-    iteration = max(ends)
-    used = [name for stage in plan.stages for name in stage.devices]
-    idle, slack = dict.fromkeys(used, iteration), dict.fromkeys(used, iteration)
-    for i, (action, entry) in enumerate(zip(actions, entries, strict=True)):
-        if action.kind in COMPUTE:
-            idle[entry.device] -= seconds[i]
-            slack[entry.device] = min(slack[entry.device], slacks[i])
-    timed = (
-        ScheduledAction(
-            entry.device, entry.action, start, end, entry.sources, entry.targets, entry.bytes
-        )
-        for entry, start, end in zip(entries, starts, ends, strict=True)
+def _summary(run: _Run, outcome: _Outcome) -> Simulation:
+    iteration = max(outcome.ends)
+    busy, slack = _per_device(run, outcome, range(len(run.actions)))
+    return Simulation(
+        iteration,
+        _timed(run, outcome),
+        {name: iteration - seconds for name, seconds in busy.items()},
+        {name: min(iteration, seconds) for name, seconds in slack.items()},
     )
-    return Simulation(iteration, tuple(timed), idle, slack)
+
+
+def _periodic_summary(run: _Run, schedule: PeriodicSchedule, outcome: _Outcome) -> Simulation:
+    """What is measured in the middle of the run, and how long it takes to begin and to end."""
+    steady, m = steady_microbatches(schedule), run.iteration_microbatches
+    middle = slice(2 * steady, run.plan.microbatches - steady)
+    backwards = _either(run.entries[B], run.entries[W])[0]
+    through = np.array([max(outcome.ends[i] for i in done) for done in backwards[middle]])
+    repeats_after, period = _repetition(through)
+    rows = (row[middle] for kind in COMPUTE for row in run.entries[kind])
+    inside = chain.from_iterable(chain.from_iterable(rows))
+    busy, slack = _per_device(run, outcome, inside)
+    return Simulation(
+        m * period,
+        _timed(run, outcome),
+        # What is computed of these microbatches may lie outside of the measured time.
+        {name: max(0.0, m * (period - all_ / len(through))) for name, all_ in busy.items()},
+        slack,
+        PeriodicRun(
+            run.plan.microbatches, repeats_after, period, *_warm_up_and_drain(run, outcome)
+        ),
+    )
+
+
+def _repetition(ends: Floats) -> tuple[int, float]:
+    """After how many microbatches a run repeats itself, and the seconds per microbatch.
+
+    ``ends`` are those of equal events of microbatches one after another. Where nothing repeats
+    itself exactly it is the average over all.
+    """
+    rounding = RELATIVE_TOLERANCE * float(ends[-1])
+    for count in range(1, len(ends) // 2 + 1):
+        steps = ends[count:] - ends[:-count]
+        if np.ptp(steps) <= rounding:
+            return count, float(steps[-1]) / count
+    count = len(ends) - 1
+    return count, float(ends[-1] - ends[0]) / count
+
+
+def _warm_up_and_drain(run: _Run, outcome: _Outcome) -> tuple[float, float]:
+    """Until everything has begun once, and from when something has ended for good, in seconds."""
+    rows = [row for kind in PLANNED if kind is not REDUCE for row in run.entries[kind] if row[0]]
+    last_ends = [max(outcome.ends[i] for i in row[-1]) for row in rows]
+    return (
+        max(outcome.starts[i] for row in rows for i in row[0]),
+        max(outcome.ends) - min(last_ends),
+    )
+
+
+def _per_device(
+    run: _Run, outcome: _Outcome, inside: Iterable[int]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Per used device the sum of its computations among the entries ``inside``, and their slack."""
+    used = [name for stage in run.plan.stages for name in stage.devices]
+    busy, slack = dict.fromkeys(used, 0.0), dict.fromkeys(used, math.inf)
+    for i in inside:
+        if run.actions[i].kind in COMPUTE:
+            device = run.plan.actions[i].device
+            busy[device] += run.seconds[i]
+            slack[device] = min(slack[device], outcome.slacks[i])
+    return busy, slack
+
+
+def _timed(run: _Run, outcome: _Outcome) -> tuple[ScheduledAction, ...]:
+    return tuple(
+        replace(entry, start_seconds=start, finish_seconds=end)
+        for entry, start, end in zip(run.plan.actions, outcome.starts, outcome.ends, strict=True)
+    )

@@ -1,30 +1,45 @@
-"""A plan's schedule as rows of blocks in time: the source of every drawing and trace."""
+"""A plan's schedule as rows of blocks in time: the source of every drawing and trace.
+
+Of a periodic plan a run is drawn, long enough for its warm-up, some whole periods, and its drain.
+"""
 
 import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.executor.unrolling import unroll_run, warm_up_periods
 from stagewright.formulations.actions import (
     COMPUTE,
     PLANNED,
     Action,
     ActionKind,
+    Operation,
     parse_action,
+    parse_operation,
 )
-from stagewright.formulations.plan import PipelinePlan
+from stagewright.formulations.plan import (
+    PeriodicAction,
+    PeriodicSchedule,
+    PipelinePlan,
+    ScheduledAction,
+)
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes, format_seconds
 
 MAX_DEVICE_ROWS = 64  # with more devices the rows would be thinner than a line of text
+
+WHOLE_PERIODS = 4  # that are drawn at least, so that one sees them repeat
+MAX_DRAWN_ACTIONS = 1_000_000
 
 ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
@@ -46,6 +61,7 @@ KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour visio
     ActionKind.SEND_BACKWARD: "#d97b3f",
     ActionKind.REDUCE: "#b0609b",
 }
+BAND_COLOUR = "#e4ebf4"  # behind the period that is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +92,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """One stage in a line: times are of one microbatch, memory and in-flight are peaks."""
+    """One stage in a line: times are of one microbatch, memory and in-flight are peaks.
+
+    ``shares_with`` are the other stages on any of its devices; ``shifts`` are the periods by which
+    its forward and its backward (the end of it) lag behind the microbatch's begin, None in a finite
+    plan.
+    """
 
     stage: int
     layers: tuple[int, int]
@@ -85,13 +106,55 @@ class StageSummary:
     backward_seconds: float
     in_flight: int
     peak_memory_bytes: float | None
+    shares_with: tuple[int, ...] = ()
+    shifts: tuple[int, int] | None = None
+
+
+Span = tuple[str, float, float]
+"""A name, and when it begins and ends, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The periods of the run that is drawn of a periodic plan.
+
+    Everything is done in the periods ``first`` to ``last``; before them the pipeline fills, behind
+    them it drains, until ``finish_seconds``.
+    """
+
+    period_seconds: float
+    first: int
+    last: int
+    finish_seconds: float
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Begins of the whole periods, and the end of the last, in seconds."""
+        return tuple(i * self.period_seconds for i in range(self.first, self.last + 2))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Warm-up, periods by their number, and drain, where they take any time."""
+        periods = [
+            (f"period {self.first + i}", *span) for i, span in enumerate(pairwise(self.bounds))
+        ]
+        ends = [("warm-up", 0.0, self.bounds[0]), ("drain", self.bounds[-1], self.finish_seconds)]
+        return tuple(span for span in (ends[0], *periods, ends[1]) if span[1] < span[2])
+
+    @property
+    def headings(self) -> tuple[Span, ...]:
+        """As :attr:`spans`, but of the periods one in the middle alone, by its length."""
+        period = f"period {format_seconds(self.period_seconds)}"
+        i = (self.last - self.first) // 2
+        middle = (period, self.bounds[i], self.bounds[i + 1])
+        return (middle, *(span for span in self.spans if not span[0].startswith("period")))
 
 
 def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) -> tuple[Row, ...]:
     """Rows of devices by their first stage, then of channels, then of all-reduces.
 
-    With more than ``max_device_rows`` devices (None: never) a stage's first device stands for the
-    whole stage.
+    In a periodic plan all transfers between two groups of devices share a channel. With more than
+    ``max_device_rows`` devices (None: never) a stage's first device stands for the whole stage.
 
     Raises
     ------
@@ -100,17 +163,30 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
     """
     names = _device_rows(plan, merges_stages(plan, max_device_rows))
     devices: dict[str, list[Block]] = {device: [] for device in names}
-    links: dict[tuple[str, int], list[Block]] = defaultdict(list)
+    links: dict[tuple[str, tuple[int, ...]], list[Block]] = defaultdict(list)
+    shared = _shared_channels(plan)
     for device, block in _blocks(plan, devices):
         if block.action.kind in COMPUTE:
             devices[device].append(block)
         else:
-            links[_link(block.action)].append(block)
+            group, s = _link(block.action)
+            links[group, shared.get(s, (s,)) if group == "channel" else (s,)].append(block)
     rows = [Row(names[device], "device", _sorted(blocks)) for device, blocks in devices.items()]
-    for (group, s), blocks in sorted(links.items()):
-        name = f"channel {s}-{s + 1}" if group == "channel" else f"all-reduce {s}"
-        rows.append(Row(name, group, _sorted(blocks)))
+    for (group, places), blocks in sorted(links.items()):
+        ends = ", ".join(f"{s}-{s + 1}" if group == "channel" else str(s) for s in places)
+        name = "all-reduce" if group == "reduce" else group
+        rows.append(Row(f"{name} {ends}", group, _sorted(blocks)))
     return tuple(rows)
+
+
+def _shared_channels(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
+    """Per boundary of a periodic plan those whose transfers share its link; none if finite."""
+    if not isinstance(plan.schedule, PeriodicSchedule):
+        return {}
+    boundaries: dict[frozenset[tuple[str, ...]], list[int]] = defaultdict(list)
+    for s, (one, other) in enumerate(pairwise(plan.stages)):
+        boundaries[frozenset((one.devices, other.devices))].append(s)
+    return {s: tuple(places) for places in boundaries.values() for s in places}
 
 
 def merges_stages(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) -> bool:
@@ -124,8 +200,51 @@ def device_count(plan: PipelinePlan) -> int:
 
 
 def finish_seconds(plan: PipelinePlan) -> float:
-    """When the last action of the schedule ends; 0 for an empty schedule."""
-    return max((action.finish_seconds for action in plan.actions), default=0.0)
+    """When the last action that is drawn ends; 0 for an empty schedule."""
+    return max((action.finish_seconds for action in drawn(plan).actions), default=0.0)
+
+
+def iteration_seconds(plan: PipelinePlan) -> float:
+    """What an iteration takes: until the last action ends, or a period for every microbatch."""
+    if isinstance(plan.schedule, PeriodicSchedule):
+        return plan.microbatches * plan.schedule.period_seconds
+    return finish_seconds(plan)
+
+
+def drawn(plan: PipelinePlan) -> PipelinePlan:
+    """The finite plan that is drawn: ``plan``, or a run of a periodic one.
+
+    Raises
+    ------
+    InputError
+        If the schedule's actions do not belong to the plan's stages and devices, or lag so far
+        behind that no picture holds the run.
+    """
+    _require_places(plan)
+    if not isinstance(plan.schedule, PeriodicSchedule):
+        return plan
+    microbatches = _drawn_microbatches(plan.schedule)
+    if microbatches * len(plan.schedule.actions) > MAX_DRAWN_ACTIONS:
+        raise InputError(
+            f"schedule: {len(plan.schedule.actions)} actions with index shifts of up to "
+            f"{warm_up_periods(plan.schedule)} periods are too many to be drawn"
+        )
+    return unroll_run(plan, microbatches)
+
+
+def phases(plan: PipelinePlan) -> Phases | None:
+    """The periods that are drawn; None for a finite plan."""
+    schedule = plan.schedule
+    if not isinstance(schedule, PeriodicSchedule):
+        return None
+    last = _drawn_microbatches(schedule) - 1
+    return Phases(schedule.period_seconds, warm_up_periods(schedule), last, finish_seconds(plan))
+
+
+def _drawn_microbatches(schedule: PeriodicSchedule) -> int:
+    """As many that the whole periods take about as much of the picture as either end."""
+    fill = warm_up_periods(schedule)
+    return fill + max(WHOLE_PERIODS, fill)
 
 
 def summarise(plan: PipelinePlan) -> tuple[StageSummary, ...]:
@@ -135,7 +254,7 @@ def summarise(plan: PipelinePlan) -> tuple[StageSummary, ...]:
         key = (block.action.stage, block.action.kind)
         longest[key] = max(longest[key], block.finish_seconds - block.start_seconds)
     peaks = plan.predicted.peak_memory_bytes if plan.predicted else {}
-    flights = in_flight(plan)
+    flights, shifts = in_flight(plan), _shifts(plan)
     return tuple(
         StageSummary(
             s,
@@ -148,9 +267,39 @@ def summarise(plan: PipelinePlan) -> tuple[StageSummary, ...]:
             ),
             int(flights[s][1].max(initial=0)),
             max((peaks[device] for device in stage.devices if device in peaks), default=None),
+            tuple(
+                t
+                for t, other in enumerate(plan.stages)
+                if t != s and not set(other.devices).isdisjoint(stage.devices)
+            ),
+            shifts[s] if shifts else None,
         )
         for s, stage in enumerate(plan.stages)
     )
+
+
+def shifts_text(line: StageSummary) -> str:
+    """The index shifts of a stage's forward and backward."""
+    return "" if line.shifts is None else f"F {line.shifts[0]}, B {line.shifts[1]}"
+
+
+def shared_text(line: StageSummary) -> str:
+    """The other stages on a stage's devices."""
+    return _stages_name(line.shares_with) if line.shares_with else "-"
+
+
+def _shifts(plan: PipelinePlan) -> list[tuple[int, int]]:
+    """Per stage the index shifts of its forward and of its backward's end; none if finite."""
+    if not isinstance(plan.schedule, PeriodicSchedule):
+        return []
+    found = {parse_operation(one.action): one.shift for one in plan.schedule.actions}
+    return [
+        (
+            found.get(Operation(s, ActionKind.FORWARD), 0),
+            max(found.get(Operation(s, kind), 0) for kind in ENDS_BACKWARD),
+        )
+        for s in range(len(plan.stages))
+    ]
 
 
 def in_flight(plan: PipelinePlan) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
@@ -209,9 +358,11 @@ def headline(plan: PipelinePlan) -> str:
     parts = [f"{plan.model} on {plan.cluster}", f"{plan.planner}"]
     parts.append(f"{len(plan.stages)} stages, {plan.microbatches} microbatches")
     if plan.certificate is not None:
-        certificate = plan.certificate
-        parts.append(f"{format_seconds(certificate.cost_seconds)} per iteration")
-        parts.append(f"gap {certificate.gap:.2%}")
+        parts.append(f"{format_seconds(plan.certificate.cost_seconds)} per iteration")
+    if isinstance(plan.schedule, PeriodicSchedule):
+        parts.append(f"period {format_seconds(plan.schedule.period_seconds)}")
+    if plan.certificate is not None:
+        parts.append(f"gap {plan.certificate.gap:.2%}")
     return " · ".join(parts)
 
 
@@ -233,9 +384,13 @@ def time_unit(seconds: float) -> tuple[str, float]:
 def chrome_trace(plan: PipelinePlan) -> str:
     """The schedule in Chrome's trace event format, which Perfetto reads; times in microseconds.
 
-    One process each for devices, channels and all-reduces, one thread per row.
+    One process each for devices, channels and all-reduces, one thread per row; of a periodic plan
+    one more for its periods.
     """
     processes = {"device": (1, "devices"), "channel": (2, "channels"), "reduce": (3, "all-reduces")}
+    shown = phases(plan)
+    if shown is not None:
+        processes["period"] = (4, "periods")
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
         for pid, name in processes.values()
@@ -248,6 +403,9 @@ def chrome_trace(plan: PipelinePlan) -> str:
             {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
         )
         events += [_trace_event(block, place) for block in row.blocks]
+    if shown is not None:
+        place = {"pid": processes["period"][0], "tid": 0}
+        events += [_slice(name, "period", place, begin, end) for name, begin, end in shown.spans]
     other = {"model": plan.model, "cluster": plan.cluster, "planner": plan.planner}
     return json.dumps(
         {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":")
@@ -264,14 +422,18 @@ def _trace_event(block: Block, place: dict[str, int]) -> dict[str, Any]:
     arguments: dict[str, Any] = {"stage": action.stage, "microbatch": action.microbatch}
     arguments |= {"bytes": block.bytes, "endpoints": block.ends or None}
     return {
-        "ph": "X",
-        "name": str(action),
-        "cat": KIND_NAMES[action.kind],
-        **place,
-        "ts": block.start_seconds * 1e6,
-        "dur": (block.finish_seconds - block.start_seconds) * 1e6,
+        **_slice(
+            str(action), KIND_NAMES[action.kind], place, block.start_seconds, block.finish_seconds
+        ),
         "args": {key: value for key, value in arguments.items() if value is not None},
     }
+
+
+def _slice(
+    name: str, category: str, place: dict[str, int], start: float, finish: float
+) -> dict[str, Any]:
+    duration = (finish - start) * 1e6
+    return {"ph": "X", "name": name, "cat": category, **place, "ts": start * 1e6, "dur": duration}
 
 
 def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
@@ -299,10 +461,10 @@ def _blocks(plan: PipelinePlan, devices: Collection[str] | None = None) -> list[
     An action that fits no stage of the plan is refused.
     """
     blocks = []
-    parsed = {text: parse_action(text) for text in {timed.action for timed in plan.actions}}
-    for i, timed in enumerate(plan.actions):
+    actions = drawn(plan).actions
+    parsed = {text: parse_action(text) for text in {timed.action for timed in actions}}
+    for timed in actions:
         action = parsed[timed.action]
-        _require_place(plan, i, action, timed.device)
         if devices is not None and action.kind in COMPUTE and timed.device not in devices:
             continue
         ends = _ends(timed.sources, timed.targets)
@@ -311,19 +473,30 @@ def _blocks(plan: PipelinePlan, devices: Collection[str] | None = None) -> list[
     return blocks
 
 
-def _require_place(plan: PipelinePlan, i: int, action: Action, device: str) -> None:
+def _require_places(plan: PipelinePlan) -> None:
+    """Refuse entries of the schedule, finite or periodic, that are on no stage or device of it."""
+    is_periodic = isinstance(plan.schedule, PeriodicSchedule)
+    parse: Callable[[str], Action | Operation] = parse_operation if is_periodic else parse_action
+    entries: Sequence[ScheduledAction | PeriodicAction] = plan.schedule.actions
+    known: dict[str, Action | Operation] = {}
+    for i, entry in enumerate(entries):
+        try:
+            if entry.action not in known:
+                known[entry.action] = parse(entry.action)
+            _require_place(plan, known[entry.action], entry.device)
+        except InputError as error:
+            raise InputError(f"schedule.actions[{i}]: {error}") from None
+
+
+def _require_place(plan: PipelinePlan, action: Action | Operation, device: str) -> None:
     if action.kind not in PLANNED:
-        raise InputError(f"schedule.actions[{i}]: {action} belongs to programs, not to plans")
+        raise InputError(f"{action} belongs to programs, not to plans")
     if action.stage >= len(plan.stages):
         raise InputError(
-            f"schedule.actions[{i}]: {action} is of stage {action.stage}, "
-            f"the plan has {len(plan.stages)} stages"
+            f"{action} is of stage {action.stage}, the plan has {len(plan.stages)} stages"
         )
     if device not in plan.stages[action.stage].devices:
-        raise InputError(
-            f"schedule.actions[{i}]: {action} runs on {device!r}, "
-            f"which is no device of stage {action.stage}"
-        )
+        raise InputError(f"{action} runs on {device!r}, which is no device of stage {action.stage}")
 
 
 @lru_cache(maxsize=4096)  # every microbatch repeats the endpoints

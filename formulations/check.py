@@ -31,6 +31,7 @@ from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Certificate,
     InvalidPlan,
+    PeriodicAction,
     PeriodicSchedule,
     PipelinePlan,
     Predicted,
@@ -373,21 +374,35 @@ def _broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[
                 f"stage {s}",
                 "in a periodic plan all devices of a stage do every microbatch: use 'split'",
             )
-    latest = plan.microbatches + 2  # a microbatch ends before its weights are overwritten
     for i, one in enumerate(schedule.actions):
-        place = f"schedule.actions[{i}]"
-        try:
-            parse_operation(one.action)
-        except InputError as error:
-            yield Violation("unexpected", place, str(error))
-        if one.shift > latest:
-            yield Violation(
-                "versions",
-                place,
-                f"{one.action} is done {one.shift} periods after its microbatch began; with two "
-                f"versions of the weights and {plan.microbatches} microbatches in an iteration "
-                f"{latest} is the most",
-            )
+        yield from _broken_repetition(plan, one, schedule.period_seconds, f"schedule.actions[{i}]")
+
+
+def _broken_repetition(
+    plan: PipelinePlan, one: PeriodicAction, period: float, place: str
+) -> Iterator[Violation]:
+    """An operation that can be repeated: known, done before it is due again, and not too late."""
+    try:
+        operation = parse_operation(one.action)
+    except InputError as error:
+        yield Violation("unexpected", place, str(error))
+        return
+    most = period * (plan.microbatches if operation.kind is REDUCE else 1)
+    if one.seconds > most * (1 + RELATIVE_TOLERANCE):
+        yield Violation(
+            "overlap",
+            place,
+            f"{one.action} takes {one.seconds:.9g} s and is due again after {most:.9g} s",
+        )
+    latest = plan.microbatches + 2  # a microbatch ends before its weights are overwritten
+    if one.shift > latest:
+        yield Violation(
+            "versions",
+            place,
+            f"{one.action} is done {one.shift} periods after its microbatch began; with two "
+            f"versions of the weights and {plan.microbatches} microbatches in an iteration "
+            f"{latest} is the most",
+        )
 
 
 def _broken_layers(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:

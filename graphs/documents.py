@@ -7,6 +7,7 @@ against the annotations and its ``__post_init__`` against the rules between fiel
 import json
 import os
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +51,7 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         # From JSON, because only then do strict types take an array for a tuple.
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise InputError(f"{place}: {first_problem(error)}") from None
+        raise InputError(f"{place}: {first_problem(error, data)}") from None
 
 
 def _require_single_keys(pairs: list[tuple[str, Any]]) -> None:
@@ -105,17 +106,53 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def first_problem(error: ValidationError) -> str:
-    """The first problem as ``field.path[3]: message, got value``, and how many more there are."""
-    problems = error.errors(include_url=False, include_context=False)
+def first_problem(error: ValidationError, document: Any = None) -> str:
+    """The first problem as ``field.path[3]: message, got value``, and how many more there are.
+
+    ``document`` is what was read, as plain data: with it, the path holds its fields alone, without
+    the tag by which pydantic chose the member of a union.
+    """
+    problems = error.errors(include_url=False)
     first = problems[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
+    path, message = list(first["loc"]), first["msg"].removeprefix("Value error, ")
+    if document is not None:
+        path = _without_tags(path, document, first["type"])
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         message = "unknown field"
     elif first["type"] == "missing":
         message = "missing field"
+    elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path, message = _about_tag(path, first["ctx"])
     elif first["type"] != "value_error" and isinstance(first["input"], str | int | float):
         message += f", got {reprlib.repr(first['input'])}"
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{place.lstrip('.')}: {message}{more}" if place else f"{message}{more}"
+
+
+def _without_tags(path: Sequence[int | str], document: Any, problem: str) -> list[int | str]:
+    """The parts of ``path`` that are steps in ``document``; the field that is missing is one."""
+    found: list[int | str] = []
+    node = document
+    for position, part in enumerate(path):
+        is_absent_field = problem == "missing" and position == len(path) - 1
+        if isinstance(node, dict) and part not in node and not is_absent_field:
+            continue
+        found.append(part)
+        node = _child(node, part)
+    return found
+
+
+def _child(node: Any, part: int | str) -> Any:
+    if isinstance(node, list) and isinstance(part, int) and part < len(node):
+        return node[part]
+    return node.get(part) if isinstance(node, dict) else None
+
+
+def _about_tag(path: Sequence[int | str], context: dict[str, Any]) -> tuple[list[int | str], str]:
+    """The place of the field that chooses a union's member, and what is wrong with it."""
+    place = [*path, context["discriminator"].strip("'")]
+    if "tag" not in context:
+        return place, "missing field"
+    tag = reprlib.repr(context["tag"])
+    return place, f"must be one of {context['expected_tags']}, got {tag}"

@@ -39,6 +39,8 @@ def gigaflops(name: str, **sizes: int) -> float:
         ("xlnet-large", 360, 1),
         ("vgg16", 138.4, 0.05),
         ("resnet50", 25.6, 0.05),
+        ("resnet101", 44.5, 0.05),
+        ("densenet121", 7.98, 0.005),
     ],
 )
 def test_parameters_are_the_published_ones(name, published, tolerance):
@@ -54,7 +56,9 @@ def test_the_transformer_of_55_million_parameters_has_a_smaller_vocabulary():
     ("name", "layers"),
     [
         ("vgg19", 24),
+        ("resnet101", 37),
         ("resnet152", 54),
+        ("densenet121", 65),
         ("inception-v3", 20),
         ("transformer", 15),
         ("bert-large", 27),
@@ -75,7 +79,9 @@ def test_layers(name, layers):
         ("vgg16", 15.47),
         ("vgg19", 19.63),
         ("resnet50", 4.09),
+        ("resnet101", 7.80),
         ("resnet152", 11.51),
+        ("densenet121", 2.83),
         ("inception-v3", 5.71),
     ],
 )
@@ -153,6 +159,32 @@ def test_shapes_of_resnet_and_inception():
     shapes = [192 * 35 * 35, 256 * 35 * 35, 288 * 35 * 35, 288 * 35 * 35]
     shapes += 5 * [768 * 17 * 17] + [1280 * 8 * 8, 2048 * 8 * 8, 2048 * 8 * 8, 2048]
     assert [cost.output_bytes / WIDTH for cost in inception[6:-1]] == shapes
+
+
+def test_a_dense_layer_hands_on_and_keeps_all_that_was_concatenated():
+    layers = {layer.name: layer.costs[0] for layer in analytic_model("densenet121", 1).layers}
+    pixels = {1: 56 * 56, 2: 28 * 28, 3: 14 * 14, 4: 7 * 7}
+    counts, channels = (6, 12, 24, 16), 64
+    for block, count in enumerate(counts, start=1):
+        for i in range(1, count + 1):
+            cost = layers[f"dense{block}_{i}"]
+            assert cost.output_bytes == (channels + 32) * pixels[block] * WIDTH
+            # What each batch norm reads, and what it hands to its convolution.
+            assert cost.saved_bytes == 2 * (channels + 4 * 32) * pixels[block] * WIDTH
+            channels += 32
+        if block < 4:
+            channels //= 2
+            after = layers[f"transition{block}"].output_bytes
+            assert after == channels * pixels[block + 1] * WIDTH
+    assert channels == 1024
+
+
+@pytest.mark.parametrize("name", ["resnet50", "resnet101", "inception-v3", "densenet121"])
+def test_larger_images_leave_the_parameters_and_take_flops_by_their_pixels(name):
+    small, large = (analytic_model(name, 8, image=image) for image in (500, 1000))
+    np.testing.assert_array_equal(small.parameter_bytes, large.parameter_bytes)
+    assert seconds(large) == pytest.approx(4 * seconds(small), rel=0.06)
+    assert gigaflops(name, image=1000) == pytest.approx(4 * gigaflops(name, image=500), rel=0.06)
 
 
 def test_the_encoders_output_is_handed_through_the_decoder():

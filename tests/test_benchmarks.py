@@ -1,18 +1,26 @@
 """The benchmarks run, and what they claim of quality holds on their small cases."""
 
 import re
-from itertools import product
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from math import exp, log
 from typing import Any
 
 import matplotlib.image
+import numpy as np
 import pytest
 from ranks import Ranks
 
-from benchmarks import auto, partition, pipedream, report, spp
+from benchmarks import auto, madpipe, partition, pipedream, report, spp
 from stagewright.executor.export.pipelines import one_forward_one_backward
 from stagewright.executor.lower import lower
 from stagewright.formulations.actions import COMPUTE
 from stagewright.formulations.forms import Limits
+from stagewright.formulations.pattern import kept_bytes, static_bytes
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import Stage
+from stagewright.graphs.chain import Chain, Layer, LayerCost
+from stagewright.graphs.cluster import Link, uniform_servers
 from stagewright.graphs.devices import accelerator
 from stagewright.solvers.planning import plan
 
@@ -98,6 +106,123 @@ def test_planners_on_a_measured_profile():
     rows = pipedream.planners_table(("alexnet",), 1.0).rows
     assert len(rows) == len(pipedream.clusters())
     assert {row[-1] for row in rows} == {"none"}
+
+
+def small_network(memory_bytes: float, bandwidth: float, seed: int = 0) -> PipelineProblem:
+    """Six layers, of which the early ones hand on the most, on four devices."""
+    draw = np.random.default_rng(seed)
+    layers = tuple(
+        Layer(
+            f"l{i}",
+            float(draw.uniform(0, 2e7)),
+            (LayerCost(1, draw.uniform(1, 9), 0.0, (7 - i) * 1e7, draw.uniform(1, 9)),),
+        )
+        for i in range(6)
+    )
+    chain = madpipe.keeps_inputs(Chain("small", "test", 1, layers), 3e7)
+    cluster = uniform_servers(1, 4, Link(bandwidth), memory_bytes=memory_bytes)
+    return PipelineProblem(chain, cluster, 8)
+
+
+@pytest.mark.parametrize("memory", [4e8, 5e8, 6e8, 8e8, 1e10])
+@pytest.mark.parametrize("bandwidth", [5e6, 1e9])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pipedreams_partition_is_the_best_of_all(memory: float, bandwidth: float, seed: int):
+    problem = small_network(memory, bandwidth, seed)
+    layers, devices = problem.chain.layers, 4
+    outputs = [layer.costs[0].output_bytes for layer in layers]
+    inputs = [3e7, *outputs[:-1]]
+    ends = [0.0, *outputs[:-1], 0.0]  # what crosses a cut; nothing before the first layer
+    seconds = [
+        layer.costs[0].forward_seconds + layer.costs[0].total_backward_seconds for layer in layers
+    ]
+
+    def period(cuts: tuple[int, ...], limit: float) -> float:
+        worst = max((2 * outputs[cut - 1] / bandwidth for cut in cuts[1:-1]), default=0.0)
+        for start, stop in pairwise(cuts):
+            kept = 3 * sum(layer.parameter_bytes for layer in layers[start:stop])
+            kept += devices * sum(inputs[start:stop]) + 2 * (ends[start] + ends[stop])
+            worst = max(worst, sum(seconds[start:stop]) if kept <= limit else np.inf)
+        return worst
+
+    partitions = [
+        (0, *cuts, len(layers))
+        for count in range(devices)
+        for cuts in combinations(range(1, len(layers)), count)
+    ]
+    loads = madpipe.stage_loads(problem)
+    anywhere = madpipe.balanced_partition(problem, loads)
+    assert anywhere.period == pytest.approx(min(period(cuts, np.inf) for cuts in partitions))
+    fitting = madpipe.balanced_partition(
+        problem, np.where(madpipe.fits_by_estimate(problem), loads, np.inf)
+    )
+    best = min(period(cuts, memory) for cuts in partitions)
+    if fitting is None:
+        assert best == np.inf
+    else:
+        assert fitting.period == pytest.approx(best)
+        chosen = (0, *(stage.layers[1] for stage in fitting.stages))
+        assert period(chosen, memory) == pytest.approx(best)
+        names = [device.name for device in problem.cluster.devices]
+        assert [stage.devices for stage in fitting.stages] == [
+            (name,) for name in names[: len(fitting.stages)]
+        ]
+
+
+def test_memory_keeps_pipedream_from_its_prediction():
+    roomy, tight = (madpipe.pipedream(small_network(memory, 1e9)) for memory in (1e10, 5e8))
+    assert roomy.achieved == pytest.approx(roomy.predicted)
+    assert tight.achieved > roomy.achieved
+    assert madpipe.pipedream(small_network(1e8, 1e9)) == madpipe.Periods(None, None)
+
+
+def test_networks_of_the_madpipe_study_keep_what_the_paper_counts():
+    problem = madpipe.problem(madpipe.Case("resnet50", 2, 16, 12e9))
+    image, conv1 = (8 * elements * 4 for elements in (3 * 1000**2, 64 * 500**2))
+    stage = Stage((0, 2), ("s0g0",))
+    assert kept_bytes(problem, stage).saved_bytes == image + conv1
+    weights, pool1 = (64 * 3 * 49 + 2 * 64) * 4, conv1 / 4
+    assert static_bytes(problem, stage) == 3 * weights + 2 * pool1
+    assert len(madpipe.SWEEP) == 4 * 7 * 14 * 2
+
+
+def test_madpipe_is_ahead_where_memory_is_scarce():
+    outcome = madpipe.compare(madpipe.Case("resnet50", 2, 8, 12e9))
+    periods = outcome.madpipe.periods
+    assert outcome.madpipe.bound <= periods.predicted <= periods.achieved
+    assert outcome.ratio > 1.1
+    madpipe.require_never_slower([outcome])
+
+
+def outcome(case: madpipe.Case, theirs: float | None, ours: float | None) -> madpipe.Outcome:
+    planned = madpipe.Planned(madpipe.Periods(ours, ours), ours and 0.9 * ours, 1.5)
+    return madpipe.Outcome(case, madpipe.Periods(None, theirs), planned)
+
+
+def test_tables_of_the_madpipe_study_count_what_does_not_fit_apart():
+    cases = [case for case in madpipe.SWEEP if case.network == "resnet50"][:14]
+    periods = [(None, None), (None, 2.0), (2.6, 2.0), (2.2, 2.0)] + [(2.1, 2.1)] * 10
+    outcomes = [outcome(case, *pair) for case, pair in zip(cases, periods, strict=True)]
+    assert madpipe.mean_ratio(outcomes[:4]) == pytest.approx(exp((log(1.3) + log(1.1)) / 2))
+    madpipe.require_never_slower(outcomes)
+    ((name, tight, _, roomy, *counts),) = madpipe.summary_table(outcomes).rows
+    assert (name, tight, roomy) == ("ResNet-50", "1.074 (over 1.2)", "1.000")
+    assert counts == [14, 0, 1, 1, 0, 13, 0, "10.0%", "1.5"]
+    by_memory = madpipe.figure7_table(outcomes).rows
+    assert by_memory[:3] == ((3, "- (0, 0)"), (4, "- (0, 1)"), (5, "1.300 (1, 0)"))
+    lost = replace(outcomes[0], pipedream=madpipe.Periods(None, 3.0))
+    with pytest.raises(AssertionError, match="PipeDream is ahead"):
+        madpipe.require_never_slower([lost])
+
+
+def test_pictures_of_the_madpipe_study(tmp_path):
+    outcomes = [
+        outcome(case, 1 / case.devices if case.gigabytes > 5 else None, 1 / case.gigabytes)
+        for case in madpipe.SWEEP
+    ]
+    madpipe.draw(outcomes, tmp_path)
+    for figure in (6, 7, 8):
+        assert matplotlib.image.imread(tmp_path / f"madpipe-figure{figure}.png").std() > 0
 
 
 def test_auto_plans_an_example():

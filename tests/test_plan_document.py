@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from periodic_plans import plan_by_hand
 from plans import make_stages, small_problem, valid_plan
 
+from stagewright.executor.timeline import timeline
 from stagewright.formulations.check import check, predict
 from stagewright.formulations.plan import (
     Bound,
@@ -69,11 +71,11 @@ def test_figures_and_certificate_may_be_absent(tmp_path: Path) -> None:
 
 def test_what_other_programs_read(data: dict[str, Any]) -> None:
     assert (data["format"], data["version"], data["kind"]) == ("stagewright-plan", 1, "pipeline")
+    kept = {"recompute": "none", "offload": False}
     assert data["stages"] == [
-        {"layers": [0, 1], "devices": ["g0", "g1"], "replication": "round-robin",
-         "recompute": "none"},
-        {"layers": [1, 4], "devices": ["g2"], "replication": "split", "recompute": "none"},
-    ]  # fmt: skip
+        {"layers": [0, 1], "devices": ["g0", "g1"], "replication": "round-robin", **kept},
+        {"layers": [1, 4], "devices": ["g2"], "replication": "split", **kept},
+    ]
     assert data["layers"][1] == {"name": "layer1", "parameter_bytes": 9e7}
     assert data["weights"] == "flush"
     assert data["microbatches"] == 2
@@ -143,7 +145,19 @@ def without(*path: Any) -> Damage:
         (put("weights", value="often"), "weights: .*'flush', 'stash'"),
         (put("layers", 0, "flops", value=1), r"layers\[0\].flops: unknown field"),
         (put("layers", 0, "parameter_bytes", value="1"), r"layers\[0\].parameter_bytes: .*number"),
-        (put("schedule", "kind", value="periodic"), "schedule.kind: "),
+        (put("schedule", "kind", value="periodic"), "schedule.period_seconds: missing field"),
+        (put("schedule", "kind", value="weekly"),
+         "schedule.kind: must be one of 'finite', 'periodic', got 'weekly'"),
+        (put("schedule", "kind", value=7), "schedule.kind: must be one of .*, got '7'"),
+        (put("schedule", "kind", value=None), "schedule.kind: must be one of .*, got 'None'"),
+        (without("schedule", "kind"), "schedule.kind: missing field"),
+        (without("schedule", "actions"), "schedule.actions: missing field"),
+        (without("schedule"), "plan.json: schedule: missing field"),
+        (put("schedule", value=[]), "schedule: Input should be an object"),
+        (put("schedule", "note", value=""), "schedule.note: unknown field"),
+        (put("schedule", "finite", value={}), "schedule.finite: unknown field"),
+        (put("schedule", "period_seconds", value=1.0), "schedule.period_seconds: unknown field"),
+        (put("schedule", "actions", 0, "shift", value=1), r"schedule.actions\[0\].shift: unknown"),
         (put("schedule", "actions", 1, "start_seconds", value=None), r"actions\[1\].start_seconds"),
         (put("schedule", "actions", 1, "device", value=7), r"actions\[1\].device: .*string"),
         (put("predicted", "bubble", value="small"), "predicted.bubble: .*got 'small'"),
@@ -159,6 +173,80 @@ def test_a_damaged_document_is_refused(
         load(tmp_path, json.dumps(data))
     assert str(caught.value).startswith(f"{tmp_path / 'plan.json'}: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def periodic() -> dict[str, Any]:
+    """A periodic plan document as plain data; action 0 is a forward, 2 a transfer."""
+    found: dict[str, Any] = json.loads(documents.to_json(plan_by_hand()[1]))
+    assert [one["action"] for one in found["schedule"]["actions"][:3]] == ["0F", "2F", "2SEND_B"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (put("schedule", "period_seconds", value=0.0),
+         "schedule: period_seconds must be positive, got 0.0"),
+        (put("schedule", "period_seconds", value=-1.0), "schedule: period_seconds must be positi"),
+        (put("schedule", "period_seconds", value="4"), "schedule.period_seconds: .*got '4'"),
+        (without("schedule", "period_seconds"), "schedule.period_seconds: missing field"),
+        (put("schedule", "actions", 0, "start_seconds", value=4.0),
+         r"schedule: actions\[0\], 0F: start_seconds must be in \[0, 4.0\)"),
+        (put("schedule", "actions", 0, "start_seconds", value=-0.5),
+         r"schedule: actions\[0\], 0F: start_seconds must be in \[0, 4.0\)"),
+        (put("schedule", "actions", 0, "seconds", value=-1.0), "seconds not negative, got 0.0 and"),
+        (put("schedule", "actions", 0, "shift", value=-1),
+         r"schedule: actions\[0\], 0F: shift must be from 0 to \d+, got -1"),
+        (put("schedule", "actions", 0, "shift", value=10**12), "shift must be from 0 to"),
+        (put("schedule", "actions", 0, "shift", value=0.5),
+         r"schedule.actions\[0\].shift: .*integer, got 0.5"),
+        (without("schedule", "actions", 0, "shift"), r"schedule.actions\[0\].shift: missing field"),
+        (put("schedule", "actions", 0, "finish_seconds", value=1.0),
+         r"schedule.actions\[0\].finish_seconds: unknown field"),
+        (put("schedule", "actions", 2, "bytes", value="many"),
+         r"schedule.actions\[2\].bytes: .*got 'many'"),
+        (put("schedule", "kind", value="finite"), "schedule.period_seconds: unknown field|missing"),
+        (put("schedule", "kind", value="weekly"), "schedule.kind: must be one of"),
+        (without("schedule", "kind"), "schedule.kind: missing field"),
+    ],
+)  # fmt: skip
+def test_a_damaged_periodic_document_is_refused(
+    tmp_path: Path, periodic: dict[str, Any], damage: Damage, message: str
+) -> None:
+    damage(periodic)
+    with pytest.raises(InputError, match=message) as caught:
+        load(tmp_path, json.dumps(periodic))
+    assert str(caught.value).startswith(f"{tmp_path / 'plan.json'}: schedule")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("forward", "'forward' is no operation; write for example 2F"),
+        ("0F3", "'0F3' is no operation; write for example 2F"),
+        ("0UPDATE", "0UPDATE belongs to programs, not to plans"),
+        ("7F", "7F is of stage 7, the plan has 3 stages"),
+    ],
+)
+def test_an_operation_that_is_none_is_named_with_its_place(
+    tmp_path: Path, periodic: dict[str, Any], text: str, message: str
+) -> None:
+    """As in a finite plan, the document is read, and whoever uses the actions refuses them."""
+    put("schedule", "actions", 0, "action", value=text)(periodic)
+    plan = load(tmp_path, json.dumps(periodic))
+    with pytest.raises(InputError) as caught:
+        timeline(plan)
+    assert str(caught.value).startswith(f"schedule.actions[0]: {message}")
+    assert check(plan_by_hand()[0], plan)
+
+
+def test_the_same_periodic_plan_comes_back(tmp_path: Path) -> None:
+    problem, plan = plan_by_hand()
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert check(problem, load_plan(tmp_path / "plan.json")) == ()
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -220,7 +308,7 @@ def test_the_schema_is_json_and_closed(data: dict[str, Any]) -> None:
     for part in (schema, *schema["$defs"].values()):
         assert part["type"] == "object"
         assert part["additionalProperties"] is False
-    assert set(data) == set(schema["properties"])
+    assert set(data) | {"memory_limit_bytes"} == set(schema["properties"])
     assert set(schema["required"]) <= set(data)
     assert {"stages", "microbatches", "schedule", "digest"} <= set(schema["required"])
 

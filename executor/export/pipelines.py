@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from stagewright.executor.lower import lower
 from stagewright.executor.verify import verify
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind
-from stagewright.formulations.plan import PipelinePlan
+from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan
 from stagewright.graphs.errors import InputError
 
 Order = tuple[Action, ...]
@@ -39,8 +39,15 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
     Raises
     ------
     InputError
-        If the stages are not all replicated alike, or share only some of their devices.
+        If the plan is periodic, or its stages are not all replicated alike or share only some of
+        their devices.
     """
+    if isinstance(plan.schedule, PeriodicSchedule):
+        raise InputError(
+            f"the plan is periodic: its pipeline never drains and its weights have two versions, "
+            f"where {framework} drains before every update; export a plan with a finite schedule "
+            "and weights 'flush'"
+        )
     first = plan.stages[0]
     for s, stage in enumerate(plan.stages):
         count = len(stage.devices)
@@ -79,6 +86,8 @@ def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False
                 f"stage {s} recomputes ({stage.recompute!r}), which {framework} is not told "
                 "stage by stage; plan without recomputation"
             )
+        if stage.offload:
+            raise InputError(f"stage {s} offloads, which {framework} is not told; plan without")
 
 
 def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Order, ...]:

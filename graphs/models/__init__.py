@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.models.language import bert, gpt, transformer, xlnet
 from stagewright.graphs.models.operations import LayerWork
-from stagewright.graphs.models.vision import inception_v3, resnet, vgg
+from stagewright.graphs.models.vision import densenet, inception_v3, resnet, vgg
 from stagewright.graphs.units import MAX_LAYERS, require_count
 
 
@@ -48,7 +48,9 @@ MODELS: dict[str, NamedModel] = {
     "vgg16": NamedModel(vgg, 32, {"depth": 16}),
     "vgg19": NamedModel(vgg, 32, {"depth": 19}),
     "resnet50": NamedModel(resnet, 32, {"depth": 50}),
+    "resnet101": NamedModel(resnet, 8, {"depth": 101}),
     "resnet152": NamedModel(resnet, 4, {"depth": 152}),
+    "densenet121": NamedModel(densenet, 8, {"depth": 121}),
     "inception-v3": NamedModel(inception_v3, 32),
     "transformer": NamedModel(transformer, 32),
     "bert-large": NamedModel(bert, 4, {"layers": 24}),
@@ -56,7 +58,10 @@ MODELS: dict[str, NamedModel] = {
     "xlnet-large": NamedModel(xlnet, 4, {"layers": 24}),
     "gpt": NamedModel(gpt, 1),
 }
-"""Microbatch sizes after SPP's table II (BERT-48: on V100; it is 4 on 1080Ti)."""
+"""Microbatch sizes after SPP's table II (BERT-48: on V100; it is 4 on 1080Ti).
+
+ResNet-101 and DenseNet-121: after MadPipe section 5.1.
+"""
 
 
 def named_model(name: str) -> NamedModel:

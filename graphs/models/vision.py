@@ -1,7 +1,8 @@
-"""Image classifiers, as torchvision has them: VGG, ResNet, Inception-v3 (without auxiliary head).
+"""Image classifiers, as torchvision has them.
 
-A residual block and an Inception module are one layer each, so that nothing but a layer's output
-crosses the cut behind it (SPP section V-A).
+VGG, ResNet, DenseNet, Inception-v3 (without auxiliary head). A residual block and an Inception
+module are one layer each, so that nothing but a layer's output crosses the cut behind it (SPP
+section V-A); a dense layer hands on all that was concatenated so far.
 """
 
 from collections.abc import Sequence
@@ -25,9 +26,16 @@ VGG_STAGES = {
 
 RESNET_STAGES = {
     50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
 """Bottleneck blocks of 64, 128, 256 and 512 inner channels."""
+
+DENSENET_BLOCKS = {121: (6, 12, 24, 16)}
+"""Dense layers between the transitions."""
+
+DENSENET_GROWTH = 32
+"""Channels that a dense layer adds; its 1x1 convolution has four times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +82,12 @@ class Tape:
         *,
         stride: int = 1,
         padded: bool = True,
+        biased: bool = False,
         normed: bool = True,
         activated: bool = True,
         saves_input: bool = True,
     ) -> Shape:
-        """A convolution, then batch norm (or a bias) and a ReLU in place.
+        """A convolution, then batch norm and a ReLU in place.
 
         ``padded`` keeps the size (but for the stride). ``saves_input`` is false where another
         operation keeps the same input. The ReLU's output is what the next operation keeps.
@@ -96,17 +105,24 @@ class Tape:
                 "convolution",
                 2.0 * taps * outputs,
                 inputs + taps * channels + outputs,
-                parameters=taps * channels + (0 if normed else channels),
+                parameters=taps * channels + (channels if biased else 0),
                 saved=inputs if saves_input else 0,
                 input_gradients=1 if self.layers or self.operations else 0,
                 weight_gradients=1,
             )
         )
         if normed:
-            self.operations.append(norm(outputs, channels, passes=3))
-        if activated:
+            self.normalize(result, activated=activated)
+        elif activated:
             self.operations.append(elementwise(outputs))
         return result
+
+    def normalize(self, shape: Shape, *, activated: bool = True) -> None:
+        """A batch norm, which keeps its input, and a ReLU in place."""
+        elements = self.samples * shape.elements
+        self.operations.append(norm(elements, shape.channels, passes=3))
+        if activated:
+            self.operations.append(elementwise(elements))
 
     def pool(self, shape: Shape, kernel: int, stride: int, *, padded: bool = False) -> Shape:
         """A maximum pooling: keeps its input and the 8-byte index of every maximum."""
@@ -144,7 +160,8 @@ def vgg(
     tape, shape = Tape(samples), Shape(3, image, image)
     for stage, count in enumerate(VGG_STAGES[depth], start=1):
         for i in range(1, count + 1):
-            shape = tape.convolution(shape, min(64 * 2 ** (stage - 1), 512), 3, normed=False)
+            channels = min(64 * 2 ** (stage - 1), 512)
+            shape = tape.convolution(shape, channels, 3, biased=True, normed=False)
             tape.end_layer(f"conv{stage}_{i}", shape)
         shape = tape.end_layer(f"pool{stage}", tape.pool(shape, 2, 2))
     for i, width in enumerate((4096, 4096, classes), start=6):
@@ -164,6 +181,30 @@ def resnet(
             stride = 2 if stage > 0 and i == 0 else 1
             shape = _bottleneck(tape, shape, 64 * 2**stage, stride)
             tape.end_layer(f"conv{stage + 2}_{i + 1}", shape)
+    shape = tape.end_layer("pool5", tape.average(shape))
+    tape.end_layer("fc", tape.linear(shape, classes, activated=False))
+    return tuple(tape.layers)
+
+
+def densenet(
+    samples: int, *, depth: int, image: int = 224, classes: int = 1000
+) -> tuple[LayerWork, ...]:
+    """DenseNet-BC: every dense layer and every transition is a layer.
+
+    All later layers of a block read what a dense layer adds, so that its output, which crosses the
+    cut behind it, is the concatenation of the block's input and of all additions so far. Every
+    dense layer makes a concatenation of its own, as torchvision does, and the next one keeps it
+    whole, for its batch norm. The last batch norm stands with the pooling.
+    """
+    tape = Tape(samples)
+    shape = tape.end_layer("conv0", tape.convolution(Shape(3, image, image), 64, 7, stride=2))
+    shape = tape.end_layer("pool0", tape.pool(shape, 3, 2, padded=True))
+    for block, count in enumerate(DENSENET_BLOCKS[depth], start=1):
+        if block > 1:
+            shape = tape.end_layer(f"transition{block - 1}", _transition(tape, shape))
+        for i in range(1, count + 1):
+            shape = tape.end_layer(f"dense{block}_{i}", _dense_layer(tape, shape))
+    tape.normalize(shape)
     shape = tape.end_layer("pool5", tape.average(shape))
     tape.end_layer("fc", tape.linear(shape, classes, activated=False))
     return tuple(tape.layers)
@@ -304,6 +345,28 @@ def _bottleneck(tape: Tape, shape: Shape, inner: int, stride: int) -> Shape:
         tape.convolution(shape, 4 * inner, stride=stride, activated=False, saves_input=False)
     elements = tape.samples * result.elements
     tape.operations += [elementwise(elements, operands=2), elementwise(elements)]
+    return result
+
+
+def _dense_layer(tape: Tape, shape: Shape) -> Shape:
+    tape.normalize(shape)
+    inside = tape.convolution(shape, 4 * DENSENET_GROWTH)
+    added = tape.convolution(inside, DENSENET_GROWTH, 3, normed=False, activated=False)
+    result = Shape(shape.channels + added.channels, shape.height, shape.width)
+    tape.operations.append(elementwise(tape.samples * result.elements))  # concatenation
+    return result
+
+
+def _transition(tape: Tape, shape: Shape) -> Shape:
+    tape.normalize(shape)
+    halved = tape.convolution(shape, shape.channels // 2, normed=False, activated=False)
+    result = Shape(
+        halved.channels,
+        _length(halved.height, 2, 2, padded=False),
+        _length(halved.width, 2, 2, padded=False),
+    )
+    moved = tape.samples * (halved.elements + result.elements)
+    tape.operations.append(Operation("memory", 0.0, moved))  # 2x2 average
     return result
 
 

@@ -23,9 +23,10 @@ from stagewright.cli.console import (
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.simulate import Simulation
+    from stagewright.executor.simulate import PeriodicRun, Simulation
+    from stagewright.executor.timeline import StageSummary
     from stagewright.formulations.pipeline import PipelineProblem
-    from stagewright.formulations.plan import Certificate, PipelinePlan
+    from stagewright.formulations.plan import Certificate, PeriodicSchedule, PipelinePlan
     from stagewright.graphs.chain import Chain
 
 
@@ -144,6 +145,7 @@ def plan_json(plan: "PipelinePlan | None") -> dict[str, Any]:
         ]
         if plan
         else None,
+        "period_seconds": getattr(plan.schedule, "period_seconds", None) if plan else None,
         "bubble": predicted.bubble if predicted else None,
         "peak_memory_bytes": max(predicted.peak_memory_bytes.values()) if predicted else None,
         "peak_memory_bytes_per_device": predicted.peak_memory_bytes if predicted else None,
@@ -158,32 +160,54 @@ def plan_json(plan: "PipelinePlan | None") -> dict[str, Any]:
 
 def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     """Print the stages of a plan and its certificate; layers by name where the chain is known."""
-    from stagewright.executor.timeline import headline, shorten_devices, summarise
-    from stagewright.graphs.units import format_bytes, format_seconds
+    from stagewright.executor.timeline import headline, summarise
+    from stagewright.formulations.plan import PeriodicSchedule
 
-    rows = []
-    for line in summarise(plan):
-        peak = "-" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
-        start, stop = line.layers
-        names = [f"{chain.layers[start].name} .. {chain.layers[stop - 1].name}"] if chain else []
-        rows.append(
-            [
-                str(line.stage), f"{start}-{stop - 1}", *names, shorten_devices(line.devices),
-                str(len(line.devices)), format_seconds(line.forward_seconds),
-                format_seconds(line.backward_seconds), str(line.in_flight), peak,
-            ]
-        )  # fmt: skip
+    is_periodic = isinstance(plan.schedule, PeriodicSchedule)
     between = ["<first .. last layer"] if chain else []
+    more = ["<index shifts", "<shares with"] if is_periodic else []
     print_lines(headline(plan))
     print_table(
         ["stage", "<layers", *between, "<devices", "replicas", "forward", "backward", "in flight",
-         "peak memory"],
-        rows,
+         "peak memory", *more],
+        [_stage_row(line, chain) for line in summarise(plan)],
     )  # fmt: skip
+    if isinstance(plan.schedule, PeriodicSchedule):
+        print_lines(*_period_lines(plan, plan.schedule))
     if plan.predicted is not None:
         print_lines(f"idle   {percent(plan.predicted.bubble)} of the used devices' time")
     if plan.certificate is not None:
         print_lines(*_certificate_lines(plan.certificate))
+
+
+def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
+    from stagewright.executor.timeline import shared_text, shifts_text, shorten_devices
+    from stagewright.graphs.units import format_bytes, format_seconds
+
+    peak = "-" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
+    start, stop = line.layers
+    names = [f"{chain.layers[start].name} .. {chain.layers[stop - 1].name}"] if chain else []
+    more = [] if line.shifts is None else [shifts_text(line), shared_text(line)]
+    return [
+        str(line.stage), f"{start}-{stop - 1}", *names, shorten_devices(line.devices),
+        str(len(line.devices)), format_seconds(line.forward_seconds),
+        format_seconds(line.backward_seconds), str(line.in_flight), peak, *more,
+    ]  # fmt: skip
+
+
+def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[str]:
+    from stagewright.formulations.periodic import latency
+    from stagewright.graphs.units import format_seconds
+
+    period = schedule.period_seconds
+    through = latency(schedule)
+    return [
+        f"period {format_seconds(period)}, a microbatch each: "
+        f"{format_seconds(plan.microbatches * period)} per iteration of {plan.microbatches}; "
+        "the pipeline does not drain in between",
+        f"       a microbatch takes {format_seconds(through)}, {through / period:.2f} periods, "
+        "from its first action to its last",
+    ]
 
 
 def _certificate_lines(certificate: "Certificate") -> list[str]:
@@ -211,7 +235,7 @@ def _read_plan(plan: Path, model: Path, cluster: Path) -> "tuple[PipelinePlan, P
     from stagewright.formulations.plan import load_plan
 
     answer = load_plan(plan)
-    problem = read_problem(model, cluster, answer.microbatches)
+    problem = read_problem(model, cluster, answer.microbatches, answer.memory_limit_bytes)
     if answer.digest != problem.digest:
         raise InputError(
             f"{plan} is a plan for another problem: it was made for {answer.model} on "
@@ -236,13 +260,18 @@ def _simulation_json(
     stragglers: dict[str, float],
     seed: int,
 ) -> dict[str, Any]:
-    from stagewright.executor.timeline import finish_seconds
+    from stagewright.executor.timeline import iteration_seconds
 
+    run = outcome.periodic
     return {
         "status": "simulated",
         "iteration_seconds": outcome.iteration_seconds,
-        "plan_seconds": finish_seconds(plan),
+        "plan_seconds": iteration_seconds(plan),
         "slowdown": _slowdown(plan, outcome),
+        "period_seconds": run and run.period_seconds,
+        "warm_up_seconds": run and run.warm_up_seconds,
+        "drain_seconds": run and run.drain_seconds,
+        "microbatches": run and run.microbatches,
         "idle_seconds": outcome.idle_seconds,
         "slack_seconds": outcome.slack_seconds,
         "jitter": jitter,
@@ -253,14 +282,14 @@ def _simulation_json(
 
 def _slowdown(plan: "PipelinePlan", outcome: "Simulation") -> float:
     """The simulated time in terms of the plan's; nothing is slower where nothing takes time."""
-    from stagewright.executor.timeline import finish_seconds
+    from stagewright.executor.timeline import iteration_seconds
 
-    planned = finish_seconds(plan)
+    planned = iteration_seconds(plan)
     return outcome.iteration_seconds / planned if planned else 1.0
 
 
 def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
-    from stagewright.executor.timeline import finish_seconds, shorten_devices
+    from stagewright.executor.timeline import iteration_seconds, shorten_devices
     from stagewright.graphs.units import format_seconds
 
     def of_stage(devices: Sequence[str]) -> tuple[str, str]:
@@ -269,13 +298,28 @@ def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
         slack = abs(round(min(outcome.slack_seconds[device] for device in devices), 9))
         return percent(idle / (outcome.iteration_seconds or 1.0)), format_seconds(slack)
 
-    planned = finish_seconds(plan)
+    planned = iteration_seconds(plan)
     print_lines(
         f"{format_seconds(outcome.iteration_seconds)} per iteration, "
         f"{_slowdown(plan, outcome):.4f} x the plan's {format_seconds(planned)}"
     )
+    if outcome.periodic is not None:
+        print_lines(*_run_lines(plan, outcome.periodic))
     rows = [
         (str(s), shorten_devices(stage.devices), *of_stage(stage.devices))
         for s, stage in enumerate(plan.stages)
     ]
     print_table(("stage", "<devices", "idle", "slack"), rows)
+
+
+def _run_lines(plan: "PipelinePlan", run: "PeriodicRun") -> list[str]:
+    from stagewright.executor.timeline import iteration_seconds
+    from stagewright.graphs.units import format_seconds
+
+    planned = iteration_seconds(plan) / plan.microbatches
+    return [
+        f"period {format_seconds(run.period_seconds)} per microbatch once the pipeline is full, "
+        f"planned {format_seconds(planned)}",
+        f"run of {run.microbatches} microbatches: warm-up {format_seconds(run.warm_up_seconds)}, "
+        f"drain {format_seconds(run.drain_seconds)}",
+    ]
