@@ -26,7 +26,7 @@ from stagewright.formulations.actions import (
     parse_operation,
 )
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE
-from stagewright.formulations.periodic import steady_microbatches, unrolled
+from stagewright.formulations.periodic import from_first, steady_microbatches, unrolled
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Certificate,
@@ -263,9 +263,11 @@ def _unrolled(
     problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule
 ) -> tuple[PipelineProblem, PipelinePlan]:
     """Problem and finite plan of as many microbatches as fill a whole period."""
-    microbatches = steady_microbatches(schedule)
+    first = from_first(schedule)
+    microbatches = steady_microbatches(first)
     longer = replace(problem, microbatches=microbatches)
-    return longer, replace(unrolled(plan, microbatches), digest=longer.digest)
+    timed = unrolled(replace(plan, schedule=first), microbatches)
+    return longer, replace(timed, digest=longer.digest)
 
 
 def _read_times(problem: PipelineProblem, plan: PipelinePlan) -> _Times:
@@ -374,7 +376,7 @@ def _broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[
                 f"stage {s}",
                 "in a periodic plan all devices of a stage do every microbatch: use 'split'",
             )
-    for i, one in enumerate(schedule.actions):
+    for i, one in enumerate(from_first(schedule).actions):
         yield from _broken_repetition(plan, one, schedule.period_seconds, f"schedule.actions[{i}]")
 
 
@@ -394,7 +396,8 @@ def _broken_repetition(
             place,
             f"{one.action} takes {one.seconds:.9g} s and is due again after {most:.9g} s",
         )
-    latest = plan.microbatches + 2  # a microbatch ends before its weights are overwritten
+    # A microbatch ends before its weights are overwritten, and an all-reduce after an iteration.
+    latest = plan.microbatches * (2 if operation.kind is REDUCE else 1) + 2
     if one.shift > latest:
         yield Violation(
             "versions",

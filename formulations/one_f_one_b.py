@@ -69,8 +69,8 @@ def period_bound(problem: PatternProblem) -> float:
     At some instant a stage has all g microbatches of 1F1B*, at no instant less than g - 1, and no
     stage has ever less than a later one: a device of several stages keeps at least g - 1 of each,
     and at some instant one more of a stage and of all earlier ones of its group. MadPipe (4.2.1)
-    counts g - 1 for all of them. Infinite if nothing fits at any period. Where every stage has a device of its own and nothing is
-    reduced, 1F1B* reaches it.
+    counts g - 1 for all of them. Infinite if nothing fits at any period. Where every stage has a
+    device of its own and nothing is reduced, 1F1B* reaches it.
     """
     return _least(problem, _least_load(problem), lambda period: True, [])
 

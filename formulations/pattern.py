@@ -62,7 +62,7 @@ class PatternProblem:
     room_bytes
         Per device what is left for ``kept``, beside weights, gradients, optimizer, and buffers.
     reduce
-        Seconds of the all-reduce per stage, once an iteration, shape (N,).
+        Seconds of the all-reduce per stage, shape (N,); once an iteration, which it must fit in.
     least_seconds
         A period below which what is offloaded comes too late.
     microbatches
@@ -171,12 +171,18 @@ class PatternProblem:
                 yield f"the all-reduce of stage {s} takes longer than an iteration"
 
     def _overlaps(self, pattern: "Pattern", members: Sequence[int], slack: float) -> Iterator[str]:
-        turns = sorted((pattern.starts[i] % pattern.period, i) for i in members)
-        turns.append((turns[0][0] + pattern.period, turns[0][1]))
+        lasting = [i for i in members if self.jobs[i].seconds > 0]
+        turns = sorted((pattern.starts[i] % pattern.period, i) for i in lasting)
+        turns += [(start + pattern.period, i) for start, i in turns[:1]]
         for (start, i), (following, j) in pairwise(turns):
-            # An operation of no length may stand anywhere between the others.
             if start + self.jobs[i].seconds > following + slack:
                 yield f"{self.jobs[i].operation} runs into {self.jobs[j].operation}"
+        # An operation of no length may stand anywhere between the others.
+        for j in set(members).difference(lasting):
+            for i in lasting:
+                since = (pattern.starts[j] - pattern.starts[i]) % pattern.period
+                if slack < since < self.jobs[i].seconds - slack:
+                    yield f"{self.jobs[i].operation} runs into {self.jobs[j].operation}"
 
     def peak_bytes(self, pattern: "Pattern", device: int) -> float:
         """The most that a device keeps for microbatches in flight at any instant."""
@@ -262,6 +268,10 @@ class PatternProblems:
             self.problem.microbatches,
             max(figures.least_seconds for figures in found),
         )
+
+    def seconds(self, stage: Stage) -> tuple[float, float]:
+        """Forward and backward time of a stage, with what it computes again."""
+        return self._of_stage(stage)[:2]
 
     def _of_stage(self, stage: Stage) -> _Figures:
         if stage not in self._known:

@@ -21,6 +21,15 @@ def first_start(one: PeriodicAction, period: float) -> float:
     return one.shift * period + one.start_seconds
 
 
+def from_first(schedule: PeriodicSchedule) -> PeriodicSchedule:
+    """The same pattern with shifts that count from the least."""
+    least = min((one.shift for one in schedule.actions), default=0)
+    if least == 0:
+        return schedule
+    actions = tuple(replace(one, shift=one.shift - least) for one in schedule.actions)
+    return replace(schedule, actions=actions)
+
+
 def latency(schedule: PeriodicSchedule) -> float:
     """Seconds until everything of microbatch 0 has ended."""
     period = schedule.period_seconds

@@ -38,8 +38,7 @@ class Moves:
         """Allocations that differ from ``stages`` in one thing."""
         every = chain(
             self._shifted(stages),
-            self._moved(stages),
-            self._split(stages),
+            self._reassigned(stages),
             self._swapped(stages),
             self._treated(stages),
         )
@@ -47,6 +46,12 @@ class Moves:
             offloading = [stage.devices for stage in one if stage.offload]
             if len(set(offloading)) == len(offloading):
                 yield one
+
+    def shuffled(self, stages: Stages, dice: random.Random) -> Iterator[Stages]:
+        """Those allocations in random order."""
+        found = list(self.of(stages))
+        dice.shuffle(found)
+        return iter(found)
 
     def _shifted(self, stages: Stages) -> Iterator[Stages]:
         for s in range(len(stages) - 1):
@@ -59,24 +64,15 @@ class Moves:
                     )
                     yield (*stages[:s], *pair, *stages[s + 2 :])
 
-    def _moved(self, stages: Stages) -> Iterator[Stages]:
-        for s, stage in enumerate(stages):
+    def _reassigned(self, stages: Stages) -> Iterator[Stages]:
+        """A range of layers, cut out of its stages, goes to one group."""
+        layers = stages[-1].layers[1]
+        for start, stop in combinations(range(layers + 1), 2):
+            before, after = _cut(stages, 0, start), _cut(stages, stop, layers)
+            template = next(stage for stage in stages if stage.layers[1] > start)
             for group in self.groups:
-                if group != stage.devices:
-                    yield (*stages[:s], replace(stage, devices=group), *stages[s + 1 :])
-
-    def _split(self, stages: Stages) -> Iterator[Stages]:
-        for s, stage in enumerate(stages):
-            start, stop = stage.layers
-            for cut in range(start + 1, stop):
-                left, right = (
-                    replace(stage, layers=(start, cut)),
-                    replace(stage, layers=(cut, stop)),
-                )
-                for group in self.groups:
-                    if group != stage.devices:
-                        yield (*stages[:s], replace(left, devices=group), right, *stages[s + 1 :])
-                        yield (*stages[:s], left, replace(right, devices=group), *stages[s + 1 :])
+                middle = replace(template, layers=(start, stop), devices=group)
+                yield (*before, middle, *after)
 
     def _swapped(self, stages: Stages) -> Iterator[Stages]:
         for s, r in combinations(range(len(stages)), 2):
@@ -120,9 +116,7 @@ def improve_allocation(
     began, dice = perf_counter(), random.Random(limits.seed)
     best = period_bound(figures.of(stages))
     while best > target_seconds:
-        neighbours = list(moves.of(stages))
-        dice.shuffle(neighbours)
-        for one in neighbours:
+        for one in moves.shuffled(stages, dice):
             if perf_counter() - began > limits.seconds:
                 return
             asked = figures.of(one)
@@ -137,8 +131,41 @@ def improve_allocation(
 def disturbed(moves: Moves, stages: Stages, times: int, dice: random.Random) -> Stages:
     """``stages`` after so many random moves: where a local search may begin again."""
     for _ in range(times):
-        stages = dice.choice(list(moves.of(stages)))
+        stages = next(moves.shuffled(stages, dice))
     return stages
+
+
+def interleaved(
+    figures: PatternProblems, groups: Sequence[Names], rounds: int, there_and_back: bool
+) -> Stages:
+    """Equal shares of the work, dealt out to the groups in so many rounds.
+
+    Always in the same order, or every other round backwards.
+    """
+    layers = len(figures.problem.chain)
+    whole = [Stage((layer, layer + 1), groups[0]) for layer in range(layers)]
+    work = [sum(figures.seconds(stage)) for stage in whole]
+    order: list[Names] = []
+    for turn in range(rounds):
+        order += groups[::-1] if there_and_back and turn % 2 else groups
+    ends = [sum(work) * (i + 1) / len(order) for i in range(len(order))]
+    done, middles = 0.0, []
+    for seconds in work:
+        middles.append(done + seconds / 2)
+        done += seconds
+    owners = [sum(end <= middle for end in ends) for middle in middles]
+    return _merged(
+        [
+            replace(stage, devices=order[min(owner, len(order) - 1)])
+            for stage, owner in zip(whole, owners, strict=True)
+        ]
+    )
+
+
+def _cut(stages: Stages, start: int, stop: int) -> Stages:
+    """The parts of ``stages`` with layers [start, stop)."""
+    parts = ((stage, max(start, stage.layers[0]), min(stop, stage.layers[1])) for stage in stages)
+    return tuple(replace(stage, layers=(low, high)) for stage, low, high in parts if low < high)
 
 
 def _merged(stages: Sequence[Stage]) -> Stages:

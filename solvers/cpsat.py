@@ -1,21 +1,26 @@
-"""CP-SAT answers ``Intervals``."""
+"""CP-SAT answers ``Intervals``, and a ``LinearProgram`` that is all integers."""
 
 import math
+from dataclasses import replace
 from itertools import chain
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
 
 from stagewright.formulations.forms import (
     Answer,
+    Floats,
     Intervals,
     Ints,
     Limits,
+    LinearProgram,
     OnProgress,
     Progress,
     Status,
 )
+from stagewright.graphs.errors import InputError
 from stagewright.solvers.backend import UnknownStatusError
 
 STATUS = {
@@ -24,6 +29,8 @@ STATUS = {
     cp_model.INFEASIBLE: Status.INFEASIBLE,
     cp_model.UNKNOWN: Status.NO_ANSWER,
 }
+
+INFINITE = 2**62  # an infinite limit of a row
 
 # The searches that prove disjunctive problems quickly come first; CP-SAT's own order leaves two
 # threads with one proof that is slow on them. One thread runs the default search without LP, which
@@ -39,10 +46,43 @@ def run(form: Intervals, limits: Limits, on_progress: OnProgress) -> Answer[Ints
     began = perf_counter()
     model, starts = build(form)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = limits.threads
     solver.parameters.subsolvers.extend(SEARCHES)
     if limits.threads == 1:
         solver.parameters.linearization_level = 0
+    answer = _run(model, starts, solver, limits, on_progress, began)
+    if answer.status is Status.INFEASIBLE:
+        return answer
+    return replace(answer, bound=max(float(form.lower_bound), answer.bound))
+
+
+def run_integers(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
+    """Minimise ``form``, all of whose figures must be integers and whose columns have limits.
+
+    Raises
+    ------
+    InputError
+        If something is not an integer, or a column has no limit.
+    """
+    began = perf_counter()
+    if (form.lower > form.upper).any():  # which CP-SAT calls an invalid model
+        seconds = perf_counter() - began
+        return Answer(Status.INFEASIBLE, None, None, math.inf, seconds, "cp-sat")
+    model, columns = build_integers(form)
+    answer = _run(model, columns, cp_model.CpSolver(), limits, on_progress, began)
+    values = None if answer.values is None else answer.values.astype(float)
+    return replace(answer, values=values)
+
+
+def _run(
+    model: cp_model.CpModel,
+    columns: list[cp_model.IntVar],
+    solver: cp_model.CpSolver,
+    limits: Limits,
+    on_progress: OnProgress,
+    began: float,
+) -> Answer[Any]:
+    """Run ``solver`` within ``limits`` and read its answer."""
+    solver.parameters.num_workers = limits.threads
     solver.parameters.random_seed = limits.seed
     solver.parameters.log_search_progress = True
     solver.parameters.log_to_stdout = False
@@ -58,9 +98,9 @@ def run(form: Intervals, limits: Limits, on_progress: OnProgress) -> Answer[Ints
     status = STATUS[code]
     values, objective, bound = None, None, math.inf
     if status is not Status.INFEASIBLE:
-        bound = max(float(form.lower_bound), solver.best_objective_bound)
+        bound = solver.best_objective_bound
     if status in (Status.OPTIMAL, Status.FEASIBLE):
-        values = np.array([solver.value(start) for start in starts], dtype=np.int64)
+        values = np.array([solver.value(column) for column in columns], dtype=np.int64)
         objective = solver.objective_value
     seconds = perf_counter() - began
     text, progress = "\n".join(log), tuple(watch.progress)
@@ -92,6 +132,45 @@ def build(form: Intervals) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
             model.add_hint(variable, value)
     model.minimize(makespan)
     return model, starts
+
+
+def build_integers(form: LinearProgram) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
+    """The CP-SAT model of an integer program, and its variables in the order of the columns."""
+    limits = (form.row_lower, form.row_upper, form.lower, form.upper)
+    figures = np.concatenate([form.cost, form.matrix.data, *limits])
+    finite = figures[np.isfinite(figures)]
+    if not form.integral.all() or (finite != np.round(finite)).any():
+        raise InputError("CP-SAT takes a linear program only if all of it is integers")
+    if not (np.isfinite(form.lower).all() and np.isfinite(form.upper).all()):
+        raise InputError("CP-SAT takes a linear program only if every column has two limits")
+    model = cp_model.CpModel()
+    columns = [
+        model.new_int_var(_whole(lower), _whole(upper), "")
+        for lower, upper in zip(form.lower.tolist(), form.upper.tolist(), strict=True)
+    ]
+    pointers, indices = form.matrix.indptr.tolist(), form.matrix.indices.tolist()
+    data = form.matrix.data.tolist()
+    for row, (lower, upper) in enumerate(
+        zip(form.row_lower.tolist(), form.row_upper.tolist(), strict=True)
+    ):
+        entries = range(pointers[row], pointers[row + 1])
+        terms = [columns[indices[e]] for e in entries]
+        value = cp_model.LinearExpr.weighted_sum(terms, [int(data[e]) for e in entries])
+        model.add_linear_constraint(value, _whole(lower), _whole(upper))
+    if form.hint is not None:
+        for column, hinted in zip(columns, form.hint.tolist(), strict=True):
+            model.add_hint(column, round(hinted))
+    if form.cost.any():
+        costs = [int(cost) for cost in form.cost.tolist()]
+        model.minimize(cp_model.LinearExpr.weighted_sum(columns, costs))
+    return model, columns
+
+
+def _whole(limit: float) -> int:
+    """A limit as CP-SAT writes it; infinite ones stand far outside of what it can reach."""
+    if math.isinf(limit):
+        return int(math.copysign(INFINITE, limit))
+    return int(limit)
 
 
 class _Watch(cp_model.CpSolverSolutionCallback):

@@ -339,7 +339,7 @@ def files(tmp_path: Path, shared: Case) -> list[str]:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, arguments)))
 
 
 def answered(*arguments: object) -> str:

@@ -75,6 +75,9 @@ def model(
     heads: Annotated[int | None, typer.Option(help="gpt: attention heads.")] = None,
     sequence: Annotated[int | None, typer.Option(help="gpt: tokens in a sequence.")] = None,
     vocabulary: Annotated[int | None, typer.Option(help="gpt: entries in the vocabulary.")] = None,
+    image: Annotated[
+        int | None, typer.Option(help="Networks for images: their height and width.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Write the analytic profile of a named model: computed from FLOPs and bytes, not measured."""
@@ -87,6 +90,7 @@ def model(
         "heads": heads,
         "sequence": sequence,
         "vocabulary": vocabulary,
+        "image": image,
     }
     sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
     kinds = device.split(",")
