@@ -1,0 +1,549 @@
+"""The exact joint optimum of periodic plans: allocations by a compiled walk, patterns best-first.
+
+A walk goes through all allocations, from the last stage backwards, and leaves out those that a
+trial period refutes. What is feasible at some period is feasible at every longer one (scale all
+starts), so a refuted period is a lower bound. Allocations come in windows of their bounds, and the
+least bounds have their patterns solved first.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from stagewright.formulations.forms import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.joint_patterns import JointForm, JointPatterns
+from stagewright.formulations.pattern import Pattern, PatternProblem, PatternProblems
+from stagewright.formulations.pattern_models import ByRate, OrderModel, least_pattern
+from stagewright.formulations.plan import Stage
+from stagewright.solvers.backend import solve
+from stagewright.solvers.pattern import SAFETY, best_pattern
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Records = NDArray[np.void]
+
+PRECISION = 2e-7  # relative; plans that are better by less are not looked for
+BEGINNING = 0.25  # share of the time limit for the first window
+STEP = 0.005  # relative width of the first window of bounds; every further one is
+WIDER = 1.5  # times as wide
+FIRST_SECONDS = 1.0  # the first time limit for a pattern; every further turn has
+GROWTH = 4.0  # times the last one's
+STEPS = 100_000  # of a walk at a time, some tenths of a second
+BATCH = 1024  # allocations at a time
+MARGIN = 1e-9  # relative; rounding may not refute a period that just suffices
+CLOSE = 1e-9  # relative, of the bound of an allocation
+DONE = (Status.OPTIMAL, Status.INFEASIBLE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JointAnswer:
+    """The best plan that was found, and a proved bound on the period of every plan.
+
+    ``stages`` and the rest are None if nothing was found in time, or nothing fits: then ``bound``
+    is inf. ``complete`` says that the search ended by itself. ``allocations`` counts those whose
+    bound had to be compared with the best period, ``solves`` the calls for their patterns.
+    """
+
+    stages: tuple[Stage, ...] | None
+    pattern: Pattern | None
+    period: float | None
+    bound: float
+    complete: bool
+    allocations: int
+    solves: int
+
+
+def joint_optimum(
+    question: JointPatterns,
+    limits: Limits,
+    on_progress: OnProgress = silent,
+    incumbent: tuple[tuple[Stage, ...], Pattern] | None = None,
+) -> JointAnswer:
+    """The least period over all allocations and patterns.
+
+    Every layer has one group; neighbouring layers of one group are one stage, whose forward is done
+    in one piece and its backward too (MadPipe's stages); nothing is offloaded. For short chains: 10
+    layers on 4 groups take seconds, 18 layers half a minute. ``incumbent`` is a plan that is known.
+
+    Raises
+    ------
+    InvalidPlan
+        If the incumbent breaks a rule.
+    """
+    search = _Search(question, limits, on_progress, incumbent)
+    complete = search.run()
+    stages, pattern = search.best or (None, None)
+    period = search.period if search.best else None
+    counts = (search.allocations, search.solves)
+    return JointAnswer(stages, pattern, period, search.bound(), complete, *counts)
+
+
+class _Window(NamedTuple):
+    """All allocations whose bounds lie between two periods."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Candidate:
+    """An allocation that waits for its pattern: start, group and mode of the stages, shape (N, 3).
+
+    From the last stage on; -1 behind the first.
+    """
+
+    rows: Ints
+
+
+class _Found(NamedTuple):
+    """A pattern if there is one, a bound on the allocation, and whether there is nothing to add."""
+
+    pattern: Pattern | None
+    bound: float
+    done: bool
+
+
+class _Search:
+    """Windows and candidates in a heap.
+
+    First come those that have been left open least often (``turn``), then the least bounds.
+    """
+
+    def __init__(
+        self,
+        question: JointPatterns,
+        limits: Limits,
+        on_progress: OnProgress,
+        incumbent: tuple[tuple[Stage, ...], Pattern] | None,
+    ) -> None:
+        self.question, self.limits, self.on_progress = question, limits, on_progress
+        self.began = perf_counter()
+        self.period = math.inf
+        self.best: tuple[tuple[Stage, ...], Pattern] | None = None
+        self.allocations = self.solves = 0
+        self._problems = PatternProblems(question.problem)
+        self._heap: list[tuple[int, float, int, _Window | _Candidate]] = []
+        self._number = count()
+        self._closed = math.inf  # the least bound of all that was dismissed
+        if incumbent is not None:
+            self._offer(*incumbent)
+        self._longest = longest_period(question.form)
+
+    def run(self) -> bool:
+        """Search until nothing is left (True) or the time is over."""
+        self._begin()
+        while self._heap:
+            turn, bound, _, item = heapq.heappop(self._heap)
+            if bound >= self._ceiling():
+                self._close(bound)
+            elif self._left() <= 0:
+                self._push(bound, item, turn)
+                return False
+            elif isinstance(item, _Candidate):
+                self._solve(item, bound, turn)
+            else:
+                self._open(item, bound)
+        return True
+
+    def bound(self) -> float:
+        """No plan has a shorter period than this, up to that of the best."""
+        waiting = min((entry[1] for entry in self._heap), default=math.inf)
+        return min(self._closed, waiting, self.period)
+
+    def _begin(self) -> None:
+        """Push the first window in which there is any allocation, by bisection."""
+        low, high = load_bound(self.question.form), min(self._longest, self._ceiling())
+        in_time, known = self._first(high)
+        if in_time and known is None:
+            self._close(high if high < self._longest else math.inf)
+            return
+        while in_time and high > low * (1 + STEP):
+            middle = math.sqrt(low * high)
+            in_time, rows = self._first(middle)
+            if rows is not None:
+                high, known = middle, rows
+            elif in_time:
+                low = middle
+        if known is not None and not in_time:
+            # The first window will take long: this is something to begin with.
+            self._push(low, _Candidate(known))
+        self._push(low, _Window(0.0, high))
+
+    def _first(self, period: float) -> tuple[bool, Ints | None]:
+        """An allocation that ``period`` does not refute; False if there is no time to say."""
+        for _, rows in allocations(self.question.form, 0.0, period, 1):
+            if rows is not None:
+                return True, rows
+            if self._left() <= (1 - BEGINNING) * self.limits.seconds:
+                return False, None
+        return True, None
+
+    def _open(self, window: _Window, least: float) -> None:
+        """Push all allocations of the window, and the next window; or itself, where time is up."""
+        low, high = window.low, min(window.high, self._ceiling())
+        for bound, rows in allocations(self.question.form, low, high):
+            if rows is not None:
+                self.allocations += 1
+                self._push(bound, _Candidate(rows))
+            elif self._left() <= 0:
+                self._push(least, window)
+                return
+        if high < self._longest:
+            width = max(STEP * high, WIDER * (high - least))
+            self._push(high, _Window(high, min(high + width, self._longest)))
+
+    def _solve(self, candidate: _Candidate, bound: float, turn: int) -> None:
+        """The candidate's pattern, or a proof that it is no better, for a limited time."""
+        stages = stages_of(self.question, candidate.rows)
+        problem = self._problems.of(stages)
+        seconds = min(self._left(), FIRST_SECONDS * GROWTH**turn)
+        limits = replace(self.limits, seconds=seconds)
+        self.solves += 1
+        found = _below(problem, bound, self.period, limits)
+        if found is None:
+            answer = best_pattern(problem, limits, lower_seconds=bound)
+            found = _Found(answer.pattern, answer.bound, answer.status in DONE)
+        bound = max(bound, found.bound)
+        if found.pattern is not None and found.pattern.period < self.period:
+            self._offer(stages, found.pattern, bound)
+        if found.done:
+            self._close(bound)
+        else:
+            self._push(bound, candidate, turn + 1)
+
+    def _offer(self, stages: tuple[Stage, ...], pattern: Pattern, bound: float = 0.0) -> None:
+        """Keep a plan as the best; ``bound`` is that of its allocation."""
+        self.period = self._problems.of(stages).evaluate(pattern)
+        self.best = stages, pattern
+        elapsed = perf_counter() - self.began
+        self.on_progress(Progress(elapsed, self.period, min(bound, self.bound())))
+
+    def _push(self, bound: float, item: _Window | _Candidate, turn: int = 0) -> None:
+        if bound >= self._ceiling():
+            self._close(bound)
+        else:
+            heapq.heappush(self._heap, (turn, bound, next(self._number), item))
+
+    def _close(self, bound: float) -> None:
+        self._closed = min(self._closed, bound)
+
+    def _ceiling(self) -> float:
+        return self.period * (1 - PRECISION)
+
+    def _left(self) -> float:
+        return self.limits.seconds - (perf_counter() - self.began)
+
+
+def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> _Found | None:
+    """The best pattern with a period between the two, ``high`` included, where there is one.
+
+    None if this question says nothing: ``high`` is inf, or the pattern overstepped the memory
+    within the solver's tolerance.
+    """
+    if high == math.inf:
+        return None
+    model = OrderModel(problem)
+    rate = ByRate(model, low, high, problem.room_bytes)
+    answer = solve(rate.apply(), "highs", limits)
+    if answer.status is Status.INFEASIBLE:
+        return _Found(None, high * (1 - SAFETY), True)
+    bound = rate.period(answer.bound) * (1 - SAFETY)
+    if answer.values is None:
+        return _Found(None, bound, False)
+    orders = rate.invert(answer.values)
+    if model.overfull(orders):
+        return None
+    pattern = least_pattern(model, orders, low)
+    return _Found(pattern, bound, answer.status is Status.OPTIMAL)
+
+
+def stages_of(question: JointPatterns, rows: Ints) -> tuple[Stage, ...]:
+    """The stages of an allocation, in the order of the layers."""
+    placed = [row.tolist() for row in rows if row[0] >= 0]
+    stops = [len(question.problem.chain), *(start for start, *_ in placed)]
+    found = [
+        question.stage(start, stop, group, mode)
+        for (start, group, mode), stop in zip(placed, stops, strict=False)
+    ]
+    return tuple(found[::-1])
+
+
+def load_bound(form: JointForm) -> float:
+    """All groups together do every layer once a period."""
+    return float(form.ahead["work"][-1]) / len(form.groups)
+
+
+def longest_period(form: JointForm) -> float:
+    """A period at which every allocation does one microbatch after the other."""
+    layers = range(len(form.ahead) - 1)
+    work = sum(float(form.stages["work"][:, :, l, l + 1].max()) for l in layers)
+    sends = form.links["there"] + form.links["back"]
+    return work + float(sends.max(axis=(0, 1)).sum()) + float(form.stages["reduce"].max())
+
+
+def allocations(
+    form: JointForm, low: float, high: float, batch: int = BATCH
+) -> Iterator[tuple[float, Ints | None]]:
+    """All allocations that ``low`` refutes and ``high`` does not, with the bound of each.
+
+    Now and then None in place of one, so that time can be looked at.
+    """
+    layers = len(form.ahead) - 1
+    path = np.zeros(layers, dtype=ROW)
+    found, bounds = np.empty((batch, layers, 3), dtype=np.int64), np.empty(batch)
+    row = 0
+    while row >= 0:
+        number, row = _walk(form, path, row, low, high, STEPS, found, bounds)
+        yield from ((float(bounds[i]), found[i].copy()) for i in range(number))
+        yield low, None
+
+
+ROW = np.dtype([
+    ("start", np.int64), ("group", np.int64), ("mode", np.int64), ("choice", np.int64),
+    ("flight", np.int64), ("rest", np.float64),
+])  # fmt: skip
+"""A stage of a path, which begins with the last stage, and where the walk stands.
+
+``choice`` counts the children of the row before that were looked at. ``flight`` and ``rest`` are
+what 1F1B* gives the stage at the trial period: its group, and the seconds of the group from it on.
+"""
+
+
+@njit(cache=True, error_model="numpy")
+def _stage(form: JointForm, path: Records, row: int) -> Any:
+    stop = path[row - 1]["start"] if row > 0 else len(form.ahead) - 1
+    one = path[row]
+    return form.stages[one["group"], one["mode"], one["start"], stop]
+
+
+@njit(cache=True, error_model="numpy")
+def _link(form: JointForm, path: Records, row: int) -> Any:
+    """The transfer between this stage and the one behind it."""
+    behind = path[row - 1]
+    return form.links[path[row]["group"], behind["group"], behind["start"]]
+
+
+@njit(cache=True, error_model="numpy")
+def _passes(form: JointForm, path: Records, row: int, period: float) -> bool:
+    """Whether nothing refutes ``period``, given the rows up to ``row``, of which it is the last.
+
+    Notes what 1F1B* gives this row, for which those of the rows before must be there.
+    """
+    _join(form, path, row, period)
+    if not _in_time(form, path, row, period):
+        return False
+    here = path[row]["group"]
+    memory = form.groups[here]["memory"] * (1 + MARGIN)
+    if _bytes_on(form, path, row, here, period) > memory:
+        return False
+    return path[row]["start"] == 0 or _rest_passes(form, path, row, period)
+
+
+@njit(cache=True, error_model="numpy")
+def _join(form: JointForm, path: Records, row: int, period: float) -> None:
+    """1F1B*: the transfer behind the stage, and the stage, join a group or begin the next one."""
+    limit = period * (1 + MARGIN)
+    flight, taken = 1, 0.0
+    if row > 0:
+        flight, taken = path[row - 1]["flight"], path[row - 1]["rest"]
+        link = _link(form, path, row)
+        seconds = link["there"] + link["back"]
+        if taken + seconds > limit:
+            flight, taken = flight + 1, 0.0
+        taken += seconds
+    work = _stage(form, path, row)["work"]
+    if taken + work > limit:
+        flight, taken = flight + 1, 0.0
+    path[row]["flight"], path[row]["rest"] = flight, taken + work
+
+
+@njit(cache=True, error_model="numpy")
+def _in_time(form: JointForm, path: Records, row: int, period: float) -> bool:
+    """The loads of the stage's group and link, its all-reduce, and two versions of its weights."""
+    limit = period * (1 + MARGIN)
+    here, behind = path[row]["group"], path[max(row - 1, 0)]["group"]
+    load = transfers = 0.0
+    for r in range(row + 1):
+        one, other = path[r]["group"], path[max(r - 1, 0)]["group"]
+        if one == here:
+            load += _stage(form, path, r)["work"]
+        if r > 0 and min(one, other) == min(here, behind) and max(one, other) == max(here, behind):
+            link = _link(form, path, r)
+            transfers += link["there"] + link["back"]
+    reduce = _stage(form, path, row)["reduce"]
+    kept = (path[row]["flight"] - 1) * period + path[row]["rest"]
+    return (
+        load <= limit
+        and transfers <= limit
+        and reduce <= form.microbatches * limit
+        and kept + reduce <= (form.microbatches + 1) * limit
+    )
+
+
+@njit(cache=True, error_model="numpy")
+def _bytes_on(form: JointForm, path: Records, row: int, here: int, period: float) -> float:
+    """What group ``here`` needs at least, given the rows up to ``row``.
+
+    A stage in the g-th group of 1F1B* never keeps less than g - 1 microbatches, and g at least
+    during rest / T of the period. While it keeps g, so do all stages before it of group g, as a
+    stage keeps no less than any behind it. Some pairs of different groups must overlap as well.
+    """
+    always = average = most = 0.0
+    for r in range(row + 1):
+        if path[r]["group"] != here:
+            continue
+        stage = _stage(form, path, r)
+        backward = stage["work"] - stage["forward"]
+        always += stage["static"] + (path[r]["flight"] - 1) * stage["saved"]
+        average += (stage["saved"] * path[r]["rest"] + stage["working"] * backward) / period
+        together = _saved_together(form, path, r, row)
+        most = max(most, together + stage["working"])
+        for q in range(r):
+            if path[q]["group"] == here and _must_overlap(form, path, r, q, period):
+                most = max(most, together + _saved_together(form, path, q, row))
+    return always + max(average, most)
+
+
+@njit(cache=True, error_model="numpy")
+def _saved_together(form: JointForm, path: Records, first: int, row: int) -> float:
+    """One microbatch of a stage, and of those before it on its device in its group of 1F1B*."""
+    total = 0.0
+    for r in range(first, row + 1):
+        one, other = path[r], path[first]
+        if one["group"] == other["group"] and one["flight"] == other["flight"]:
+            total += _stage(form, path, r)["saved"]
+    return total
+
+
+@njit(cache=True, error_model="numpy")
+def _must_overlap(form: JointForm, path: Records, r: int, q: int, period: float) -> bool:
+    """Whether stage r and a stage q behind it, of a lower group, keep their most at one instant.
+
+    If they keep no more than in 1F1B*, each keeps its most during its ``rest`` or more of every
+    period; if one keeps more, that takes no less memory. For these times to be disjoint with groups
+    g + 1 and g, the way from the forward of r to that of q must end before the period has no room
+    for the time of q, and the way back likewise.
+    """
+    limit = period * (1 + MARGIN)
+    if path[r]["flight"] == path[q]["flight"]:
+        return False  # counted as one already
+    if path[r]["rest"] + path[q]["rest"] > limit:
+        return True
+    if path[r]["flight"] > path[q]["flight"] + 1:
+        return False
+    forth = back = 0.0
+    for i in range(q + 1, r + 1):
+        stage, link = _stage(form, path, i), _link(form, path, i)
+        forth += stage["forward"] + link["there"]
+        back += stage["work"] - stage["forward"] + link["back"]
+    return bool(max(forth, back) + path[q]["rest"] > limit)
+
+
+@njit(cache=True, error_model="numpy")
+def _rest_passes(form: JointForm, path: Records, row: int, period: float) -> bool:
+    """Whether the layers in front can find time and memory, on average over all groups."""
+    ahead = form.ahead[path[row]["start"]]
+    idle = free = 0.0
+    for one in form.groups:
+        idle += period * (1 + MARGIN)
+        free += one["memory"] * (1 + MARGIN)
+    for r in range(row + 1):
+        stage = _stage(form, path, r)
+        kept = (path[r]["flight"] - 1) * period + path[r]["rest"]
+        backward = stage["work"] - stage["forward"]
+        idle -= stage["work"]
+        free -= stage["static"]
+        free -= (stage["saved"] * kept + stage["working"] * backward) / period
+    delay = (path[row]["flight"] - 1) * period + path[row]["rest"]
+    delay += form.sends[path[row]["group"], path[row]["start"]]
+    kept = ahead["saved"] * delay + ahead["kept"]
+    return bool(ahead["work"] <= idle and ahead["static"] + kept / period <= free)
+
+
+@njit(cache=True, error_model="numpy")
+def _choose(form: JointForm, path: Records, row: int) -> bool:
+    """Take the next child at ``row``; False if there is none. Equal groups are used in order."""
+    groups, modes = form.stages.shape[:2]
+    stop = path[row - 1]["start"] if row > 0 else len(form.ahead) - 1
+    while path[row]["choice"] < stop * groups * modes:
+        choice = path[row]["choice"]
+        group = choice // modes % groups
+        path[row]["choice"] = choice + 1
+        path[row]["start"] = stop - 1 - choice // (groups * modes)
+        path[row]["group"], path[row]["mode"] = group, choice % modes
+        if (row == 0 or group != path[row - 1]["group"]) and _is_next(form, path, row):
+            return True
+    return False
+
+
+@njit(cache=True, error_model="numpy")
+def _is_next(form: JointForm, path: Records, row: int) -> bool:
+    """Whether all equal groups of lower number are used by the rows before."""
+    group = path[row]["group"]
+    for g in range(group):
+        used = form.groups[g]["like"] != form.groups[group]["like"]
+        for r in range(row):
+            used = used or path[r]["group"] == g
+        if not used:
+            return False
+    return True
+
+
+@njit(cache=True, error_model="numpy")
+def _walk(
+    form: JointForm, path: Records, row: int, low: float, high: float, steps: int,
+    found: Ints, bounds: Floats,
+) -> tuple[int, int]:  # fmt: skip
+    """Go on at ``row`` for some steps; how many were found, and the row to go on at, or -1.
+
+    Found are the allocations that ``high`` does not refute and ``low`` does: start, group and mode
+    of every row in ``found`` (-1 behind the last), and the largest refuted period in ``bounds``.
+    """
+    number = 0
+    for _ in range(steps):
+        if row < 0 or number == len(found):
+            break
+        if not _choose(form, path, row):
+            row -= 1
+        elif _passes(form, path, row, high):
+            if path[row]["start"] > 0:
+                row += 1
+                path[row]["choice"] = 0
+            else:
+                bounds[number] = _refuted(form, path, row, low, high)
+                if bounds[number] >= low:
+                    for r in range(len(path)):
+                        one, there = path[r], r <= row
+                        found[number, r, 0] = one["start"] if there else -1
+                        found[number, r, 1] = one["group"] if there else -1
+                        found[number, r, 2] = one["mode"] if there else -1
+                    number += 1
+    return number, row
+
+
+@njit(cache=True, error_model="numpy")
+def _refuted(form: JointForm, path: Records, last: int, low: float, high: float) -> float:
+    """The largest refuted period from ``low`` to ``high``; -1 if ``low`` is not refuted."""
+    found, above, trial = -1.0, high, low
+    while above - found > CLOSE * above:
+        passes = True
+        for row in range(last + 1):
+            passes = passes and _passes(form, path, row, trial)
+        if passes:
+            above = trial
+        else:
+            found = trial
+        if found < 0.0:
+            break
+        trial = (found + above) / 2
+    for row in range(last + 1):
+        _join(form, path, row, high)
+    return found
