@@ -1,5 +1,6 @@
 """The interpreter: a rank's row, made into calls once; an iteration is a loop over them.
 
+Of a periodic program it is a row of the iteration, and one for what is under way at the end.
 It knows nothing of planning. Sends and receives are asynchronous: a computation waits for what it
 needs and for nothing else.
 """
@@ -17,13 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.program import RECEIVES, SENDS, Instruction, Row, received
+from stagewright.executor.program import (
+    RECEIVES,
+    SENDS,
+    Instruction,
+    PeriodicProgram,
+    Row,
+    moved,
+    moved_action,
+    received,
+    transfers,
+)
 from stagewright.executor.seeding import layer_seed
 from stagewright.executor.shapes import Value
 from stagewright.executor.shares import Rows
 from stagewright.executor.stage import Gradients, StageComputation, Tensors
 from stagewright.executor.trace import RankAction
-from stagewright.executor.weights import Weights
+from stagewright.executor.weights import TiedSums, Weights
 from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
 from stagewright.formulations.plan import PipelinePlan, updates_every_round
 from stagewright.graphs.errors import InputError
@@ -50,8 +61,10 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
 class Rank:
     """Which of a plan's devices this process is, and how it reaches the others.
 
-    ``wire`` is where the tensors lie that are sent: on the CPU for gloo, else on ``device``.
-    ``group`` is None for a process alone.
+    ``row`` is one iteration, from an empty pipeline to an empty one. If ``periodic`` is there, that
+    is done instead, and ``row`` is as much of it as tells what can be at one time. ``wire`` is
+    where the tensors lie that are sent: on the CPU for gloo, else on ``device``. ``group`` is None
+    for a process alone.
     """
 
     plan: PipelinePlan
@@ -61,6 +74,7 @@ class Rank:
     device: torch.device
     wire: torch.device
     group: dist.ProcessGroup | None
+    periodic: PeriodicProgram | None = None
 
     def lane(self, rank: int, stage: int, microbatch: int) -> int:
         """The place of ``rank`` among those that work on a microbatch of ``stage``."""
@@ -166,6 +180,8 @@ class Interpreter:
         What a microbatch's mean loss counts in an update.
     sum_tied
         Sums up the gradients of parameters that several stages have.
+    tied
+        Does so where the next gradients are made meanwhile.
     """
 
     def __init__(
@@ -183,23 +199,27 @@ class Interpreter:
         scale: float,
         seed: int,
         sum_tied: Callable[[], None],
+        tied: TiedSums | None = None,
     ) -> None:
         self._rank, self._plan = rank, rank.plan
         self._computations, self._weights, self._groups = computations, weights, groups
         self._boundaries, self._samples = boundaries, samples
         self._loss, self._single_output, self._scale = loss, single_output, scale
-        self._seed, self._sum_tied = seed, sum_tied
-        self._last = len(rank.plan.stages) - 1
+        self._seed, self._sum_tied, self._tied = seed, sum_tied, tied
+        self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
         self._lanes = lanes
         self._rows = {s: [_as_index(lane) for lane in lanes[s]] for s in (0, self._last)}
-        self._in_two = {
-            (one.action.stage, one.action.microbatch) for one in rank.row if one.action.kind is I
-        }
+        split = {one.action for one in rank.row if one.action.kind is I}
+        self._in_two = {(one.stage, (one.microbatch or 0) % self._count) for one in split}
         for s in {s for s, _ in self._in_two}:
             computations[s].split()
         self._tags = max((len(one.values) for one in boundaries), default=0)  # of a transfer
-        self._sends = Counter(one.action for one in rank.row if one.action.kind in SENDS)
-        self._calls = [(one, self._call(one)) for one in rank.row]
+        self._sends = self._count_sends()
+        periodic, number = rank.periodic, rank.number
+        segments = [rank.row] if periodic is None else [r[number] for r in periodic.segments]
+        drains = [()] if periodic is None else [r[number] for r in periodic.drains]
+        self._calls = [[(one, self._call(one)) for one in row] for row in segments]
+        self._last_calls = [[(one, self._call(one)) for one in row] for row in drains]
         self._arrivals: defaultdict[Action, list[_Arrival]] = defaultdict(list)
         self._leaving: dict[Action, _Leaving] = {}
         self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
@@ -208,9 +228,16 @@ class Interpreter:
         # One for every message that may be under way; they start when a run is traced.
         self._watchers = ThreadPoolExecutor(len(rank.row) + 1)
         self._reducing: dict[int, tuple[float, Callable[[], float]]] = {}
-        self._inputs: Tensors = ()
-        self._targets: Batch = ()
-        self._step = 0
+        # By iteration, until its last forward: the mini-batch, and how many forwards read it yet.
+        self._batches: dict[int, tuple[Tensors, Batch]] = {}
+        self._unread: dict[int, int] = {}
+        self._reads = sum(
+            rank.runs(s, m)
+            for s in {0, self._last} & computations.keys()
+            for m in range(self._count)
+        )
+        self._older_sends: list[Action] = []
+        self._begun = self._first_step = self._later = 0
 
     def run(
         self,
@@ -218,8 +245,11 @@ class Interpreter:
         targets: Batch,
         step: int,
         records: list[RankAction] | None = None,
-    ) -> float:
-        """One iteration: this rank's part of the mini-batch's mean loss, 0 without the last stage.
+    ) -> list[float]:
+        """One iteration: this rank's part of the mean losses of the mini-batches that ended.
+
+        Without a periodic program that is the one of this mini-batch, 0 without the last stage;
+        else it may be none, and is none without the last stage.
 
         ``inputs`` and ``targets`` are whole mini-batches on the device, empty where this rank does
         not need them. What happened when is added to ``records``, in seconds of this process's
@@ -232,24 +262,73 @@ class Interpreter:
         OutOfMemory
             Naming stage and instruction.
         """
-        self._inputs, self._targets, self._step = inputs, targets, step
-        self._values.clear()
-        for one, call in self._calls:
+        if self._begun == 0:
+            self._first_step = step
+        self._batches[self._begun] = inputs, targets
+        self._unread[self._begun] = self._reads
+        position, self._later = self._place(self._begun)
+        self._begun += 1
+        self._carry_out(self._calls[position], records)
+        if self._rank.periodic is None:
+            return self.finish()
+        for action in self._older_sends:
+            self._release(action)
+        self._older_sends = list(self._sent)
+        return self._ended()
+
+    def finish(self) -> list[float]:
+        """End what is under way: this rank's part of the mean losses that were still open."""
+        if self._begun == 0:
+            return []
+        position, self._later = self._place(self._begun - 1)
+        self._carry_out(self._last_calls[position], None)
+        for action in list(self._sent):
+            self._release(action)
+        for weights in self._weights.values():
+            weights.begin()
+        self._older_sends.clear()
+        self._begun = 0
+        return self._forgotten(list(self._batches))
+
+    def _place(self, iteration: int) -> tuple[int, int]:
+        return (0, 0) if self._rank.periodic is None else self._rank.periodic.place(iteration)
+
+    def _carry_out(
+        self,
+        calls: Sequence[tuple[Instruction, Callable[[], None]]],
+        records: list[RankAction] | None,
+    ) -> None:
+        for one, call in calls:
             try:
                 if records is None:
                     call()
                 else:
                     self._record(one, call, records)
             except (RuntimeError, MemoryError) as error:
-                _explain_memory(error, one, step)
+                step = self._first_step + self._begun - 1
+                _explain_memory(error, moved(one, self._later, self._count), step)
                 raise
-        for action in list(self._sent):
-            self._release(action)
-        for weights in self._weights.values():
-            weights.begin()
-        self._inputs = self._targets = ()
-        parts = (self._share(self._last, m) * float(loss) for m, loss in self._values.items())
-        return sum(parts) / self._plan.microbatches
+
+    def _ended(self) -> list[float]:
+        """The losses of iterations whose last forward is done; their mini-batches are forgotten."""
+        done = [i for i, reads in self._unread.items() if reads == 0]
+        return self._forgotten(done)
+
+    def _forgotten(self, iterations: Sequence[int]) -> list[float]:
+        for i in iterations:
+            del self._batches[i], self._unread[i]
+        return [self._mean_loss(i) for i in iterations if self._last in self._computations]
+
+    def _mean_loss(self, iteration: int) -> float:
+        """The part of a mini-batch's loss that this rank has; its microbatches' are forgotten."""
+        own = self._losses_of(iteration)
+        self._require_finite(*own)
+        values = {m: float(self._values.pop(m)) for m in own}
+        return sum(self._share(self._last, m) * value for m, value in values.items()) / self._count
+
+    def _losses_of(self, iteration: int) -> list[int]:
+        """The microbatches of an iteration whose loss is known here."""
+        return [m for m in self._values if m // self._count == iteration]
 
     def _record(
         self, one: Instruction, call: Callable[[], None], records: list[RankAction]
@@ -299,27 +378,44 @@ class Interpreter:
 
         return waited
 
+    def _count_sends(self) -> Counter[tuple[int, ActionKind, int]]:
+        """Per stage, kind, and microbatch of an iteration: the ranks to which this one sends."""
+        me, steps = self._rank.devices[self._rank.number], ((SEND_F, 1), (SEND_B, -1))
+        return Counter(
+            (s, kind, m)
+            for s in self._computations
+            for kind, way in steps
+            for m in range(self._count if 0 <= s + way <= self._last else 0)
+            for sender, _ in transfers(self._plan, Action(s, kind, m))
+            if sender == me
+        )
+
     # Instructions as calls
 
     def _call(self, one: Instruction) -> Callable[[], None]:
-        """What carries out an instruction; all that is known before is looked up here."""
+        """What carries out an instruction; all that is known before is looked up here.
+
+        Microbatches and versions move on by as many iterations as the row is carried out later.
+        """
         s, kind, m = one.action.stage, one.action.kind, one.action.microbatch
         if m is None:
             return partial(self._reduce if kind is ActionKind.REDUCE else self._update, s)
         if kind in VERSIONED:
             weights = self._weights[s]
             switch = {STASH: weights.stash, USE: weights.use, DROP: weights.drop}[kind]
-            return partial(switch, m)
+            return lambda: switch(m + self._later)
         if kind in COMPUTE:
-            compute = {F: self._forward, B: self._backward, I: self._input_gradient}
-            return partial(compute.get(kind, self._weight_gradient), s, m)
+            computations = {F: self._forward, B: self._backward, I: self._input_gradient}
+            compute = computations.get(kind, self._weight_gradient)
+            return lambda: compute(s, m + self._later * self._count)
         assert one.peer is not None
         return self._transfer(one.action, one.peer, s, m)
 
     def _transfer(self, action: Action, peer: int, s: int, m: int) -> Callable[[], None]:
         """A send or receive: which part of which values, under which tags.
 
-        Both ranks number the values of all microbatches and directions alike.
+        Both ranks number the values of an iteration's microbatches and directions alike, and see
+        those of the same number in one order.
         """
         forth = action.kind in (SEND_F, RECV_F)
         lower = s if action.kind in (SEND_F, RECV_B) else s - 1
@@ -329,7 +425,7 @@ class Interpreter:
         below, above = (mine, theirs) if s == lower else (theirs, mine)
         span = boundary.passing(below, above, in_receiver=s != lower)
         chosen = [i for i, value in enumerate(boundary.values) if forth or value.gradient]
-        tag = (2 * (lower * self._plan.microbatches + m) + forth) * self._tags
+        tag = (2 * (lower * self._count + m % self._count) + forth) * self._tags
         if action.kind in SENDS:
             return partial(self._send, action, peer, boundary, span, [(i, tag + i) for i in chosen])
         shapes = [
@@ -342,11 +438,14 @@ class Interpreter:
         lane = self._rank.lane(self._rank.number, s, m)
         inputs = self._own_inputs(lane, m) if s == 0 else self._take(Action(s, RECV_F, m))
         first = self._plan.stages[s].layers[0]
+        iteration, place = divmod(m, self._count)
 
         def seed(i: int) -> int:
-            return layer_seed(self._seed, self._step, m, lane, first + i)
+            return layer_seed(self._seed, self._first_step + iteration, place, lane, first + i)
 
-        outputs = self._computations[s].forward(m, inputs, seed, (s, m) in self._in_two)
+        outputs = self._computations[s].forward(m, inputs, seed, (s, place) in self._in_two)
+        if s in (0, self._last):
+            self._unread[iteration] -= 1
         if s == self._last:
             self._judge(lane, m, outputs)
         else:
@@ -367,31 +466,38 @@ class Interpreter:
         # Devices that take turns bring a microbatch each to a round.
         every_round = updates_every_round(self._plan.weights)
         share = 1 / self._plan.stages[s].turns if every_round else 1.0
-        self._weights[s].reduce(self._groups[s], share)
+        self._weights[s].reduce(self._groups.get(s), share)
+        if self._tied is not None:
+            self._tied.give(s)
 
     def _update(self, s: int) -> None:
-        self._require_finite(*self._values)
-        if s == min(self._weights):
+        # Of a periodic plan, iteration i makes version i + 2 from the newest, i + 1.
+        iteration = 0 if self._rank.periodic is None else self._weights[s].newest - 1
+        self._require_finite(*self._losses_of(iteration))
+        if self._tied is not None:
+            self._tied.take(s)
+        elif s == min(self._weights):
             self._sum_tied()
         self._weights[s].update()
 
     # The two ends of the pipeline
 
     def _own_inputs(self, lane: int, m: int) -> Tensors:
-        return tuple(self._samples_of(one, 0, lane, m) for one in self._inputs)
+        inputs, _ = self._batches[m // self._count]
+        return tuple(self._samples_of(one, 0, lane, m) for one in inputs)
 
     def _samples_of(self, batch: Tensor, s: int, lane: int, m: int) -> Tensor:
-        return batch[m * self._samples : (m + 1) * self._samples][self._rows[s][lane]]
+        start = m % self._count * self._samples
+        return batch[start : start + self._samples][self._rows[s][lane]]
 
     def _judge(self, lane: int, m: int, outputs: Tensors) -> None:
         """The loss of a microbatch; the microbatch's backward begins with the loss's."""
         leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in outputs]
-        if isinstance(self._targets, tuple):
-            targets: Batch = tuple(
-                self._samples_of(one, self._last, lane, m) for one in self._targets
-            )
+        _, whole = self._batches[m // self._count]
+        if isinstance(whole, tuple):
+            targets: Batch = tuple(self._samples_of(one, self._last, lane, m) for one in whole)
         else:
-            targets = self._samples_of(self._targets, self._last, lane, m)
+            targets = self._samples_of(whole, self._last, lane, m)
         with torch.enable_grad(), self._computations[self._last].cast():
             loss = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
         _require_loss(loss)
@@ -403,9 +509,10 @@ class Interpreter:
     def _require_finite(self, *microbatches: int) -> None:
         for m in microbatches:
             if not isfinite(self._values[m]):
+                iteration, place = divmod(m, self._count)
                 raise NonFiniteLoss(
-                    f"the loss of microbatch {m} on stage {self._last} is "
-                    f"{float(self._values[m])} in step {self._step + 1}"
+                    f"the loss of microbatch {place} on stage {self._last} is "
+                    f"{float(self._values[m])} in step {self._first_step + iteration + 1}"
                 )
 
     def _output_gradients(self, s: int, m: int) -> Gradients:
@@ -428,10 +535,11 @@ class Interpreter:
 
     def _pass(self, action: Action, values: Sequence[Tensor | None]) -> None:
         """Keep ``values`` for the sends to come, and hand this rank itself what is its own."""
-        if action in self._sends:
-            self._leaving[action] = _Leaving(values, self._sends[action])
         there, m = received(action), action.microbatch
         assert m is not None
+        sends = self._sends[action.stage, action.kind, m % self._count]
+        if sends:
+            self._leaving[action] = _Leaving(values, sends)
         if not self._rank.runs(there.stage, m):
             return
         number = self._rank.number
@@ -464,7 +572,8 @@ class Interpreter:
         span: tuple[int, int],
         chosen: Sequence[tuple[int, int]],
     ) -> None:
-        leaving, group = self._leaving[action], self._rank.group
+        action, group = self._moved(action), self._rank.group
+        leaving = self._leaving[action]
         assert group is not None
         leaving.sends -= 1
         if leaving.sends == 0:
@@ -475,6 +584,9 @@ class Interpreter:
             assert one is not None
             one = one.detach().to(self._rank.wire).contiguous()
             self._sent[action].append((group.send([one], peer, tag), one))
+
+    def _moved(self, action: Action) -> Action:
+        return moved_action(action, self._later, self._count)
 
     def _release(self, action: Action) -> None:
         for work, _ in self._sent.pop(action, ()):
@@ -488,7 +600,7 @@ class Interpreter:
         count: int,
         shapes: Sequence[tuple[int, int, tuple[int, ...], torch.dtype]],
     ) -> None:
-        group, posted = self._rank.group, time.perf_counter()
+        action, group, posted = self._moved(action), self._rank.group, time.perf_counter()
         assert group is not None
         values: list[Tensor | None] = [None] * count
         works = []

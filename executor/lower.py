@@ -244,19 +244,20 @@ def _holds_back(before: Instruction, send: Instruction) -> bool:
     return makes or before.peer == send.peer
 
 
-def with_early_receives(plan: PipelinePlan, rows: Rows) -> Rows:
+def with_early_receives(plan: PipelinePlan, rows: Rows, behind: Rows | None = None) -> Rows:
     """Post each receive before the computations that its transfer may overlap.
 
     It moves up, but stays behind the transfer before it of the same pair of ranks, and passes no
-    more than RECEIVE_BUFFERS computations that take what arrives on the same boundary.
+    more than RECEIVE_BUFFERS computations that take what arrives on the same boundary. Such may
+    also stand ``behind`` the rows.
     """
     out: Rows = []
-    for row in rows:
+    for row, rest in zip(rows, behind or [[]] * len(rows), strict=True):
         moved: list[Instruction] = []
         for i, instruction in enumerate(row):
             position = len(moved)
             if instruction.action.kind in RECEIVES:
-                position = _earliest_position(moved, row[i:])
+                position = _earliest_position(moved, [*row[i:], *rest])
             moved.insert(position, instruction)
         out.append(moved)
     return out

@@ -5,10 +5,10 @@ A program prints and parses as text, a line per rank: ``0F0,0SEND_F0>1,0RECV_B0<
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from stagewright.formulations.actions import Action, ActionKind, parse_action
+from stagewright.formulations.actions import VERSIONED, Action, ActionKind, parse_action
 from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs.errors import InputError
 
@@ -45,6 +45,70 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(",".join(map(str, row)) for row in self.rows)
+
+
+ProgramRows = tuple[Row, ...]
+Families = Collection[frozenset[int]]
+"""Sets of stages that have a parameter in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicProgram:
+    """What every rank does in each iteration of a periodic plan, and when no other one follows.
+
+    In its first iterations the pipeline fills: iteration i does ``segments[i]``. The last of them
+    repeats: one iteration later its microbatches are ``microbatches`` further on, its versions of
+    the weights by one. ``drains[i]`` ends what is under way after ``segments[i]``; the last repeats
+    likewise. Both hold a row per rank. Microbatches and versions are counted from where the
+    pipeline was empty, ``microbatches`` are those of an iteration.
+    """
+
+    devices: tuple[str, ...]
+    microbatches: int
+    segments: tuple[ProgramRows, ...]
+    drains: tuple[ProgramRows, ...]
+
+    def place(self, iteration: int) -> tuple[int, int]:
+        """Which segment, and which drain, an iteration does, and how many iterations later."""
+        position = min(iteration, len(self.segments) - 1)
+        return position, iteration - position
+
+    def segment(self, iteration: int) -> ProgramRows:
+        """What the ranks do in an iteration."""
+        position, later = self.place(iteration)
+        return tuple(self._moved(row, later) for row in self.segments[position])
+
+    def drain(self, iterations: int) -> ProgramRows:
+        """What the ranks do when no other one follows so many iterations."""
+        position, later = self.place(iterations - 1)
+        return tuple(self._moved(row, later) for row in self.drains[position])
+
+    def unrolled(self, iterations: int) -> Program:
+        """All that is done for so many iterations, from an empty pipeline to an empty one."""
+        parts = [*map(self.segment, range(iterations)), self.drain(iterations)]
+        rows = (tuple(one for row in part for one in row) for part in zip(*parts, strict=True))
+        return Program(self.devices, tuple(rows))
+
+    def until_it_repeats(self) -> Program:
+        """As many iterations as have all that can be at one time."""
+        return self.unrolled(len(self.segments) + 1)
+
+    def _moved(self, row: Row, later: int) -> Row:
+        return tuple(moved(one, later, self.microbatches) for one in row)
+
+
+def moved(one: Instruction, later: int, microbatches: int) -> Instruction:
+    """An instruction as it is ``later`` iterations of so many ``microbatches`` later."""
+    action = moved_action(one.action, later, microbatches)
+    return one if action is one.action else Instruction(action, one.peer)
+
+
+def moved_action(action: Action, later: int, microbatches: int) -> Action:
+    """As :func:`moved`: the microbatch, or the version of the weights, is another one then."""
+    if action.microbatch is None or later == 0:
+        return action
+    each = 1 if action.kind in VERSIONED else microbatches
+    return Action(action.stage, action.kind, action.microbatch + later * each)
 
 
 def plan_devices(plan: PipelinePlan) -> tuple[str, ...]:

@@ -18,15 +18,15 @@ from stagewright.executor.capture import CapturedLayer, LayeredModel
 from stagewright.executor.initialise import Model, initialise, total_bytes
 from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Loss, OutOfMemory, Rank
 from stagewright.executor.launch import require_torch
-from stagewright.executor.lower import lower
-from stagewright.executor.program import stages_on
+from stagewright.executor.periodic import lower_any
+from stagewright.executor.program import Families, Program, stages_on
 from stagewright.executor.shapes import LayerTrace, Value, propagate, values_of
 from stagewright.executor.shares import Rows, pieces, rows
 from stagewright.executor.stage import Part, StageComputation
 from stagewright.executor.trace import RankAction, Trace, traced_step
 from stagewright.executor.verify import peak_bytes, verify
-from stagewright.executor.weights import MakeOptimizer, Weights
-from stagewright.formulations.plan import PipelinePlan, updates_every_round
+from stagewright.executor.weights import MakeOptimizer, TiedSums, Weights
+from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, updates_every_round
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
 
@@ -60,13 +60,14 @@ class Executor:
         How long a rank waits for another in an all-reduce; for the rest the group's own limit
         holds.
     trace
-        Whether to record when each action ran, in all steps; see `trace_on_first_rank`.
+        Whether to record when each action ran, in all steps; see `trace_on_first_rank`. Not with a
+        periodic plan.
 
     Raises
     ------
     InputError
         If the model or the number of processes is another than the plan's, or torch's version is
-        none that is supported.
+        none that is supported; if a trace of a periodic plan is asked for.
     InvalidPlan
         If the plan cannot be carried out.
 
@@ -78,6 +79,10 @@ class Executor:
         executor = Executor(load_plan("plan.json"), make_model, optimizer=partial(SGD, lr=0.1))
         for inputs, targets in batches:
             loss = executor.step(inputs, targets)
+        losses = executor.finish()
+
+    With a periodic plan mini-batches overlap: `step` begins one, and the loss that it returns is of
+    one that was begun before.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Executor:
         trace: bool = False,
     ) -> None:
         require_torch()
+        require_traceable(plan, trace)
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed, self._dtype = loss, seed, dtype
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -103,10 +109,15 @@ class Executor:
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
         self._model = self._initialise(module)
+        self._families = self._find_families()
+        if self._families:  # known only now
+            self._rank = _rank(plan, self._rank.device, self._families)
         self._modules = self._split_modules()
         self._weights = self._make_weights(optimizer)
         self._groups, self._tied_groups = self._make_groups()
+        self._tied_sums = self._make_tied_sums()
         self._interpreters: dict[object, Interpreter] = {}
+        self._running: Interpreter | None = None  # of a periodic plan
         self._trace = trace
         self._records: list[tuple[int, float, list[RankAction]]] = []
 
@@ -132,21 +143,22 @@ class Executor:
         Every rank gives the same mini-batch: ``inputs`` are the model's, a tensor or a tuple of
         them, with the samples in dimension 0. They are cut into the plan's microbatches in order.
 
+        With a periodic plan the mini-batch is begun, and those before it go on. The loss is of the
+        one whose last forward was done in this call, in the order in which they were given; None if
+        there was none, as in the first calls. `finish` has those that are left.
+
         Raises
         ------
         InputError
             If the samples do not divide into the plan's microbatches, or the model or the loss do
-            not take them.
+            not take them; if the shape changes while mini-batches are under way.
         NonFiniteLoss, OutOfMemory
             Naming the stage. Weights and gradients are then anything: the executor has ended.
         """
-        if self._failed:
-            raise InputError("a step failed before; make a new executor and load a checkpoint")
+        self._require_sound()
         given = tuple(map(self._typed, _tensors("inputs", inputs)))
         _require_as_many(given, _tensors("targets", targets))
-        key = tuple((one.shape, one.dtype) for one in given)
-        if key not in self._interpreters:
-            self._interpreters[key] = self._prepare(given)
+        interpreter = self._interpreter(given)
         last = len(self.plan.stages) - 1
         here = given if 0 in self._stages else ()
         wanted: Batch = ()
@@ -157,22 +169,68 @@ class Executor:
             records = []
             _barrier(self._rank.group)
             started = time.perf_counter()
-        device = self._rank.device
+        own = tuple(one.to(self._rank.device) for one in here)
+        losses = self._carried_out(lambda: interpreter.run(own, wanted, self.steps_done, records))
+        self.steps_done += 1
+        loss = next(iter(losses), None)
+        if records is not None:
+            self._records.append((self.steps_done - 1, loss or 0.0, _since(started, records)))
+        return loss
+
+    def finish(self) -> list[float]:
+        """End the mini-batches that are under way; their mean losses on ranks of the last stage.
+
+        Those whose losses `step` has returned are not among them; there are none without a periodic
+        plan. The weights are then those after all updates, as if there had been no pipeline, and
+        the next `step` begins with an empty one. All ranks call it.
+
+        Raises
+        ------
+        NonFiniteLoss, OutOfMemory
+            As `step`.
+        """
+        self._require_sound()
+        interpreter, self._running = self._running, None
+        return [] if interpreter is None else self._carried_out(interpreter.finish)
+
+    def _require_sound(self) -> None:
+        if self._failed:
+            raise InputError("a step failed before; make a new executor and load a checkpoint")
+
+    def _require_finished(self) -> None:
+        if self._running is not None:
+            raise InputError(
+                f"mini-batches are under way after step {self.steps_done} of a periodic plan: call "
+                "finish() on all ranks first"
+            )
+
+    def _interpreter(self, given: tuple[Tensor, ...]) -> Interpreter:
+        """The one for mini-batches of this shape; with a periodic plan it is then under way."""
+        key = tuple((one.shape, one.dtype) for one in given)
+        found = self._interpreters.get(key)
+        if self._running is not None and found is not self._running:
+            raise InputError(
+                f"a mini-batch of shape {', '.join(str(tuple(one.shape)) for one in given)} "
+                "follows others while they are under way; call finish() on all ranks before the "
+                "shape changes"
+            )
+        if found is None:
+            found = self._interpreters[key] = self._prepare(given)
+        if isinstance(self.plan.schedule, PeriodicSchedule):
+            self._running = found
+        return found
+
+    def _carried_out(self, run: Callable[[], list[float]]) -> list[float]:
+        """What ``run`` does on this rank; the losses of all ranks of the last stage together."""
+        device, last = self._rank.device, len(self.plan.stages) - 1
         self._failed = True
         # What layers draw differs from rank to rank; what the caller draws must not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            loss = self._interpreters[key].run(
-                tuple(one.to(device) for one in here), wanted, self.steps_done, records
-            )
+            losses = run()
         self._failed = False
-        self.steps_done += 1
-        if last not in self._stages:
-            loss = 0.0
-        elif last in self._groups:
-            loss = self._summed(loss, self._groups[last])
-        if records is not None:
-            self._records.append((self.steps_done - 1, loss, _since(started, records)))
-        return loss if last in self._stages else None
+        if last in self._groups:
+            return [self._summed(loss, self._groups[last]) for loss in losses]
+        return losses
 
     # What outlives the process
 
@@ -183,7 +241,13 @@ class Executor:
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
         weights before the last update, where the plan computes on them. The next step changes these
         tensors.
+
+        Raises
+        ------
+        InputError
+            If mini-batches are under way: `finish` comes first.
         """
+        self._require_finished()
         found: dict[str, Tensor] = {}
         for s in self._stages:
             if self._first_rank(s) == self.rank:
@@ -219,8 +283,9 @@ class Executor:
         Raises
         ------
         InputError
-            If something of this rank's is missing.
+            If something of this rank's is missing, or mini-batches are under way.
         """
+        self._require_finished()
         for s in self._stages:
             for name, one in self._tensors(s).items():
                 if f"model.{name}" not in tensors:
@@ -334,9 +399,22 @@ class Executor:
                 self._tied,
                 optimizer,
                 versions=2 if self.plan.weights == "double-buffer" else 1,
+                two_gradients=self._reduces_beside(s),
             )
             for s, layers in self._modules.items()
         }
+
+    def _find_families(self) -> set[frozenset[int]]:
+        """In a periodic plan, the stages that have a trained parameter in common."""
+        if not isinstance(self.plan.schedule, PeriodicSchedule):
+            return set()
+        return {frozenset(self._stages_of[name]) for name in self._tied}
+
+    def _reduces_beside(self, s: int) -> bool:
+        """Whether a stage's gradients are summed up with others' while the next ones are made."""
+        if not isinstance(self.plan.schedule, PeriodicSchedule):
+            return False
+        return len(self.plan.stages[s].devices) > 1 or any(s in one for one in self._families)
 
     def _tensors(self, s: int) -> dict[str, Tensor]:
         """Parameters, in their newest version, and buffers of a stage, by their first names."""
@@ -408,6 +486,7 @@ class Executor:
             scale=1.0 if updates_every_round(plan.weights) else 1 / plan.microbatches,
             seed=self._seed,
             sum_tied=self._sum_tied,
+            tied=self._tied_sums,
         )
 
     def _computation(
@@ -428,7 +507,13 @@ class Executor:
         trained = {self._primary[name] for one in traces[count] for name in one.trained}
         self._weights[s].leave_out(trained)
         parts = [Part(*each) for each in zip(self._modules[s], inputs, trace, strict=True)]
-        return StageComputation(parts, stage.recompute, self._rank.device, self._autocast)
+        return StageComputation(
+            parts,
+            stage.recompute,
+            self._rank.device,
+            self._autocast,
+            offload=stage.offload,
+        )
 
     def _require_constant_buffers(self, trace: Sequence[LayerTrace]) -> None:
         """Refuse a buffer that a layer may change in one stage while another stage has it too."""
@@ -444,6 +529,9 @@ class Executor:
     def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
         """Refuse to begin what cannot fit: better than to be killed in the middle."""
         footprints = {s: one.footprint() for s, one in computations.items()}
+        for s in filter(self._reduces_beside, footprints):
+            more = footprints[s].static_bytes + self._weights[s].gradient_bytes
+            footprints[s] = replace(footprints[s], static_bytes=more)
         need, where = peak_bytes(self.plan, self._rank.row, footprints)
         room = total_bytes(self._rank.device)
         if need > room:
@@ -469,6 +557,15 @@ class Executor:
             for one in found:
                 one.copy_(total)
 
+    def _make_tied_sums(self) -> TiedSums | None:
+        if not self._families:
+            return None
+        sharing = {
+            name: [s for s in self._stages_of[name] if s in self._stages] for name in self._tied
+        }
+        own = {name: stages for name, stages in sharing.items() if stages}
+        return TiedSums(self._weights, own, self._tied_groups)
+
     def _summed(self, value: float, group: dist.ProcessGroup | None) -> float:
         if group is None:
             return value
@@ -489,10 +586,10 @@ def _device(given: torch.device | str | None) -> torch.device:
     return torch.device("cuda", local % torch.cuda.device_count())
 
 
-def _rank(plan: PipelinePlan, device: torch.device) -> Rank:
+def _rank(plan: PipelinePlan, device: torch.device, families: Families = ()) -> Rank:
     group = dist.group.WORLD if dist.is_initialized() else None
-    program = lower(plan)
-    verify(plan, program)
+    program = lower_any(plan, families)
+    verify(plan, program, families=families)
     size = 1 if group is None else group.size()
     if size != len(program.devices):
         raise InputError(
@@ -503,7 +600,19 @@ def _rank(plan: PipelinePlan, device: torch.device) -> Rank:
     # Gloo moves what lies in the host's memory.
     gloo = group is not None and dist.get_backend(group) == "gloo"
     wire = torch.device("cpu") if gloo else device
-    return Rank(plan, program.devices, number, program.rows[number], device, wire, group)
+    periodic = None if isinstance(program, Program) else program
+    whole = program if isinstance(program, Program) else program.until_it_repeats()
+    row = whole.rows[number]
+    return Rank(plan, program.devices, number, row, device, wire, group, periodic)
+
+
+def require_traceable(plan: PipelinePlan, trace: bool) -> None:
+    """Refuse to trace a periodic plan, whose iterations do not begin and end one by one."""
+    if trace and isinstance(plan.schedule, PeriodicSchedule):
+        raise InputError(
+            "a trace shows one iteration after the other, a periodic plan begins the next before "
+            "one ends: leave the trace out"
+        )
 
 
 def _require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:

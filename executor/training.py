@@ -18,7 +18,7 @@ from stagewright.executor.initialise import Model
 from stagewright.executor.interpreter import Loss
 from stagewright.executor.launch import Member
 from stagewright.executor.program import plan_devices
-from stagewright.executor.runtime import Executor
+from stagewright.executor.runtime import Executor, require_traceable
 from stagewright.executor.trace import save_trace
 from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs import documents
@@ -67,6 +67,7 @@ class Task:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
+        require_traceable(self.plan, self.trace is not None)
 
     def header(self, steps: int) -> Header:
         """What a checkpoint after ``steps`` says of itself."""
@@ -75,7 +76,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Mean loss and duration of every step of a run."""
+    """Mean loss and duration of every step of a run.
+
+    Where mini-batches overlap, a step lasts as long as the call that began it, and with a
+    checkpoint behind it, or the end, as long as it takes until nothing is under way.
+    """
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -84,8 +89,8 @@ class Course:
 def train(task: Task, member: Member, report: Report) -> Course:
     """Carry out ``task`` as one of its ranks.
 
-    ``report`` is called with number, loss and seconds of every step, on one rank that knows them.
-    The same course is returned on every rank.
+    ``report`` is called with number, loss and seconds of every step, on one rank that knows them,
+    as soon as it does. The same course is returned on every rank.
     """
     devices = plan_devices(task.plan)
     if len(devices) != member.world_size:
@@ -110,17 +115,18 @@ def train(task: Task, member: Member, report: Report) -> Course:
     reporter = devices.index(task.plan.stages[-1].devices[0])
     course = Course()
     batches = mini_batches(task.data, task.seed)
-    for _ in range(executor.steps_done):
+    first = executor.steps_done
+    for _ in range(first):
         next(batches)
-    for step in range(executor.steps_done + 1, task.steps + 1):
+    for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
-        inputs, targets = _pair(next(batches))
+        batch = _pair(next(batches))
         start = time.perf_counter()
-        loss = executor.step(inputs, targets)
+        losses = _step(executor, batch, to_the_end=_is_due(task, step))
         course.seconds.append(time.perf_counter() - start)
-        if member.rank == reporter and loss is not None:
+        for loss in losses if member.rank == reporter else ():
             course.losses.append(loss)
-            report(step, loss, course.seconds[-1])
+            report(first + len(course.losses), loss, course.seconds[-1])
         _save(task, executor, step)
     member.place = "after the last step"
     _write_results(task, executor)
@@ -173,9 +179,20 @@ def _resume(executor: Executor, path: Path) -> None:
     executor.load_state(checkpoint.read(path, keys), checkpoint.read_header(path).steps)
 
 
+def _step(executor: Executor, batch: tuple[Any, Any], *, to_the_end: bool) -> list[float]:
+    """Do a step, ``to_the_end`` of all that is under way; the losses that are known then."""
+    loss = executor.step(*batch)
+    losses = [] if loss is None else [loss]
+    return losses + (executor.finish() if to_the_end else [])
+
+
+def _is_due(task: Task, step: int) -> bool:
+    """Whether a checkpoint would follow ``step``, if there are any."""
+    return step % task.checkpoint_every == 0 or step == task.steps
+
+
 def _save(task: Task, executor: Executor, step: int) -> None:
-    is_due = step % task.checkpoint_every == 0 or step == task.steps
-    if task.checkpoints is not None and is_due:
+    if task.checkpoints is not None and _is_due(task, step):
         checkpoint.save(task.checkpoints, executor.state(), task.header(step))
 
 

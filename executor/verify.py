@@ -6,6 +6,11 @@ all-reduces; every rank gets to the end (otherwise the cycle is shown, with the 
 row); every forward uses the version of the weights that the plan's semantics ask for, and its
 backward the same; and, where the bytes are known, that every rank keeps within its memory at every
 step.
+
+A periodic program is proved for any number of iterations. What is proved by running it is every
+number up to two of the iterations that repeat. From there on one more of them is done in between:
+it begins as the one before began, only later, and needs nothing from those that follow, since each
+iteration's transfers have both of their ends in it.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +20,9 @@ from itertools import combinations, product, zip_longest
 
 from stagewright.executor.program import (
     SENDS,
+    Families,
     Instruction,
+    PeriodicProgram,
     Program,
     Row,
     plan_devices,
@@ -56,57 +63,123 @@ class Footprint:
     working_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A plan that is done ``iterations`` times, one right behind the other.
+
+    In a periodic plan the gradients of ``families`` of stages are summed up as those of a stage's
+    devices are.
+    """
+
+    plan: PipelinePlan
+    iterations: int = 1
+    families: Families = ()
+
+    @property
+    def microbatches(self) -> int:
+        return self.iterations * self.plan.microbatches
+
+    def iteration(self, microbatch: int | None) -> int:
+        assert microbatch is not None
+        return microbatch // self.plan.microbatches
+
+    def is_shared(self, s: int) -> bool:
+        return len(self.plan.stages[s].devices) > 1 or any(s in one for one in self.families)
+
+    def brings(self, s: int) -> Iterator[tuple[int, str]]:
+        """Stages and devices whose gradients an update of stage ``s`` needs."""
+        for other in {s}.union(*(one for one in self.families if s in one)):
+            if self.is_shared(other):
+                yield from ((other, name) for name in self.plan.stages[other].devices)
+
+
 def verify(
     plan: PipelinePlan,
-    program: Program,
+    program: Program | PeriodicProgram,
     footprints: Sequence[Footprint] | None = None,
     memory_bytes: Sequence[float] | None = None,
+    families: Families = (),
 ) -> None:
     """Prove that ``program`` carries out ``plan``.
 
     Parameters
     ----------
+    program
+        A periodic one for a periodic plan.
     footprints
         Per stage, if known.
     memory_bytes
         Per rank; only together with ``footprints``.
+    families
+        Of a periodic program, the stages that have a parameter in common.
 
     Raises
     ------
     InvalidProgram
         With the first thing that is wrong.
     """
+    for part, work in _whole(plan, program, families):
+        _require_ranks(plan, part)
+        for rank, row in enumerate(part.rows):
+            _require_computations(work, part, rank, row)
+            _require_updates(work, part.devices[rank], rank, row)
+        _require_same_reductions(plan, part)
+        _require_transfers(work, part)
+        _Run(work, part).to_the_end()
+        at_first_stage = _versions_at_first_stage(part)
+        for rank, row in enumerate(part.rows):
+            _require_versions(work, rank, row, at_first_stage)
+        if footprints is not None and memory_bytes is not None:
+            _require_memory(plan, part, footprints, memory_bytes)
+
+
+def _whole(
+    plan: PipelinePlan, program: Program | PeriodicProgram, families: Families
+) -> Iterator[tuple[Program, _Work]]:
+    """Programs from an empty pipeline to an empty one, and what each has to do."""
+    if isinstance(program, Program):
+        yield program, _Work(plan)
+        return
     _require_ranks(plan, program)
-    for rank, row in enumerate(program.rows):
-        _require_computations(plan, program, rank, row)
-        _require_updates(plan, program.devices[rank], rank, row)
-    _require_same_reductions(plan, program)
-    _require_transfers(plan, program)
-    _Run(plan, program).to_the_end()
-    at_first_stage = _versions_at_first_stage(program)
-    for rank, row in enumerate(program.rows):
-        _require_versions(plan, rank, row, at_first_stage)
-    if footprints is not None and memory_bytes is not None:
-        _require_memory(plan, program, footprints, memory_bytes)
+    for iterations in range(1, len(program.segments) + 2):
+        parts = [*map(program.segment, range(iterations)), program.drain(iterations)]
+        for i, rows in enumerate(parts):
+            _require_closed(Program(program.devices, rows), min(i + 1, iterations), plan)
+        yield program.unrolled(iterations), _Work(plan, iterations, families)
 
 
-def _require_ranks(plan: PipelinePlan, program: Program) -> None:
+def _require_closed(part: Program, given: int, plan: PipelinePlan) -> None:
+    """An iteration's transfers have both ends in it, and all that is done was given by then."""
+    for rank, row in enumerate(part.rows):
+        for one in row:
+            m = one.action.microbatch
+            if one.action.kind not in VERSIONED and (m or 0) >= given * plan.microbatches:
+                raise InvalidProgram(
+                    f"rank {rank}: {one} is done when {given} mini-batches of "
+                    f"{plan.microbatches} microbatches are given"
+                )
+    _require_same_sides(part)
+
+
+def _require_ranks(plan: PipelinePlan, program: Program | PeriodicProgram) -> None:
     devices = plan_devices(plan)
-    if program.devices != devices or len(program.rows) != len(devices):
-        raise InvalidProgram(
-            f"the plan runs on {', '.join(devices)}, the program has {len(program.rows)} rows for "
-            f"{', '.join(program.devices)}"
-        )
+    parts = [program.rows] if isinstance(program, Program) else program.segments + program.drains
+    for rows in parts:
+        if program.devices != devices or len(rows) != len(devices):
+            raise InvalidProgram(
+                f"the plan runs on {', '.join(devices)}, the program has {len(rows)} rows for "
+                f"{', '.join(program.devices)}"
+            )
 
 
-def _require_computations(plan: PipelinePlan, program: Program, rank: int, row: Row) -> None:
+def _require_computations(work: _Work, program: Program, rank: int, row: Row) -> None:
     """Each of the rank's microbatches has one F, and one B or one I and one W; nothing else."""
-    stands = Counter(one.action for one in row)
+    plan, stands = work.plan, Counter(one.action for one in row)
     for action, count in stands.items():
-        _require_belongs(plan, program.devices[rank], rank, action)
+        _require_belongs(work, program.devices[rank], rank, action)
         if action.kind in COMPUTE and count > 1:
             raise InvalidProgram(f"rank {rank}: {action} stands {count} times")
-    for s, m in product(stages_on(plan, program.devices[rank]), range(plan.microbatches)):
+    for s, m in product(stages_on(plan, program.devices[rank]), range(work.microbatches)):
         if program.devices[rank] in plan.stages[s].runners(m):
             kinds = tuple(k for k in COMPUTE if Action(s, k, m) in stands)
             if kinds not in ((F, B), (F, I, W)):
@@ -117,50 +190,87 @@ def _require_computations(plan: PipelinePlan, program: Program, rank: int, row: 
                 )
 
 
-def _require_belongs(plan: PipelinePlan, device: str, rank: int, action: Action) -> None:
+def _require_belongs(work: _Work, device: str, rank: int, action: Action) -> None:
     """The stage of ``action``, and its microbatch, are the rank's."""
-    s, m = action.stage, action.microbatch
+    plan, s, m = work.plan, action.stage, action.microbatch
     if not 0 <= s < len(plan.stages):
         raise InvalidProgram(f"rank {rank}: {action}: there are only {len(plan.stages)} stages")
     runners = plan.stages[s].devices
     if m is not None and action.kind not in VERSIONED:
-        if not 0 <= m < plan.microbatches:
+        if not 0 <= m < work.microbatches:
             raise InvalidProgram(
-                f"rank {rank}: {action}: there are only {plan.microbatches} microbatches"
+                f"rank {rank}: {action}: there are only {work.microbatches} microbatches"
             )
         runners = plan.stages[s].runners(m)
     if device not in runners:
         raise InvalidProgram(f"rank {rank}: {action} does not run on {device}")
 
 
-def _require_updates(plan: PipelinePlan, device: str, rank: int, row: Row) -> None:
+def _require_updates(work: _Work, device: str, rank: int, row: Row) -> None:
     """Every gradient reaches the weights: once an iteration, or once a round of backwards."""
-    every_round = updates_every_round(plan.weights)
+    plan, every_round = work.plan, updates_every_round(work.plan.weights)
     backwards = Counter(one.action.stage for one in row if one.action.kind in (B, W))
-    ready: Counter[int] = Counter()
-    done: Counter[Action] = Counter()
+    stages = {s: _Gradients(work, backwards[s], work.is_shared(s)) for s in stages_on(plan, device)}
     for one in row:
-        s, kind = one.action.stage, one.action.kind
-        ready[s] += kind in (B, W)
-        if kind in (REDUCE, UPDATE):
-            done[one.action] += 1
-            due = done[one.action] if every_round else backwards[s]
-            reduced = done[Action(s, REDUCE)]
-            unreduced = len(plan.stages[s].devices) > 1 and reduced < done[one.action]
-            if ready[s] != due or unreduced:
-                raise InvalidProgram(
-                    f"rank {rank}: {one}, the {done[one.action]}. of its stage, stands behind "
-                    f"{ready[s]} of {backwards[s]} backwards and {reduced} all-reduces"
-                )
-    for s in stages_on(plan, device):
-        wanted = backwards[s] if every_round else 1
-        reduced, updated = done[Action(s, REDUCE)], done[Action(s, UPDATE)]
-        reductions = wanted if len(plan.stages[s].devices) > 1 else 0
-        if updated != wanted or reduced != reductions:
+        found = stages[one.action.stage]
+        if not found.may_follow(one.action):
+            count = found.reduced if one.action.kind is REDUCE else found.updated
+            raise InvalidProgram(
+                f"rank {rank}: {one}, the {count}. of its stage, stands behind "
+                f"{found.ready} of {found.backwards} backwards and {found.reduced} all-reduces"
+            )
+    for s, found in stages.items():
+        wanted = backwards[s] if every_round else work.iterations
+        reductions = wanted if found.is_shared else 0
+        if found.updated != wanted or found.reduced != reductions:
             raise InvalidProgram(
                 f"rank {rank}: with {plan.weights!r}, {backwards[s]} backwards need {wanted} times "
-                f"{s}{UPDATE} and {reductions} times {s}{REDUCE}; found: {updated} and {reduced}"
+                f"{s}{UPDATE} and {reductions} times {s}{REDUCE}; found: {found.updated} and "
+                f"{found.reduced}"
             )
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """A stage's gradients on one rank: what was added to them, and what became of it."""
+
+    work: _Work
+    backwards: int
+    is_shared: bool
+    ready: int = 0
+    latest: int = 0  # iteration of which there is something
+    reduced: int = 0
+    updated: int = 0
+
+    def may_follow(self, action: Action) -> bool:
+        """Take note of the next action; whether it may stand here.
+
+        While an all-reduce is under way, the next iteration's gradients are summed up beside it; a
+        third one would have no place.
+        """
+        every_round = updates_every_round(self.work.plan.weights)
+        if action.kind in (B, W):
+            self.ready += 1
+            self.latest = max(self.latest, self.work.iteration(action.microbatch))
+        elif action.kind is REDUCE:
+            self.reduced += 1
+            return self._are_of(self.reduced, every_round) and self.reduced == self.updated + 1
+        elif action.kind is UPDATE:
+            self.updated += 1
+            beside = self.is_shared and not every_round
+            is_reduced = not self.is_shared or self.reduced == self.updated
+            return is_reduced and (beside or self._are_of(self.updated, every_round))
+        return True
+
+    def _are_of(self, count: int, every_round: bool) -> bool:
+        """Whether all backwards of the first ``count`` iterations, or rounds, are in, and no more.
+
+        No more of others: it would be missing in its own update.
+        """
+        if every_round:
+            return self.ready == count
+        each = self.backwards // self.work.iterations
+        return self.ready == count * each and self.latest < count
 
 
 def _require_same_reductions(plan: PipelinePlan, program: Program) -> None:
@@ -180,27 +290,38 @@ def _require_same_reductions(plan: PipelinePlan, program: Program) -> None:
                 )
 
 
-def _require_transfers(plan: PipelinePlan, program: Program) -> None:
+def _require_transfers(work: _Work, program: Program) -> None:
     """Every pair of ranks does all its transfers, once each, in the same order on both sides."""
-    wanted = _wanted_transfers(plan, program)
+    wanted = _wanted_transfers(work, program)
+    for a, b, here, there in _require_same_sides(program):
+        _require_once(a, b, here, wanted[a, b])
+        _require_once(b, a, there, wanted[b, a])
+
+
+def _require_same_sides(
+    program: Program,
+) -> list[tuple[int, int, list[Instruction], list[Instruction]]]:
+    """Two ranks and what each has with the other; both sides in the same order."""
     sides = [_by_peer(row) for row in program.rows]
     for a, side in enumerate(sides):
         for b in side:
             if not (0 <= b < len(sides) and b != a):
                 raise InvalidProgram(f"rank {a}: {side[b][0]}: there is no such peer")
-    for a, b in combinations(range(len(sides)), 2):
-        here, there = sides[a].get(b, []), sides[b].get(a, [])
+    pairs = [
+        (a, b, sides[a].get(b, []), sides[b].get(a, []))
+        for a, b in combinations(range(len(sides)), 2)
+    ]
+    for a, b, here, there in pairs:
         _require_same_order(a, b, here, there)
-        _require_once(a, b, here, wanted[a, b])
-        _require_once(b, a, there, wanted[b, a])
+    return pairs
 
 
 def _wanted_transfers(
-    plan: PipelinePlan, program: Program
+    work: _Work, program: Program
 ) -> defaultdict[tuple[int, int], Counter[Action]]:
-    rank = {name: r for r, name in enumerate(program.devices)}
+    plan, rank = work.plan, {name: r for r, name in enumerate(program.devices)}
     wanted: defaultdict[tuple[int, int], Counter[Action]] = defaultdict(Counter)
-    for s, m in product(range(len(plan.stages)), range(plan.microbatches)):
+    for s, m in product(range(len(plan.stages)), range(work.microbatches)):
         for kind, there in ((SEND_F, s + 1), (SEND_B, s - 1)):
             if 0 <= there < len(plan.stages):
                 for sender, receiver in transfers(plan, Action(s, kind, m)):
@@ -250,8 +371,8 @@ class _Run:
     when both ranks have posted it, as on a NCCL stream; the weakest promise of all backends.
     """
 
-    def __init__(self, plan: PipelinePlan, program: Program) -> None:
-        self.plan, self.program = plan, program
+    def __init__(self, work: _Work, program: Program) -> None:
+        self.work, self.plan, self.program = work, work.plan, program
         self.rank = {name: r for r, name in enumerate(program.devices)}
         self.at = [0] * len(program.rows)
         self.done: list[Counter[Action]] = [Counter() for _ in program.rows]
@@ -326,11 +447,10 @@ class _Run:
                 yield peer, str(Instruction(send, rank))
 
     def _reductions(self, rank: int, s: int) -> Iterator[tuple[int, str]]:
-        devices = self.plan.stages[s].devices
-        for name in devices if len(devices) > 1 else ():
+        for other, name in self.work.brings(s):
             peer = self.rank[name]
-            if self.done[peer][Action(s, REDUCE)] <= self.done[rank][Action(s, UPDATE)]:
-                yield peer, f"{s}{REDUCE}"
+            if self.done[peer][Action(other, REDUCE)] <= self.done[rank][Action(s, UPDATE)]:
+                yield peer, f"{other}{REDUCE}"
 
     def _deadlock(self, waiting: list[int]) -> str:
         needs = {
@@ -362,10 +482,10 @@ class _Run:
 
 
 def _require_versions(
-    plan: PipelinePlan, rank: int, row: Row, at_first_stage: Mapping[int | None, int]
+    work: _Work, rank: int, row: Row, at_first_stage: Mapping[int | None, int]
 ) -> None:
     """Every version that is used is held and is the right one; none is left over at the end."""
-    buffered = plan.weights == "double-buffer"
+    plan, buffered = work.plan, work.plan.weights == "double-buffer"
     stages: defaultdict[int, _Weights] = defaultdict(lambda: _Weights(buffered))
     for one in row:
         weights = stages[one.action.stage]
@@ -374,7 +494,7 @@ def _require_versions(
         except InvalidProgram as error:
             raise InvalidProgram(f"rank {rank}: {one}: {error}") from None
         if one.action.kind is F:
-            right = 0 if buffered else weights.held[-1]
+            right = work.iteration(one.action.microbatch) if buffered else weights.held[-1]
             if plan.weights == "stash+vertical-sync":
                 right = at_first_stage[one.action.microbatch]
             if weights.used != right:

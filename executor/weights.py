@@ -1,6 +1,7 @@
 """The weights of one stage on one rank: their versions, their gradient, their optimizer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,32 @@ BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelis
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+@dataclass(slots=True)
+class _Gradients:
+    """Flat tensors, one for each type, with a view for every parameter's gradient.
+
+    Gradients of ``tied`` parameters are in tensors of their own. A parameter that is left out has
+    no view.
+    """
+
+    flat: list[Tensor]
+    tied: list[Tensor]
+    views: list[Tensor | None]
+
+    def zero(self) -> None:
+        """Begin anew."""
+        for one in (*self.flat, *self.tied):
+            one.zero_()
+
+
 class Weights:
     """Parameters that are trained, in versions; the newest belongs to the optimizer.
 
     Gradients of all versions are summed up in flat tensors, one for each type, so that an
     all-reduce needs no copies. Those of parameters that other stages have too (``tied``) are apart:
     they are summed up over all of these stages' devices. A parameter goes by its ``primary`` name,
-    whatever the module calls it.
+    whatever the module calls it. With ``two_gradients`` the next gradient is summed up in one set
+    of flat tensors while the other one is reduced, until its update.
     """
 
     def __init__(
@@ -27,6 +47,8 @@ class Weights:
         tied: Collection[str],
         make_optimizer: MakeOptimizer,
         versions: int,
+        *,
+        two_gradients: bool = False,
     ) -> None:
         by_name = {
             primary[name]: one
@@ -36,45 +58,44 @@ class Weights:
         }
         self.names, parameters = list(by_name), list(by_name.values())
         self._places = _places(modules, parameters)
-        self._flat: list[Tensor] = []
-        self._flat_tied: list[Tensor] = []
-        self._gradients: list[Tensor | None] = [*self._lay_out(parameters, tied)]
+        self._gradients = self._lay_out(parameters, tied)
+        self._reduced = self._lay_out(parameters, tied) if two_gradients else self._gradients
         self.held = dict.fromkeys(range(versions), parameters)
         self.newest = versions - 1
         self._stash: int | None = None
         self._reductions: list[dist.Work] = []
         self.optimizer = make_optimizer(parameters) if parameters else None
-        self._adopt(parameters)
+        self._adopt(parameters, self._gradients)
 
-    def _lay_out(self, parameters: list[nn.Parameter], tied: Collection[str]) -> list[Tensor]:
-        """A view of a flat tensor for every parameter's gradient."""
+    def _lay_out(self, parameters: list[nn.Parameter], tied: Collection[str]) -> _Gradients:
         views: dict[int, Tensor] = {}
-        for alone in (True, False):
+        made: dict[bool, list[Tensor]] = {False: [], True: []}
+        for is_tied, flat in made.items():
             chosen = [
                 (i, one)
                 for i, (name, one) in enumerate(zip(self.names, parameters, strict=True))
-                if (name in tied) != alone
+                if (name in tied) == is_tied
             ]
             for dtype in dict.fromkeys(one.dtype for _, one in chosen):
                 same = [(i, one) for i, one in chosen if one.dtype == dtype]
-                flat = same[0][1].new_zeros(sum(one.numel() for _, one in same))
-                (self._flat if alone else self._flat_tied).append(flat)
-                parts = flat.split([one.numel() for _, one in same])
+                flat.append(same[0][1].new_zeros(sum(one.numel() for _, one in same)))
+                parts = flat[-1].split([one.numel() for _, one in same])
                 for (i, one), part in zip(same, parts, strict=True):
                     views[i] = part.view_as(one)
-        return [views[i] for i in range(len(parameters))]
+        return _Gradients(made[False], made[True], [views[i] for i in range(len(parameters))])
 
-    def _adopt(self, parameters: list[nn.Parameter]) -> None:
-        for one, gradient in zip(parameters, self._gradients, strict=True):
+    def _adopt(self, parameters: Sequence[nn.Parameter], gradients: _Gradients) -> None:
+        for one, gradient in zip(parameters, gradients.views, strict=True):
             one.grad = gradient
 
     def leave_out(self, trained: Collection[str]) -> None:
         """Give no gradient to what is not ``trained``: the optimizer passes it over."""
-        self._gradients = [
-            gradient if name in trained else None
-            for name, gradient in zip(self.names, self._gradients, strict=True)
-        ]
-        self._adopt(self.held[self.newest])
+        for gradients in (self._gradients, self._reduced):
+            gradients.views = [
+                gradient if name in trained else None
+                for name, gradient in zip(self.names, gradients.views, strict=True)
+            ]
+        self._adopt(self.held[self.newest], self._gradients)
 
     def use(self, version: int) -> None:
         """Compute on ``version`` from now on."""
@@ -90,9 +111,16 @@ class Weights:
         """Forget ``version``."""
         del self.held[version]
 
-    def reduce(self, group: dist.ProcessGroup, share: float = 1.0) -> None:
-        """Begin to sum ``share`` of the gradients up over the stage's devices."""
-        for flat in self._flat:
+    def reduce(self, group: dist.ProcessGroup | None, share: float = 1.0) -> None:
+        """Begin to sum ``share`` of the gradients up over the stage's devices, if there are more.
+
+        With ``two_gradients``, what comes from now on belongs to the next update.
+        """
+        if self._reduced is not self._gradients:
+            self._gradients, self._reduced = self._reduced, self._gradients
+            for parameters in self.held.values():
+                self._adopt(parameters, self._gradients)
+        for flat in self._reduced.flat if group is not None else ():
             flat.mul_(share)
             for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
@@ -105,7 +133,7 @@ class Weights:
     @property
     def gradient_bytes(self) -> int:
         """Bytes that an all-reduce sums up."""
-        return sum(flat.nbytes for flat in self._flat)
+        return sum(flat.nbytes for flat in self._gradients.flat)
 
     def update(self) -> None:
         """Step the optimizer once the gradients are there; the new version is the newest."""
@@ -113,16 +141,16 @@ class Weights:
             work.wait()
         if self._stash is None:
             parameters = self.held.pop(self.newest)
-            self._adopt(parameters)  # autograd gives zeros to some that are left out
         else:
             parameters = self._copied()
             self._stash = None
         self.newest += 1
         self.held[self.newest] = parameters
+        self._adopt(parameters, self._reduced)  # also: autograd gives zeros to what is left out
         if self.optimizer is not None:
             self.optimizer.step()
-        for flat in (*self._flat, *self._flat_tied):
-            flat.zero_()
+        self._reduced.zero()
+        self._adopt(parameters, self._gradients)
         self.use(self.newest)
 
     def _copied(self) -> list[nn.Parameter]:
@@ -133,7 +161,6 @@ class Weights:
         """
         old = self.held[self.newest]
         new = [nn.Parameter(one.detach().clone()) for one in old]
-        self._adopt(new)
         if self.optimizer is None:
             return new
         twin = dict(zip(map(id, old), new, strict=True))
@@ -170,15 +197,73 @@ class Weights:
                 nn.Parameter(tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
                 for name, one in newest.items()
             ]
-            self._adopt(self.held[0])
+            self._adopt(self.held[0], self._gradients)
 
     def gradient(self, name: str) -> Tensor | None:
-        """The summed-up gradient of a parameter: a view."""
-        return self._gradients[self.names.index(name)]
+        """The gradient that the next update takes of a parameter: a view."""
+        return self._reduced.views[self.names.index(name)]
 
     def parameters(self, version: int) -> dict[str, nn.Parameter]:
         """The parameters in a version, by name."""
         return dict(zip(self.names, self.held[version], strict=True))
+
+
+class TiedSums:
+    """Sums of what several stages have of the gradients of a parameter that they share.
+
+    They are made while the next gradients are summed up, for one update at a time: a rank gives a
+    stage's gradient of the next one when it has updated the stage by the last.
+
+    Parameters
+    ----------
+    weights
+        Of this rank's stages.
+    sharing
+        Per parameter, this rank's stages that have it.
+    groups
+        Per parameter, the processes that have it, where there are several.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[int, Weights],
+        sharing: Mapping[str, Collection[int]],
+        groups: Mapping[str, dist.ProcessGroup],
+    ) -> None:
+        self._weights, self._sharing, self._groups = weights, sharing, groups
+        self._given: dict[str, set[int]] = {name: set() for name in sharing}
+        self._sums: dict[str, Tensor] = {}
+        self._works: dict[str, dist.Work] = {}
+
+    def give(self, stage: int) -> None:
+        """A stage's gradients are complete; with the rank's last one the sum over ranks begins."""
+        for name in self._names(stage):
+            self._given[name].add(stage)
+            if self._given[name] == set(self._sharing[name]):
+                self._given[name].clear()
+                self._begin(name)
+
+    def take(self, stage: int) -> None:
+        """Put the sums in the place of a stage's own gradients, once they are there."""
+        for name in self._names(stage):
+            work = self._works.pop(name, None)
+            if work is not None:
+                work.wait()
+            gradient = self._weights[stage].gradient(name)
+            if gradient is not None:
+                gradient.copy_(self._sums[name])
+
+    def _names(self, stage: int) -> list[str]:
+        return [name for name, stages in self._sharing.items() if stage in stages]
+
+    def _begin(self, name: str) -> None:
+        own = [self._weights[s].gradient(name) for s in self._sharing[name]]
+        found = [one for one in own if one is not None]
+        if found:
+            self._sums[name] = torch.stack(found).sum(0)
+            if name in self._groups:
+                group = self._groups[name]
+                self._works[name] = dist.all_reduce(self._sums[name], group=group, async_op=True)
 
 
 def _places(

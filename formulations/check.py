@@ -501,6 +501,8 @@ def _unknown_parts(
 ) -> Iterator[Violation]:
     """Where a backward stands as I and W, the profile knows the time of each."""
     for s in np.flatnonzero(split.any(axis=1)).tolist():
+        if stages[s].offload:
+            yield Violation("offload", f"stage {s}", "what is offloaded comes back for a whole B")
         name = problem.layer_with_whole_backward(*stages[s].layers)
         if name is not None:
             yield Violation(

@@ -1,13 +1,20 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from training_plans import (
     gpipe,
     interleaved,
     one_f_one_b,
+    overlapping,
+    pattern_of,
+    periodic,
+    periodic_plans,
     plan_in_order,
     plans,
     straight,
@@ -26,6 +33,7 @@ from stagewright.executor.lower import (
     with_updates,
     with_versions,
 )
+from stagewright.executor.periodic import in_periods, lower_periodic, pattern_order
 from stagewright.executor.program import (
     RECEIVES,
     SENDS,
@@ -37,8 +45,11 @@ from stagewright.executor.program import (
 )
 from stagewright.executor.verify import verify
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.one_f_one_b import one_f_one_b_star, period_bound
+from stagewright.formulations.periodic import unrolled
 from stagewright.formulations.plan import (
     InvalidPlan,
+    PeriodicSchedule,
     PipelinePlan,
     Schedule,
     ScheduledAction,
@@ -736,3 +747,126 @@ def test_interleaved_schedules_are_lowered() -> None:
     stages = [Stage((s, s + 1), (f"d{s % 2}",)) for s in range(6)]
     plan = interleaved(stages, 4)
     verify(plan, lower(plan))
+
+
+# --- Periodic plans ---------------------------------------------------------------------------
+
+
+def test_a_periodic_plan_by_hand() -> None:
+    """Two stages, F one second and B two, transfers one: a period of three seconds."""
+    plan = overlapping(straight([1, 1]), 2)
+    order = [f"{turn.operation}+{turn.shift}" for turn in pattern_order(plan)]
+    assert order == ["1B+1", "0F+0", "0B+2", "0SEND_F+0", "1SEND_B+1", "1F+0"]
+    program = lower_periodic(plan)
+    assert [shown(rows) for rows in program.segments] == [
+        [
+            "0USE0 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1",
+            "1RECV_F0<0 1RECV_F1<0 1USE0 1F0 1B0 1SEND_B0>0 1F1",
+        ],
+        [
+            "0USE1 0F2 0SEND_F2>1 0RECV_B1<1 0USE0 0B0 0USE1 0F3 0SEND_F3>1 0RECV_B2<1 0USE0 0B1 "
+            "0DROP0 0STASH1 0UPDATE",
+            "1RECV_F2<0 1B1 1SEND_B1>0 1DROP0 1STASH1 1UPDATE 1RECV_F3<0 1USE1 1F2 1B2 1SEND_B2>0 "
+            "1F3",
+        ],
+        [
+            "0F4 0SEND_F4>1 0RECV_B3<1 0USE1 0B2 0USE2 0F5 0SEND_F5>1 0RECV_B4<1 0USE1 0B3 "
+            "0DROP1 0STASH2 0UPDATE",
+            "1RECV_F4<0 1B3 1SEND_B3>0 1DROP1 1STASH2 1UPDATE 1RECV_F5<0 1USE2 1F4 1B4 1SEND_B4>0 "
+            "1F5",
+        ],
+    ]
+    assert shown(program.drains[2]) == [
+        "0RECV_B5<1 0USE2 0B4 0B5 0DROP2 0STASH3 0UPDATE",
+        "1B5 1SEND_B5>0 1DROP2 1STASH3 1UPDATE",
+    ]
+    assert shown(program.segment(4))[0] == (
+        "0F8 0SEND_F8>1 0RECV_B7<1 0USE3 0B6 0USE4 0F9 0SEND_F9>1 0RECV_B8<1 0USE3 0B7 "
+        "0DROP3 0STASH4 0UPDATE"
+    )
+
+
+def test_an_update_waits_for_its_all_reduce_as_late_as_it_may() -> None:
+    plan = overlapping([stage(0, "ab"), stage(1, "c")], 2)
+    row = shown(lower_periodic(plan).unrolled(3).rows)[0]
+    reduced = row.index("0REDUCE_GRAD")
+    assert row.index("0B1") < reduced < row.index("0UPDATE") < row.index("0F4")
+    assert row[reduced:].split()[1:5] == ["0DROP0", "0STASH1", "0UPDATE", "0F4"]
+    assert row.count("0UPDATE") == row.count("0REDUCE_GRAD") == 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(periodic_plans(6), st.data())
+def test_periodic_programs_keep_what_the_passes_promise(
+    plan: PipelinePlan, data: st.DataObject
+) -> None:
+    """Also where some stages share parameters."""
+    family = st.frozensets(st.integers(0, len(plan.stages) - 1), min_size=2)
+    families = data.draw(st.lists(family, max_size=2)) if len(plan.stages) > 1 else []
+    program, m = lower_periodic(plan, families), plan.microbatches
+    iterations = len(program.segments) + 2
+    whole = program.unrolled(iterations)
+    start = {(e.device, e.action): e.start_seconds for e in unrolled(plan, iterations * m).actions}
+    for device, row in zip(whole.devices, whole.rows, strict=True):
+        computed = [one.action for one in row if one.action.kind in COMPUTE]
+        times = [start[device, str(action)] for action in computed]
+        assert times == sorted(times)
+        assert most_receives_under_way(row) <= RECEIVE_BUFFERS + 1
+        assert most_versions_of_stages(row) <= 2
+    verify(plan, program, families=families)
+
+
+@settings(max_examples=30, deadline=None)
+@given(periodic_plans(5))
+def test_what_repeats_is_what_the_order_says(plan: PipelinePlan) -> None:
+    """Iterations far from the first are those of the pattern written out, not only the template."""
+    program, order, m = lower_periodic(plan), pattern_order(plan), plan.microbatches
+    for i in range(len(program.segments) + 3):
+        periods = range(i * m, (i + 1) * m)
+        written_out = in_periods(plan, order, periods, (i + 1) * m)
+        behind = range((i + 1) * m, (i + 1) * m + max(turn.shift for turn in order))
+        rest = in_periods(plan, order, behind, (i + 1) * m)
+        for rows, found in ((written_out, program.segment(i)), (rest, program.drain(i + 1))):
+            for row, own in zip(rows, found, strict=True):
+                planned = [one for one in own if one.peer is not None or one.action.kind in COMPUTE]
+                assert sorted(map(str, row)) == sorted(map(str, planned))
+                computed = [[one for one in each if one.peer is None] for each in (row, planned)]
+                assert computed[0] == computed[1]
+
+
+def most_versions_of_stages(row: Row) -> int:
+    stages = {one.action.stage for one in row}
+    return max(most_versions([o for o in row if o.action.stage == s], 2) for s in stages)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_rounding_changes_no_order(stages: int, microbatches: int, random: Random) -> None:
+    """Tenths of seconds, whose sums are no exact numbers."""
+    chain = straight([1] * stages)
+    problem = pattern_of(chain, microbatches, lambda _: random.choice([0.1, 0.2, 0.3, 0.7]))
+    period = period_bound(problem)
+    plan = periodic(chain, problem, one_f_one_b_star(problem, period))
+    verify(plan, lower_periodic(plan))
+
+
+def test_what_is_no_periodic_program_is_refused() -> None:
+    plan = overlapping(straight([1, 1]), 2)
+    with pytest.raises(InvalidPlan, match="'flush' weights, a periodic plan needs 'double-buffer'"):
+        lower_periodic(replace(plan, weights="flush"))
+    turns = (stage(0, "a", "round-robin"), stage(1, "bc", "round-robin"))
+    with pytest.raises(InvalidPlan, match=r"stage 1 is 'round-robin': .* use 'split'"):
+        lower_periodic(replace(plan, stages=turns))
+    for action, change, message in (
+        ("1B", {"shift": 0}, "1B begins before 1F, which it waits for"),
+        ("0B", {"shift": 9}, "stage 0 begins iteration 2 by 0F4 before it has ended iteration 0"),
+        ("0F", {"action": "7F"}, "7F: there are only 2 stages"),
+        ("0F", {"device": "d1"}, "0F stands on 'd1', which is not in its stage"),
+        ("1F", {"action": "1W"}, "stage 1 must work .* by 1F and 1B, or .*; found: 1B, 1W"),
+    ):
+        schedule = plan.schedule
+        assert isinstance(schedule, PeriodicSchedule)
+        actions = [replace(e, **change) if e.action == action else e for e in schedule.actions]
+        broken = replace(plan, schedule=replace(schedule, actions=tuple(actions)))
+        with pytest.raises(InvalidPlan, match=message):
+            lower_periodic(broken)

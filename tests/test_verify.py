@@ -11,13 +11,23 @@ from typing import ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_plans import gpipe, one_f_one_b, plans, straight, zero_bubble_h1
+from training_plans import (
+    gpipe,
+    one_f_one_b,
+    overlapping,
+    periodic_plans,
+    plans,
+    straight,
+    zero_bubble_h1,
+)
 
 from stagewright.executor.lower import lower
+from stagewright.executor.periodic import lower_periodic
 from stagewright.executor.program import (
     RECEIVES,
     SENDS,
     Instruction,
+    PeriodicProgram,
     Program,
     Row,
     parse_program,
@@ -27,7 +37,7 @@ from stagewright.executor.program import (
 )
 from stagewright.executor.verify import Footprint, InvalidProgram, peak_bytes, verify
 from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plan import PipelinePlan, Stage, Weights
+from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, Stage, Weights
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -449,6 +459,9 @@ class Meaning:
         self.used = {k: first[-1][1] for k in mine}
         self.kept = dict.fromkeys(mine, False)
         self.gradients: dict[tuple[int, int], list[int]] = {k: [] for k in mine}
+        self.beside: dict[tuple[int, int], list[int]] | None = None
+        if isinstance(plan.schedule, PeriodicSchedule):
+            self.beside = {k: [] for k in mine}
         self.updates = dict.fromkeys(mine, 0)
 
     def name(self, *how: object) -> int:
@@ -461,6 +474,8 @@ class Meaning:
         if self.at != [len(row) for row in self.program.rows]:
             raise Broken
         if any(self.kept.values()) or any(self.gradients.values()):
+            raise Broken
+        if any((self.beside or {}).values()):
             raise Broken
         for a, b in combinations(range(len(self.at)), 2):
             if self.calls(a, b) != self.calls(b, a):
@@ -492,6 +507,10 @@ class Meaning:
         elif kind is REDUCE:
             group = frozenset(self.plan.stages[one.action.stage].devices)
             self.reduced[rank, group].append((key[1], tuple(sorted(self.gradients[key]))))
+            if self.beside is not None:
+                if self.beside[key]:
+                    raise Broken
+                self.beside[key], self.gradients[key] = self.gradients[key], []
         elif kind is UPDATE:
             return self.update(rank, one.action.stage)
         else:
@@ -561,8 +580,11 @@ class Meaning:
         return True
 
     def update(self, rank: int, s: int) -> bool:
-        key, total = (rank, s), tuple(sorted(self.gradients[rank, s]))
-        devices = self.plan.stages[s].devices
+        key, devices = (rank, s), self.plan.stages[s].devices
+        gradients = self.gradients
+        if self.beside is not None and len(devices) > 1:
+            gradients = self.beside
+        total = tuple(sorted(gradients[key]))
         if len(devices) > 1:
             calls = [
                 self.reduced[self.program.devices.index(device), frozenset(devices)]
@@ -581,7 +603,7 @@ class Meaning:
         self.held[key][newest + 1] = self.name(self.held[key][newest], total)
         if not self.kept[key]:
             del self.held[key][newest]
-        self.kept[key], self.gradients[key] = False, []
+        self.kept[key], gradients[key] = False, []
         self.used[key] = newest + 1
         self.updates[key] += 1
         return True
@@ -626,6 +648,120 @@ def test_a_program_is_accepted_if_and_only_if_it_means_the_same(
             continue
         mutant = moved(program, rank, here, there)
         assert is_accepted(plan, mutant) == (means(plan, mutant) == right), f"{mutant}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(periodic_plans(4, max_microbatches=3), st.randoms(use_true_random=False))
+def test_a_periodic_program_is_accepted_if_and_only_if_it_means_the_same(
+    plan: PipelinePlan, random: Random
+) -> None:
+    """One instruction is moved, for two iterations more than `verify` runs through."""
+    program = lower_periodic(plan)
+    verify(plan, program)
+    many = range(1, len(program.segments) + 4)
+    right = [means_in(plan, program, iterations) for iterations in many]
+    assert None not in right
+    for _ in range(12):
+        parts = program.segments + program.drains
+        which, rank = random.randrange(len(parts)), random.randrange(len(program.devices))
+        row = parts[which][rank]
+        if row:
+            here, there = random.randrange(len(row)), random.randrange(len(row) + 1)
+            moved_row = moved(Program(("",), (row,)), 0, here, there).rows[0]
+            mutant = with_part(program, which, rank, moved_row)
+            meant = [means_in(plan, mutant, iterations) for iterations in many]
+            assert is_accepted(plan, mutant) == (meant == right), f"{mutant}"
+
+
+TIED = (
+    pytest.param(
+        2, 0, "0DROP0,0STASH1,0UPDATE,0F4", "0F4,0DROP0,0STASH1,0UPDATE",
+        "0F4 is computed on version 0 of its weights, 'double-buffer' asks for version 2",
+        id="update",
+    ),
+    pytest.param(
+        2, 1, "1UPDATE,1REDUCE_GRAD", "1UPDATE",
+        "1UPDATE, the 2. of its stage, stands behind 6 of 6 backwards and 1", id="missing",
+    ),
+    pytest.param(
+        2, 1, "1DROP0,1STASH1,1UPDATE,1REDUCE_GRAD", "1REDUCE_GRAD,1DROP0,1STASH1,1UPDATE",
+        "1REDUCE_GRAD, the 2. of its stage, stands behind 4 of", id="a third gradient",
+    ),
+    pytest.param(
+        3, 1, ",1SEND_B1>0,1REDUCE_GRAD,1DROP0,1STASH1,1UPDATE",
+        ",1REDUCE_GRAD,1DROP0,1STASH1,1UPDATE,1SEND_B1>0",
+        "rank 1 at 1UPDATE waits for 0REDUCE_GRAD of rank 0", id="deadlock",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("which", "rank", "old", "new", "message"), TIED)
+def test_stages_that_share_a_parameter_wait_for_each_other(
+    which: int, rank: int, old: str, new: str, message: str
+) -> None:
+    plan, families = overlapping(straight([1, 1]), 2), [frozenset((0, 1))]
+    with pytest.raises(InvalidProgram, match="behind 2 of 2 backwards and 0 all-reduces"):
+        verify(plan, lower_periodic(plan), families=families)
+    program = lower_periodic(plan, families)
+    verify(plan, program, families=families)
+    row = ",".join(map(str, (program.segments + program.drains)[which][rank]))
+    assert old in row, row
+    changed = parse_program(row.replace(old, new, 1), ("",)).rows[0]
+    with pytest.raises(InvalidProgram, match=message):
+        verify(plan, with_part(program, which, rank, changed), families=families)
+
+
+def means_in(plan: PipelinePlan, program: PeriodicProgram, iterations: int) -> object:
+    whole = replace(plan, microbatches=iterations * plan.microbatches)
+    return means(whole, program.unrolled(iterations))
+
+
+def with_part(program: PeriodicProgram, which: int, rank: int, row: Row) -> PeriodicProgram:
+    """Another row in one of the segments, which are counted first, or of the drains."""
+    parts = [list(rows) for rows in program.segments + program.drains]
+    parts[which][rank] = row
+    changed = tuple(map(tuple, parts))
+    count = len(program.segments)
+    return replace(program, segments=changed[:count], drains=changed[count:])
+
+
+@pytest.mark.parametrize(
+    ("which", "rank", "old", "new", "message"),
+    [
+        pytest.param(
+            2, 0, "0USE1,0B2", "0B2", "0B2: it is computed on version 2 of the weights",
+            id="version",
+        ),
+        pytest.param(
+            2, 0, "0F4,0SEND_F4>1,0RECV_B3<1", "0RECV_B3<1,0F4,0SEND_F4>1",
+            "transfer 0 of ranks 0 and 1 is 0RECV_B3<1 on rank 0 and 1RECV_F4<0 on rank 1",
+            id="order of a pair",
+        ),
+        pytest.param(
+            2, 0, "0F5", "0F6", "0F6 is done when 3 mini-batches of 2 microbatches are given",
+            id="not given yet",
+        ),
+        pytest.param(2, 1, "1DROP1,", "", "stage 1 ends with versions", id="third version"),
+        pytest.param(
+            2, 1, ",1DROP1,1STASH2,1UPDATE", "",
+            "1UPDATE, the 2. of its stage, stands behind 6 of 6 backwards", id="update",
+        ),
+        pytest.param(
+            5, 0, ",0B5", "", "rank 0: stage 0 must work on microbatch 5", id="drain",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_go_wrong_only_when_it_repeats(
+    which: int, rank: int, old: str, new: str, message: str
+) -> None:
+    plan = overlapping(straight([1, 1]), 2)
+    program = lower_periodic(plan)
+    assert len(program.segments) == 3
+    row = ",".join(map(str, (program.segments + program.drains)[which][rank]))
+    assert old in row, row
+    changed = parse_program(row.replace(old, new, 1), ("",)).rows[0]
+    with pytest.raises(InvalidProgram, match=message):
+        verify(plan, with_part(program, which, rank, changed))
 
 
 # --- Ranks, order, deadlock -------------------------------------------------------------------

@@ -4,14 +4,19 @@ A plan is made of its stages and, per device, the order of the computations. The
 a list scheduler, so transfers come in the order in which they are ready.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise, product
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, pairwise, product
 from math import lcm
 
 from hypothesis import strategies as st
 
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.pattern import Kept, Pattern, PatternProblem
 from stagewright.formulations.plan import (
+    InvalidPlan,
+    PeriodicAction,
+    PeriodicSchedule,
     PipelinePlan,
     Schedule,
     ScheduledAction,
@@ -244,6 +249,166 @@ def _per_stage(
         for device in stage.devices
     }
     return plan_in_order(stages, microbatches, by_device, weights)
+
+
+# --- Periodic plans ---------------------------------------------------------------------------
+
+
+def pattern_of(
+    stages: Sequence[Stage], microbatches: int, seconds: Callable[[ActionKind], float]
+) -> PatternProblem:
+    """The scheduling problem of ``stages`` with room for everything."""
+    groups = list(dict.fromkeys(stage.devices for stage in stages))
+    apart = [one.devices != other.devices for one, other in pairwise(stages)]
+    return PatternProblem(
+        tuple(seconds(F) for _ in stages),
+        tuple(seconds(B) for _ in stages),
+        tuple(seconds(SEND_F) if sent else 0.0 for sent in apart),
+        tuple(seconds(SEND_B) if sent else 0.0 for sent in apart),
+        tuple(groups.index(stage.devices) for stage in stages),
+        (Kept(0.0),) * len(stages),
+        (0.0,) * len(groups),
+        tuple(seconds(REDUCE) if len(stage.devices) > 1 else 0.0 for stage in stages),
+        microbatches,
+    )
+
+
+def periodic(stages: Sequence[Stage], problem: PatternProblem, pattern: Pattern) -> PipelinePlan:
+    """The plan of a pattern, which is checked; all-reduces follow their last backward at once."""
+    period = problem.evaluate(pattern)
+    entries: list[PeriodicAction] = []
+    for job, start in zip(problem.jobs, pattern.starts, strict=True):
+        shift, start = divmod(start, period)
+        s, text, when = job.operation.stage, str(job.operation), (start, int(shift), job.seconds)
+        sources = stages[s].devices
+        if job.operation.kind in COMPUTE:
+            entries += [PeriodicAction(device, text, *when) for device in sources]
+        else:
+            targets = stages[s + (1 if job.operation.kind is SEND_F else -1)].devices
+            entries.append(PeriodicAction(sources[0], text, *when, sources, targets, 0.0))
+    for s, stage in enumerate(stages):
+        if len(stage.devices) > 1:
+            (last,) = (
+                start + job.seconds
+                for job, start in zip(problem.jobs, pattern.starts, strict=True)
+                if (job.operation.stage, job.operation.kind) == (s, B)
+            )
+            shift, start = divmod(last, period)
+            group, when = stage.devices, (start, int(shift), problem.reduce[s])
+            entries.append(PeriodicAction(group[0], f"{s}{REDUCE}", *when, group, group, 0.0))
+    schedule = PeriodicSchedule(period, tuple(entries))
+    return PipelinePlan(
+        "", "test", "test", "test", problem.microbatches, tuple(stages), schedule,
+        weights="double-buffer",
+    )  # fmt: skip
+
+
+def greedy_pattern(
+    problem: PatternProblem, period: float, wait: Callable[[], float] = lambda: 0.0
+) -> Pattern | None:
+    """Along its way the microbatch takes the first gap that is left ``wait`` seconds later.
+
+    None if two versions of the weights are too few, or gaps too small. All seconds are integers.
+    """
+    taken: dict[int, set[float]] = {}
+    starts: list[float] = []
+    now = 0.0
+    for job in problem.jobs:
+        now += wait()
+        slots = taken.setdefault(job.resource, set())
+        for later in range(int(period)):
+            place = [(now + later + each) % period for each in range(int(job.seconds))]
+            if not slots & set(place):
+                break
+        else:
+            return None
+        slots.update(place)
+        starts.append(now + later)
+        now += later + job.seconds
+    pattern = Pattern(period, tuple(starts))
+    try:
+        problem.evaluate(pattern)
+    except InvalidPlan:
+        return None
+    return pattern
+
+
+def overlapping(
+    stages: Sequence[Stage],
+    microbatches: int,
+    seconds: Callable[[ActionKind], float] = lambda kind: 2.0 if kind is B else 1.0,
+    wait: Callable[[], float] = lambda: 0.0,
+) -> PipelinePlan:
+    """A periodic plan of the least period that the greedy pattern reaches."""
+    problem = pattern_of(stages, microbatches, seconds)
+    for period in count(1):
+        pattern = greedy_pattern(problem, float(period), wait)
+        if pattern is not None:
+            return periodic(stages, problem, pattern)
+    raise AssertionError
+
+
+def in_two(plan: PipelinePlan) -> PipelinePlan:
+    """A periodic plan whose backwards are split; each half takes half of the time."""
+    assert isinstance(plan.schedule, PeriodicSchedule)
+    period, entries = plan.schedule.period_seconds, []
+    for one in plan.schedule.actions:
+        if not one.action.endswith(str(B)) or not one.action[:-1].isdecimal():
+            entries.append(one)
+            continue
+        half = one.seconds / 2
+        later, start = divmod(one.start_seconds + half, period)
+        s, shift = one.action[:-1], one.shift + int(later)
+        entries.append(replace(one, action=f"{s}{I}", seconds=half))
+        entries.append(
+            replace(one, action=f"{s}{W}", seconds=half, start_seconds=start, shift=shift)
+        )
+    return replace(plan, schedule=PeriodicSchedule(period, tuple(entries)))
+
+
+@st.composite
+def periodic_plans(
+    draw: st.DrawFn,
+    layers: int,
+    world_sizes: Sequence[int] = (2, 3, 4),
+    *,
+    max_stages: int = 5,
+    max_microbatches: int = 4,
+) -> PipelinePlan:
+    """Any stages whose groups of devices are equal or disjoint; any overlap of iterations."""
+    stages = draw(disjoint_stages(layers, world_sizes, max_stages))
+    microbatches = draw(st.integers(1, max_microbatches))
+    lasts = draw(st.fixed_dictionaries({kind: st.integers(0, 3) for kind in (F, B, SEND_F)}))
+    waits = [*draw(st.lists(st.integers(0, 2), min_size=1, max_size=7)), 0]
+    turns = count()
+    plan = overlapping(
+        stages,
+        microbatches,
+        lambda kind: float(lasts.get(kind, 1)),
+        lambda: float(waits[next(turns) % len(waits)]),
+    )
+    return in_two(plan) if draw(st.booleans()) else plan
+
+
+@st.composite
+def disjoint_stages(
+    draw: st.DrawFn, layers: int, world_sizes: Sequence[int], max_stages: int
+) -> list[Stage]:
+    """Stages on groups of devices that are equal or disjoint."""
+    world = draw(st.sampled_from(list(world_sizes)))
+    names = [f"d{v}" for v in range(world)]
+    pairs = draw(st.integers(0, world // 2))
+    groups = [tuple(names[2 * k : 2 * k + 2]) for k in range(pairs)]
+    groups += [(name,) for name in names[2 * pairs :]]
+    number = draw(st.integers(min(len(groups), layers), min(max(max_stages, len(groups)), layers)))
+    cuts = draw(st.permutations(range(1, layers)))[: number - 1]
+    more = [draw(st.sampled_from(groups)) for _ in range(number - len(groups))]
+    order = draw(st.permutations((groups + more)[:number]))
+    how = st.sampled_from(("none", "full", "layer"))
+    return [
+        Stage(span, group, recompute=draw(how))
+        for span, group in zip(pairwise([0, *sorted(cuts), layers]), order, strict=True)
+    ]
 
 
 # --- Random plans -----------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _start(task: "Task", plan: Path, as_json: bool) -> int:
     """Start the ranks; what each of them would refuse is refused before, once."""
     from stagewright.executor import checkpoint
     from stagewright.executor.launch import launch
-    from stagewright.executor.lower import lower
+    from stagewright.executor.periodic import lower_any
     from stagewright.executor.verify import verify
     from stagewright.formulations.plan import InvalidPlan
 
@@ -139,7 +139,7 @@ def _start(task: "Task", plan: Path, as_json: bool) -> int:
     file = folder / "step" if folder is not None and folder.exists() else folder
     require_folder(task.parameters, task.trace, file)
     try:
-        program = lower(task.plan)
+        program = lower_any(task.plan)
         verify(task.plan, program)
     except InvalidPlan as error:
         if as_json:
@@ -147,7 +147,7 @@ def _start(task: "Task", plan: Path, as_json: bool) -> int:
         else:
             print_lines(f"{plan} cannot run: {error}")
         return 1
-    return launch(sys.argv[1:], len(program.rows))
+    return launch(sys.argv[1:], len(program.devices))
 
 
 def _progress(steps: int) -> Callable[[int, float, float], None]:
