@@ -31,7 +31,8 @@ Ints = NDArray[np.int64]
 Records = NDArray[np.void]
 
 PRECISION = 2e-7  # relative; plans that are better by less are not looked for
-BEGINNING = 0.25  # share of the time limit for the first window
+BEGINNING = 0.6  # share of the time limit in which the first window is looked for, and
+TRIAL = 0.1  # for one trial of that
 STEP = 0.005  # relative width of the first window of bounds; every further one is
 WIDER = 1.5  # times as wide
 FIRST_SECONDS = 1.0  # the first time limit for a pattern; every further turn has
@@ -159,30 +160,40 @@ class _Search:
         return min(self._closed, waiting, self.period)
 
     def _begin(self) -> None:
-        """Push the first window in which there is any allocation, by bisection."""
+        """Push the first window in which there is any allocation, by bisection.
+
+        Where that takes too long at the longest period, or at one in between, shorter ones are
+        tried, each for a share of the time: what is refuted is a bound all the same.
+        """
         low, high = load_bound(self.question.form), min(self._longest, self._ceiling())
-        in_time, known = self._first(high)
+        in_time, known = self._first(high, TRIAL)
         if in_time and known is None:
             self._close(high if high < self._longest else math.inf)
             return
-        while in_time and high > low * (1 + STEP):
+        slow = not in_time
+        while high > low * (1 + STEP) and self._left() > (1 - BEGINNING) * self.limits.seconds:
             middle = math.sqrt(low * high)
-            in_time, rows = self._first(middle)
-            if rows is not None:
-                high, known = middle, rows
-            elif in_time:
+            in_time, rows = self._first(middle, TRIAL)
+            slow |= not in_time
+            if in_time and rows is None:
                 low = middle
-        if known is not None and not in_time:
+            else:
+                high, known = middle, known if rows is None else rows
+        if known is not None and slow:
             # The first window will take long: this is something to begin with.
             self._push(low, _Candidate(known))
         self._push(low, _Window(0.0, high))
 
-    def _first(self, period: float) -> tuple[bool, Ints | None]:
-        """An allocation that ``period`` does not refute; False if there is no time to say."""
+    def _first(self, period: float, share: float) -> tuple[bool, Ints | None]:
+        """An allocation that ``period`` does not refute; False if there is no time to say.
+
+        ``share`` is that of the whole time which may be used.
+        """
+        until = self._left() - share * self.limits.seconds
         for _, rows in allocations(self.question.form, 0.0, period, 1):
             if rows is not None:
                 return True, rows
-            if self._left() <= (1 - BEGINNING) * self.limits.seconds:
+            if self._left() <= until:
                 return False, None
         return True, None
 

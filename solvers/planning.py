@@ -1,12 +1,15 @@
 """The front of all planners: run one or the portfolio, then assemble, check and certify."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
-from stagewright.formulations.assembly import assemble, certify
+from stagewright.formulations.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.bounds import schedule_bounds
 from stagewright.formulations.forms import Limits, OnProgress, Status, silent
+from stagewright.formulations.one_f_one_b import load_bound as load_of
+from stagewright.formulations.one_f_one_b import period_bound
+from stagewright.formulations.pattern import pattern_problem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, PipelinePlan
 from stagewright.graphs.errors import InputError
@@ -15,8 +18,16 @@ from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import plan_exact
 from stagewright.solvers.planners.gpipe import plan_gpipe
 from stagewright.solvers.planners.hetpipe import plan_hetpipe
+from stagewright.solvers.planners.madpipe import plan_madpipe, plan_one_f_one_b_star
 from stagewright.solvers.planners.pipedream import plan_pipedream
-from stagewright.solvers.planners.proposal import Attempt, NoPlan, Proposal, scheduling_of
+from stagewright.solvers.planners.proposal import (
+    Attempt,
+    NoPlan,
+    PeriodicChoices,
+    PeriodicProposal,
+    Proposal,
+    scheduling_of,
+)
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
 from stagewright.solvers.warm_up import compile_kernels
@@ -31,7 +42,8 @@ class PlannerInfo:
     name: str
     summary: str
     source: str
-    run: Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
+    run: Callable[..., Proposal | PeriodicProposal | NoPlan]
+    periodic: bool = False  # takes PeriodicChoices as well
 
 
 PLANNERS = {
@@ -49,7 +61,13 @@ PLANNERS = {
                     "Narayanan's thesis 2.4.1", plan_pipedream),
         PlannerInfo("hetpipe", "a pipeline in every server, data parallelism among servers",
                     "Park et al., ATC 2020, with a synchronous barrier", plan_hetpipe),
-        PlannerInfo("auto", "all of these within the time limit, then the best plan's schedule "
+        PlannerInfo("1f1b-star", "the best periodic plan with a stage on every device; "
+                    "asynchronous, two versions of the weights", "MadPipe 4.1",
+                    plan_one_f_one_b_star, periodic=True),
+        PlannerInfo("madpipe", "periodic plans for little memory: some devices have several "
+                    "stages; asynchronous, two versions of the weights",
+                    "Beaumont et al., ScaDL 2022", plan_madpipe, periodic=True),
+        PlannerInfo("auto", "all but the asynchronous ones within the time limit, then the best plan's schedule "
                     "improved by CP-SAT", "portfolio", plan_auto),
     )
 }  # fmt: skip
@@ -81,6 +99,7 @@ def plan(
     planner: str = "auto",
     limits: Limits | None = None,
     on_progress: OnProgress = silent,
+    choices: PeriodicChoices | None = None,
 ) -> Result:
     """Plan ``problem``; infeasible and out of time are answers, not errors.
 
@@ -89,13 +108,22 @@ def plan(
     Raises
     ------
     InputError
-        If ``planner`` is not one of PLANNERS.
+        If ``planner`` is not one of PLANNERS, or takes no ``choices``, or these ask for a period
+        that no plan has.
     """
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
+    info = PLANNERS[planner]
+    if choices is not None and not info.periodic:
+        periodic = " and ".join(repr(one.name) for one in PLANNERS.values() if one.periodic)
+        raise InputError(
+            f"planner {planner!r} makes plans of one iteration; a period, a group size and "
+            f"recomputation are for {periodic}"
+        )
     compile_kernels()
     began = monotonic()
-    answer = PLANNERS[planner].run(problem, limits or Limits(), on_progress)
+    extra = (choices or PeriodicChoices(),) if info.periodic else ()
+    answer = info.run(problem, limits or Limits(), on_progress, *extra)
     if isinstance(answer, NoPlan):
         status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
         bounds = answer.bounds
@@ -104,14 +132,33 @@ def plan(
             status, planner, None, None, seconds, None, proved_by,
             monotonic() - began, answer.reason, answer.attempts,
         )  # fmt: skip
-    certified = _certified(problem, planner, answer)
+    if isinstance(answer, PeriodicProposal):
+        certified = _certified_pattern(problem, planner, answer)
+        attempts: tuple[Attempt, ...] = ()
+    else:
+        certified, attempts = _certified(problem, planner, answer), answer.attempts
     proof = certified.certificate
     assert proof is not None
     status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else Status.FEASIBLE
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
-        proof.proved_by, monotonic() - began, "; ".join(answer.notes), answer.attempts,
+        proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts,
     )  # fmt: skip
+
+
+def _certified_pattern(
+    problem: PipelineProblem, planner: str, proposal: PeriodicProposal
+) -> PipelinePlan:
+    drawn = assemble_pattern(problem, planner, proposal.stages, proposal.pattern)
+    asked = pattern_problem(problem, proposal.stages)
+    periods = [
+        *proposal.bounds,
+        Bound(load_of(asked), "load of devices and links", "schedule"),
+        Bound(period_bound(asked), "memory that 1F1B* needs", "schedule"),
+    ]
+    # An iteration is as many periods as it has microbatches.
+    bounds = [replace(one, seconds=one.seconds * problem.microbatches) for one in periods]
+    return certify(problem, drawn, bounds, ())
 
 
 def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:

@@ -3,9 +3,11 @@
 from functools import cache
 
 from stagewright.formulations.forms import Limits, silent
+from stagewright.formulations.madpipe import AllocationProblem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Link, uniform_servers
+from stagewright.solvers.madpipe import Grid, by_grid, least_period
 from stagewright.solvers.planners.exact import exact
 from stagewright.solvers.planners.pipedream import partition
 from stagewright.solvers.planners.spp import plan_spp
@@ -29,3 +31,6 @@ def compile_kernels() -> None:
     partition(problem)
     fill_and_drain_bound(problem, 10.0)
     exact(problem, Limits(seconds=1.0))
+    allocation = AllocationProblem(problem, ((0,), (1,)), special=0)
+    least_period(allocation, Limits(seconds=1.0))
+    by_grid(allocation, Grid(2, 2, 2), passes=1)

@@ -23,6 +23,7 @@ from stagewright.cli.console import (
     require_folder,
 )
 from stagewright.cli.plans import plan_json, print_plan
+from stagewright.graphs.units import parse_bytes
 
 if TYPE_CHECKING:
     from stagewright.formulations.pipeline import PipelineProblem
@@ -36,6 +37,26 @@ def plan(
     planner: Annotated[
         str, typer.Option(help="One of those that `stagewright planners` lists.")
     ] = "auto",
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(help="What a device may use of its memory, such as 8GB.", metavar="SIZE"),
+    ] = None,
+    period: Annotated[
+        float | None,
+        typer.Option(help="Periodic planners: seconds between microbatches; else the least."),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Periodic planners: devices that share a stage; else the best number."),
+    ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute", help="Periodic planners: stages may keep their input alone."),
+    ] = False,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Periodic planners: stages may use the host's memory."),
+    ] = False,
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,
@@ -45,13 +66,17 @@ def plan(
     """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time."""
     require_folder(output)
     limits = read_limits(time_limit, threads, seed)
-    problem = read_problem(model, cluster, microbatches)
+    most = None if memory_limit is None else parse_bytes(memory_limit)
+    problem = read_problem(model, cluster, microbatches, most)
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.formulations.plan import save_plan
+    from stagewright.solvers.planners.proposal import PeriodicChoices
     from stagewright.solvers.planning import plan as solve
 
+    choices = PeriodicChoices(group_size, recompute, offload, period)
+    asked = None if choices == PeriodicChoices() else choices
     with progress("planning") as on_progress:
-        result = solve(problem, planner, limits, on_progress=on_progress)
+        result = solve(problem, planner, limits, on_progress=on_progress, choices=asked)
     if output is not None and result.plan is not None:
         save_plan(result.plan, output)
     if as_json:
@@ -76,6 +101,7 @@ def _result_json(problem: "PipelineProblem", result: "Result") -> dict[str, Any]
         "wall_seconds": result.seconds,
         "reason": result.reason,
         "microbatches": problem.microbatches,
+        "memory_limit_bytes": problem.memory_limit_bytes,
         "model": problem.chain.name,
         "cluster": problem.cluster.name,
         "attempts": [asdict(attempt) for attempt in result.attempts],

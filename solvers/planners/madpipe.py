@@ -1,0 +1,405 @@
+"""Periodic planners: 1F1B* on the best contiguous partition, and MadPipe.
+
+MadPipe (Beaumont, Eyraud-Dubois, Shilova): a dynamic program finds an allocation with one special
+device that may have several stages; then its pattern is solved exactly. Here the contiguous optimum
+is a candidate too, so that the answer is never worse; a local search lets any device have several
+stages; and the joint search settles small cases, and bounds the others.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from time import perf_counter
+from typing import Literal
+
+import numpy as np
+
+from stagewright.formulations.forms import Limits, OnProgress, Progress
+from stagewright.formulations.joint_patterns import JointPatterns
+from stagewright.formulations.madpipe import AllocationProblem
+from stagewright.formulations.one_f_one_b import (
+    least_period,
+    one_f_one_b_star,
+    period_bound,
+)
+from stagewright.formulations.pattern import (
+    Pattern,
+    PatternProblem,
+    PatternProblems,
+    kept_bytes,
+    static_bytes,
+)
+from stagewright.formulations.periodic_bounds import LAYER, LOAD, period_bounds
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import Bound, Stage
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.ordering import recursive_device_order
+from stagewright.graphs.units import format_bytes, format_seconds
+from stagewright.solvers import madpipe
+from stagewright.solvers.allocation_search import Moves, disturbed, improve_allocation, interleaved
+from stagewright.solvers.joint_patterns import joint_optimum
+from stagewright.solvers.pattern import best_pattern
+from stagewright.solvers.planners.proposal import NoPlan, PeriodicChoices, PeriodicProposal
+
+Groups = tuple[tuple[int, ...], ...]
+Stages = tuple[Stage, ...]
+
+OPTIMAL_GAP = 1e-6  # relative
+PATTERN = "integer program of the pattern"
+JOINT_STAGES = 20_000  # stages and groups for them, up to which the joint search may begin
+PATTERN_SECONDS = 5.0  # for one allocation's pattern
+# Periods between what an allocation allows and the best so far, at which others are asked for.
+SHARES = (0.1, 0.25, 0.5, 0.75)
+LONGEST = 2.0  # times what the allocation allows, where there is no plan yet
+ROUNDS = (2, 3)  # in which stages are dealt out
+SEARCHES = 12  # further local searches, each from MOVES random moves away from the best plan
+MOVES = 3
+SEARCHING = 0.5  # of the time that is left, if they take so long
+SCHEDULED = 4  # of each local search, the last allocations
+
+
+def plan_one_f_one_b_star(
+    problem: PipelineProblem,
+    limits: Limits,
+    on_progress: OnProgress,
+    choices: PeriodicChoices,
+) -> PeriodicProposal | NoPlan:
+    """The least period over all contiguous partitions, a stage on every group of devices."""
+    search = _Search(problem, limits, on_progress, choices)
+    for size in search.sizes:
+        search.contiguous(size)
+    return search.answer("with one stage on every device")
+
+
+def plan_madpipe(
+    problem: PipelineProblem,
+    limits: Limits,
+    on_progress: OnProgress,
+    choices: PeriodicChoices,
+) -> PeriodicProposal | NoPlan:
+    """MadPipe's allocation and pattern, or a better one found on the way."""
+    search = _Search(problem, limits, on_progress, choices)
+    for size in search.sizes:
+        search.contiguous(size)
+    for size in search.sizes:
+        search.with_special(size)
+    for size in search.sizes:
+        search.rearranged(size)
+    for size in search.sizes:
+        search.jointly(size)
+    return search.answer("with several stages on one device")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """An allocation with its pattern; ``predicted_seconds`` is what it allowed before that."""
+
+    stages: Stages
+    asked: PatternProblem
+    pattern: Pattern
+    predicted_seconds: float
+    bound_seconds: float  # on the patterns of these stages
+
+
+@dataclass
+class _Search:
+    """The best plan so far, and what is proved for every group size."""
+
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    choices: PeriodicChoices
+    began: float = field(default_factory=perf_counter)
+    best: _Found | None = None
+    seen: set[Stages] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.figures = PatternProblems(self.problem)
+        self.bounds = {
+            size: list(period_bounds(self.problem, size, self.choices.ways))
+            for size in _sizes(self.problem, self.choices)
+        }
+        self._require_period()
+        devices = self.problem.cluster.devices
+        mute = [one.name for one in devices if one.host_bytes_per_second is None]
+        if self.choices.offload and mute:
+            raise InputError(
+                f"offloading needs the devices' host_bytes_per_second in the cluster file; "
+                f"{mute[0]!r} has none"
+            )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Group sizes of which some plan may be better than the best, most promising first."""
+        most = self._best_seconds() * (1 - OPTIMAL_GAP)
+        open_ = [size for size in self.bounds if self._bound(size) < most]
+        return sorted(open_, key=self._bound)
+
+    def contiguous(self, size: int) -> None:
+        """1F1B* on the best contiguous partition."""
+        for groups in _orders(self.problem, size):
+            question = AllocationProblem(self.problem, groups, None, self.choices.recomputations)
+            found = madpipe.least_period(question, self._limits())
+            if found.stages is not None:
+                asked = self.figures.of(found.stages)
+                period = least_period(asked)
+                if period < math.inf:
+                    pattern = one_f_one_b_star(asked, period)
+                    self._consider(_Found(found.stages, asked, pattern, period, period))
+
+    def with_special(self, size: int) -> None:
+        """MadPipe: every group that differs from the others is the special one in turn.
+
+        What the allocation allows is not always reached; then so is what others allow at periods
+        between that and the best.
+        """
+        for groups in _orders(self.problem, size):
+            for special in _distinct(self.problem, groups):
+                if self._left() <= 0:
+                    return
+                question = AllocationProblem(
+                    self.problem, groups, special, self.choices.recomputations
+                )
+                found = madpipe.least_period(question, self._limits())
+                if found.stages is None:
+                    continue
+                self._schedule(found.stages)
+                for share in SHARES:
+                    best = self._best_seconds()
+                    if found.period < best * (1 - OPTIMAL_GAP) and self._left() > 0:
+                        longest = min(best, LONGEST * found.period)
+                        period = found.period + share * (longest - found.period)
+                        stages = madpipe.allocate(question, period)
+                        if stages is not None:
+                            self._schedule(stages)
+
+    def rearranged(self, size: int) -> None:
+        """Local searches in which any group may have several stages."""
+        names = tuple(_named(self.problem, group) for group in _orders(self.problem, size)[0])
+        moves, end = Moves(names, self.choices.ways), self._left() * (1 - SEARCHING)
+        for attempt, start in enumerate(self._starts(names, moves)):
+            left = self._left() - end
+            if left <= 0:
+                return
+            limits = replace(self.limits, seconds=left, seed=self.limits.seed + attempt)
+            target = self._bound(size)
+            steps = list(improve_allocation(self.figures, moves, start, target, limits))
+            for stages, _, bound in steps[::-1][:SCHEDULED]:
+                if bound < self._best_seconds() * (1 - OPTIMAL_GAP):
+                    self._schedule(stages)
+
+    def _starts(self, names: tuple[tuple[str, ...], ...], moves: Moves) -> Iterator[Stages]:
+        """The best plan, stages dealt out in rounds, and what random moves make of the best.
+
+        A number of them and not a time, so that answers repeat.
+        """
+        dice = random.Random(self.limits.seed)
+        if self.best is not None and len(self.best.stages[0].devices) == len(names[0]):
+            yield self.best.stages
+        for rounds in ROUNDS:
+            for there_and_back in (False, True):
+                yield interleaved(self.figures, names, rounds, there_and_back)
+        for _ in range(SEARCHES):
+            if self.best is not None and len(self.best.stages[0].devices) == len(names[0]):
+                yield disturbed(moves, self.best.stages, MOVES, dice)
+
+    def jointly(self, size: int) -> None:
+        """The joint search: small cases are settled, for larger ones it gives a bound."""
+        groups = _orders(self.problem, size)[0]
+        stages = len(groups) * len(self.choices.recomputations) * len(self.problem.chain) ** 2 / 2
+        if stages > JOINT_STAGES or self.choices.offload or self._left() <= 0:
+            return
+        known = None if self.best is None else (self.best.stages, self.best.pattern)
+        question = JointPatterns(self.problem, groups, self.choices.recomputations)
+        answer = joint_optimum(question, self._limits(), incumbent=known)
+        if answer.stages is not None and answer.pattern is not None:
+            asked = self.figures.of(answer.stages)
+            low = period_bound(asked)
+            self._consider(_Found(answer.stages, asked, answer.pattern, low, low))
+        self.bounds[size].append(Bound(answer.bound, "search over all allocations", "problem"))
+
+    def answer(self, kind: str) -> PeriodicProposal | NoPlan:
+        """The best plan with the bounds on all others, or why there is none."""
+        if self.best is None:
+            return self._no_plan(kind)
+        best, asked = self.best, self.choices.period_seconds
+        pattern = best.pattern
+        if asked is not None:
+            if asked < pattern.period:
+                return NoPlan(
+                    f"no plan of period {format_seconds(asked)} was found {kind}; "
+                    f"the best has {format_seconds(pattern.period)}",
+                    False,
+                    self._overall(),
+                )
+            stretch = asked / pattern.period
+            pattern = Pattern(asked, tuple(start * stretch for start in pattern.starts))
+        notes = (
+            f"period {format_seconds(best.pattern.period)}, "
+            f"the allocation allowed {format_seconds(best.predicted_seconds)}",
+        )
+        return PeriodicProposal(
+            best.stages, pattern, best.predicted_seconds, self._overall(), notes
+        )
+
+    def _schedule(self, stages: Stages) -> None:
+        """Solve the pattern of ``stages``, if it may be better than the best."""
+        if stages in self.seen:
+            return
+        self.seen.add(stages)
+        asked = self.figures.of(stages)
+        low = period_bound(asked)
+        if low >= self._best_seconds() * (1 - OPTIMAL_GAP):
+            return
+        limits = replace(self.limits, seconds=min(PATTERN_SECONDS, max(0.1, self._left())))
+        answer = best_pattern(asked, limits, lower_seconds=low)
+        if answer.pattern is not None:
+            self._consider(_Found(stages, asked, answer.pattern, low, answer.bound))
+
+    def _best_seconds(self) -> float:
+        return math.inf if self.best is None else self.best.pattern.period
+
+    def _consider(self, found: _Found) -> None:
+        period = found.asked.evaluate(found.pattern)
+        if self.best is None or period < self.best.pattern.period:
+            self.best = found
+            least = min(self._bound(size) for size in self.bounds)
+            self.on_progress(Progress(perf_counter() - self.began, period, least))
+
+    def _left(self) -> float:
+        return self.limits.seconds - (perf_counter() - self.began)
+
+    def _limits(self) -> Limits:
+        return replace(self.limits, seconds=max(0.1, self._left()))
+
+    def _bound(self, size: int) -> float:
+        return max(bound.seconds for bound in self.bounds[size])
+
+    def _overall(self) -> tuple[Bound, ...]:
+        """Bounds that hold whatever the group size."""
+        if len(self.bounds) == 1:
+            (bounds,) = self.bounds.values()
+            return tuple(bounds)
+        size = min(self.bounds, key=self._bound)
+        best = max(self.bounds[size], key=lambda bound: bound.seconds)
+        return (replace(best, proved_by=f"{best.proved_by}, {size} devices to a stage"),)
+
+    def _require_period(self) -> None:
+        """Refuse a period that no plan can have."""
+        asked = self.choices.period_seconds
+        loads = [
+            max(bound.seconds for bound in bounds if bound.proved_by in (LOAD, LAYER))
+            for bounds in self.bounds.values()
+        ]
+        if asked is not None and not min(loads) <= asked < math.inf:
+            raise InputError(
+                f"the period {asked:g} s is below the load bound of {min(loads):.6g} s: "
+                "ask for a longer one, or for the least by leaving it out"
+            )
+
+    def _no_plan(self, kind: str) -> NoPlan:
+        """Infeasible: the stage that is shortest of memory in the best contiguous partition."""
+        shortages = [
+            _shortage(self.problem, groups, self.choices.recomputations)
+            for size in self.bounds
+            for groups in _orders(self.problem, size)
+        ]
+        short, stages, s = min(shortages, key=lambda one: one[0])
+        if short <= 0:
+            return NoPlan(f"no plan was found {kind} within the time limit", False, self._overall())
+        stage = stages[s]
+        need = short + min(
+            float(self.problem.memory_bytes[self.problem.cluster.index[name]])
+            for name in stage.devices
+        )
+        return NoPlan(
+            f"nothing fits {kind}: at any period, with one microbatch in flight, stage {s} (layers "
+            f"{stage.layers[0]} to {stage.layers[1] - 1}) needs {format_bytes(need)}, device "
+            f"{stage.devices[0]!r} has {format_bytes(need - short)}: {short:.0f} bytes short",
+            True,
+            self._overall(),
+        )
+
+
+def _sizes(problem: PipelineProblem, choices: PeriodicChoices) -> list[int]:
+    """Numbers of devices that a stage may have: all have the same, and every one has a sample."""
+    devices, samples = len(problem.cluster), problem.chain.microbatch_size
+    if choices.group_size is None:
+        return [r for r in range(1, min(devices, samples) + 1) if devices % r == 0]
+    if not 1 <= choices.group_size <= min(devices, samples):
+        raise InputError(
+            f"group size {choices.group_size}: a stage can have 1 to {min(devices, samples)} "
+            f"devices; the cluster has {devices}, a microbatch {samples} samples"
+        )
+    return [choices.group_size]
+
+
+def _orders(problem: PipelineProblem, size: int) -> list[Groups]:
+    """Groups of neighbouring devices, in the order of the recursive cuts; and the other way."""
+    order = recursive_device_order(problem.cluster)
+    last = len(order) - len(order) % size
+    groups = tuple(tuple(sorted(order[i : i + size])) for i in range(0, last, size))
+    return [groups] if len(_distinct(problem, groups)) == 1 else [groups, groups[::-1]]
+
+
+def _distinct(problem: PipelineProblem, groups: Groups) -> list[int]:
+    """One group of each sort: all where links differ, else by their devices."""
+    cluster = problem.cluster
+    apart = ~np.eye(len(cluster), dtype=bool)
+    links = np.stack([cluster.bandwidth[apart], cluster.latency[apart]])
+    if links.size and (links != links[:, :1]).any():
+        return list(range(len(groups)))
+    sorts = [
+        tuple((cluster.devices[v].kind, float(problem.memory_bytes[v])) for v in group)
+        for group in groups
+    ]
+    return [g for g, sort in enumerate(sorts) if sorts.index(sort) == g]
+
+
+def _named(problem: PipelineProblem, group: Sequence[int]) -> tuple[str, ...]:
+    return tuple(problem.cluster.devices[v].name for v in group)
+
+
+def _shortage(
+    problem: PipelineProblem, groups: Groups, ways: Sequence[Literal["none", "full"]]
+) -> tuple[float, Stages, int]:
+    """The contiguous partition that comes nearest to fitting: bytes short, stages, which is short.
+
+    With one microbatch in flight; negative bytes are left over.
+    """
+    layers = len(problem.chain)
+    # best[l]: the least shortage of the first l layers on the groups so far, and its stages.
+    best: list[tuple[float, Stages]] = [(-math.inf, ()), *[(math.inf, ())] * layers]
+    for group in groups:
+        room = float(problem.memory_bytes[list(group)].min())
+        names, longer = _named(problem, group), list(best)
+        for start, stop in combinations(range(layers + 1), 2):
+            if best[start][0] >= longer[stop][0]:
+                continue
+            stage, short = min(
+                ((one, _needed(problem, one) - room) for one in _ways((start, stop), names, ways)),
+                key=lambda pair: pair[1],
+            )
+            if max(best[start][0], short) < longer[stop][0]:
+                longer[stop] = (max(best[start][0], short), (*best[start][1], stage))
+        best = longer
+    worst, stages = best[layers]
+    shortages = [
+        _needed(problem, stage)
+        - min(float(problem.memory_bytes[problem.cluster.index[v]]) for v in stage.devices)
+        for stage in stages
+    ]
+    return worst, stages, shortages.index(max(shortages))
+
+
+def _ways(
+    layers: tuple[int, int], names: tuple[str, ...], ways: Sequence[Literal["none", "full"]]
+) -> list[Stage]:
+    return [Stage(layers, names, recompute=way) for way in ways]
+
+
+def _needed(problem: PipelineProblem, stage: Stage) -> float:
+    kept = kept_bytes(problem, stage)
+    return static_bytes(problem, stage) + kept.saved_bytes + kept.working_bytes
