@@ -26,6 +26,14 @@ run stagewright check demo-output/plan.json "${problem[@]}"
 run stagewright simulate demo-output/plan.json "${problem[@]}"
 run stagewright show demo-output/plan.json --html demo-output/timeline.html
 
+# Little memory: a periodic plan, in which a device may have several stages.
+images=(--model demo-output/images.json --cluster demo-output/images.cluster.json)
+run stagewright model resnet50 --microbatch-size 8 --image 1000 -o demo-output/images.json
+run stagewright cluster 1x4 --intra 12GB/s --memory 16GB -o demo-output/images.cluster.json
+run stagewright plan "${images[@]}" --microbatches 8 --planner madpipe --memory-limit 12GB \
+    --group-size 1 --time-limit "$seconds" -o demo-output/periodic.json
+run stagewright show demo-output/periodic.json --png demo-output/periodic.png
+
 # From here on for real: the layers and links of this machine are measured, four processes train by
 # the plan, and the parameters are compared with those of the model in one piece.
 network=(--model examples.models:transformer --data examples.models:batches)

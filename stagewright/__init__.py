@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
     from stagewright.graphs.chain import Chain, load_model, save_model
     from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
+    from stagewright.solvers.planners.proposal import PeriodicChoices
     from stagewright.solvers.planning import Result
 
 __all__ = [
@@ -65,6 +66,8 @@ def plan(
     *,
     threads: int = 1,
     seed: int = 0,
+    memory_limit_bytes: float | None = None,
+    choices: "PeriodicChoices | None" = None,
 ) -> "Result":
     """Plan one training iteration of ``chain`` on ``cluster``.
 
@@ -80,6 +83,12 @@ def plan(
         Seconds.
     threads, seed
         For the solvers; one thread makes a run repeatable.
+    memory_limit_bytes
+        What a device may use of its memory; None: all of it.
+    choices
+        For the planners ``1f1b-star`` and ``madpipe`` alone: a group size, recomputation,
+        offloading, a period
+        (:class:`~stagewright.solvers.planners.proposal.PeriodicChoices`).
 
     Returns
     -------
@@ -95,8 +104,8 @@ def plan(
     from stagewright.formulations.pipeline import PipelineProblem
     from stagewright.solvers.planning import plan as solve
 
-    problem = PipelineProblem(chain, cluster, microbatches)
-    return solve(problem, planner, Limits(time_limit, threads, seed))
+    problem = PipelineProblem(chain, cluster, microbatches, memory_limit_bytes)
+    return solve(problem, planner, Limits(time_limit, threads, seed), choices=choices)
 
 
 def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Violation, ...]":
@@ -104,7 +113,8 @@ def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Vi
     from stagewright.formulations.check import check as check_plan
     from stagewright.formulations.pipeline import PipelineProblem
 
-    return check_plan(PipelineProblem(chain, cluster, plan.microbatches), plan)
+    problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
+    return check_plan(problem, plan)
 
 
 def simulate(
@@ -120,5 +130,5 @@ def simulate(
     from stagewright.executor.simulate import simulate as simulate_plan
     from stagewright.formulations.pipeline import PipelineProblem
 
-    problem = PipelineProblem(chain, cluster, plan.microbatches)
+    problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
     return simulate_plan(problem, plan, jitter=jitter, stragglers=stragglers, seed=seed)
