@@ -210,8 +210,8 @@ class Guarantee:
 class Certificate:
     """How good the plan is, and who proved it.
 
-    ``bound_seconds`` is the best bound over every plan of the problem and ``gap`` is
-    (cost - bound) / cost; ``schedule_bound_seconds`` and ``schedule_gap`` compare with the best
+    ``bound_seconds`` is the best bound over every plan of the problem (of a periodic plan: over
+    every periodic plan with what the planner was allowed) and ``gap`` is (cost - bound) / cost; ``schedule_bound_seconds`` and ``schedule_gap`` compare with the best
     schedule of the same stages. ``bounds`` lists all that were computed.
     """
 

@@ -284,7 +284,8 @@ class _Search:
             return tuple(bounds)
         size = min(self.bounds, key=self._bound)
         best = max(self.bounds[size], key=lambda bound: bound.seconds)
-        return (replace(best, proved_by=f"{best.proved_by}, {size} devices to a stage"),)
+        devices = "device" if size == 1 else "devices"
+        return (replace(best, proved_by=f"{best.proved_by}, stages of {size} {devices}"),)
 
     def _require_period(self) -> None:
         """Refuse a period that no plan can have."""

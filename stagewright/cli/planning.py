@@ -23,7 +23,6 @@ from stagewright.cli.console import (
     require_folder,
 )
 from stagewright.cli.plans import plan_json, print_plan
-from stagewright.graphs.units import parse_bytes
 
 if TYPE_CHECKING:
     from stagewright.formulations.pipeline import PipelineProblem
@@ -64,6 +63,8 @@ def plan(
     as_json: JsonFlag = False,
 ) -> int:
     """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time."""
+    from stagewright.graphs.units import parse_bytes
+
     require_folder(output)
     limits = read_limits(time_limit, threads, seed)
     most = None if memory_limit is None else parse_bytes(memory_limit)
