@@ -211,8 +211,9 @@ class Certificate:
     """How good the plan is, and who proved it.
 
     ``bound_seconds`` is the best bound over every plan of the problem (of a periodic plan: over
-    every periodic plan with what the planner was allowed) and ``gap`` is (cost - bound) / cost; ``schedule_bound_seconds`` and ``schedule_gap`` compare with the best
-    schedule of the same stages. ``bounds`` lists all that were computed.
+    every periodic plan with what the planner was allowed) and ``gap`` is (cost - bound) / cost;
+    ``schedule_bound_seconds`` and ``schedule_gap`` compare with the best schedule of the same
+    stages. ``bounds`` lists all that were computed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
