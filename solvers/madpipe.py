@@ -345,6 +345,7 @@ class _Search:
         outcome, placed = program.test(period, self._left() * STEPS_PER_SECOND)
         if outcome is Outcome.FOUND:
             self.high, self.best = self.question.evaluate(placed), placed
+            assert self.high <= period
         elif outcome is Outcome.NONE:
             self.low = max(self.low, period)
             self.infeasible = period == all_periods(self.question.tables)
