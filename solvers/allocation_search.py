@@ -6,10 +6,12 @@ than one. Allocations are compared by the period that loads and memory allow at 
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from functools import partial
+from itertools import combinations, product
 from time import perf_counter
+from typing import Literal
 
 from stagewright.formulations.forms import Limits
 from stagewright.formulations.one_f_one_b import allows, period_bound
@@ -34,66 +36,62 @@ class Moves:
     groups: tuple[Names, ...]
     ways: tuple[str, ...] = ("none",)
 
-    def of(self, stages: Stages) -> Iterator[Stages]:
-        """Allocations that differ from ``stages`` in one thing."""
-        every = chain(
-            self._shifted(stages),
-            self._reassigned(stages),
-            self._swapped(stages),
-            self._treated(stages),
-        )
-        for one in map(_merged, every):
+    def shuffled(self, stages: Stages, dice: random.Random) -> Iterator[Stages]:
+        """Allocations that differ from ``stages`` in one thing, in random order, made one by one.
+
+        There may be a great many: layers^2 / 2 times groups, and some more.
+        """
+        moves = list(self._moves(stages))
+        dice.shuffle(moves)
+        for move in moves:
+            one = _merged(move())
             offloading = [stage.devices for stage in one if stage.offload]
-            if len(set(offloading)) == len(offloading):
+            if one != stages and len(set(offloading)) == len(offloading):
                 yield one
 
-    def shuffled(self, stages: Stages, dice: random.Random) -> Iterator[Stages]:
-        """Those allocations in random order."""
-        found = list(self.of(stages))
-        dice.shuffle(found)
-        return iter(found)
-
-    def _shifted(self, stages: Stages) -> Iterator[Stages]:
-        for s in range(len(stages) - 1):
-            (start, cut), (_, stop) = stages[s].layers, stages[s + 1].layers
-            for step in STEPS:
-                if start < cut + step < stop:
-                    pair = (
-                        replace(stages[s], layers=(start, cut + step)),
-                        replace(stages[s + 1], layers=(cut + step, stop)),
-                    )
-                    yield (*stages[:s], *pair, *stages[s + 2 :])
-
-    def _reassigned(self, stages: Stages) -> Iterator[Stages]:
-        """A range of layers, cut out of its stages, goes to one group."""
+    def _moves(self, stages: Stages) -> Iterator[Callable[[], Stages]]:
         layers = stages[-1].layers[1]
-        for start, stop in combinations(range(layers + 1), 2):
-            before, after = _cut(stages, 0, start), _cut(stages, stop, layers)
-            template = next(stage for stage in stages if stage.layers[1] > start)
-            for group in self.groups:
-                middle = replace(template, layers=(start, stop), devices=group)
-                yield (*before, middle, *after)
-
-    def _swapped(self, stages: Stages) -> Iterator[Stages]:
+        for s, step in product(range(len(stages) - 1), STEPS):
+            yield partial(_shifted, stages, s, step)
+        for (start, stop), group in product(combinations(range(layers + 1), 2), self.groups):
+            yield partial(_reassigned, stages, start, stop, group)
         for s, r in combinations(range(len(stages)), 2):
-            if stages[s].devices != stages[r].devices:
-                swapped = list(stages)
-                swapped[s] = replace(stages[s], devices=stages[r].devices)
-                swapped[r] = replace(stages[r], devices=stages[s].devices)
-                yield tuple(swapped)
-
-    def _treated(self, stages: Stages) -> Iterator[Stages]:
-        for s, stage in enumerate(stages):
-            for changed in _ways(stage, self.ways):
-                if changed != stage:
-                    yield (*stages[:s], changed, *stages[s + 1 :])
+            yield partial(_swapped, stages, s, r)
+        if len(self.ways) > 1:
+            for s, way in product(range(len(stages)), self.ways):
+                yield partial(_treated, stages, s, way)
 
 
-def _ways(stage: Stage, ways: Sequence[str]) -> Iterator[Stage]:
-    for way in ways:
-        yield replace(
-            stage, recompute="full" if way == "full" else "none", offload=way == "offload"
-        )
+def _shifted(stages: Stages, s: int, step: int) -> Stages:
+    """The boundary behind stage s moves by some layers, if it can."""
+    (start, cut), (_, stop) = stages[s].layers, stages[s + 1].layers
+    if not start < cut + step < stop:
+        return stages
+    left = replace(stages[s], layers=(start, cut + step))
+    right = replace(stages[s + 1], layers=(cut + step, stop))
+    return (*stages[:s], left, right, *stages[s + 2 :])
+
+
+def _reassigned(stages: Stages, start: int, stop: int, group: Names) -> Stages:
+    """A range of layers, cut out of its stages, goes to one group."""
+    before, after = _cut(stages, 0, start), _cut(stages, stop, stages[-1].layers[1])
+    template = next(stage for stage in stages if stage.layers[1] > start)
+    return (*before, replace(template, layers=(start, stop), devices=group), *after)
+
+
+def _swapped(stages: Stages, s: int, r: int) -> Stages:
+    """Two stages change places."""
+    swapped = list(stages)
+    swapped[s] = replace(stages[s], devices=stages[r].devices)
+    swapped[r] = replace(stages[r], devices=stages[s].devices)
+    return tuple(swapped)
+
+
+def _treated(stages: Stages, s: int, way: str) -> Stages:
+    """A stage does otherwise about what it keeps."""
+    recompute: Literal["none", "full"] = "full" if way == "full" else "none"
+    changed = replace(stages[s], recompute=recompute, offload=way == "offload")
+    return (*stages[:s], changed, *stages[s + 1 :])
 
 
 def improve_allocation(
