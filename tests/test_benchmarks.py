@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ranks import Ranks
 
-from benchmarks import auto, madpipe, partition, pipedream, report, spp
+from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
 from stagewright.executor.export.pipelines import one_forward_one_backward
 from stagewright.executor.lower import lower
 from stagewright.formulations.actions import COMPUTE
@@ -223,6 +223,51 @@ def test_pictures_of_the_madpipe_study(tmp_path):
     madpipe.draw(outcomes, tmp_path)
     for figure in (6, 7, 8):
         assert matplotlib.image.imread(tmp_path / f"madpipe-figure{figure}.png").std() > 0
+
+
+def test_periodic_tables_hold_what_they_claim_and_have_their_places():
+    tables = {table.name: table for table in periodic.tables(quick=True)}
+    readme = report.README.read_text()
+    assert all(f"<!-- {name} -->" in readme for name in tables)
+    (allocation,) = tables["periodic-allocation-quality"].rows
+    *_, gap, contiguous, _, grid = allocation
+    assert gap == "exact"
+    assert min(float(contiguous), float(grid)) >= 1
+    for row in tables["periodic-pattern-time"].rows:
+        assert not any(cell.startswith("no") for cell in row[1:])
+    for *_, gap, contiguous, special, planner in tables["periodic-joint-quality"].rows:
+        assert (gap, planner) == ("0.00%", "1.000")
+        assert min(float(contiguous), float(special)) >= 1
+
+
+def test_memory_binds_in_the_cases_of_periodic_planning():
+    for case in periodic.ALLOCATIONS.sweep[:6]:
+        problem = case.build()
+        roomy = periodic.tight_problem(problem.chain, case.devices, 1000.0)
+        tight_period, roomy_period = map(periodic.contiguous_period, (problem, roomy))
+        assert tight_period > 1.2 * roomy_period
+
+
+def test_what_stages_allow_is_what_the_search_says():
+    problem = periodic.tight_problem(periodic.random_chain(8, seed=1), 3, 2.5)
+    question = periodic.allocation_of(problem, 0)
+    answer = periodic.least_period(question)
+    assert periodic.allowed_seconds(question, answer.stages) == answer.period
+    cramped = periodic.tight_problem(problem.chain, 3, 0.9)
+    assert periodic.allowed_seconds(periodic.allocation_of(cramped, 0), answer.stages) is None
+
+
+def test_merged_layers_are_the_same_network():
+    network = periodic.network("resnet50")
+    chain = periodic.merged(network, 10)
+    assert len(chain) == 10
+    assert chain.parameter_bytes.sum() == network.parameter_bytes.sum()
+    for name in ("forward_seconds", "total_backward_seconds", "saved_bytes"):
+        whole, parts = (
+            sum(getattr(layer.costs[0], name) for layer in one.layers) for one in (network, chain)
+        )
+        assert parts == pytest.approx(whole)
+    assert chain.layers[-1].costs[0].output_bytes == network.layers[-1].costs[0].output_bytes
 
 
 def test_auto_plans_an_example():
