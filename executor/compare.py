@@ -2,19 +2,27 @@
 
 The first step of a trace warms the machine up and counts only where there are fewer than three.
 What is measured of an action is the median over the counted steps.
+
+The iterations of a periodic plan count as steps do, though they overlap. How fast they follow one
+another is measured where the pipeline is full, by when microbatches have ended.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
+from itertools import chain as joined
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.executor.timeline import finish_seconds
+from stagewright.executor.program import moved_action
+from stagewright.executor.timeline import drawn, iteration_seconds
 from stagewright.executor.trace import Trace, TracedStep
+from stagewright.executor.unrolling import unroll_run
 from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind, parse_action
+from stagewright.formulations.periodic import steady_microbatches
 from stagewright.formulations.plan import (
     PeriodicSchedule,
     PipelinePlan,
@@ -25,6 +33,7 @@ from stagewright.graphs.chain import Chain, LayerCost
 from stagewright.graphs.errors import InputError
 
 Floats = NDArray[np.float64]
+T = TypeVar("T")
 Entry = tuple[str, str]  # device and action: what names an entry of a schedule
 
 BACKWARD = tuple(kind for kind in COMPUTE if kind is not ActionKind.FORWARD)
@@ -72,6 +81,14 @@ class StageComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class PeriodComparison:
+    """A periodic plan's period, and the mean time of so many ``microbatches`` in the steady run."""
+
+    seconds: Pair
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Prediction beside measurement.
 
@@ -79,6 +96,9 @@ class Comparison:
     model. ``iteration_seconds`` compares with the median of the ``steps`` counted steps, which
     took ``least_seconds`` to ``most_seconds``. ``update_seconds`` is the median of what the
     optimizer took, which is not predicted.
+
+    Of a periodic plan ``steps`` counts iterations, and an iteration takes as many measured periods
+    as it has microbatches; as many microbatches in a row took the least and the most seconds.
     """
 
     kinds: tuple[KindComparison, ...]
@@ -88,6 +108,7 @@ class Comparison:
     most_seconds: float
     update_seconds: float
     steps: int
+    period: PeriodComparison | None = None
 
 
 def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
@@ -96,30 +117,38 @@ def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
     Raises
     ------
     InputError
-        If the trace is of another plan.
+        If the trace is of another plan, or of runs that are too short to show its period.
     """
     entries = _pair_entries(plan, trace)
-    steps = _counted(trace)
+    steps, period = _counted(trace.steps), None
     measured = [step.iteration_seconds for step in steps]
-    iteration = Pair(finish_seconds(plan), float(np.median(measured)))
+    count, seconds = len(steps), float(np.median(measured))
+    if isinstance(plan.schedule, PeriodicSchedule):
+        period, measured = _compare_period(plan, plan.schedule, trace)
+        count, seconds = len(_iterations(plan, trace)), plan.microbatches * period.seconds.measured
+    iteration = Pair(iteration_seconds(plan), seconds)
     return Comparison(
         _compare_kinds(_pair_actions(entries)),
         _compare_stages(plan, entries, iteration),
         iteration,
         min(measured),
         max(measured),
-        float(np.median([step.update_seconds for step in steps])),
-        len(steps),
+        float(np.median([step.update_seconds / (step.iterations or 1) for step in steps])),
+        count,
+        period,
     )
 
 
 def measured_plan(plan: PipelinePlan, trace: Trace) -> PipelinePlan:
     """``plan`` with the schedule of the counted step of median time, to be drawn beside it.
 
-    Of an even number of steps it is the faster of the two in the middle.
+    Of an even number of steps it is the faster of the two in the middle. Of a periodic plan it is
+    the end of the longest run: the last microbatches, as many as are drawn of the plan.
     """
     _require_same_plan(plan, trace)
-    steps = sorted(_counted(trace), key=lambda step: step.iteration_seconds)
+    if isinstance(plan.schedule, PeriodicSchedule):
+        return _end_of_run(plan, max(trace.steps, key=lambda step: step.iterations or 0))
+    steps = sorted(_counted(trace.steps), key=lambda step: step.iteration_seconds)
     median = steps[(len(steps) - 1) // 2]
     return replace(plan, schedule=Schedule(median.actions), predicted=None, certificate=None)
 
@@ -144,24 +173,20 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
     return replace(chain, source=source, layers=tuple(layers))
 
 
-def _counted(trace: Trace) -> tuple[TracedStep, ...]:
-    return trace.steps[1:] if len(trace.steps) > 2 else trace.steps
+def _counted(steps: Sequence[T]) -> Sequence[T]:
+    return steps[1:] if len(steps) > 2 else steps
 
 
 def _require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
-    if isinstance(plan.schedule, PeriodicSchedule):
-        raise InputError(
-            "the plan is periodic: its iterations overlap, where a trace has one in each step; "
-            "compare a plan with a finite schedule"
-        )
     if trace.digest != plan.digest:
         raise InputError(
             f"the trace is of a run of {trace.model!r} with digest {trace.digest[:12]!r}, the plan "
             f"is for {plan.model!r} with digest {plan.digest[:12]!r}: give the plan that was run"
         )
-    planned = Counter(_entry(timed) for timed in plan.actions)
+    expected = cache(lambda iterations: Counter(map(_entry, _run(plan, iterations).actions)))
     for step in trace.steps:
-        found = Counter(_entry(timed) for timed in step.actions)
+        _require_same_kind(plan, step)
+        planned, found = expected(step.iterations), Counter(map(_entry, step.actions))
         for word, odd in (("lacks", planned - found), ("has", found - planned)):
             if odd:
                 device, action = min(odd)
@@ -172,6 +197,21 @@ def _require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
                 )
 
 
+def _require_same_kind(plan: PipelinePlan, step: TracedStep) -> None:
+    kinds = "finite", "periodic"
+    planned, found = isinstance(plan.schedule, PeriodicSchedule), step.iterations is not None
+    if planned != found:
+        raise InputError(
+            f"step {step.step} of the trace is of a {kinds[found]} plan, this one is "
+            f"{kinds[planned]}: give the plan that was run"
+        )
+
+
+def _run(plan: PipelinePlan, iterations: int | None) -> PipelinePlan:
+    """The finite plan that does so many iterations of a periodic one; a finite plan is its own."""
+    return plan if iterations is None else unroll_run(plan, iterations * plan.microbatches)
+
+
 def _entry(timed: ScheduledAction) -> Entry:
     return timed.device, timed.action
 
@@ -179,14 +219,104 @@ def _entry(timed: ScheduledAction) -> Entry:
 def _pair_entries(plan: PipelinePlan, trace: Trace) -> dict[Entry, Pair]:
     """Seconds of every entry of the schedule."""
     _require_same_plan(plan, trace)
-    predicted = _seconds(plan.actions)
-    steps = [_seconds(step.actions) for step in _counted(trace)]
+    is_periodic = isinstance(plan.schedule, PeriodicSchedule)
+    predicted = _seconds(_run(plan, 1 if is_periodic else None).actions)
+    steps = [_seconds(actions) for actions in _iterations(plan, trace)]
     table = np.array([[step[entry] for entry in predicted] for step in steps])
     medians: Floats = np.median(table, axis=0)
     return {
         entry: Pair(seconds, median)
         for (entry, seconds), median in zip(predicted.items(), medians.tolist(), strict=True)
     }
+
+
+def _iterations(plan: PipelinePlan, trace: Trace) -> Sequence[Sequence[ScheduledAction]]:
+    """What was done in each iteration that counts, its microbatches counted from 0."""
+    if not isinstance(plan.schedule, PeriodicSchedule):
+        return [step.actions for step in _counted(trace.steps)]
+    return _counted(list(joined.from_iterable(_cut(plan, step) for step in trace.steps)))
+
+
+def _cut(plan: PipelinePlan, run: TracedStep) -> Iterable[Sequence[ScheduledAction]]:
+    """The iterations of a periodic plan's run."""
+    found: dict[int, list[ScheduledAction]] = defaultdict(list)
+    for microbatch, timed in _numbered(plan, run):
+        iteration = microbatch // plan.microbatches
+        found[iteration].append(_earlier(timed, iteration * plan.microbatches))
+    return [found[i] for i in sorted(found)]
+
+
+def _numbered(plan: PipelinePlan, run: TracedStep) -> list[tuple[int, ScheduledAction]]:
+    """A run's actions with their microbatches; an all-reduce has the last of its iteration."""
+    sums: Counter[str] = Counter()
+    numbered = []
+    for timed in sorted(run.actions, key=lambda timed: timed.start_seconds):
+        microbatch = parse_action(timed.action).microbatch
+        if microbatch is None:
+            sums[timed.action] += 1
+            microbatch = sums[timed.action] * plan.microbatches - 1
+        numbered.append((microbatch, timed))
+    return numbered
+
+
+def _earlier(timed: ScheduledAction, microbatches: int, seconds: float = 0.0) -> ScheduledAction:
+    """The same action with times and microbatches that count from a later one."""
+    return replace(
+        timed,
+        action=str(moved_action(parse_action(timed.action), -1, microbatches)),
+        start_seconds=timed.start_seconds - seconds,
+        finish_seconds=timed.finish_seconds - seconds,
+    )
+
+
+def _end_of_run(plan: PipelinePlan, run: TracedStep) -> PipelinePlan:
+    """The last microbatches of a run, as many as are drawn of a periodic plan."""
+    assert run.iterations is not None
+    microbatches = run.iterations * plan.microbatches
+    count = min(microbatches, drawn(plan).microbatches)
+    last = [timed for m, timed in _numbered(plan, run) if m >= microbatches - count]
+    begin = min(timed.start_seconds for timed in last)
+    actions = tuple(_earlier(timed, microbatches - count, begin) for timed in last)
+    return replace(
+        plan,
+        microbatches=count,
+        schedule=Schedule(actions),
+        predicted=None,
+        certificate=None,
+    )
+
+
+def _compare_period(
+    plan: PipelinePlan, schedule: PeriodicSchedule, trace: Trace
+) -> tuple[PeriodComparison, list[float]]:
+    """The period over all runs that show it, and what every m microbatches in a row took.
+
+    As `simulate` does, a run is given time to settle, and its end is left out.
+    """
+    steady, m = steady_microbatches(schedule), plan.microbatches
+    ends = [_ends(plan, run)[2 * steady : -steady] for run in trace.steps]
+    shown = [one for one in ends if len(one) > m]
+    if not shown:
+        most, least = max(run.iterations or 0 for run in trace.steps), 3 * steady // m + 2
+        raise InputError(
+            f"the trace has no more than {most} iterations between two drains, too few to show "
+            f"the period: train on at least {least} in a row"
+        )
+    count = sum(len(one) - 1 for one in shown)
+    seconds = sum(float(one[-1] - one[0]) for one in shown) / count
+    in_a_row: list[float] = np.concatenate([one[m:] - one[:-m] for one in shown]).tolist()
+    return PeriodComparison(Pair(schedule.period_seconds, seconds), count), in_a_row
+
+
+def _ends(plan: PipelinePlan, run: TracedStep) -> Floats:
+    """When each microbatch of a run was through: at the end of the first stage's backward."""
+    assert run.iterations is not None
+    ends: Floats = np.zeros(run.iterations * plan.microbatches)
+    for timed in run.actions:
+        action = parse_action(timed.action)
+        if action.stage == 0 and action.kind in BACKWARD and action.microbatch is not None:
+            ends[action.microbatch] = max(ends[action.microbatch], timed.finish_seconds)
+    return ends
 
 
 def _seconds(actions: Iterable[ScheduledAction]) -> dict[Entry, float]:

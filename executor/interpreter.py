@@ -276,12 +276,12 @@ class Interpreter:
         self._older_sends = list(self._sent)
         return self._ended()
 
-    def finish(self) -> list[float]:
+    def finish(self, records: list[RankAction] | None = None) -> list[float]:
         """End what is under way: this rank's part of the mean losses that were still open."""
         if self._begun == 0:
             return []
         position, self._later = self._place(self._begun - 1)
-        self._carry_out(self._last_calls[position], None)
+        self._carry_out(self._last_calls[position], records)
         for action in list(self._sent):
             self._release(action)
         for weights in self._weights.values():
@@ -334,7 +334,7 @@ class Interpreter:
         self, one: Instruction, call: Callable[[], None], records: list[RankAction]
     ) -> None:
         """Carry out an instruction and note its times; threads watch what is under way."""
-        action, number = one.action, self._rank.number
+        action, number = self._moved(one.action), self._rank.number
         needed = _needed(action)
         for arrival in self._arrivals.get(needed, ()) if needed else ():
             arrived = arrival.wait()

@@ -5,9 +5,10 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,33 @@ from stagewright.graphs.units import format_bytes
 T = TypeVar("T")
 
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
+
+MEETINGS = 15  # of all ranks before a run that is traced
+
+
+@dataclass(slots=True)
+class _Recording:
+    """What this rank did from ``step`` on, until nothing was under way.
+
+    Times are of its own clock, which said ``met_seconds`` when all ranks had met, one time or
+    several.
+    """
+
+    step: int
+    met_seconds: list[float]
+    losses: list[float] = field(default_factory=list)
+    records: list[RankAction] = field(default_factory=list)
+    iterations: int | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss, on ranks of the last stage."""
+        return fmean(self.losses) if self.losses else None
+
+    def begin(self, first: "_Recording") -> float:
+        """When all began, on this rank's clock; ``first`` is what the first rank recorded."""
+        pairs = zip(self.met_seconds, first.met_seconds, strict=True)
+        return first.met_seconds[-1] + median(own - its for own, its in pairs)
 
 
 class Executor:
@@ -60,14 +88,13 @@ class Executor:
         How long a rank waits for another in an all-reduce; for the rest the group's own limit
         holds.
     trace
-        Whether to record when each action ran, in all steps; see `trace_on_first_rank`. Not with a
-        periodic plan.
+        Whether to record when each action ran, in all steps; see `trace_on_first_rank`.
 
     Raises
     ------
     InputError
         If the model or the number of processes is another than the plan's, or torch's version is
-        none that is supported; if a trace of a periodic plan is asked for.
+        none that is supported.
     InvalidPlan
         If the plan cannot be carried out.
 
@@ -99,7 +126,6 @@ class Executor:
         trace: bool = False,
     ) -> None:
         require_torch()
-        require_traceable(plan, trace)
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed, self._dtype = loss, seed, dtype
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -119,7 +145,8 @@ class Executor:
         self._interpreters: dict[object, Interpreter] = {}
         self._running: Interpreter | None = None  # of a periodic plan
         self._trace = trace
-        self._records: list[tuple[int, float, list[RankAction]]] = []
+        self._recording: _Recording | None = None  # of what is under way
+        self._recorded: list[_Recording] = []
 
     @property
     def rank(self) -> int:
@@ -164,18 +191,14 @@ class Executor:
         wanted: Batch = ()
         if last in self._stages:
             wanted = _mapped(targets, lambda one: one.to(self._rank.device))
-        records: list[RankAction] | None = None
-        if self._trace:
-            records = []
-            _barrier(self._rank.group)
-            started = time.perf_counter()
-        own = tuple(one.to(self._rank.device) for one in here)
-        losses = self._carried_out(lambda: interpreter.run(own, wanted, self.steps_done, records))
+        if self._trace and self._recording is None:
+            self._recording = _Recording(self.steps_done, self._met())
+        own, step = tuple(one.to(self._rank.device) for one in here), self.steps_done
+        losses = self._carried_out(lambda records: interpreter.run(own, wanted, step, records))
         self.steps_done += 1
-        loss = next(iter(losses), None)
-        if records is not None:
-            self._records.append((self.steps_done - 1, loss or 0.0, _since(started, records)))
-        return loss
+        if self._running is None:
+            self._end_recording()
+        return next(iter(losses), None)
 
     def finish(self) -> list[float]:
         """End the mini-batches that are under way; their mean losses on ranks of the last stage.
@@ -191,7 +214,11 @@ class Executor:
         """
         self._require_sound()
         interpreter, self._running = self._running, None
-        return [] if interpreter is None else self._carried_out(interpreter.finish)
+        if interpreter is None:
+            return []
+        losses = self._carried_out(interpreter.finish)
+        self._end_recording()
+        return losses
 
     def _require_sound(self) -> None:
         if self._failed:
@@ -220,17 +247,43 @@ class Executor:
             self._running = found
         return found
 
-    def _carried_out(self, run: Callable[[], list[float]]) -> list[float]:
-        """What ``run`` does on this rank; the losses of all ranks of the last stage together."""
+    def _carried_out(self, run: Callable[[list[RankAction] | None], list[float]]) -> list[float]:
+        """What ``run`` does on this rank; the losses of all ranks of the last stage together.
+
+        It gets the place for what happened when, None without a trace.
+        """
         device, last = self._rank.device, len(self.plan.stages) - 1
+        recording = self._recording
         self._failed = True
         # What layers draw differs from rank to rank; what the caller draws must not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            losses = run()
+            losses = run(None if recording is None else recording.records)
         self._failed = False
         if last in self._groups:
-            return [self._summed(loss, self._groups[last]) for loss in losses]
+            losses = [self._summed(loss, self._groups[last]) for loss in losses]
+        if recording is not None:
+            recording.losses += losses
         return losses
+
+    def _met(self) -> list[float]:
+        """When all ranks had met, as often as it takes to set their clocks by it.
+
+        They leave a barrier milliseconds apart if one of them has to wait for its processor. In a
+        long run nothing makes up for that.
+        """
+        found = []
+        for _ in range(MEETINGS if isinstance(self.plan.schedule, PeriodicSchedule) else 1):
+            _barrier(self._rank.group)
+            found.append(time.perf_counter())
+        return found
+
+    def _end_recording(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        if isinstance(self.plan.schedule, PeriodicSchedule):
+            recording.iterations = self.steps_done - recording.step
+        self._recorded.append(recording)
 
     # What outlives the process
 
@@ -316,9 +369,15 @@ class Executor:
     def trace_on_first_rank(self) -> Trace | None:
         """When everything ran in the steps so far, on rank 0; None on the others.
 
-        All ranks call it.
+        All ranks call it. With a periodic plan, what it did between two drains is one step.
+
+        Raises
+        ------
+        InputError
+            If mini-batches are under way: `finish` comes first.
         """
-        shares = self._gathered(self._records)
+        self._require_finished()
+        shares = self._gathered(self._recorded)
         if shares is None:
             return None
         last = len(self.plan.stages) - 1
@@ -326,11 +385,16 @@ class Executor:
         steps = tuple(
             traced_step(
                 self.plan,
-                step,
-                [record for share in shares for record in share[i][2]],
-                shares[teller][i][1],
+                own.step,
+                [
+                    record
+                    for share in shares
+                    for record in _since(share[i].begin(own), share[i].records)
+                ],
+                shares[teller][i].loss,
+                own.iterations,
             )
-            for i, (step, _, _) in enumerate(self._records)
+            for i, own in enumerate(self._recorded)
         )
         group = self._rank.group
         return Trace(
@@ -604,15 +668,6 @@ def _rank(plan: PipelinePlan, device: torch.device, families: Families = ()) -> 
     whole = program if isinstance(program, Program) else program.until_it_repeats()
     row = whole.rows[number]
     return Rank(plan, program.devices, number, row, device, wire, group, periodic)
-
-
-def require_traceable(plan: PipelinePlan, trace: bool) -> None:
-    """Refuse to trace a periodic plan, whose iterations do not begin and end one by one."""
-    if trace and isinstance(plan.schedule, PeriodicSchedule):
-        raise InputError(
-            "a trace shows one iteration after the other, a periodic plan begins the next before "
-            "one ends: leave the trace out"
-        )
 
 
 def _require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:

@@ -1,6 +1,7 @@
 """What a run really did, in the plan's terms: the trace document, and how the ranks' parts merge.
 
-Every time is in seconds from the start of its step.
+Every time is in seconds from the start of its step. What a periodic plan does between two drains is
+one step, as its mini-batches overlap.
 """
 
 import math
@@ -15,7 +16,7 @@ from pydantic import ConfigDict
 
 from stagewright.executor.program import SENDS, plan_devices
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
-from stagewright.formulations.plan import PipelinePlan, ScheduledAction
+from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, ScheduledAction
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import require_amount
@@ -31,12 +32,16 @@ SENT = {  # what a receiver's action is called in the plan, and how far away the
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """One training step.
+    """One training step; of a periodic plan a run, from an empty pipeline to an empty one.
 
     ``iteration_seconds`` is when the last computation, transfer or all-reduce ended: the
     counterpart of the plan's prediction. ``update_seconds`` is what the optimizer took, on the rank
     where it took longest, which no plan predicts. ``actions`` are spelled and shaped as in the
     plan. ``loss`` is None if it is not known, or no finite number.
+
+    ``iterations`` says how many mini-batches a run has, all of which these figures are of; None in
+    a step of a finite plan. ``step`` is then the first of them, microbatches are counted through
+    all of them, all-reduces stand once for each, and ``loss`` is the mean.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -46,6 +51,7 @@ class TracedStep:
     update_seconds: float
     actions: tuple[ScheduledAction, ...]
     loss: float | None = None
+    iterations: int | None = None
 
     def __post_init__(self) -> None:
         place = f"step {self.step}"
@@ -53,6 +59,11 @@ class TracedStep:
             raise InputError(f"step must be at least 0, got {self.step}")
         require_amount(self.iteration_seconds, f"{place}: iteration_seconds")
         require_amount(self.update_seconds, f"{place}: update_seconds")
+        if self.iterations is not None and not 1 <= self.iterations <= len(self.actions):
+            raise InputError(
+                f"{place}: iterations must be from 1 to the number of actions, "
+                f"{len(self.actions)}, got {self.iterations}"
+            )
         for timed in self.actions:
             if not 0 <= timed.start_seconds <= timed.finish_seconds:
                 raise InputError(
@@ -115,7 +126,11 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def traced_step(
-    plan: PipelinePlan, step: int, records: Iterable[RankAction], loss: float | None = None
+    plan: PipelinePlan,
+    step: int,
+    records: Iterable[RankAction],
+    loss: float | None = None,
+    iterations: int | None = None,
 ) -> TracedStep:
     """One step from the records of all ranks, in any order."""
     records = tuple(records)
@@ -126,7 +141,7 @@ def traced_step(
     actions = merge(plan, records)
     finish = max((timed.finish_seconds for timed in actions), default=0.0)
     known = loss if loss is not None and math.isfinite(loss) else None
-    return TracedStep(step, finish, max(updates.values(), default=0.0), actions, known)
+    return TracedStep(step, finish, max(updates.values(), default=0.0), actions, known, iterations)
 
 
 def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledAction, ...]:
@@ -153,8 +168,10 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
         elif action.kind is ActionKind.REDUCE or action.kind in SENDS:
             shared[action].append(record)
     for action, parts in shared.items():
-        join = _joined_transfer if action.kind in SENDS else _joined_reduce
-        actions.append(join(plan, action, parts))
+        if action.kind in SENDS:
+            actions.append(_joined_transfer(plan, action, parts))
+        else:
+            actions.extend(_joined_reduce(plan, action, one) for one in _sums(plan, parts))
     return tuple(
         sorted(actions, key=lambda a: (a.start_seconds, a.finish_seconds, a.device, a.action))
     )
@@ -188,6 +205,16 @@ def _joined_transfer(
     return ScheduledAction(
         sources[0], str(action), start, finish, sources, targets, _sum_bytes(sent)
     )
+
+
+def _sums(plan: PipelinePlan, parts: Sequence[RankAction]) -> Iterable[Sequence[RankAction]]:
+    """The parts of each of a stage's all-reduces: one in an iteration, by whatever rounds."""
+    if not isinstance(plan.schedule, PeriodicSchedule):
+        return [parts]
+    by_rank: dict[int, list[RankAction]] = defaultdict(list)
+    for part in sorted(parts, key=lambda part: part.start_seconds):
+        by_rank[part.rank].append(part)
+    return zip(*by_rank.values(), strict=True)
 
 
 def _joined_reduce(

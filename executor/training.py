@@ -18,7 +18,7 @@ from stagewright.executor.initialise import Model
 from stagewright.executor.interpreter import Loss
 from stagewright.executor.launch import Member
 from stagewright.executor.program import plan_devices
-from stagewright.executor.runtime import Executor, require_traceable
+from stagewright.executor.runtime import Executor
 from stagewright.executor.trace import save_trace
 from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs import documents
@@ -67,7 +67,6 @@ class Task:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
-        require_traceable(self.plan, self.trace is not None)
 
     def header(self, steps: int) -> Header:
         """What a checkpoint after ``steps`` says of itself."""

@@ -225,6 +225,10 @@ def test_the_same_trace_comes_back(tmp_path: Path) -> None:
     assert load_trace(tmp_path / "trace.json") == trace
     data = json.loads((tmp_path / "trace.json").read_text())
     assert (data["format"], data["version"]) == ("stagewright-trace", 1)
+    for step in data["steps"]:  # as before there were traces of periodic plans
+        step.pop("iterations", None)
+    (tmp_path / "older.json").write_text(json.dumps(data))
+    assert load_trace(tmp_path / "older.json") == trace
 
 
 @pytest.mark.parametrize(
@@ -238,6 +242,8 @@ def test_the_same_trace_comes_back(tmp_path: Path) -> None:
         (["steps", 0, "step"], -1, "step must be at least 0, got -1"),
         (["steps", 0, "iteration_seconds"], -1.0, "step 0: iteration_seconds must be finite"),
         (["steps", 0, "update_seconds"], "1 s", "steps[0].update_seconds"),
+        (["steps", 0, "iterations"], 0, "step 0: iterations must be from 1 to the number of"),
+        (["steps", 0, "iterations"], 8, "the number of actions, 7, got 8"),
         (["steps", 0, "actions", 0, "finish_seconds"], -1.0, "step 0: 0F0 on 'a' lasts from 0 to"),
         (["steps", 0, "seconds"], 1.0, "steps[0].seconds: unknown field"),
     ],

@@ -2,12 +2,13 @@
 
 import gc
 import json
+import re
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,18 @@ from stagewright.cli import app  # noqa: E402
 from stagewright.executor.interpreter import OutOfMemory  # noqa: E402
 from stagewright.executor.periodic import lower_periodic  # noqa: E402
 from stagewright.executor.runtime import Executor  # noqa: E402
+from stagewright.executor.trace import TracedStep  # noqa: E402
+from stagewright.executor.unrolling import unroll_run  # noqa: E402
 from stagewright.formulations.actions import ActionKind  # noqa: E402
 from stagewright.formulations.one_f_one_b import one_f_one_b_star, period_bound  # noqa: E402
-from stagewright.formulations.plan import PipelinePlan, Stage, save_plan  # noqa: E402
+from stagewright.formulations.plan import (  # noqa: E402
+    PeriodicSchedule,
+    PipelinePlan,
+    Stage,
+    save_plan,
+)
 from stagewright.graphs.errors import InputError  # noqa: E402
+from stagewright.graphs.units import format_seconds  # noqa: E402
 
 LAYERS = 6
 STEPS = 5
@@ -329,6 +338,93 @@ def test_mini_batches_are_forgotten_when_they_have_ended(ranks: Ranks) -> None:
         assert alive[-1] == 0
 
 
+# --- Traces -------------------------------------------------------------------------------------
+
+
+def traced(_: Any, rank: int, plan: PipelinePlan, model: Any, batches: Any, drain: int) -> Any:
+    """The trace, which is refused while mini-batches are under way, and this rank's losses."""
+    executor = Executor(plan, model, CROSS_ENTROPY, SGD, dtype=torch.float64, trace=True)
+    losses = []
+    for i, batch in enumerate(batches):
+        losses.append(executor.step(*batch))
+        if i == 0:
+            with pytest.raises(InputError, match="mini-batches are under way after step 1"):
+                executor.trace_on_first_rank()
+        if i in (drain, len(batches) - 1):
+            losses += executor.finish()
+    return executor.trace_on_first_rank(), [one for one in losses if one is not None]
+
+
+CLOCK_SECONDS = 0.02  # ranks leave a barrier one after another
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        pytest.param(late_plan(), "dropping", id="two ranks"),
+        pytest.param(
+            make.in_two(make.overlapping(on("a", "bc", "a"), 2, slow_links)),
+            "residual-mlp",
+            id="a group",
+        ),
+        pytest.param(
+            make.overlapping(on("ab", "c", "ab", layers=8), 2, slow_links), "tied", id="tied"
+        ),
+        pytest.param(make.overlapping(on("a"), 2), "dropping", id="one device"),
+    ],
+)
+def test_a_run_between_two_drains_is_one_step_of_the_trace(
+    ranks: Ranks, plan: PipelinePlan, name: str
+) -> None:
+    results = ranks.run(traced, world(plan), plan, built(name), doubles(8, name), 2)
+    trace, losses = results[0][0], next(own for _, own in results if own)
+    assert [(one.step, one.iterations) for one in trace.steps] == [(0, 3), (3, 2)]
+    assert [one.loss for one in trace.steps] == pytest.approx(
+        [sum(losses[:3]) / 3, sum(losses[3:]) / 2]
+    )
+    for step in trace.steps:
+        planned = unroll_run(plan, step.iterations * plan.microbatches).actions
+        named = [(one.device, one.action) for one in step.actions]
+        assert sorted(named) == sorted((one.device, one.action) for one in planned)
+        require_dependencies(plan, step)
+        finish = max(one.finish_seconds for one in step.actions)
+        assert step.iteration_seconds == finish
+        assert 0 < step.update_seconds < finish
+
+
+def require_dependencies(plan: PipelinePlan, step: TracedStep) -> None:
+    """Each microbatch goes forth and back, and a device does one computation at a time."""
+    begun, ended = dict[str, float](), dict[str, float]()
+    for one in step.actions:
+        assert 0 <= one.start_seconds <= one.finish_seconds
+        begun[one.action] = min(begun.get(one.action, one.start_seconds), one.start_seconds)
+        ended[one.action] = max(ended.get(one.action, 0.0), one.finish_seconds)
+    assert step.iterations is not None
+    alone = all(len(stage.devices) == 1 for stage in plan.stages)
+    for m in range(step.iterations * plan.microbatches):
+        for before, after in pairwise(way_of(plan, m, begun)):
+            # On several devices, the first may be ahead of what the last one does before.
+            assert ended[before] <= (begun if alone else ended)[after] + CLOCK_SECONDS
+    for device in {one.device for one in step.actions}:
+        own = [one for one in step.actions if one.device == device and one.sources is None]
+        own.sort(key=lambda one: one.start_seconds)
+        for one, other in pairwise(own):
+            assert one.finish_seconds <= other.start_seconds
+        place = {one.action: i for i, one in enumerate(own)}
+        for forward in (action for action in place if "F" in action):
+            same = [place[name] for kind in "FBIW" if (name := forward.replace("F", kind)) in place]
+            assert len(same) > 1
+            assert same == sorted(same)
+
+
+def way_of(plan: PipelinePlan, m: int, there: Collection[str]) -> list[str]:
+    """The actions of a microbatch one after another, as far as they are ``there``."""
+    stages = range(len(plan.stages))
+    way = [f"{s}{kind}{m}" for s in stages for kind in ("F", "SEND_F")]
+    way += [f"{s}{kind}{m}" for s in reversed(stages) for kind in ("B", "I", "SEND_B")]
+    return [action for action in way if action in there]
+
+
 # --- Mistakes -----------------------------------------------------------------------------------
 
 
@@ -346,11 +442,6 @@ def test_a_loss_that_is_not_finite_is_named(ranks: Ranks) -> None:
         ranks.run(infinite, 2, late_plan())
     message = "NonFiniteLoss: the loss of microbatch 1 on stage 1 is nan in step 3"
     assert any(text.startswith(message) for text in failed.value.errors.values())
-
-
-def test_a_trace_is_refused() -> None:
-    with pytest.raises(InputError, match="a periodic plan begins the next before one ends"):
-        Executor(make.overlapping(on("a"), 1), dropping(), trace=True)
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,11 +474,21 @@ def test_a_run_is_resumed_as_if_it_had_not_ended(tmp_path: Path) -> None:
     require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)
 
 
-def test_a_trace_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    save_plan(make.overlapping(on("a", "b"), 1), tmp_path / "plan.json")
-    given = ["run", tmp_path / "plan.json", "--model", "jobs:model", "--data", "jobs:batches"]
-    refused = CliRunner().invoke(
-        app, [*map(str, given), "--steps", "1", "--trace", str(tmp_path / "trace.json")]
+def test_a_traced_run_is_laid_beside_its_plan(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    plan = make.overlapping([Stage((0, 2), ("a",)), Stage((2, 4), ("b",))], 4, slow_links)
+    save_plan(plan, tmp_path / "periodic.json")
+    out, complaints = job.run("--steps", 12, "--trace", "trace.json", plan="periodic.json")
+    assert complaints == []
+    assert "trace.json is written" in out
+    files = [str(tmp_path / name) for name in ("periodic.json", "trace.json", "both.png")]
+    result = CliRunner().invoke(app, ["compare", *files[:2], "--png", files[2]])
+    assert (result.exit_code, result.stderr) == (0, ""), result.exception
+    assert isinstance(plan.schedule, PeriodicSchedule)
+    planned = re.escape(format_seconds(plan.schedule.period_seconds))
+    assert re.search(
+        rf"^predicted period {planned}, measured \S+ [mu]?s \(mean of \d+ microbatches, ",
+        result.stdout,
+        re.MULTILINE,
     )
-    assert refused.exit_code == 2
-    assert "a trace shows one iteration after the other" in refused.output
+    assert Path(files[2]).read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from periodic_plans import periodic, placed_plan, plan_by_hand, stages_on
 from plans import small_problem
 from typer.testing import CliRunner, Result
@@ -33,9 +34,11 @@ from stagewright.executor.timeline import (
     summarise,
     timeline,
 )
-from stagewright.executor.trace import Trace, TracedStep, save_trace
+from stagewright.executor.trace import Trace, TracedStep, load_trace, save_trace
 from stagewright.executor.unrolling import unroll_run
+from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.check import check
+from stagewright.formulations.periodic import steady_microbatches
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, save_plan
 from stagewright.graphs.chain import save_model
@@ -325,7 +328,129 @@ def test_a_pattern_that_no_picture_holds_is_refused() -> None:
             draw(moved(plan, "0B", 1.0, 60_000))
 
 
-# --- Commands, comparison and export ----------------------------------------------------------
+# --- Comparison with a trace ------------------------------------------------------------------
+
+
+def traced(plan: PipelinePlan, iterations: int, factor: float = 1.0, step: int = 0) -> TracedStep:
+    """A run in which everything takes ``factor`` times as long as planned."""
+    run = unroll_run(plan, iterations * plan.microbatches)
+    actions = tuple(
+        replace(
+            one,
+            start_seconds=one.start_seconds * factor,
+            finish_seconds=one.finish_seconds * factor,
+        )
+        for one in run.actions
+    )
+    update_seconds = 0.5 * iterations * factor
+    finish = finish_seconds(run) * factor
+    return TracedStep(step, finish, update_seconds, actions, 1.0, iterations)
+
+
+def trace_of(plan: PipelinePlan, *runs: TracedStep) -> Trace:
+    return Trace(plan.digest, plan.model, "a desk", "gloo", 4, "float32", runs)
+
+
+def iterations_to_settle(plan: PipelinePlan) -> int:
+    return 3 * steady_microbatches(pattern_of(plan)) // plan.microbatches + 2
+
+
+@settings(max_examples=12, deadline=None)
+@given(periodic())
+def test_a_run_in_proportion_gives_that_ratio_everywhere(case: Case) -> None:
+    problem, plan = case
+    enough = iterations_to_settle(plan)
+    trace = trace_of(plan, traced(plan, enough, 2.0), traced(plan, 1, 2.0, enough))
+    found = compare(plan, trace)
+    assert found.period is not None
+    schedule = pattern_of(plan)
+    assert found.period.seconds.predicted == schedule.period_seconds
+    assert found.period.seconds.ratio == pytest.approx(2)
+    assert found.period.microbatches >= plan.microbatches
+    whole = found.iteration_seconds
+    assert whole.predicted == iteration_seconds(plan)
+    assert (whole.ratio, found.least_seconds, found.most_seconds) == pytest.approx(
+        (2, whole.measured, whole.measured)
+    )
+    assert (found.steps, found.update_seconds) == (enough, 1.0)
+    kinds = {one.kind: one for one in found.kinds}
+    count = len(plan.stages) * plan.microbatches
+    assert kinds[ActionKind.FORWARD].count == count
+    for one in found.kinds:
+        assert one.seconds.measured == pytest.approx(2 * one.seconds.predicted)
+    assert all(one.busy.ratio == pytest.approx(1) for one in found.stages)
+    corrected = correct(problem.chain, plan, trace)
+    for layer, planned in zip(corrected.layers, problem.chain.layers, strict=True):
+        for cost, before in zip(layer.costs, planned.costs, strict=True):
+            assert cost.forward_seconds == pytest.approx(2 * before.forward_seconds)
+
+
+def test_the_period_is_that_of_the_middle_of_a_run() -> None:
+    """The order of this plan takes 3 s per microbatch, its pattern 4 s."""
+    problem, plan = plan_by_hand()
+    run = simulate(problem, plan)
+    assert run.periodic is not None
+    iterations = run.periodic.microbatches // plan.microbatches
+    step = TracedStep(0, run.iteration_seconds, 0.0, run.actions, None, iterations)
+    found = compare(plan, trace_of(plan, step))
+    assert found.period is not None
+    assert (found.period.seconds.predicted, found.period.seconds.measured) == (4, 3)
+    assert found.period.microbatches == 72 - 3 * 7 - 1
+    assert (found.least_seconds, found.most_seconds) == (12, 12)
+    assert found.iteration_seconds.measured == 12
+
+
+def test_the_first_iteration_warms_the_machine_up() -> None:
+    problem, plan = plan_by_hand()
+    runs = [traced(plan, 1, factor, step) for step, factor in enumerate((9.0, 1.0, 2.0))]
+    corrected = correct(problem.chain, plan, trace_of(plan, *runs))
+    assert [layer.costs[0].forward_seconds for layer in corrected.layers] == [1.5, 1.5, 1.5]
+
+
+@settings(max_examples=12, deadline=None)
+@given(periodic(), st.integers(1, 12))
+def test_the_end_of_the_longest_run_is_drawn(case: Case, iterations: int) -> None:
+    _, plan = case
+    shorter = traced(plan, 1, step=iterations + 1)
+    end = measured_plan(plan, trace_of(plan, traced(plan, iterations + 1, 3.0), shorter))
+    assert end.microbatches == min(drawn(plan).microbatches, (iterations + 1) * plan.microbatches)
+    planned = unroll_run(plan, end.microbatches)
+    names = [Counter((one.device, one.action) for one in one.actions) for one in (end, planned)]
+    assert names[0] == names[1]
+    assert min(one.start_seconds for one in end.actions) == 0
+    assert finish_seconds(end) == pytest.approx(3 * finish_seconds(planned))
+    assert png(end).startswith(b"\x89PNG")
+
+
+def test_a_trace_of_another_kind_is_refused(shared: Case) -> None:
+    problem, plan = shared
+    finite = unroll_run(plan, plan.microbatches)
+    run = traced(plan, 40)
+    step = replace(traced(plan, 1), iterations=None)
+    for refusing in (compare, measured_plan, lambda *both: correct(problem.chain, *both)):
+        message = "step 0 of the trace is of a finite plan, this one is periodic: give the plan"
+        with pytest.raises(InputError, match=message):
+            refusing(plan, trace_of(plan, step))
+        message = "step 0 of the trace is of a periodic plan, this one is finite: give the plan"
+        with pytest.raises(InputError, match=message):
+            refusing(finite, trace_of(plan, run))
+        with pytest.raises(InputError, match=r"step 0 of the trace lacks \d"):
+            refusing(plan, trace_of(plan, replace(run, iterations=41)))
+        with pytest.raises(InputError, match=r"step 0 of the trace has \d"):
+            refusing(plan, trace_of(plan, replace(run, iterations=39)))
+
+
+def test_runs_too_short_for_their_period_are_refused(shared: Case) -> None:
+    _, plan = shared
+    enough = iterations_to_settle(plan)
+    compare(plan, trace_of(plan, traced(plan, enough)))
+    short = trace_of(plan, traced(plan, enough - 1), traced(plan, 1, step=enough))
+    message = f"no more than {enough - 1} iterations .*: train on at least {enough} in a row"
+    with pytest.raises(InputError, match=message):
+        compare(plan, short)
+
+
+# --- Commands and export ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -377,20 +502,34 @@ def test_show_draws_it(files: list[str], tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size > 1000 for _, name in wanted)
 
 
-def test_it_is_not_laid_beside_a_trace(files: list[str], tmp_path: Path, shared: Case) -> None:
-    problem, plan = shared
-    steps = (TracedStep(0, 1.0, 0.1, unroll_run(plan, 4).actions, 1.0),)
-    trace = Trace(plan.digest, plan.model, "a desk", "gloo", 4, "float32", steps)
-    message = "the plan is periodic: .*; compare a plan with a finite schedule"
-    with pytest.raises(InputError, match=message):
-        compare(plan, trace)
-    with pytest.raises(InputError, match=message):
-        measured_plan(plan, trace)
-    with pytest.raises(InputError, match=message):
-        correct(problem.chain, plan, trace)
+def test_it_is_laid_beside_a_trace(files: list[str], tmp_path: Path, shared: Case) -> None:
+    trace = trace_of(shared[1], traced(shared[1], 12, 2.0))
     save_trace(trace, tmp_path / "trace.json")
-    result = run("compare", files[0], tmp_path / "trace.json")
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert load_trace(tmp_path / "trace.json") == trace
+    beside = files[0], tmp_path / "trace.json"
+    drawing = ["--png", tmp_path / "a.png", *files[1:3], "--corrected", tmp_path / "model2.json"]
+    text = answered("compare", *beside, *drawing)
+    assert "predicted period 204.6 ms, measured 409.2 ms (mean of " in text
+    assert "818.4 ms" not in text
+    assert "1.637 s to 1.637 s per iteration): measured / predicted = 2.000" in text
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    told = json.loads(answered("compare", *beside, "--json"))
+    assert told["period_seconds"]["ratio"] == pytest.approx(2)
+    assert told["period_seconds"]["microbatches"] > 4
+    assert told["steps"] == 11
+
+
+def test_the_command_refuses_a_trace_of_another_kind_in_one_line(
+    files: list[str], tmp_path: Path, shared: Case
+) -> None:
+    _, plan = shared
+    save_plan(unroll_run(plan, plan.microbatches), tmp_path / "finite.json")
+    step = replace(traced(plan, 1), iterations=None)
+    for name, one in ((files[0], step), (tmp_path / "finite.json", traced(plan, 12))):
+        save_trace(trace_of(plan, one), tmp_path / "trace.json")
+        result = run("compare", name, tmp_path / "trace.json")
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert "give the plan that was run" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("partition_only", [False, True])

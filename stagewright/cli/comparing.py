@@ -55,7 +55,7 @@ def compare(
         _write_corrected(planned, run, model, corrected)
     if png is not None:
         with progress("drawing"):
-            _draw(planned, run, png)
+            _draw(planned, run, comparison, png)
     files = [str(path) for path in (png, corrected) if path is not None]
     if as_json:
         print_json(_comparison_json(comparison, run) | {"files": files})
@@ -72,17 +72,18 @@ def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, correct
     save_model(correct(load_model(model), planned, run), corrected)
 
 
-def _draw(planned: "PipelinePlan", run: "Trace", png: Path) -> None:
+def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: Path) -> None:
     from stagewright.executor.chart import write_stacked_png
     from stagewright.executor.compare import measured_plan
     from stagewright.executor.timeline import finish_seconds, headline
     from stagewright.graphs.units import format_seconds
 
     measured = measured_plan(planned, run)
-    titles = (
-        f"predicted: {headline(planned)}",
-        f"measured: {_run_line(run)} · {format_seconds(finish_seconds(measured))} per iteration",
-    )
+    pace = f"{format_seconds(finish_seconds(measured))} per iteration"
+    if comparison.period is not None:
+        period = format_seconds(comparison.period.seconds.measured)
+        pace = f"period {period}, the last {measured.microbatches} microbatches of a run"
+    titles = f"predicted: {headline(planned)}", f"measured: {_run_line(run)} · {pace}"
     write_stacked_png((planned, measured), titles, png)
 
 
@@ -92,6 +93,7 @@ def _run_line(run: "Trace") -> str:
 
 
 def _comparison_json(comparison: "Comparison", run: "Trace") -> dict[str, Any]:
+    period = comparison.period
     return {
         "status": "compared",
         "machine": run.machine,
@@ -101,6 +103,9 @@ def _comparison_json(comparison: "Comparison", run: "Trace") -> dict[str, Any]:
         "steps": comparison.steps,
         "iteration_seconds": _pair_json(comparison.iteration_seconds)
         | {"least": comparison.least_seconds, "most": comparison.most_seconds},
+        "period_seconds": None
+        if period is None
+        else _pair_json(period.seconds) | {"microbatches": period.microbatches},
         "update_seconds": comparison.update_seconds,
         "kinds": {
             one.kind: {"count": one.count, "seconds": _pair_json(one.seconds)}
@@ -139,11 +144,6 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
         )
         for one in comparison.stages
     ]  # fmt: skip
-    whole, steps = comparison.iteration_seconds, comparison.steps
-    predicted, measured, least, most = map(
-        format_seconds,
-        (whole.predicted, whole.measured, comparison.least_seconds, comparison.most_seconds),
-    )
     print_lines(_run_line(run))
     print_table(["<action", "count", "predicted", "measured", "ratio"], kinds)
     print_table(
@@ -152,12 +152,26 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
         stages,
     )  # fmt: skip
     print_lines(
-        f"predicted {predicted}, measured {measured} (median of {steps} "
-        f"step{'s' if steps > 1 else ''}, {least} to {most}): "
-        f"measured / predicted = {_ratio(whole)}",
+        _headline(comparison),
         f"the optimizer took {format_seconds(comparison.update_seconds)} a step, "
         "which is not predicted",
     )
+
+
+def _headline(comparison: "Comparison") -> str:
+    from stagewright.graphs.units import format_seconds
+
+    period, whole, steps = comparison.period, comparison.iteration_seconds, comparison.steps
+    span = " to ".join(map(format_seconds, (comparison.least_seconds, comparison.most_seconds)))
+    if period is None:
+        predicted, measured = _cells(whole)
+        basis = f"median of {steps} step{'s' if steps > 1 else ''}, {span}"
+    else:
+        predicted, measured = _cells(period.seconds)
+        predicted = f"period {predicted}"
+        basis = f"mean of {period.microbatches} microbatches, {span} per iteration"
+    ratio = _ratio(whole)
+    return f"predicted {predicted}, measured {measured} ({basis}): measured / predicted = {ratio}"
 
 
 def _cells(pair: "Pair") -> tuple[str, str]:
