@@ -13,6 +13,7 @@ from stagewright.formulations.plan import (
     Bound,
     Certificate,
     Guarantee,
+    InvalidPlan,
     PeriodicAction,
     PeriodicSchedule,
     PipelinePlan,
@@ -22,6 +23,8 @@ from stagewright.formulations.plan import (
     Stage,
     Weights,
 )
+
+BOUND_ROUNDING = 1e-6  # relative; a bound further above the cost is a fault of ours
 
 
 def assemble(
@@ -148,6 +151,11 @@ def certify(
     """``plan`` with its certificate, checked. ``bounds`` needs one of scope ``problem``."""
     assert plan.predicted is not None
     cost = plan.predicted.iteration_seconds
+    for bound in bounds:
+        if bound.seconds > cost * (1 + BOUND_ROUNDING):
+            raise InvalidPlan(
+                f"the cost of {cost} s is below {bound.seconds} s, a bound by {bound.proved_by}"
+            )
     # A bound that equals the cost may exceed it by the rounding of its sums.
     capped = [replace(bound, seconds=min(bound.seconds, cost)) for bound in bounds]
     whole = max((b for b in capped if b.scope == "problem"), key=lambda bound: bound.seconds)

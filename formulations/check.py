@@ -755,16 +755,25 @@ def _overlap(times: _Times, name: str, rows: Sequence[Row]) -> Iterator[Violatio
     """Overlaps among ``rows``, which share a resource."""
     starts = np.concatenate([times.starts[kind][s, m::step] for kind, (s, m, step) in rows])
     ends = np.concatenate([times.ends(kind)[s, m::step] for kind, (s, m, step) in rows])
-    order = np.lexsort((ends, starts))  # NaN last
-    starts, busy_until = starts[order], np.maximum.accumulate(ends[order])
-    late = np.flatnonzero(starts[1:] < busy_until[:-1] - times.tolerance)
-    texts = _texts(rows, times.problem.microbatches) if len(late) else []
-    for i in late:
+    # What takes no time may begin with what takes some, or end with it, in whichever order.
+    lasting = np.flatnonzero(ends > starts)  # not NaN
+    order = lasting[np.lexsort((ends[lasting], starts[lasting]))]
+    begins, busy_until = starts[order], np.maximum.accumulate(ends[order])
+    late = np.flatnonzero(begins[1:] < busy_until[:-1] - times.tolerance)
+    found = [(order[i + 1], busy_until[i]) for i in late]
+    instants = np.flatnonzero(ends == starts)
+    before = np.searchsorted(begins, starts[instants] - times.tolerance) - 1
+    found += [
+        (i, busy_until[k])
+        for i, k in zip(instants, before, strict=True)
+        if k >= 0 and starts[i] < busy_until[k] - times.tolerance
+    ]
+    texts = _texts(rows, times.problem.microbatches) if found else []
+    for i, until in found:
         yield Violation(
             "overlap",
             name,
-            f"{texts[order[i + 1]]} starts at {starts[i + 1]:.9g} s, "
-            f"it is taken until {busy_until[i]:.9g} s",
+            f"{texts[i]} starts at {starts[i]:.9g} s, it is taken until {until:.9g} s",
         )
 
 

@@ -27,6 +27,7 @@ from stagewright.graphs.errors import InputError
 
 Ints = NDArray[np.int64]
 
+MOST_BYTES = 1e18  # of memory: whole numbers of 64 bits count no more
 RESOLUTION = 44  # all times together are at most 2**44 ticks
 RECOMPUTATIONS = ("none", "full")
 
@@ -153,7 +154,10 @@ class AllocationProblem:
             transfer=self._ticks(self._transfer_seconds),
             reduce=self._ticks(np.array(self._reduce_seconds)),
             memory=np.array(
-                [int(self.problem.memory_bytes[list(group)].min()) for group in self.groups]
+                [
+                    int(min(self.problem.memory_bytes[list(group)].min(), MOST_BYTES))
+                    for group in self.groups
+                ]
             ),
             normal=np.array([g for g in range(len(self.groups)) if g != self.special], np.int64),
             skips=np.zeros(0, dtype=np.bool_),

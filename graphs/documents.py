@@ -92,7 +92,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to ``path`` atomically, as :func:`write_text` does."""
-    target = Path(path)
+    target = Path(path).resolve()  # what a link points to is written, not the link
+    if target.exists() and not target.is_file():
+        raise InputError(f"{path}: is no regular file")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -75,6 +75,8 @@ def require_bandwidth(value: float, place: str) -> None:
 
 def require_count(value: int, name: str, most: int) -> None:
     """Refuse a count below 1, or so large that only a slip can have written it."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name} must be a whole number, got {value!r}")
     if value < 1:
         raise InputError(f"{name} must be at least 1, got {value}")
     if value > most:

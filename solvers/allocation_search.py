@@ -129,7 +129,7 @@ def improve_allocation(
 def disturbed(moves: Moves, stages: Stages, times: int, dice: random.Random) -> Stages:
     """``stages`` after so many random moves: where a local search may begin again."""
     for _ in range(times):
-        stages = next(moves.shuffled(stages, dice))
+        stages = next(moves.shuffled(stages, dice), stages)
     return stages
 
 

@@ -67,8 +67,8 @@ PLANNERS = {
         PlannerInfo("madpipe", "periodic plans for little memory: some devices have several "
                     "stages; asynchronous, two versions of the weights",
                     "Beaumont et al., ScaDL 2022", plan_madpipe, periodic=True),
-        PlannerInfo("auto", "all but the asynchronous ones within the time limit, then the best plan's schedule "
-                    "improved by CP-SAT", "portfolio", plan_auto),
+        PlannerInfo("auto", "all but the asynchronous ones within the time limit, then the "
+                    "best plan's schedule improved by CP-SAT", "portfolio", plan_auto),
     )
 }  # fmt: skip
 

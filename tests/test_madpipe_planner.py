@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import PeriodicSchedule, Stage
 from stagewright.graphs import documents
 from stagewright.graphs.chain import Chain, Layer, LayerCost
-from stagewright.graphs.cluster import Link, uniform_servers
+from stagewright.graphs.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.planners.proposal import PeriodicChoices
 from stagewright.solvers.planning import Result, plan
@@ -184,6 +185,90 @@ def test_choices_are_for_periodic_planners_and_refused_when_they_make_no_sense()
         plan(problem, "madpipe", choices=PeriodicChoices(group_size=9))
     with pytest.raises(InputError, match="'g0' has none"):
         plan(problem, "madpipe", choices=PeriodicChoices(offload=True))
+
+
+def rows_of(*rows: tuple[float, float, float, float, float], samples: int = 2) -> Chain:
+    """Forward, backward, parameters, saved and output bytes of every layer."""
+    layers = tuple(
+        Layer(f"l{i}", weights, (LayerCost(samples, forward, saved, output, backward),))
+        for i, (forward, backward, weights, saved, output) in enumerate(rows)
+    )
+    return Chain("rows", "test", samples, layers, optimizer_bytes_per_parameter_byte=0.0)
+
+
+def test_fewer_layers_than_moves_need():
+    problem = problem_of(rows_of((1, 2, 0, 1e6, 1e6), (1, 2, 0, 1e6, 1e6)), 3, 1e9)
+    assert solved(problem, "madpipe", PeriodicChoices(group_size=2)).cost is not None
+
+
+def test_layers_without_time_stand_between_the_others():
+    chain = rows_of((3, 5, 0, 0, 883e6), (0, 5, 0, 0, 1), (3, 5, 0, 0, 1))
+    assert solved(problem_of(chain, 3, 1e9, 2), "madpipe").cost is not None
+
+
+@pytest.mark.parametrize("period", [1e-4, 1e-2])
+def test_a_period_may_be_much_longer_than_the_least(period: float):
+    problem = problem_of(chain_of([1e-6] * 4, [1e6] * 4, output=1e3), 2, 4e9)
+    result = solved(problem, "madpipe", replace(ALONE, period_seconds=period))
+    assert result.cost == pytest.approx(8 * period)
+
+
+def test_a_period_out_of_all_proportion_is_refused():
+    problem = problem_of(chain_of([1e-6] * 4, [1e6] * 4, output=1e3), 2, 4e9)
+    with pytest.raises(InputError, match="are these seconds"):
+        plan(problem, "madpipe", choices=replace(ALONE, period_seconds=1e5))
+
+
+def test_models_without_time_and_absurd_sizes_are_refused():
+    with pytest.raises(InputError, match="take no time"):
+        plan(problem_of(rows_of((0, 0, 1e6, 1e6, 1e6)), 2, 1e9), "madpipe", choices=ALONE)
+    chain = rows_of((1, 1, 1e24, 1e24, 1e6))
+    with pytest.raises(InputError, match="are these bytes"):
+        plan(problem_of(chain, 2, 1e30), "madpipe", choices=ALONE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group_size": "1"}, {"group_size": 1.0}, {"group_size": 0}, {"recompute": "yes"},
+        {"period_seconds": "1"}, {"period_seconds": float("nan")},
+        {"period_seconds": float("inf")}, {"period_seconds": -1.0},
+    ],
+)  # fmt: skip
+def test_choices_of_other_types_are_refused(wrong: dict[str, Any]):
+    with pytest.raises(InputError):
+        PeriodicChoices(**wrong)
+
+
+def test_nothing_is_called_infeasible_because_more_is_allowed():
+    # Contiguous partitions do not fit; others do.
+    weights = [2e9, 2e9, 2e9, 2e9, 4e9 / 3, 4e9 / 3, 4e9 / 3, 4e9 / 3]
+    chain = rows_of(*((1.0, 1.0, size, 0, 1) for size in weights))
+    problem = problem_of(chain, 4, 10.01e9)
+    devices = tuple(replace(one, host_bytes_per_second=1e9) for one in problem.cluster.devices)
+    problem = replace(problem, cluster=replace(problem.cluster, devices=devices))
+    assert solved(problem, "madpipe").cost is not None
+    more = solved(problem, "madpipe", replace(ALONE, offload=True))
+    assert more.status is not Status.INFEASIBLE
+
+
+def test_groups_of_devices_that_differ_prove_nothing_of_other_groups():
+    devices = (Device("d0", "b", 0.9e9), Device("d1", "b", 17e9), Device("d2", "b", 17e9))
+    cluster = from_matrix(devices, [[1e9] * 3] * 3)
+    problem = PipelineProblem(rows_of((2, 2, 1e8, 1e9, 1)), cluster, 4)
+    result = plan(problem, "madpipe", Limits(3), choices=PeriodicChoices(group_size=2))
+    assert result.status is not Status.INFEASIBLE
+
+
+def test_neighbouring_stages_on_a_device_are_named_in_the_proof():
+    rows = ((0, 1, 0, 3e9, 1), (0, 6, 3e9, 1e9, 605e6), (0, 1, 0, 3e9, 1), (4, 2, 3e9, 8e9, 1))
+    cluster = uniform_servers(1, 2, Link(5e8), memory_bytes=34e9)
+    problem = PipelineProblem(rows_of(*rows), cluster, 1)
+    result = solved(problem, "madpipe")
+    assert result.proved_by is not None
+    # Two stages next to each other on one device would do in 7 s; the proof says that it does not
+    # speak of them.
+    assert result.cost == pytest.approx(7.0) or "as one stage" in result.proved_by
 
 
 def test_links_and_kinds_that_differ():

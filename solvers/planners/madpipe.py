@@ -10,11 +10,12 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from time import perf_counter
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.formulations.forms import Limits, OnProgress, Progress
 from stagewright.formulations.joint_patterns import JointPatterns
@@ -31,7 +32,8 @@ from stagewright.formulations.pattern import (
     kept_bytes,
     static_bytes,
 )
-from stagewright.formulations.periodic_bounds import LAYER, LOAD, period_bounds
+from stagewright.formulations.pattern_models import sequential
+from stagewright.formulations.periodic_bounds import LAYER, LOAD, fastest_work, period_bounds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Stage
 from stagewright.graphs.errors import InputError
@@ -47,6 +49,9 @@ Groups = tuple[tuple[int, ...], ...]
 Stages = tuple[Stage, ...]
 
 OPTIMAL_GAP = 1e-6  # relative
+MOST_BYTES = 1e17
+LONGEST_WAIT = 1e4  # beyond it the times of a run lose the digits of short operations
+JOINT = "search over all allocations, neighbouring layers on a device as one stage"
 PATTERN = "integer program of the pattern"
 JOINT_STAGES = 20_000  # stages and groups for them, up to which the joint search may begin
 PATTERN_SECONDS = 5.0  # for one allocation's pattern
@@ -114,6 +119,7 @@ class _Search:
     began: float = field(default_factory=perf_counter)
     best: _Found | None = None
     seen: set[Stages] = field(default_factory=set)
+    settled: bool = True  # what was asked of the dynamic program was answered for good
 
     def __post_init__(self) -> None:
         self.figures = PatternProblems(self.problem)
@@ -121,6 +127,7 @@ class _Search:
             size: list(period_bounds(self.problem, size, self.choices.ways))
             for size in _sizes(self.problem, self.choices)
         }
+        self._require_times_and_sizes()
         self._require_period()
         devices = self.problem.cluster.devices
         mute = [one.name for one in devices if one.host_bytes_per_second is None]
@@ -142,12 +149,17 @@ class _Search:
         for groups in _orders(self.problem, size):
             question = AllocationProblem(self.problem, groups, None, self.choices.recomputations)
             found = madpipe.least_period(question, self._limits())
+            self.settled &= found.bound == found.period and self._is_plain(groups)
             if found.stages is not None:
                 asked = self.figures.of(found.stages)
                 period = least_period(asked)
                 if period < math.inf:
                     pattern = one_f_one_b_star(asked, period)
                     self._consider(_Found(found.stages, asked, pattern, period, period))
+
+    def _is_plain(self, groups: Groups) -> bool:
+        """Whether the groups are all there are, in their only order."""
+        return not self.choices.offload and len(_distinct(self.problem, groups)) == 1
 
     def with_special(self, size: int) -> None:
         """MadPipe: every group that differs from the others is the special one in turn.
@@ -158,11 +170,13 @@ class _Search:
         for groups in _orders(self.problem, size):
             for special in _distinct(self.problem, groups):
                 if self._left() <= 0:
+                    self.settled = False
                     return
                 question = AllocationProblem(
                     self.problem, groups, special, self.choices.recomputations
                 )
                 found = madpipe.least_period(question, self._limits())
+                self.settled &= found.bound == found.period
                 if found.stages is None:
                     continue
                 self._schedule(found.stages)
@@ -171,7 +185,7 @@ class _Search:
                     if found.period < best * (1 - OPTIMAL_GAP) and self._left() > 0:
                         longest = min(best, LONGEST * found.period)
                         period = found.period + share * (longest - found.period)
-                        stages = madpipe.allocate(question, period)
+                        stages = madpipe.allocate(question, period, self._limits())
                         if stages is not None:
                             self._schedule(stages)
 
@@ -209,7 +223,7 @@ class _Search:
         """The joint search: small cases are settled, for larger ones it gives a bound."""
         groups = _orders(self.problem, size)[0]
         stages = len(groups) * len(self.choices.recomputations) * len(self.problem.chain) ** 2 / 2
-        if stages > JOINT_STAGES or self.choices.offload or self._left() <= 0:
+        if stages > JOINT_STAGES or self._left() <= 0:
             return
         known = None if self.best is None else (self.best.stages, self.best.pattern)
         question = JointPatterns(self.problem, groups, self.choices.recomputations)
@@ -218,7 +232,9 @@ class _Search:
             asked = self.figures.of(answer.stages)
             low = period_bound(asked)
             self._consider(_Found(answer.stages, asked, answer.pattern, low, low))
-        self.bounds[size].append(Bound(answer.bound, "search over all allocations", "problem"))
+        # Groups of devices that differ could be made up in other ways.
+        if not self.choices.offload and (size == 1 or len(_distinct(self.problem, groups)) == 1):
+            self.bounds[size].append(Bound(answer.bound, JOINT, "problem"))
 
     def answer(self, kind: str) -> PeriodicProposal | NoPlan:
         """The best plan with the bounds on all others, or why there is none."""
@@ -234,8 +250,7 @@ class _Search:
                     False,
                     self._overall(),
                 )
-            stretch = asked / pattern.period
-            pattern = Pattern(asked, tuple(start * stretch for start in pattern.starts))
+            pattern = _stretched(best.asked, pattern, asked)
         notes = (
             f"period {format_seconds(best.pattern.period)}, "
             f"the allocation allowed {format_seconds(best.predicted_seconds)}",
@@ -278,7 +293,15 @@ class _Search:
         return max(bound.seconds for bound in self.bounds[size])
 
     def _overall(self) -> tuple[Bound, ...]:
-        """Bounds that hold whatever the group size."""
+        """Bounds that hold whatever the group size.
+
+        Not that of the joint search where the best plan is none that it looks at.
+        """
+        if self.best is not None and any(
+            one.devices == other.devices for one, other in pairwise(self.best.stages)
+        ):
+            for bounds in self.bounds.values():
+                bounds[:] = [bound for bound in bounds if bound.proved_by != JOINT]
         if len(self.bounds) == 1:
             (bounds,) = self.bounds.values()
             return tuple(bounds)
@@ -287,6 +310,19 @@ class _Search:
         devices = "device" if size == 1 else "devices"
         return (replace(best, proved_by=f"{best.proved_by}, stages of {size} {devices}"),)
 
+    def _require_times_and_sizes(self) -> None:
+        """Refuse a model without work, and bytes that whole numbers of 64 bits cannot count."""
+        if not any(fastest_work(self.problem, 1)):
+            raise InputError("the layers take no time: a periodic plan has no period then")
+        kept = float(
+            self.problem.saved_per_layer(1).sum() + self.problem.chain.parameter_bytes.sum()
+        )
+        if kept * (self.problem.microbatches + 2) > MOST_BYTES:
+            raise InputError(
+                f"the layers hold {format_bytes(kept)}, times microbatches more than "
+                f"{format_bytes(MOST_BYTES)}: are these bytes?"
+            )
+
     def _require_period(self) -> None:
         """Refuse a period that no plan can have."""
         asked = self.choices.period_seconds
@@ -294,9 +330,9 @@ class _Search:
             max(bound.seconds for bound in bounds if bound.proved_by in (LOAD, LAYER))
             for bounds in self.bounds.values()
         ]
-        if asked is not None and not min(loads) <= asked < math.inf:
+        if asked is not None and asked < min(loads) * (1 - OPTIMAL_GAP):
             raise InputError(
-                f"the period {asked:g} s is below the load bound of {min(loads):.6g} s: "
+                f"the period {asked:.9g} s is below the load bound of {min(loads):.9g} s: "
                 "ask for a longer one, or for the least by leaving it out"
             )
 
@@ -308,20 +344,35 @@ class _Search:
             for groups in _orders(self.problem, size)
         ]
         short, stages, s = min(shortages, key=lambda one: one[0])
+        proved = min(self._bound(size) for size in self.bounds) == math.inf
         if short <= 0:
-            return NoPlan(f"no plan was found {kind} within the time limit", False, self._overall())
-        stage = stages[s]
-        need = short + min(
-            float(self.problem.memory_bytes[self.problem.cluster.index[name]])
-            for name in stage.devices
-        )
+            return NoPlan(f"no plan was found {kind}", proved, self._overall())
+        stage, memory = stages[s], self.problem.memory_bytes
+        has = min(float(memory[self.problem.cluster.index[name]]) for name in stage.devices)
         return NoPlan(
             f"nothing fits {kind}: at any period, with one microbatch in flight, stage {s} (layers "
-            f"{stage.layers[0]} to {stage.layers[1] - 1}) needs {format_bytes(need)}, device "
-            f"{stage.devices[0]!r} has {format_bytes(need - short)}: {short:.0f} bytes short",
-            True,
+            f"{stage.layers[0]} to {stage.layers[1] - 1}) needs {format_bytes(has + short)}, "
+            f"device {stage.devices[0]!r} has {format_bytes(has)}: {short:.0f} bytes short",
+            proved or self.settled,
             self._overall(),
         )
+
+
+def _stretched(asked: PatternProblem, pattern: Pattern, period: float) -> Pattern:
+    """``pattern`` at a longer period; one microbatch after the other where there is time for it.
+
+    Gaps grow in proportion, so that nothing overlaps, and nothing keeps more.
+    """
+    alone = sequential(asked)
+    if period > LONGEST_WAIT * alone.period:
+        raise InputError(
+            f"the period {period:.9g} s is more than {LONGEST_WAIT:g} times the "
+            f"{format_seconds(alone.period)} that a microbatch takes: are these seconds?"
+        )
+    if period >= alone.period:
+        return Pattern(period, alone.starts)
+    stretch = period / pattern.period
+    return Pattern(period, tuple(start * stretch for start in pattern.starts))
 
 
 def _sizes(problem: PipelineProblem, choices: PeriodicChoices) -> list[int]:
@@ -371,28 +422,30 @@ def _shortage(
     With one microbatch in flight; negative bytes are left over.
     """
     layers = len(problem.chain)
-    # best[l]: the least shortage of the first l layers on the groups so far, and its stages.
-    best: list[tuple[float, Stages]] = [(-math.inf, ()), *[(math.inf, ())] * layers]
-    for group in groups:
-        room = float(problem.memory_bytes[list(group)].min())
-        names, longer = _named(problem, group), list(best)
-        for start, stop in combinations(range(layers + 1), 2):
-            if best[start][0] >= longer[stop][0]:
-                continue
-            stage, short = min(
-                ((one, _needed(problem, one) - room) for one in _ways((start, stop), names, ways)),
-                key=lambda pair: pair[1],
-            )
-            if max(best[start][0], short) < longer[stop][0]:
-                longer[stop] = (max(best[start][0], short), (*best[start][1], stage))
-        best = longer
-    worst, stages = best[layers]
-    shortages = [
-        _needed(problem, stage)
-        - min(float(problem.memory_bytes[problem.cluster.index[v]]) for v in stage.devices)
-        for stage in stages
-    ]
-    return worst, stages, shortages.index(max(shortages))
+    names = [_named(problem, group) for group in groups]
+    need = np.full((layers, layers + 1), np.inf)
+    for start, stop in combinations(range(layers + 1), 2):
+        need[start, stop] = min(
+            _needed(problem, one) for one in _ways((start, stop), names[0], ways)
+        )
+    # best[l]: the least shortage of the first l layers on the groups so far.
+    best = np.append(-np.inf, np.full(layers, np.inf))
+    cuts: list[NDArray[np.int64]] = []
+    rooms = [float(problem.memory_bytes[list(group)].min()) for group in groups]
+    for room in rooms:
+        worst = np.maximum(best[:layers, None], need - room)
+        cuts.append(np.where(worst.min(axis=0) < best, worst.argmin(axis=0), -1))
+        best = np.minimum(best, worst.min(axis=0))
+    found: list[tuple[float, Stage]] = []
+    stop = layers
+    for group, room, cut in zip(names[::-1], rooms[::-1], cuts[::-1], strict=True):
+        start = int(cut[stop])
+        if start >= 0:
+            found.append((need[start, stop] - room, Stage((start, stop), group)))
+            stop = start
+    found.reverse()
+    short = [bytes_ for bytes_, _ in found]
+    return float(best[layers]), tuple(stage for _, stage in found), short.index(max(short))
 
 
 def _ways(

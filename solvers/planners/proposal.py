@@ -1,5 +1,6 @@
 """What a planner hands back, before it is assembled, checked and certified."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +12,8 @@ from stagewright.formulations.pattern import Pattern
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Guarantee, Stage
 from stagewright.formulations.spp import makespan_problem
-from stagewright.graphs.units import format_bytes
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import MAX_DEVICES, format_bytes, require_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,16 @@ class PeriodicChoices:
     recompute: bool = False
     offload: bool = False
     period_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None:
+            require_count(self.group_size, "group size", MAX_DEVICES)
+        for name in ("recompute", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        period = self.period_seconds
+        if period is not None and not (isinstance(period, int | float) and 0 < period < math.inf):
+            raise InputError(f"the period must be a positive number of seconds, got {period!r}")
 
     @property
     def recomputations(self) -> tuple[Literal["none", "full"], ...]:
