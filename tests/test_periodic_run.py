@@ -1,9 +1,7 @@
 """Periodic plans on processes: what is trained is what double-buffered weights mean."""
 
 import gc
-import json
 import re
-import shutil
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -194,7 +192,7 @@ def test_known_plans(ranks: Ranks, plan: PipelinePlan, name: str, optimizer: Any
 
 # Shrinking would take minutes: every example starts a process group.
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -456,22 +454,28 @@ def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyP
 # --- The command line ---------------------------------------------------------------------------
 
 
-def test_a_run_is_resumed_as_if_it_had_not_ended(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    stages = [Stage((0, 2), ("a",)), Stage((2, 4), ("b",))]
-    save_plan(make.overlapping(stages, 2, slow_links, waiting(0, 2, 3)), tmp_path / "periodic.json")
-    options = ("--steps", 5, "--checkpoint", "kept", "--checkpoint-every", 2, "--json")
-    out, complaints = job.run(*options, "--save-parameters", "whole.pt", plan="periodic.json")
-    assert complaints == []
-    losses = json.loads(out)["losses"]
-    shutil.rmtree(tmp_path / "kept" / "step-00000005")
-    out, complaints = job.run(
-        *options, "--resume", "--save-parameters", "resumed.pt", plan="periodic.json"
-    )
-    assert complaints == []
-    assert json.loads(out)["losses"] == losses[4:]
-    assert len(losses) == 5
-    require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)
+def in_two_runs(_: Any, rank: int, plan: PipelinePlan, model: Any, batches: Any) -> Any:
+    """Parameters on rank 0 of a run in one piece, and of one that begins again after two steps."""
+
+    def trained(executor: Executor, some: Any) -> Executor:
+        for batch in some:
+            executor.step(*batch)
+        executor.finish()
+        return executor
+
+    def new() -> Executor:
+        return Executor(plan, model, CROSS_ENTROPY, ADAM, dtype=torch.float64)
+
+    whole = trained(new(), batches).parameters_on_first_rank()
+    first, second = trained(new(), batches[:2]), new()
+    second.load_state({name: one.clone() for name, one in first.state().items()}, first.steps_done)
+    return whole, trained(second, batches[2:]).parameters_on_first_rank()
+
+
+def test_a_run_is_resumed_as_if_it_had_not_ended(ranks: Ranks) -> None:
+    plan, batches = late_plan(), doubles(8)
+    whole, resumed = ranks.run(in_two_runs, 2, plan, built("dropping"), batches)[0]
+    require_equal(resumed, whole, 0.0)
 
 
 def test_a_traced_run_is_laid_beside_its_plan(tmp_path: Path) -> None:
