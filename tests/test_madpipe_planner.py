@@ -55,6 +55,12 @@ def solved(problem: PipelineProblem, planner: str, choices: PeriodicChoices = AL
         )
         assert result.bound is not None
         assert result.bound <= result.cost
+        proof = result.plan.certificate
+        assert proof is not None
+        # What the pattern's solver has proved is in the certificate.
+        solved_for = [one.seconds for one in proof.bounds if "pattern" in one.proved_by]
+        assert len(solved_for) == 1
+        assert solved_for[0] <= proof.schedule_bound_seconds
     return result
 
 

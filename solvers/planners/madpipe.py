@@ -155,7 +155,9 @@ class _Search:
                 period = least_period(asked)
                 if period < math.inf:
                     pattern = one_f_one_b_star(asked, period)
-                    self._consider(_Found(found.stages, asked, pattern, period, period))
+                    # With all-reduces 1F1B* is not proved to be the best pattern.
+                    low = period_bound(asked)
+                    self._consider(_Found(found.stages, asked, pattern, period, low))
 
     def _is_plain(self, groups: Groups) -> bool:
         """Whether the groups are all there are, in their only order."""
@@ -255,9 +257,8 @@ class _Search:
             f"period {format_seconds(best.pattern.period)}, "
             f"the allocation allowed {format_seconds(best.predicted_seconds)}",
         )
-        return PeriodicProposal(
-            best.stages, pattern, best.predicted_seconds, self._overall(), notes
-        )
+        bounds = (*self._overall(), Bound(best.bound_seconds, PATTERN, "schedule"))
+        return PeriodicProposal(best.stages, pattern, best.predicted_seconds, bounds, notes)
 
     def _schedule(self, stages: Stages) -> None:
         """Solve the pattern of ``stages``, if it may be better than the best."""
