@@ -27,7 +27,7 @@ bench: $(READY)
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,executor]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,executor,cluster]'
 	touch $@
 
 # Newest versions of everything, resolved in an environment of their own. Torch is large and built
@@ -35,7 +35,7 @@ $(READY): constraints.txt pyproject.toml
 lock:
 	rm -rf build
 	$(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet '.[dev]'
+	build/lock/bin/python -m pip install --quiet '.[dev,cluster]'
 	{ build/lock/bin/python -m pip freeze --all --exclude pip --exclude stagewright; \
 		echo torch==$(TORCH); } | LC_ALL=C sort -f > build/constraints.txt
 	mv build/constraints.txt constraints.txt

@@ -11,6 +11,7 @@ from scipy import sparse
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 V = TypeVar("V")
 
@@ -48,6 +49,7 @@ class Answer(Generic[V]):
     """A backend's answer. ``values`` is None exactly if nothing feasible was found.
 
     ``bound`` bounds the form's optimum from below when minimising (from above when maximising).
+    ``duals`` has one number per row of a linear program without integers that was solved.
     """
 
     status: Status
@@ -58,6 +60,7 @@ class Answer(Generic[V]):
     backend: str
     log: str = ""
     progress: tuple[Progress, ...] = ()
+    duals: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

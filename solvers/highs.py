@@ -61,7 +61,8 @@ def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[
     solver.run()
     information = solver.getInfo()
     objective, dual_bound = information.objective_function_value, information.mip_dual_bound
-    found = np.array(solver.getSolution().col_value)
+    solution = solver.getSolution()
+    found = np.array(solution.col_value)
     status = status_of(solver)
     solved = status in (Status.OPTIMAL, Status.FEASIBLE)
     bound = dual_bound if form.integral.any() else -math.inf
@@ -76,6 +77,7 @@ def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[
         "highs",
         "".join(log),
         tuple(progress),
+        np.array(solution.row_dual) if solved and not form.integral.any() else None,
     )
 
 

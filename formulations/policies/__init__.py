@@ -1,0 +1,1 @@
+"""What each policy asks for: one module states one policy's problem."""

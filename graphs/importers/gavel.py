@@ -1,0 +1,165 @@
+r"""Gavel's traces and throughput tables (github.com/stanford-futuredata/gavel).
+
+A trace has a line per job, tab-separated: job type, command, working directory, the argument that
+takes the steps, whether it needs data, steps, scale factor, priority weight, SLO, arrival (s).
+A table maps worker type to ``"('ResNet-18 (batch size 16)', 1)"`` to ``"null"`` for the steps per
+second alone, and to other job types for the two rates together; the worker types
+``v100_unconsolidated`` hold the rates on accelerators of different servers.
+"""
+
+import ast
+import json
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from stagewright.graphs import documents
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.jobs import Job, PairRate, Rate, Throughputs, Workload
+
+_SPREAD = "_unconsolidated"
+_FIELDS = 10
+
+
+def read_gavel(trace: str | os.PathLike[str], throughputs: str | os.PathLike[str]) -> Workload:
+    """The jobs of a trace with their part of a throughput table.
+
+    Raises
+    ------
+    InputError
+        With file and line: a field is missing or no number, arrivals are out of order, or a job's
+        type at its scale has no throughputs.
+    """
+    jobs = read_trace(trace)
+    table = read_throughputs(throughputs)
+    known = {(rate.model, rate.scale) for rate in table.alone}
+    for line, job in enumerate(jobs, 1):
+        if (job.model, job.scale) not in known:
+            raise InputError(
+                f"{trace}:{line}: {throughputs} has no throughput of {job.model!r} on "
+                f"{job.scale} accelerators; add it to the table, or correct the job's type or scale"
+            )
+    return Workload(jobs, table.of((job.model, job.scale) for job in jobs))
+
+
+def read_trace(path: str | os.PathLike[str]) -> tuple[Job, ...]:
+    """The jobs of a trace, named by their position; see :func:`read_gavel`."""
+    jobs: list[Job] = []
+    lines = documents.read_text(path).splitlines()
+    for number, line in enumerate(lines):
+        place = f"{path}:{number + 1}: "
+        if not line.strip():
+            raise InputError(f"{place}the line is empty; a trace has one job on each line")
+        try:
+            job = _job(str(number), line.split("\t"))
+        except InputError as error:
+            raise InputError(place + str(error)) from None
+        if jobs and job.arrival_seconds < jobs[-1].arrival_seconds:
+            raise InputError(
+                f"{place}arrives at {job.arrival_seconds:g} s, before the line above at "
+                f"{jobs[-1].arrival_seconds:g} s: sort the trace by arrival"
+            )
+        jobs.append(job)
+    if not jobs:
+        raise InputError(f"{path}: the trace has no jobs")
+    return tuple(jobs)
+
+
+def _job(name: str, fields: list[str]) -> Job:
+    if len(fields) != _FIELDS:
+        raise InputError(f"{len(fields)} tab-separated fields, a trace has {_FIELDS}")
+    model, steps, scale, weight, slo, arrival = fields[0], *fields[5:]
+    target = _number(slo, "SLO")
+    return Job(
+        name,
+        model,
+        _number(steps, "steps"),
+        int(_number(scale, "scale factor", whole=True)),
+        _number(weight, "priority weight"),
+        _number(arrival, "arrival"),
+        None if target <= 0 else target,
+    )
+
+
+def _number(text: str, what: str, *, whole: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or (whole and value != int(value)):
+        raise InputError(f"{what} {text.strip()!r} is no {'whole ' if whole else ''}number")
+    return value
+
+
+def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
+    """A throughput table.
+
+    Raises
+    ------
+    InputError
+        In one line, if the file is no such table.
+    """
+    try:
+        table = json.loads(documents.read_text(path))
+    except ValueError as error:
+        raise InputError(f"{path}: not a complete JSON document ({error})") from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: a throughput table is an object of worker types")
+    try:
+        return _throughputs(table)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _throughputs(table: dict[str, Any]) -> Throughputs:
+    alone, pairs = [], []
+    for accelerator, types in table.items():
+        if accelerator.endswith(_SPREAD):
+            continue
+        spread = table.get(accelerator + _SPREAD, {})
+        for kind, rates in _items(types, accelerator):
+            model, scale = _kind(kind, accelerator)
+            apart = spread.get(kind, {})
+            if "null" not in rates:
+                raise InputError(f"{accelerator}: {kind} has no rate alone ('null')")
+            alone.append(Rate(model, scale, accelerator, rates["null"], apart.get("null")))
+            for other, together in rates.items():
+                if other == "null":
+                    continue
+                partner, other_scale = _kind(other, accelerator)
+                # Both orders are in the table; the pair is kept once, as its first model has it.
+                if other_scale == scale and model <= partner:
+                    both = apart.get(other)
+                    pairs.append(
+                        PairRate(
+                            (model, partner),
+                            scale,
+                            accelerator,
+                            _both(together, kind, other),
+                            None if both is None else _both(both, kind, other),
+                        )
+                    )
+    return Throughputs(tuple(alone), tuple(pairs))
+
+
+def _items(types: Any, accelerator: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    if not isinstance(types, dict) or not all(isinstance(rates, dict) for rates in types.values()):
+        raise InputError(f"{accelerator}: expected an object of job types")
+    return types.items()
+
+
+def _kind(text: str, accelerator: str) -> tuple[str, int]:
+    try:
+        model, scale = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        model = scale = None
+    if not isinstance(model, str) or not isinstance(scale, int):
+        raise InputError(f"{accelerator}: {text!r} is no job type ('model', scale)")
+    return model, scale
+
+
+def _both(rates: Any, kind: str, other: str) -> tuple[float, float]:
+    if not isinstance(rates, list) or len(rates) != 2:
+        raise InputError(f"{kind} with {other}: expected two rates, got {rates!r}")
+    return float(rates[0]), float(rates[1])

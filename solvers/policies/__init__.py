@@ -1,0 +1,70 @@
+"""How each policy's problem is answered: the registry of policies, and the one way to call them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from time import perf_counter
+
+from stagewright.formulations.allocation import AllocationProblem, check
+from stagewright.formulations.forms import Limits, Status
+from stagewright.graphs.errors import InputError
+from stagewright.solvers.policies.answer import AllocationResult
+
+Solve = Callable[[AllocationProblem, Limits], AllocationResult]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy: ``aware`` ones know how fast each job runs on each type of accelerator.
+
+    ``pairs`` says that it can let jobs share accelerators, ``needs`` what its jobs must carry.
+    """
+
+    name: str
+    summary: str
+    module: str
+    aware: bool = True
+    pairs: bool = True
+    needs: tuple[str, ...] = ()
+
+    def solve(self, problem: AllocationProblem, limits: Limits) -> AllocationResult:
+        """Answer ``problem``; the module is imported when first asked."""
+        run: Solve = import_module(f"stagewright.solvers.policies.{self.module}").solve
+        return run(problem if self.aware else problem.agnostic(), limits)
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("max-min", "raise the least normalised throughput (LAS)", "max_min"),
+        Policy("las", "max-min of time alone, all accelerators alike", "max_min", aware=False),
+        Policy("makespan", "finish the last job as early as possible", "makespan"),
+        Policy("makespan-agnostic", "makespan, all accelerators alike", "makespan", aware=False),
+    )
+}
+
+
+def allocate(
+    problem: AllocationProblem, policy: str = "max-min", limits: Limits | None = None
+) -> AllocationResult:
+    """Allocate by ``policy``, and check the allocation.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy, or the jobs lack what it needs.
+    """
+    if policy not in POLICIES:
+        raise InputError(f"unknown policy {policy!r}; there are {', '.join(POLICIES)}")
+    began = perf_counter()
+    chosen = POLICIES[policy]
+    if len(problem.table.paired) and not chosen.pairs:
+        raise InputError(f"policy {policy!r} does not share accelerators: leave out space sharing")
+    result = chosen.solve(problem, limits or Limits(seconds=math.inf))
+    if result.allocation is not None:
+        check(problem, result.allocation)
+    return replace(result, policy=policy, seconds=perf_counter() - began)
+
+
+__all__ = ["POLICIES", "AllocationResult", "Policy", "Status", "allocate"]
