@@ -122,8 +122,8 @@ def _worker_types(pool: Pool, placement: bool) -> tuple[WorkerType, ...]:
                 f"accelerator {accelerator.name!r}: placement needs servers; write for example "
                 f"{accelerator.name}={-(-accelerator.count // 4)}x4"
             )
-        for kind in ("consolidated", "spread"):
-            workers.append(WorkerType(f"{accelerator.name} {kind}", number, kind))
+        workers.append(WorkerType(accelerator.name, number, "consolidated"))
+        workers.append(WorkerType(f"{accelerator.name} spread", number, "spread"))
     return tuple(workers)
 
 

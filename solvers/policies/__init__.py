@@ -11,14 +11,14 @@ from stagewright.formulations.forms import Limits, Status
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.policies.answer import AllocationResult
 
-Solve = Callable[[AllocationProblem, Limits], AllocationResult]
+Solve = Callable[..., AllocationResult]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A policy: ``aware`` ones know how fast each job runs on each type of accelerator.
 
-    ``pairs`` says that it can let jobs share accelerators, ``needs`` what its jobs must carry.
+    ``pairs`` says that it can let jobs share accelerators, ``budget`` that it spends one.
     """
 
     name: str
@@ -26,12 +26,15 @@ class Policy:
     module: str
     aware: bool = True
     pairs: bool = True
-    needs: tuple[str, ...] = ()
+    budget: bool = False
 
-    def solve(self, problem: AllocationProblem, limits: Limits) -> AllocationResult:
+    def solve(
+        self, problem: AllocationProblem, limits: Limits, budget_dollars: float | None
+    ) -> AllocationResult:
         """Answer ``problem``; the module is imported when first asked."""
         run: Solve = import_module(f"stagewright.solvers.policies.{self.module}").solve
-        return run(problem if self.aware else problem.agnostic(), limits)
+        seen = problem if self.aware else problem.agnostic()
+        return run(seen, limits, budget_dollars) if self.budget else run(seen, limits)
 
 
 POLICIES: dict[str, Policy] = {
@@ -46,14 +49,18 @@ POLICIES: dict[str, Policy] = {
 
 
 def allocate(
-    problem: AllocationProblem, policy: str = "max-min", limits: Limits | None = None
+    problem: AllocationProblem,
+    policy: str = "max-min",
+    limits: Limits | None = None,
+    *,
+    budget_dollars: float | None = None,
 ) -> AllocationResult:
     """Allocate by ``policy``, and check the allocation.
 
     Raises
     ------
     InputError
-        If there is no such policy, or the jobs lack what it needs.
+        If there is no such policy, it spends no budget, or the jobs lack what it needs.
     """
     if policy not in POLICIES:
         raise InputError(f"unknown policy {policy!r}; there are {', '.join(POLICIES)}")
@@ -61,7 +68,10 @@ def allocate(
     chosen = POLICIES[policy]
     if len(problem.table.paired) and not chosen.pairs:
         raise InputError(f"policy {policy!r} does not share accelerators: leave out space sharing")
-    result = chosen.solve(problem, limits or Limits(seconds=math.inf))
+    if budget_dollars is not None and not chosen.budget:
+        spending = ", ".join(one.name for one in POLICIES.values() if one.budget)
+        raise InputError(f"policy {policy!r} spends no budget; {spending} does")
+    result = chosen.solve(problem, limits or Limits(seconds=math.inf), budget_dollars)
     if result.allocation is not None:
         check(problem, result.allocation)
     return replace(result, policy=policy, seconds=perf_counter() - began)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from stagewright.cli.allocating import allocate, policies
 from stagewright.cli.comparing import compare
 from stagewright.cli.doctor import doctor
 from stagewright.cli.exporting import export
@@ -52,7 +53,8 @@ PANELS = {
     "Scheduling problems": (schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links),
     "Run": (run, compare, export),
-    "About": (planners, doctor),
+    "Clusters and jobs": (allocate,),
+    "About": (planners, policies, doctor),
 }
 for panel, commands in PANELS.items():
     for command in commands:

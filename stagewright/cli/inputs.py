@@ -25,6 +25,7 @@ class Source(StrEnum):
 
     PIPEDREAM = "pipedream"
     DNN_PARTITIONING = "dnn-partitioning"
+    GAVEL = "gavel"
 
 
 class Precision(StrEnum):
@@ -45,17 +46,42 @@ def import_(
     contract: Annotated[
         bool, typer.Option("--contract", help="Merge branches, so that layers are cut points.")
     ] = False,
+    throughputs: Annotated[
+        Path | None,
+        typer.Option(help="gavel: the table of throughputs beside the trace.", metavar="FILE"),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Turn another project's profile into a model file."""
+    """Turn another project's profile into a model file, or its trace into a jobs file."""
     from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
     from stagewright.graphs.importers.pipedream import read_pipedream
 
     require_folder(output)
+    if (source is Source.GAVEL) != (throughputs is not None):
+        raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
+    if throughputs is not None:
+        return _import_jobs(file, throughputs, output, as_json)
     size = 1 if microbatch_size is None else microbatch_size
     read = read_pipedream if source is Source.PIPEDREAM else read_dnn_partitioning
     chain = read(file, microbatch_size=size, device_kind=device, contract=contract)
     return hand_out(chain, output, as_json)
+
+
+def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: bool) -> int:
+    from stagewright.graphs.documents import to_json
+    from stagewright.graphs.importers.gavel import read_gavel
+    from stagewright.graphs.jobs import save_workload
+
+    workload = read_gavel(trace, throughputs)
+    if output is None:
+        print(to_json(workload), end="")
+        return 0
+    save_workload(workload, output)
+    if as_json:
+        print_json({"name": trace.stem, "jobs": len(workload.jobs), "file": str(output)})
+    else:
+        print_lines(f"{output}: {len(workload.jobs)} jobs of {trace.name}")
+    return 0
 
 
 def model(

@@ -1,0 +1,219 @@
+"""``allocate``, ``rounds`` and ``policies``: who gets which accelerators, and when."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.console import (
+    JsonFlag,
+    OutputFile,
+    TimeLimit,
+    percent,
+    print_json,
+    print_lines,
+    print_table,
+    read_limits,
+    require_folder,
+)
+from stagewright.graphs.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.formulations.allocation import AllocationProblem
+    from stagewright.formulations.allocation_plan import AllocationPlan, Share
+    from stagewright.graphs.jobs import Workload
+    from stagewright.graphs.pool import Pool
+    from stagewright.solvers.policies import AllocationResult
+
+SHOWN_JOBS = 40
+
+JobsFile = Annotated[Path, typer.Option("--jobs", help="Jobs file.", metavar="FILE")]
+Accelerators = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        help="Accelerators as v100=36,p100=9x4@1.46 (9 servers of 4 at $1.46 an hour), or a file.",
+        metavar="FILE|NAME=COUNT,...",
+    ),
+]
+PolicyName = Annotated[
+    str, typer.Option("--policy", help="One of those that `stagewright policies` lists.")
+]
+SpaceSharing = Annotated[
+    bool, typer.Option("--space-sharing", help="Two jobs may run on the same accelerators.")
+]
+Placement = Annotated[
+    bool,
+    typer.Option("--placement", help="Jobs may run on one server's accelerators or on any."),
+]
+Budget = Annotated[
+    float | None, typer.Option("--budget", help="Dollars, for makespan-budget.", metavar="DOLLARS")
+]
+
+
+def allocate(
+    jobs: JobsFile,
+    cluster: Accelerators,
+    policy: PolicyName = "max-min",
+    space_sharing: SpaceSharing = False,
+    placement: Placement = False,
+    budget: Budget = None,
+    time_limit: TimeLimit = 60.0,
+    output: OutputFile = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Divide the accelerators' time among jobs; exit code 1 if what is asked cannot be had."""
+    from stagewright.formulations.allocation_plan import save_allocation
+
+    require_folder(output)
+    limits = read_limits(time_limit, 1, 0)
+    workload, pool, problem = read_allocation_problem(jobs, cluster, space_sharing, placement)
+    from stagewright.solvers.policies import allocate as solve
+
+    result = solve(problem, policy, limits, budget_dollars=budget)
+    plan = _plan_of(workload, pool, problem, result, space_sharing, placement)
+    if output is not None and plan is not None:
+        save_allocation(plan, output)
+    if as_json:
+        print_json(_allocation_json(result, plan))
+    else:
+        _print_allocation(problem, result)
+        if output is not None and plan is not None:
+            print_lines(f"{output} is written")
+    return 1 if plan is None else 0
+
+
+def policies(as_json: JsonFlag = False) -> int:
+    """List the policies of ``allocate``, ``rounds`` and ``simulate-cluster``."""
+    from stagewright.solvers.policies import POLICIES
+
+    if as_json:
+        print_json(
+            {
+                "policies": [
+                    {
+                        "name": one.name,
+                        "summary": one.summary,
+                        "aware": one.aware,
+                        "space_sharing": one.pairs,
+                    }
+                    for one in POLICIES.values()
+                ]
+            }
+        )
+        return 0
+    rows = [
+        (one.name, one.summary, "yes" if one.aware else "no", "yes" if one.pairs else "no")
+        for one in POLICIES.values()
+    ]
+    print_table(("<policy", "<what it does", "<knows rates", "<space sharing"), rows)
+    return 0
+
+
+def read_pool(text: str) -> "Pool":
+    """The accelerators of ``--cluster``: spelled out, a pool file or a cluster file."""
+    from stagewright.graphs import documents
+    from stagewright.graphs.cluster import FORMAT as CLUSTER
+    from stagewright.graphs.cluster import load_cluster
+    from stagewright.graphs.pool import load_pool, parse_pool, pool_of_cluster
+
+    path = Path(text)
+    if "=" in text and not path.exists():
+        return parse_pool(text)
+    if f'"{CLUSTER}"' in documents.read_text(path):
+        return pool_of_cluster(load_cluster(path))
+    return load_pool(path)
+
+
+def read_allocation_problem(
+    jobs: Path, cluster: str, space_sharing: bool, placement: bool
+) -> "tuple[Workload, Pool, AllocationProblem]":
+    """The problem of a jobs file on a cluster."""
+    from stagewright.formulations.allocation import problem_of
+    from stagewright.graphs.jobs import load_workload
+
+    workload, pool = load_workload(jobs), read_pool(cluster)
+    if space_sharing and not workload.throughputs.pairs:
+        raise InputError(f"{jobs}: --space-sharing needs throughputs of pairs, the file has none")
+    problem = problem_of(workload, pool, space_sharing=space_sharing, placement=placement)
+    return workload, pool, problem
+
+
+def _plan_of(
+    workload: "Workload",
+    pool: "Pool",
+    problem: "AllocationProblem",
+    result: "AllocationResult",
+    space_sharing: bool,
+    placement: bool,
+) -> "AllocationPlan | None":
+    from stagewright.formulations.allocation_plan import AllocationPlan, digest_of, shares_of
+
+    if result.allocation is None:
+        return None
+    return AllocationPlan(
+        digest_of(workload, pool),
+        result.policy,
+        shares_of(problem, result.allocation),
+        space_sharing,
+        placement,
+        result.objective,
+        result.bound,
+        result.proved_by,
+        result.notes,
+    )
+
+
+def _allocation_json(result: "AllocationResult", plan: "AllocationPlan | None") -> dict[str, Any]:
+    return {
+        "status": result.status,
+        "policy": result.policy,
+        "objective": result.objective,
+        "bound": result.bound,
+        "gap": result.gap,
+        "wall_seconds": result.seconds,
+        "proved_by": result.proved_by,
+        "notes": list(result.notes),
+        "allocation": None if plan is None else [_share_json(share) for share in plan.shares],
+    }
+
+
+def _share_json(share: "Share") -> dict[str, Any]:
+    fields = asdict(share)
+    if share.placement is None:
+        del fields["placement"]
+    return fields
+
+
+def _print_allocation(problem: "AllocationProblem", result: "AllocationResult") -> None:
+    found = "no allocation" if result.objective is None else f"objective {result.objective:.6g}"
+    bound = "" if result.bound is None else f", bound {result.bound:.6g}, gap {percent(result.gap)}"
+    print_lines(
+        f"{result.policy}: {result.status}, {found}{bound}, {len(problem)} jobs, "
+        f"{result.seconds:.3f} s"
+    )
+    if result.proved_by is not None:
+        print_lines(f"bound by {result.proved_by}")
+    print_lines(*result.notes)
+    if result.allocation is None:
+        return
+    from stagewright.formulations.allocation import throughput
+
+    workers = problem.table.workers
+    shares = result.allocation.dense(len(problem), len(workers))
+    rates = throughput(problem, result.allocation)
+    rows = [
+        (
+            problem.names[job],
+            problem.table.kinds[problem.kind[job]][0],
+            str(problem.scale[job]),
+            *(f"{share:.3f}" if share > 1e-9 else "" for share in shares[job]),
+            f"{rates[job]:.4g}",
+        )
+        for job in range(min(len(problem), SHOWN_JOBS))
+    ]
+    head = ("<job", "<model", "scale", *(worker.name for worker in workers), "steps/s")
+    print_table(head, rows)
+    if len(problem) > SHOWN_JOBS:
+        print_lines(f"{len(problem) - SHOWN_JOBS} more jobs; --json or --output has all of them")
