@@ -51,6 +51,7 @@ BACKENDS: dict[str, Backend] = {
     for backend in (
         Backend("cp-sat", Intervals, _late("cpsat", "run")),
         Backend("highs", LinearProgram, _late("highs", "run")),
+        Backend("highs-ipm", LinearProgram, _late("highs", "run_interior")),
         Backend("pulp-highs", LinearProgram, _late("pulp_milp", "run_highs")),
         Backend("pulp-cbc", LinearProgram, _late("pulp_milp", "run_cbc")),
     )

@@ -31,7 +31,17 @@ STATUS = {
 _BOUND = {Status.INFEASIBLE: math.inf, Status.UNBOUNDED: -math.inf}
 
 
-def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
+def run_interior(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
+    """Minimise ``form`` by interior points alone: of several optima one in their middle.
+
+    What the optimum leaves open is spread, where a vertex would leave it idle.
+    """
+    return run(form, limits, on_progress, solver="ipm", run_crossover="off")
+
+
+def run(
+    form: LinearProgram, limits: Limits, on_progress: OnProgress, **options: str
+) -> Answer[Floats]:
     """Minimise ``form``; an integer optimum is proved to HiGHS's absolute gap of 1e-6.
 
     All of HiGHS in one process shares one pool of threads: more than one thread in ``limits``
@@ -40,6 +50,8 @@ def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[
     began = perf_counter()
     solver: Any = highspy.Highs()
     _configure(solver, limits)
+    for option, value in options.items():
+        solver.setOptionValue(option, value)
     log: list[str] = []
     progress: list[Progress] = []
 
@@ -74,7 +86,7 @@ def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[
         objective if solved else None,
         _BOUND.get(status, bound),
         perf_counter() - began,
-        "highs",
+        "-".join(["highs", *(value for value in options.values() if value != "off")]),
         "".join(log),
         tuple(progress),
         np.array(solution.row_dual) if solved and not form.integral.any() else None,

@@ -10,7 +10,12 @@ from stagewright.formulations.forms import Intervals, Limits, LinearProgram, Pro
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.backend import BACKENDS, UnknownStatusError, solve
 
-LINEAR = [name for name, backend in BACKENDS.items() if backend.accepts is LinearProgram]
+# PDLP takes no integers and answers to its own tolerance: see test_pdlp.py.
+LINEAR = [
+    name
+    for name, backend in BACKENDS.items()
+    if backend.accepts is LinearProgram and name != "pdlp"
+]
 INF = np.inf
 
 
@@ -64,7 +69,7 @@ def test_known_optimum(backend, integral):
     assert answer.backend == backend
     assert answer.objective == pytest.approx(-13)
     assert answer.bound == pytest.approx(-13)
-    assert answer.values == pytest.approx([2, 0, 1])
+    assert answer.values == pytest.approx([2, 0, 1], abs=1e-6)
 
 
 @pytest.mark.parametrize("backend", LINEAR)
