@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stagewright.cli.allocating import allocate, policies
+from stagewright.cli.allocating import allocate, policies, rounds
 from stagewright.cli.comparing import compare
 from stagewright.cli.doctor import doctor
 from stagewright.cli.exporting import export
@@ -53,7 +53,7 @@ PANELS = {
     "Scheduling problems": (schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links),
     "Run": (run, compare, export),
-    "Clusters and jobs": (allocate,),
+    "Clusters and jobs": (allocate, rounds),
     "About": (planners, policies, doctor),
 }
 for panel, commands in PANELS.items():

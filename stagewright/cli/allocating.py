@@ -1,5 +1,6 @@
 """``allocate``, ``rounds`` and ``policies``: who gets which accelerators, and when."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from stagewright.cli.console import (
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.executor.rounds import Assignment
     from stagewright.formulations.allocation import AllocationProblem
     from stagewright.formulations.allocation_plan import AllocationPlan, Share
     from stagewright.graphs.jobs import Workload
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from stagewright.solvers.policies import AllocationResult
 
 SHOWN_JOBS = 40
+MOST_ROUNDS = 100_000
 
 JobsFile = Annotated[Path, typer.Option("--jobs", help="Jobs file.", metavar="FILE")]
 Accelerators = Annotated[
@@ -217,3 +220,121 @@ def _print_allocation(problem: "AllocationProblem", result: "AllocationResult") 
     print_table(head, rows)
     if len(problem) > SHOWN_JOBS:
         print_lines(f"{len(problem) - SHOWN_JOBS} more jobs; --json or --output has all of them")
+
+
+def rounds(
+    jobs: JobsFile,
+    cluster: Accelerators,
+    policy: PolicyName = "max-min",
+    allocation: Annotated[
+        Path | None,
+        typer.Option(help="Realise this allocation file instead of a policy's.", metavar="FILE"),
+    ] = None,
+    count: Annotated[int, typer.Option("--rounds", help="How many rounds.")] = 10,
+    round_seconds: Annotated[float, typer.Option(help="Length of a round.")] = 360.0,
+    space_sharing: SpaceSharing = False,
+    placement: Placement = False,
+    budget: Budget = None,
+    time_limit: TimeLimit = 60.0,
+    as_json: JsonFlag = False,
+) -> int:
+    """Realise an allocation round by round: who runs where, who keeps its lease, what deviates."""
+    from stagewright.graphs.units import require_count
+
+    require_count(count, "--rounds", MOST_ROUNDS)
+    limits = read_limits(time_limit, 1, 0)
+    given = _given_allocation(allocation, policy, budget)
+    if given is not None:
+        space_sharing, placement = given.space_sharing, given.placement
+    workload, pool, problem = read_allocation_problem(jobs, cluster, space_sharing, placement)
+    from stagewright.executor.rounds import Mechanism
+    from stagewright.formulations.allocation_plan import allocation_of, digest_of
+    from stagewright.solvers.policies import allocate as solve
+
+    if given is not None:
+        if given.digest != digest_of(workload, pool):
+            raise InputError(f"{allocation}: answers other jobs, or another cluster")
+        policy, target = given.policy, allocation_of(given, problem)
+    else:
+        result = solve(problem, policy, limits, budget_dollars=budget)
+        if result.allocation is None:
+            print_lines(f"{policy}: {result.status}, no allocation", *result.notes)
+            return 1
+        target = result.allocation
+    mechanism = Mechanism(problem.table, require_seconds(round_seconds, "--round-seconds"))
+    mechanism.reset(problem, target, range(len(problem)))
+    made = []
+    for _ in range(count):
+        assignments = mechanism.schedule()
+        for one in assignments:
+            mechanism.account(one, round_seconds)
+        made.append(assignments)
+    deviation = mechanism.deviation()
+    document = {
+        "policy": policy,
+        "round_seconds": round_seconds,
+        "rounds": [[_assignment_json(problem, one) for one in assignments] for assignments in made],
+        "mean_deviation": deviation.mean,
+        "largest_shortfall": deviation.shortfall,
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _print_rounds(problem, document)
+    return 0
+
+
+def require_seconds(value: float, option: str) -> float:
+    """Refuse a time that is not positive and finite."""
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{option} must be a positive number of seconds, got {value:g}")
+    return value
+
+
+def _given_allocation(
+    path: Path | None, policy: str, budget: float | None
+) -> "AllocationPlan | None":
+    from stagewright.formulations.allocation_plan import load_allocation
+
+    if path is None:
+        return None
+    if budget is not None:
+        raise InputError("--budget belongs to a policy; --allocation has been made already")
+    return load_allocation(path)
+
+
+def _assignment_json(problem: "AllocationProblem", one: "Assignment") -> dict[str, Any]:
+    kind = problem.table.workers[one.worker]
+    return {
+        "jobs": [problem.names[job] for job in one.jobs],
+        "accelerator": problem.table.pool.names[kind.accelerator],
+        "numbers": list(one.accelerators),
+        "renewed": one.renewed,
+    }
+
+
+def _print_rounds(problem: "AllocationProblem", document: dict[str, Any]) -> None:
+    names = problem.table.pool.names
+    rows = []
+    for number, assignments in enumerate(document["rounds"]):
+        cells = []
+        for name in names:
+            here = [one for one in assignments if one["accelerator"] == name]
+            cells.append(" ".join(_spelled(one) for one in here))
+        rows.append((str(number), *cells))
+    print_table(("round", *(f"<{name}" for name in names)), rows)
+    opportunities = sum(len(assignments) for assignments in document["rounds"][1:])
+    renewed = sum(one["renewed"] for assignments in document["rounds"] for one in assignments)
+    print_lines(
+        "+ shares its accelerators, = keeps its lease, xN runs on N",
+        f"{document['policy']}: {len(document['rounds'])} rounds of "
+        f"{document['round_seconds']:g} s; leases renewed: {renewed} of {opportunities}",
+        f"from the target: mean {document['mean_deviation']:.4f} of the time, largest shortfall "
+        f"{document['largest_shortfall']:.4f}",
+    )
+
+
+def _spelled(one: dict[str, Any]) -> str:
+    scale = len(one["numbers"])
+    size = f"x{scale}" if scale > 1 else ""
+    return f"{'+'.join(one['jobs'])}{size}{'=' if one['renewed'] else ''}"
