@@ -237,6 +237,17 @@ class AllocationProblem:
         """Steps per second of each job alone on each worker type, shape (jobs, workers)."""
         return self.table.alone[self.kind]
 
+    def best_rates(self) -> Floats:
+        """Steps per second of each job where it is fastest, alone or with a partner at hand."""
+        table = self.table
+        best = table.alone.max(axis=1)
+        present = np.bincount(self.kind, minlength=len(table.kinds))
+        partners = present[table.second] - (table.first == table.second)
+        np.maximum.at(best, table.first, np.where(partners > 0, table.paired[:, 0], 0.0))
+        partners = present[table.first] - (table.first == table.second)
+        np.maximum.at(best, table.second, np.where(partners > 0, table.paired[:, 1], 0.0))
+        return np.asarray(best[self.kind])
+
     def agnostic(self) -> "AllocationProblem":
         """The same problem as a policy sees it that takes all accelerators for alike."""
         return replace(self, table=self.table.agnostic())

@@ -53,12 +53,15 @@ def group_by(
     ``share``, positive and by job, says in what proportion they divide what the group gets; equal
     parts without it.
     """
-    columns = np.column_stack([problem.kind, *keys]).astype(float)
-    rows, of_job = np.unique(columns, axis=0, return_inverse=True)
-    of_job = of_job.reshape(-1)
+    of_job = problem.kind
+    for key in keys:
+        code = np.unique(key, return_inverse=True)[1]
+        of_job = np.unique(of_job * len(problem) + code, return_inverse=True)[1]
+    of_job = np.unique(of_job, return_inverse=True)[1]
+    kind = np.zeros(int(of_job.max()) + 1, dtype=np.int64)
+    kind[of_job] = problem.kind
     part = np.ones(len(problem)) if share is None else share
-    part = part / np.bincount(of_job, part)[of_job]
-    return Groups(of_job, part, rows[:, 0].astype(np.int64))
+    return Groups(of_job, part / np.bincount(of_job, part)[of_job], kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

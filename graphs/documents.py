@@ -127,7 +127,10 @@ def first_problem(error: ValidationError, document: Any = None) -> str:
         path, message = _about_tag(path, first["ctx"])
     elif first["type"] != "value_error" and isinstance(first["input"], str | int | float):
         message += f", got {reprlib.repr(first['input'])}"
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    place = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part if part.isprintable() else ascii(part)}"
+        for part in path
+    )
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{place.lstrip('.')}: {message}{more}" if place else f"{message}{more}"
 

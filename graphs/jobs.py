@@ -111,6 +111,12 @@ class PairRate:
         require_count(self.scale, place + "scale", MAX_SCALE)
         for rate in (*self.steps_per_second, *(self.spread_steps_per_second or ())):
             require_amount(rate, place + "steps per second")
+        for rates in (self.steps_per_second, self.spread_steps_per_second):
+            if self.models[0] == self.models[1] and rates and rates[0] != rates[1]:
+                raise InputError(
+                    f"{place}two jobs of one model run at one rate, got {rates[0]:g} and "
+                    f"{rates[1]:g}; give both the mean"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +203,8 @@ def _require_tree(jobs: tuple[Job, ...], entities: tuple[Entity, ...]) -> None:
     for job in jobs:
         if entities and job.entity not in parents:
             raise InputError(
-                f"job {job.name!r}: entity {job.entity!r} is not one of {', '.join(parents)}"
+                f"job {job.name!r}: entity {job.entity!r} is not one of "
+                f"{', '.join(map(repr, parents))}"
             )
         if job.entity in owners:
             raise InputError(

@@ -17,7 +17,7 @@ VERSION: Literal[1] = 1
 MAX_ACCELERATORS = 10_000_000
 
 _SPELLING = re.compile(
-    r"(?P<name>[A-Za-z][\w.-]*)=(?P<count>\d+)(x(?P<per_server>\d+))?(@(?P<price>[\d.eE+-]+))?"
+    r"(?P<name>[A-Za-z][\w.-]*)=(?P<count>\d{1,9})(x(?P<per_server>\d{1,9}))?(@(?P<price>[\d.eE+-]+))?"
 )
 
 

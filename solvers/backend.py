@@ -28,11 +28,15 @@ class UnknownStatusError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A solver: its ``name``, the type of form that it ``accepts``, and how to ``run`` it."""
+    """A solver: its ``name``, the type of form that it ``accepts``, and how to ``run`` it.
+
+    ``integers`` says whether it takes a ``LinearProgram`` with integral columns.
+    """
 
     name: str
     accepts: type
     run: Run
+    integers: bool = True
 
 
 def _late(module: str, function: str) -> Run:
@@ -54,6 +58,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("highs-ipm", LinearProgram, _late("highs", "run_interior")),
         Backend("pulp-highs", LinearProgram, _late("pulp_milp", "run_highs")),
         Backend("pulp-cbc", LinearProgram, _late("pulp_milp", "run_cbc")),
+        Backend("pdlp", LinearProgram, _late("pdlp", "run"), integers=False),
     )
 }
 

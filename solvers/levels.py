@@ -1,42 +1,39 @@
-"""Answers ``max theta`` over all jobs exactly, with few groups of them (see ``polytope``).
-
-Jobs of one kind whose needs differ are grouped by need and divide what the group gets in
-proportion. That restricts the allocations only where a group's time is scarce; the duals say
-where, and those groups are split until the bound, which holds for every allocation, is met.
-"""
+"""Answers ``max theta`` over all jobs exactly, with few groups of them (see ``polytope``)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
 
 from stagewright.formulations.allocation import Allocation, AllocationProblem, throughput
 from stagewright.formulations.duality import weak_duality_bound
-from stagewright.formulations.forms import Bools, Floats, Ints, Limits, Status
+from stagewright.formulations.forms import Floats, Limits, Status
 from stagewright.formulations.policies.levels import level_program
-from stagewright.formulations.polytope import Groups, group_by, polytope
+from stagewright.formulations.polytope import Groups, polytope
 from stagewright.solvers.backend import solve
+from stagewright.solvers.splitting import (
+    TOLERANCE,
+    Attempt,
+    all_scarce,
+    scarce_time,
+    split_until_proved,
+)
 
-TOLERANCE = 1e-9  # relative distance to the bound at which the answer counts as optimal
-SCARCE = 1e-9  # of a dual: rounding
-FIRST_RATIO = 1.5  # between the needs of one group, at first
-FEW = 64  # jobs in a group that is split into its single needs at once
+ROUNDING = 1e-6  # relative: what solvers' tolerances leave
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
     """``theta`` is reached by ``allocation``; no allocation reaches more than ``bound``.
 
-    ``holding`` marks the jobs whose row has a positive dual: they hold theta in every optimum.
-    ``allocation`` is None and ``theta`` nan unless the status is optimal.
+    ``allocation`` is None and ``theta`` nan where there is none.
     """
 
     status: Status
     theta: float
     bound: float
     allocation: Allocation | None
-    holding: Bools
     seconds: float
     backend: str
 
@@ -44,100 +41,55 @@ class Level:
 def max_level(
     problem: AllocationProblem,
     need: Floats,
-    floor: Floats | None = None,
-    *keys: Floats | Ints,
+    *,
     limits: Limits | None = None,
     tolerance: float = TOLERANCE,
     backend: str | None = None,
 ) -> Level:
-    """Maximise theta such that throughput(m, X) >= floor_m + theta * need_m for every job.
+    """Maximise theta such that throughput(m, X) >= theta * need_m for every job.
 
     Parameters
     ----------
-    need, floor
-        Steps per second, by job. Without a floor every need is positive; with one, some are.
-    keys
-        Numbers by job; jobs that differ in one are never grouped.
+    need
+        Steps per second, positive, by job.
     tolerance
         Relative gap at which the answer is good enough.
     """
     limits = limits or Limits(seconds=math.inf)
     began = perf_counter()
-    ratio = np.full(len(problem), FIRST_RATIO if floor is None else 1.0)
-    floors = np.zeros(len(problem)) if floor is None else floor
-    while True:
-        share = need if floor is None else None
-        groups = group_by(problem, _bucket(need, ratio), floors, *keys, share=share)
-        left = Limits(limits.seconds - (perf_counter() - began), limits.threads, limits.seed)
-        level, scarce = _solve(problem, groups, need, floors, left, backend)
-        within = level.bound - level.theta <= tolerance * abs(level.bound)
-        if level.status is not Status.OPTIMAL or within or not scarce.any():
-            return _timed(level, began)
-        few = groups.size[groups.of_job] <= FEW
-        finer = np.where(few, 1.0, ratio**0.25)
-        ratio = np.where(scarce[groups.of_job], finer, ratio)
 
+    def attempt(groups: Groups) -> Attempt[Level]:
+        left = max(0.0, limits.seconds - (perf_counter() - began))
+        within = Limits(left, limits.threads, limits.seed)
+        return _solve(problem, groups, need, within, backend, tolerance)
 
-def _timed(level: Level, began: float) -> Level:
-    return Level(
-        level.status,
-        level.theta,
-        level.bound,
-        level.allocation,
-        level.holding,
-        perf_counter() - began,
-        level.backend,
-    )
-
-
-def _bucket(need: Floats, ratio: Floats) -> Floats:
-    """A number for each job; needs of one number are within ``ratio`` of each other."""
-    coarse = ratio > 1 + 1e-6
-    safe = np.where(coarse, ratio, 2.0)
-    with np.errstate(divide="ignore"):
-        return np.where(coarse, -1e9 - np.floor(np.log(need) / np.log(safe)), need)
+    level = split_until_proved(problem, need, attempt, tolerance)
+    return replace(level, seconds=perf_counter() - began)
 
 
 def _solve(
     problem: AllocationProblem,
     groups: Groups,
     need: Floats,
-    floor: Floats,
     limits: Limits,
     backend: str | None,
-) -> tuple[Level, Bools]:
-    """One linear program, and the groups of unequal needs whose time is scarce."""
+    tolerance: float,
+) -> Attempt[Level]:
+    """One linear program, and the groups whose time is scarce."""
     valid = polytope(problem, groups)
-    program = level_program(
-        valid, groups.total(need), groups.total(floor), _most(problem, need, floor)
-    )
+    nothing = np.zeros(len(groups))
+    # No job can have more than its best rate all of the time.
+    most = float((problem.best_rates() / need).min())
+    program = level_program(valid, groups.total(need), nothing, most)
     answer = solve(program.form, backend, limits)
-    nobody = np.zeros(len(problem), dtype=bool)
     if answer.values is None or answer.duals is None:
-        level = Level(answer.status, math.nan, math.nan, None, nobody, 0.0, answer.backend)
-        return level, np.zeros(len(groups), dtype=bool)
+        level = Level(answer.status, math.nan, math.nan, None, 0.0, answer.backend)
+        return Attempt(level, math.inf, all_scarce(groups), failed=True)
     allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most))
-    reached = throughput(problem, allocation) - floor
-    theta = float((reached[need > 0] / need[need > 0]).min())
-    time, asked = answer.duals[: len(groups)], answer.duals[-len(groups) :]
-    unequal = groups.peak * groups.size > 1 + 1e-9
-    level = Level(
-        answer.status,
-        theta,
-        -weak_duality_bound(program.relaxed, answer.duals),
-        allocation,
-        (asked > SCARCE)[groups.of_job],
-        0.0,
-        answer.backend,
-    )
-    return level, unequal & (time < -SCARCE)
-
-
-def _most(problem: AllocationProblem, need: Floats, floor: Floats) -> float:
-    """A level that no allocation exceeds: each job at its best all of the time."""
-    table = problem.table
-    best = table.alone.max(axis=1)
-    for side, kinds in enumerate((table.first, table.second)):
-        np.maximum.at(best, kinds, table.paired[:, side])
-    asks = need > 0
-    return float(((best[problem.kind] - floor)[asks] / need[asks]).min())
+    theta = float((throughput(problem, allocation) / need).min())
+    bound = -weak_duality_bound(program.relaxed, answer.duals)
+    gap = (bound - theta) / abs(bound) if bound else 0.0
+    # The solver's optimum is that of the groups; the bound says how good it is for the jobs.
+    status = Status.OPTIMAL if gap <= max(tolerance, ROUNDING) else Status.FEASIBLE
+    level = Level(status, theta, bound, allocation, 0.0, answer.backend)
+    return Attempt(level, gap, scarce_time(groups, answer.duals))

@@ -182,3 +182,37 @@ def test_the_generated_workload_is_what_the_script_writes():
     from examples.cluster_jobs import workload
 
     assert load_workload(EXAMPLE) == workload()
+
+
+def test_a_cluster_is_simulated_on_a_jobs_file(tmp_path: Path):
+    there = ("--jobs", EXAMPLE, "--cluster", "v100=2x4@2.48,p100=1x4@1.46")
+    pictures = [tmp_path / f"{name}.png" for name in ("timeline", "completion", "utilisation")]
+    drawn = [word for file in pictures for word in (f"--{file.stem}", file)]
+    found = as_json("simulate-cluster", *there, *drawn, "--hours-to-failure", 20, "--seed", 1)
+    assert found["completed"] == found["jobs"] == 24
+    assert 0 < found["utilisation"] <= 1
+    assert found["mean_jct_seconds"] < found["makespan_seconds"]
+    assert found["dollars"] > 0
+    assert all(file.read_bytes()[1:4] == b"PNG" for file in pictures)
+    assert found == as_json("simulate-cluster", *there, "--hours-to-failure", 20, "--seed", 1)
+    assert "24 of 24 complete" in answered("simulate-cluster", *there, "--policy", "las")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "give one of --jobs FILE"),
+        (("--jobs", EXAMPLE, "--poisson", "3"), "give one of --jobs FILE"),
+        (("--poisson", "3"), "need --throughputs FILE"),
+        (("--jobs", EXAMPLE, "--slos"), "belong to --poisson"),
+        (("--jobs", EXAMPLE, "--window", "9-3"), "is no FIRST-END"),
+        (("--jobs", EXAMPLE, "--policy", "best"), "unknown policy 'best'"),
+        (("--jobs", EXAMPLE, "--round-seconds", "0"), "--round-seconds"),
+        (("--jobs", EXAMPLE, "--hours-to-failure", "-1"), "--hours-to-failure"),
+        (("--jobs", EXAMPLE, "--policy", "makespan-budget", "--budget", "0.01"), "no allocation"),
+        (("--jobs", "nowhere.json"), "nowhere.json: No such file"),
+    ],
+)
+def test_a_simulation_that_cannot_be_is_refused(arguments: tuple[str, ...], complaint: str):
+    cluster = ("--cluster", "v100=2x4@2.48,p100=1x4@1.46")
+    assert complaint in refused("simulate-cluster", *cluster, *arguments)

@@ -10,11 +10,10 @@ from stagewright.formulations.forms import Intervals, Limits, LinearProgram, Pro
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.backend import BACKENDS, UnknownStatusError, solve
 
-# PDLP takes no integers and answers to its own tolerance: see test_pdlp.py.
 LINEAR = [
     name
     for name, backend in BACKENDS.items()
-    if backend.accepts is LinearProgram and name != "pdlp"
+    if backend.accepts is LinearProgram and backend.integers
 ]
 INF = np.inf
 

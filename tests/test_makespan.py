@@ -304,4 +304,4 @@ def test_time_reversed_the_optimum_is_the_same(problem):
 
 
 def test_every_backend_of_the_registry_is_known():
-    assert list(BACKENDS) == ["cp-sat", "highs", "pulp-highs", "pulp-cbc"]
+    assert list(BACKENDS) == ["cp-sat", "highs", "highs-ipm", "pulp-highs", "pulp-cbc", "pdlp"]

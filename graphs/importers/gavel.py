@@ -7,12 +7,14 @@ second alone, and to other job types for the two rates together; the worker type
 ``v100_unconsolidated`` hold the rates on accelerators of different servers.
 """
 
-import ast
 import json
 import math
 import os
-from collections.abc import Iterable
+import re
+import reprlib
 from typing import Any
+
+from pydantic_core import from_json
 
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
@@ -20,6 +22,7 @@ from stagewright.graphs.jobs import Job, PairRate, Rate, Throughputs, Workload
 
 _SPREAD = "_unconsolidated"
 _FIELDS = 10
+_KIND = re.compile(r"\((?P<quote>['\"])(?P<model>[^'\"]+)(?P=quote), (?P<scale>\d{1,9})\)")
 
 
 def read_gavel(trace: str | os.PathLike[str], throughputs: str | os.PathLike[str]) -> Workload:
@@ -101,7 +104,9 @@ def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
         In one line, if the file is no such table.
     """
     try:
-        table = json.loads(documents.read_text(path))
+        text = documents.read_text(path)
+        from_json(text)  # refuses the deep nesting into which the json module recurses
+        table = json.loads(text, parse_int=float)
     except ValueError as error:
         raise InputError(f"{path}: not a complete JSON document ({error})") from None
     if not isinstance(table, dict):
@@ -114,52 +119,59 @@ def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
 
 def _throughputs(table: dict[str, Any]) -> Throughputs:
     alone, pairs = [], []
-    for accelerator, types in table.items():
+    for accelerator in table:
         if accelerator.endswith(_SPREAD):
             continue
-        spread = table.get(accelerator + _SPREAD, {})
-        for kind, rates in _items(types, accelerator):
+        spread = _items(table.get(accelerator + _SPREAD, {}), accelerator + _SPREAD)
+        for kind, rates in _items(table[accelerator], accelerator).items():
             model, scale = _kind(kind, accelerator)
             apart = spread.get(kind, {})
+            place = f"{accelerator}: {kind}"
             if "null" not in rates:
-                raise InputError(f"{accelerator}: {kind} has no rate alone ('null')")
-            alone.append(Rate(model, scale, accelerator, rates["null"], apart.get("null")))
+                raise InputError(f"{place} has no rate alone ('null')")
+            spread_rate = _rate(apart["null"], place) if "null" in apart else None
+            rate = _rate(rates["null"], place)
+            alone.append(Rate(model, scale, accelerator, rate, spread_rate))
             for other, together in rates.items():
                 if other == "null":
                     continue
                 partner, other_scale = _kind(other, accelerator)
+                both = _both(together, f"{place} with {other}")
                 # Both orders are in the table; the pair is kept once, as its first model has it.
                 if other_scale == scale and model <= partner:
-                    both = apart.get(other)
+                    spread_both = apart.get(other)
                     pairs.append(
                         PairRate(
                             (model, partner),
                             scale,
                             accelerator,
-                            _both(together, kind, other),
-                            None if both is None else _both(both, kind, other),
+                            both,
+                            None if spread_both is None else _both(spread_both, place),
                         )
                     )
     return Throughputs(tuple(alone), tuple(pairs))
 
 
-def _items(types: Any, accelerator: str) -> Iterable[tuple[str, dict[str, Any]]]:
+def _items(types: Any, accelerator: str) -> dict[str, dict[str, Any]]:
     if not isinstance(types, dict) or not all(isinstance(rates, dict) for rates in types.values()):
         raise InputError(f"{accelerator}: expected an object of job types")
-    return types.items()
+    return types
 
 
 def _kind(text: str, accelerator: str) -> tuple[str, int]:
-    try:
-        model, scale = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        model = scale = None
-    if not isinstance(model, str) or not isinstance(scale, int):
-        raise InputError(f"{accelerator}: {text!r} is no job type ('model', scale)")
-    return model, scale
+    match = _KIND.fullmatch(text)
+    if match is None:
+        raise InputError(f"{accelerator}: {reprlib.repr(text)} is no job type ('model', scale)")
+    return match["model"], int(match["scale"])
 
 
-def _both(rates: Any, kind: str, other: str) -> tuple[float, float]:
+def _both(rates: Any, place: str) -> tuple[float, float]:
     if not isinstance(rates, list) or len(rates) != 2:
-        raise InputError(f"{kind} with {other}: expected two rates, got {rates!r}")
-    return float(rates[0]), float(rates[1])
+        raise InputError(f"{place}: expected two rates, got {reprlib.repr(rates)}")
+    return _rate(rates[0], place), _rate(rates[1], place)
+
+
+def _rate(value: Any, place: str) -> float:
+    if not isinstance(value, float):
+        raise InputError(f"{place}: {reprlib.repr(value)} is no rate in steps per second")
+    return value

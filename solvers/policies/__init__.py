@@ -18,7 +18,8 @@ Solve = Callable[..., AllocationResult]
 class Policy:
     """A policy: ``aware`` ones know how fast each job runs on each type of accelerator.
 
-    ``pairs`` says that it can let jobs share accelerators, ``budget`` that it spends one.
+    ``pairs`` says that it can let jobs share accelerators, ``budget`` that it spends one,
+    ``ordered`` that jobs without a share wait even where accelerators are idle.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Policy:
     aware: bool = True
     pairs: bool = True
     budget: bool = False
+    ordered: bool = False
 
     def solve(
         self, problem: AllocationProblem, limits: Limits, budget_dollars: float | None
@@ -44,8 +46,49 @@ POLICIES: dict[str, Policy] = {
         Policy("las", "max-min of time alone, all accelerators alike", "max_min", aware=False),
         Policy("makespan", "finish the last job as early as possible", "makespan"),
         Policy("makespan-agnostic", "makespan, all accelerators alike", "makespan", aware=False),
+        Policy("finish-time-fairness", "nobody late beside 1/n of the cluster", "finish_time"),
+        Policy(
+            "finish-time-fairness-agnostic",
+            "finish-time-fairness, all accelerators alike",
+            "finish_time",
+            aware=False,
+        ),
+        Policy("fifo", "who came first runs where it is fastest", "fifo"),
+        Policy("fifo-agnostic", "fifo, all accelerators alike", "fifo", aware=False),
+        Policy("sjf", "who is done soonest runs where it is fastest", "shortest_first"),
+        Policy("sjf-agnostic", "sjf, all accelerators alike", "shortest_first", aware=False),
+        Policy("isolated", "1/n of every type for each job", "isolated", pairs=False),
+        Policy(
+            "static-partition",
+            "a fixed part of every type for each entity, by weight",
+            "static_partition",
+            pairs=False,
+            ordered=True,
+        ),
+        Policy("allox", "queues of least mean completion time", "allox", pairs=False, ordered=True),
+        Policy("gandiva", "equal time for jobs and random pairs", "gandiva"),
+        Policy(
+            "water-filling", "max-min, then raise all others as far as they go", "water_filling"
+        ),
+        Policy(
+            "water-filling-agnostic", "water-filling of time alone", "water_filling", aware=False
+        ),
+        Policy(
+            "hierarchical", "water-filling by the weights of a tree of entities", "hierarchical"
+        ),
+        Policy("max-throughput", "most throughput in total, each job by its best", "throughput"),
+        Policy("min-cost", "most work for each dollar", "min_cost"),
+        Policy("min-cost-slo", "most work for each dollar while SLOs are met", "min_cost_slo"),
+        Policy("makespan-budget", "makespan within --budget", "makespan_budget", budget=True),
     )
 }
+
+
+def policy_named(name: str) -> Policy:
+    """The policy, or an InputError that lists them."""
+    if name not in POLICIES:
+        raise InputError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[name]
 
 
 def allocate(
@@ -62,10 +105,8 @@ def allocate(
     InputError
         If there is no such policy, it spends no budget, or the jobs lack what it needs.
     """
-    if policy not in POLICIES:
-        raise InputError(f"unknown policy {policy!r}; there are {', '.join(POLICIES)}")
     began = perf_counter()
-    chosen = POLICIES[policy]
+    chosen = policy_named(policy)
     if len(problem.table.paired) and not chosen.pairs:
         raise InputError(f"policy {policy!r} does not share accelerators: leave out space sharing")
     if budget_dollars is not None and not chosen.budget:
@@ -77,4 +118,4 @@ def allocate(
     return replace(result, policy=policy, seconds=perf_counter() - began)
 
 
-__all__ = ["POLICIES", "AllocationResult", "Policy", "Status", "allocate"]
+__all__ = ["POLICIES", "AllocationResult", "Policy", "Status", "allocate", "policy_named"]

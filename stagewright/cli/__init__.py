@@ -16,6 +16,7 @@ from stagewright.cli.planning import plan, planners
 from stagewright.cli.plans import check, show, simulate
 from stagewright.cli.profiling import profile, profile_links
 from stagewright.cli.running import run
+from stagewright.cli.simulating import simulate_cluster
 from stagewright.graphs.errors import InputError
 
 # Everything that typer raises for a wrong command line; typer has no public name for it.
@@ -53,7 +54,7 @@ PANELS = {
     "Scheduling problems": (schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links),
     "Run": (run, compare, export),
-    "Clusters and jobs": (allocate, rounds),
+    "Clusters and jobs": (allocate, rounds, simulate_cluster),
     "About": (planners, policies, doctor),
 }
 for panel, commands in PANELS.items():

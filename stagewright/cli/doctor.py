@@ -85,7 +85,11 @@ def _backends() -> list[Finding]:
     """Every backend, on a tiny job shop."""
     from stagewright.solvers.backend import BACKENDS
 
-    return [_try(f"backend {name}", 7.0, partial(_ask_backend, name)) for name in BACKENDS]
+    return [
+        _try(f"backend {name}", 7.0, partial(_ask_backend, name))
+        for name, backend in BACKENDS.items()
+        if backend.integers
+    ]
 
 
 def _ask_backend(name: str) -> float | None:

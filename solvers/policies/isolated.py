@@ -1,0 +1,56 @@
+"""X^isolated; see ``formulations.policies.isolated``. The gap shows what sharing would bring."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.formulations.allocation import Allocation, AllocationProblem
+from stagewright.formulations.forms import Bools, Floats, Limits, Status
+from stagewright.formulations.policies import isolated, max_min
+from stagewright.solvers.levels import max_level
+from stagewright.solvers.policies.answer import AllocationResult
+
+
+def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
+    """Nothing is optimised; the bound is that of max-min fairness."""
+    allocation = isolated.isolated(problem)
+    return judged(
+        problem, allocation, max_min.needs(problem), max_min.objective(problem, allocation), limits
+    )
+
+
+def judged(
+    problem: AllocationProblem,
+    allocation: Allocation,
+    need: Floats,
+    objective: float,
+    limits: Limits,
+) -> AllocationResult:
+    """``allocation`` beside the best least throughput in terms of ``need``, 0 for no claim."""
+    claims = need > 0
+    level = max_level(_only(problem, claims), need[claims], limits=limits)
+    proved = level.allocation is not None
+    return AllocationResult(
+        Status.FEASIBLE,
+        objective,
+        level.bound if proved else None,
+        allocation,
+        f"duals of the max-min linear program over groups of jobs ({level.backend})"
+        if proved
+        else None,
+    )
+
+
+def _only(problem: AllocationProblem, chosen: Bools) -> AllocationProblem:
+    """The problem of the chosen jobs; the others get nothing."""
+    return replace(
+        problem,
+        names=tuple(np.array(problem.names, dtype=object)[chosen]),
+        kind=problem.kind[chosen],
+        weight=problem.weight[chosen],
+        steps=problem.steps[chosen],
+        elapsed_seconds=problem.elapsed_seconds[chosen],
+        isolated_seconds=problem.isolated_seconds[chosen],
+        deadline_seconds=problem.deadline_seconds[chosen],
+        entity=problem.entity[chosen],
+    )
