@@ -8,6 +8,8 @@ import typer
 
 from benchmarks import (
     auto,
+    cloud,
+    estimation,
     executor,
     jobshop,
     madpipe,
@@ -15,6 +17,7 @@ from benchmarks import (
     partition,
     periodic,
     pipedream,
+    policies,
     schedule,
     split_backward,
     spp,
@@ -32,6 +35,9 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "madpipe": madpipe.tables,
     "madpipe_steps": madpipe_steps.tables,
     "auto": auto.tables,
+    "policies": policies.tables,
+    "estimation": estimation.tables,
+    "cloud": cloud.tables,
     "split_backward": split_backward.tables,
     "executor": executor.tables,
 }

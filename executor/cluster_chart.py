@@ -100,7 +100,7 @@ def _draw_span(
             [(start / HOUR, (end - start) / HOUR)],
             (bottom, part),
             facecolors=colours(job % colours.N),
-            edgecolors="white",
+            edgecolors="white" if label else "none",
             linewidth=0.3,
         )
         if label:
@@ -150,8 +150,9 @@ def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) ->
     for name, part in zip(timeline.pool.names, (busy / counts).T, strict=True):
         axes.plot(middle, part, label=name)
     axes.set(xlabel="hours", ylabel="part of the accelerators in use", ylim=(0, 1.02))
+    axes.margins(x=0)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
     jobs = axes.twinx()
     jobs.plot(middle, active, color="grey", linewidth=0.8)
     jobs.set_ylabel("active jobs (grey)")

@@ -53,7 +53,8 @@ class Rules:
     fill
         Give accelerators that no share claims to idle jobs; see ``Mechanism``.
     shuffle_seed
-        Fill the types of accelerators in random order, as policies do that take all for alike.
+        Fill the types of accelerators in random order, as policies do that take all for alike;
+        the public code draws it from its seed + 5.
     space_sharing, placement
         Whether jobs may share accelerators, and whether servers count.
     ideal
@@ -614,14 +615,15 @@ class _Simulation:
         times = [*self.events(), *ends.values()]
         if self.changed and self.last_reset:
             times.append(self.last_reset + self.rules.reset_seconds)
-        start, self.now = self.now, min(time for time in times if time > self.now)
+        start = self.now
+        self.now = min((time for time in times if time > start), default=start)
         length = self.now - start
         for number, end in ends.items():
             one = self.active[number]
             steps = one.left if end <= self.now else min(one.left, self.speeds[number] * length)
             one.left -= steps
             one.since_reset += steps
-            if one.left <= 0:
+            if one.left <= DONE * one.job.steps:
                 self.complete(one, end)
         busy = sum((self.usage[number] for number in ends), np.zeros(len(self.busy)))
         self.busy += busy * length

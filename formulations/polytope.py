@@ -14,7 +14,7 @@ from scipy import sparse
 from stagewright.formulations.allocation import Allocation, AllocationProblem, server_rows
 from stagewright.formulations.forms import Bools, Floats, Ints
 
-NEGLIGIBLE = 1e-12  # of time: a solver's zero
+NEGLIGIBLE = 1e-9  # of time: a solver's zero
 
 
 @dataclass(frozen=True, slots=True, eq=False)

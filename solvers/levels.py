@@ -11,7 +11,7 @@ from stagewright.formulations.duality import weak_duality_bound
 from stagewright.formulations.forms import Floats, Limits, Status
 from stagewright.formulations.policies.levels import level_program
 from stagewright.formulations.polytope import Groups, polytope
-from stagewright.solvers.backend import solve
+from stagewright.solvers.backend import UnknownStatusError, solve
 from stagewright.solvers.splitting import (
     TOLERANCE,
     Attempt,
@@ -67,6 +67,21 @@ def max_level(
     return replace(level, seconds=perf_counter() - began)
 
 
+def central_level(problem: AllocationProblem, need: Floats, limits: Limits) -> Level:
+    """As :func:`max_level`, but of many optima one in their middle.
+
+    Like jobs get the like, and what the optimum leaves open is spread, where a vertex leaves it
+    idle. Where interior points alone do not come close enough, a vertex answers.
+    """
+    try:
+        level = max_level(problem, need, limits=limits, tolerance=ROUNDING, backend="highs-ipm")
+    except UnknownStatusError:
+        return max_level(problem, need, limits=limits)
+    if level.status is Status.OPTIMAL:
+        return level
+    return max_level(problem, need, limits=limits)
+
+
 def _solve(
     problem: AllocationProblem,
     groups: Groups,
@@ -77,17 +92,16 @@ def _solve(
 ) -> Attempt[Level]:
     """One linear program, and the groups whose time is scarce."""
     valid = polytope(problem, groups)
-    nothing = np.zeros(len(groups))
     # No job can have more than its best rate all of the time.
     most = float((problem.best_rates() / need).min())
-    program = level_program(valid, groups.total(need), nothing, most)
+    program = level_program(valid, groups.total(need), most)
     answer = solve(program.form, backend, limits)
     if answer.values is None or answer.duals is None:
         level = Level(answer.status, math.nan, math.nan, None, 0.0, answer.backend)
         return Attempt(level, math.inf, all_scarce(groups), failed=True)
     allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most))
     theta = float((throughput(problem, allocation) / need).min())
-    bound = -weak_duality_bound(program.relaxed, answer.duals)
+    bound = -weak_duality_bound(program.relaxed, answer.duals) * program.unit
     gap = (bound - theta) / abs(bound) if bound else 0.0
     # The solver's optimum is that of the groups; the bound says how good it is for the jobs.
     status = Status.OPTIMAL if gap <= max(tolerance, ROUNDING) else Status.FEASIBLE

@@ -24,15 +24,21 @@ if TYPE_CHECKING:
     from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
     from stagewright.graphs.chain import Chain, load_model, save_model
     from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
+    from stagewright.graphs.jobs import Workload, load_workload
+    from stagewright.graphs.pool import Pool, parse_pool
     from stagewright.solvers.planners.proposal import PeriodicChoices
     from stagewright.solvers.planning import Result
+    from stagewright.solvers.policies import AllocationResult
 
 __all__ = [
     "InputError",
+    "allocate",
     "check",
     "load_cluster",
     "load_model",
     "load_plan",
+    "load_workload",
+    "parse_pool",
     "plan",
     "save_cluster",
     "save_model",
@@ -45,6 +51,8 @@ _LAZY = {
     "load_cluster": "stagewright.graphs.cluster",
     "load_model": "stagewright.graphs.chain",
     "load_plan": "stagewright.formulations.plan",
+    "load_workload": "stagewright.graphs.jobs",
+    "parse_pool": "stagewright.graphs.pool",
     "save_cluster": "stagewright.graphs.cluster",
     "save_model": "stagewright.graphs.chain",
     "save_plan": "stagewright.formulations.plan",
@@ -132,3 +140,48 @@ def simulate(
 
     problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
     return simulate_plan(problem, plan, jitter=jitter, stragglers=stragglers, seed=seed)
+
+
+def allocate(
+    workload: "Workload",
+    pool: "Pool",
+    policy: str = "max-min",
+    *,
+    space_sharing: bool = False,
+    placement: bool = False,
+    budget_dollars: float | None = None,
+    time_limit: float = 60.0,
+) -> "AllocationResult":
+    """Divide the accelerators of ``pool`` among the jobs of ``workload``.
+
+    Parameters
+    ----------
+    workload, pool
+        See :func:`load_workload` and :func:`parse_pool`.
+    policy
+        One that ``stagewright policies`` lists.
+    space_sharing
+        Two jobs may run on the same accelerators at once.
+    placement
+        Jobs on several accelerators may have one server's, or any, at different rates.
+    budget_dollars
+        For the policy ``makespan-budget``.
+    time_limit
+        Seconds.
+
+    Returns
+    -------
+    AllocationResult
+        Status, allocation, objective, proved bound and gap. Infeasible is an answer.
+
+    Raises
+    ------
+    InputError
+        If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
+    """
+    from stagewright.formulations.allocation import problem_of
+    from stagewright.formulations.forms import Limits
+    from stagewright.solvers.policies import allocate as solve
+
+    problem = problem_of(workload, pool, space_sharing=space_sharing, placement=placement)
+    return solve(problem, policy, Limits(time_limit), budget_dollars=budget_dollars)

@@ -495,3 +495,23 @@ def test_aware_equals_agnostic_on_a_homogeneous_cluster(aware: str, agnostic: st
     mine, other = allocate(problem, aware), allocate(problem, agnostic)
     assert mine.objective == pytest.approx(other.objective)
     assert mine.bound == pytest.approx(other.bound)
+
+
+def test_a_pair_of_unequal_jobs_of_one_kind_is_not_ruled_out():
+    # Steps 1 and 1.4 on one accelerator: both run together until the shorter is done.
+    workload = Workload(
+        (Job("short", "a", 1.0), Job("long", "a", 1.4)),
+        Throughputs((Rate("a", 1, "v100", 1.0),), (PairRate(("a", "a"), 1, "v100", (0.9, 0.9)),)),
+    )
+    result = allocate(problem_of(workload, parse_pool("v100=1"), space_sharing=True), "makespan")
+    assert result.objective == pytest.approx(1 / 0.9 + 0.4)
+    assert result.gap == pytest.approx(0, abs=1e-9)
+
+
+def test_a_pair_without_a_partner_counts_in_no_bound():
+    workload = Workload(
+        (Job("only", "a", 5.0),),
+        Throughputs((Rate("a", 1, "v100", 3.0),), (PairRate(("a", "a"), 1, "v100", (8.0, 8.0)),)),
+    )
+    result = allocate(problem_of(workload, parse_pool("v100=1"), space_sharing=True), "sjf")
+    assert result.objective == result.bound == pytest.approx(5 / 3)

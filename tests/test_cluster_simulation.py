@@ -139,6 +139,24 @@ def test_shared_accelerators() -> None:
     assert timeline.busy_seconds == (pytest.approx(472.0),)
 
 
+def test_placement() -> None:
+    """Both of a server, twice as fast as one on each of two servers."""
+    rates = Throughputs((Rate("m", 2, "v100", 2.0, 1.0), Rate("m", 1, "v100", 1.0, 1.0)))
+    jobs = [Job("wide", "m", 1440.0, 2), Job("a", "m", 720.0), Job("b", "m", 720.0)]
+    timeline = simulate_cluster(
+        jobs,
+        rates,
+        parse_pool("v100=2x2"),
+        by_policy("water-filling"),
+        Rules(placement=True),
+        keep_assignments=True,
+    )
+    assert completions(timeline) == [720.0, 720.0, 720.0]
+    places = {one.jobs[0]: one.accelerators for one in timeline.rounds[0].assignments}
+    assert places[0] in ((0, 1), (2, 3))
+    assert timeline.busy_seconds == (4 * 720.0,)
+
+
 def test_a_failure_costs_the_round_and_the_repair() -> None:
     failures = [Outage(500.0, 1500.0, 0, 0)]
     timeline = simulate_cluster([Job("a", "m", 1000.0)], UNIT, ONE, equal, failures=failures)

@@ -95,10 +95,10 @@ def test_without_rows_each_column_is_at_its_better_bound():
 
 
 def test_a_limit_leaves_a_bound_and_no_values():
-    answer = solve(max_min_program(40), "pdlp", Limits(1e-9))
+    answer = solve(max_min_program(40).form, "pdlp", Limits(1e-9))
     assert answer.status is Status.NO_ANSWER
     assert answer.values is None
-    assert answer.bound <= solve(max_min_program(40), "highs").objective
+    assert answer.bound <= solve(max_min_program(40).form, "highs").objective
 
 
 def test_integers_are_refused():
@@ -143,14 +143,15 @@ def max_min_program(jobs):
     problem = max_min_problem(jobs)
     groups = group_by(problem, np.arange(jobs))
     need = groups.total(max_min.needs(problem))
-    return level_program(polytope(problem, groups), need, np.zeros(jobs), 10.0).form
+    return level_program(polytope(problem, groups), need, 10.0)
 
 
 def test_max_min_over_single_jobs_and_over_classes():
     exact = max_level(max_min_problem(60), max_min.needs(max_min_problem(60)))
-    answer = solve(max_min_program(60), "pdlp")
-    assert -answer.objective == pytest.approx(exact.theta, rel=1e-6)
-    assert -answer.bound == pytest.approx(exact.theta, rel=1e-6)
+    program = max_min_program(60)
+    answer = solve(program.form, "pdlp")
+    assert -answer.objective * program.unit == pytest.approx(exact.theta, rel=1e-6)
+    assert -answer.bound * program.unit == pytest.approx(exact.theta, rel=1e-6)
     problem = max_min_problem(60)
     level = max_level(problem, max_min.needs(problem), backend="pdlp", tolerance=1e-6)
     assert level.backend == "pdlp"

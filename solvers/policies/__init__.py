@@ -19,7 +19,7 @@ class Policy:
     """A policy: ``aware`` ones know how fast each job runs on each type of accelerator.
 
     ``pairs`` says that it can let jobs share accelerators, ``budget`` that it spends one,
-    ``ordered`` that jobs without a share wait even where accelerators are idle.
+    ``fills`` that accelerators which no share claims go to jobs that would be idle.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Policy:
     aware: bool = True
     pairs: bool = True
     budget: bool = False
-    ordered: bool = False
+    fills: bool = True
 
     def solve(
         self, problem: AllocationProblem, limits: Limits, budget_dollars: float | None
@@ -53,19 +53,27 @@ POLICIES: dict[str, Policy] = {
             "finish_time",
             aware=False,
         ),
-        Policy("fifo", "who came first runs where it is fastest", "fifo"),
-        Policy("fifo-agnostic", "fifo, all accelerators alike", "fifo", aware=False),
-        Policy("sjf", "who is done soonest runs where it is fastest", "shortest_first"),
-        Policy("sjf-agnostic", "sjf, all accelerators alike", "shortest_first", aware=False),
+        Policy("fifo", "who came first runs where it is fastest", "fifo", fills=False),
+        Policy("fifo-agnostic", "fifo, all accelerators alike", "fifo", aware=False, fills=False),
+        Policy(
+            "sjf", "who is done soonest runs where it is fastest", "shortest_first", fills=False
+        ),
+        Policy(
+            "sjf-agnostic",
+            "sjf, all accelerators alike",
+            "shortest_first",
+            aware=False,
+            fills=False,
+        ),
         Policy("isolated", "1/n of every type for each job", "isolated", pairs=False),
         Policy(
             "static-partition",
             "a fixed part of every type for each entity, by weight",
             "static_partition",
             pairs=False,
-            ordered=True,
+            fills=False,
         ),
-        Policy("allox", "queues of least mean completion time", "allox", pairs=False, ordered=True),
+        Policy("allox", "queues of least mean completion time", "allox", pairs=False, fills=False),
         Policy("gandiva", "equal time for jobs and random pairs", "gandiva"),
         Policy(
             "water-filling", "max-min, then raise all others as far as they go", "water_filling"
@@ -77,9 +85,20 @@ POLICIES: dict[str, Policy] = {
             "hierarchical", "water-filling by the weights of a tree of entities", "hierarchical"
         ),
         Policy("max-throughput", "most throughput in total, each job by its best", "throughput"),
-        Policy("min-cost", "most work for each dollar", "min_cost"),
-        Policy("min-cost-slo", "most work for each dollar while SLOs are met", "min_cost_slo"),
-        Policy("makespan-budget", "makespan within --budget", "makespan_budget", budget=True),
+        Policy("min-cost", "most work for each dollar", "min_cost", fills=False),
+        Policy(
+            "min-cost-slo",
+            "most work for each dollar while SLOs are met",
+            "min_cost_slo",
+            fills=False,
+        ),
+        Policy(
+            "makespan-budget",
+            "makespan within --budget",
+            "makespan_budget",
+            budget=True,
+            fills=False,
+        ),
     )
 }
 

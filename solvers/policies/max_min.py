@@ -3,13 +3,13 @@
 from stagewright.formulations.allocation import AllocationProblem
 from stagewright.formulations.forms import Limits
 from stagewright.formulations.policies import max_min
-from stagewright.solvers.levels import max_level
+from stagewright.solvers.levels import central_level
 from stagewright.solvers.policies.answer import AllocationResult
 
 
 def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
     """One linear program over the classes of equal jobs."""
-    level = max_level(problem, max_min.needs(problem), limits=limits)
+    level = central_level(problem, max_min.needs(problem), limits)
     if level.allocation is None:
         return AllocationResult(level.status, None, None, None, None)
     return AllocationResult(

@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from stagewright.cli.allocating import allocate, policies, rounds
+from stagewright.cli.cloud import cloud
 from stagewright.cli.comparing import compare
 from stagewright.cli.doctor import doctor
 from stagewright.cli.exporting import export
@@ -54,7 +55,7 @@ PANELS = {
     "Scheduling problems": (schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links),
     "Run": (run, compare, export),
-    "Clusters and jobs": (allocate, rounds, simulate_cluster),
+    "Clusters and jobs": (allocate, rounds, simulate_cluster, cloud),
     "About": (planners, policies, doctor),
 }
 for panel, commands in PANELS.items():

@@ -110,7 +110,7 @@ def simulate_cluster(
     rules = Rules(
         require_seconds(round_seconds, "--round-seconds"),
         require_seconds(reset_seconds, "--reset-seconds"),
-        fill=not chosen.ordered,
+        fill=chosen.fills,
         shuffle_seed=None if chosen.aware else seed + 5,
         space_sharing=space_sharing,
         placement=placement,

@@ -1,0 +1,94 @@
+"""Three training jobs that share a cluster in rounds, fairly by max-min.
+
+    python examples/cluster_job.py FOLDER
+
+Ray is started on this machine with two make-believe accelerators, a v100 and a k80 at half its
+speed. Stop it at any time; started again with the same folder, it goes on. With --address, the
+rounds run on a Ray cluster whose nodes have custom resources of these names.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.executor.cluster_runtime import ClusterJob, run_cluster
+from stagewright.executor.leases import Lease, LeaseIterator
+from stagewright.formulations.allocation import Allocation, AllocationProblem
+from stagewright.formulations.forms import Limits
+from stagewright.graphs import documents
+from stagewright.graphs.jobs import Job, Rate, Throughputs
+from stagewright.graphs.pool import parse_pool
+from stagewright.solvers.policies import max_min
+
+STEPS_PER_SECOND = {"v100": 100.0, "k80": 50.0}
+
+
+def train(lease: Lease) -> None:
+    """One lease of a job: a loop over batches, and how to load and save what it changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def load(folder: Path) -> None:
+        state = torch.load(folder / "state.pt")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    def save(folder: Path) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, folder / "state.pt")
+
+    batches = LeaseIterator(samples(), load, save, lease)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        time.sleep(1 / STEPS_PER_SECOND[lease.accelerator])  # as slow as the real thing
+    print(f"{lease.accelerator}: stopped after {batches.step} steps, loss {loss.item():.4f}")
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    """A pass over the data: mini-batches of a function to learn."""
+    inputs = torch.randn(10, 32, 16, generator=torch.Generator().manual_seed(1))
+    return [(batch, batch.sum(dim=1, keepdim=True).sin()) for batch in inputs]
+
+
+def fairly(problem: AllocationProblem) -> Allocation:
+    """Who gets which share of each type of accelerator."""
+    found = max_min.solve(problem, Limits()).allocation
+    if found is None:
+        raise RuntimeError("max-min found no allocation")
+    return found
+
+
+def main() -> None:
+    """Run the jobs, and say what became of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="for checkpoints and the store of jobs")
+    parser.add_argument("--address", help="of a Ray cluster; this machine without it")
+    options = parser.parse_args()
+    report = run_cluster(
+        [ClusterJob(Job(name, "mlp", steps=200), train) for name in ("ada", "bob", "cyd")],
+        Throughputs(tuple(Rate("mlp", 1, name, rate) for name, rate in STEPS_PER_SECOND.items())),
+        parse_pool("v100=1,k80=1"),
+        fairly,
+        folder=options.folder,
+        round_seconds=1.0,
+        address=options.address,
+    )
+    for job in report.jobs:
+        print(f"{job.name}: {job.state}, {job.steps} steps, {job.completion_seconds:.1f} s")
+    for share in report.shares:
+        print(
+            f"{share.job} on {share.worker}: {share.measured:.2f} of the time, "
+            f"planned {share.target:.2f}"
+        )
+    documents.write_text(options.folder / "report.json", documents.to_json(report))
+
+
+if __name__ == "__main__":
+    main()
