@@ -11,7 +11,7 @@ demo: $(READY)  ## plan models, then train one by its plan; pictures in demo-out
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(READY)
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -29,6 +29,12 @@ MAX_LABELLED_SPANS = 400  # more labels than that cannot be read
 BINS = 240  # of the utilisation's time
 
 
+def require_suffix(path: str | os.PathLike[str]) -> None:
+    """Refuse a file whose name does not end in one of ``SUFFIXES``."""
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise InputError(f"{path}: a picture's name ends in {', '.join(SUFFIXES)}")
+
+
 def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
     """Who ran where: a row per accelerator, a colour per job, pairs split between their two.
 
@@ -183,8 +189,7 @@ def _figure(path: str | os.PathLike[str], height: float) -> "tuple[Figure, Axes]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if Path(path).suffix.lower() not in SUFFIXES:
-        raise InputError(f"{path}: a picture's name ends in {', '.join(SUFFIXES)}")
+    require_suffix(path)
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()

@@ -248,6 +248,20 @@ class AllocationProblem:
         np.maximum.at(best, table.second, np.where(partners > 0, table.paired[:, 1], 0.0))
         return np.asarray(best[self.kind])
 
+    def of(self, chosen: Bools) -> "AllocationProblem":
+        """The problem of the ``chosen`` jobs alone."""
+        return replace(
+            self,
+            names=tuple(name for name, one in zip(self.names, chosen, strict=True) if one),
+            kind=self.kind[chosen],
+            weight=self.weight[chosen],
+            steps=self.steps[chosen],
+            elapsed_seconds=self.elapsed_seconds[chosen],
+            isolated_seconds=self.isolated_seconds[chosen],
+            deadline_seconds=self.deadline_seconds[chosen],
+            entity=self.entity[chosen],
+        )
+
     def agnostic(self) -> "AllocationProblem":
         """The same problem as a policy sees it that takes all accelerators for alike."""
         return replace(self, table=self.table.agnostic())

@@ -15,6 +15,7 @@ from stagewright.formulations.allocation import Allocation, AllocationProblem, s
 from stagewright.formulations.forms import Bools, Floats, Ints
 
 NEGLIGIBLE = 1e-9  # of time: a solver's zero
+HALF = 0.5 + 1e-12  # of a group: equal needs of two jobs may differ by rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,13 +105,20 @@ class Polytope:
             upper[rows[self.groups.size[self.apart_group] > 1]] = np.inf
         return upper
 
-    def invert(self, y: Floats) -> Allocation:
-        """The allocation to jobs that has these totals."""
+    def invert(self, y: Floats, *, all_served: bool = False) -> Allocation:
+        """The allocation to jobs that has these totals.
+
+        Less than ``NEGLIGIBLE`` of the time is left out: rounding. ``all_served`` says that every
+        job has time, however little; then what is left out is little beside a job's own time.
+        """
         groups, jobs = self.groups, np.arange(len(self.problem))
         order = np.argsort(groups.of_job, kind="stable")
         start = np.searchsorted(groups.of_job[order], np.arange(len(groups) + 1))
         entries = [_entries(jobs[:0], jobs[:0], jobs[:0], np.zeros(0))]
-        for column in np.flatnonzero(y[: len(self.alone_group)] > NEGLIGIBLE):
+        least = np.full(len(groups), NEGLIGIBLE)
+        if all_served:
+            least *= np.minimum(1.0, self.matrix[: len(groups)] @ y)
+        for column in np.flatnonzero(y[: len(self.alone_group)] > least[self.alone_group]):
             group = self.alone_group[column]
             members = order[start[group] : start[group + 1]]
             worker = np.full(len(members), self.alone_worker[column])
@@ -120,8 +128,12 @@ class Polytope:
                 )
             )
         time = self._pair_time(y)
-        for number in np.flatnonzero(y[len(self.alone_group) :][: len(self.pair)] > NEGLIGIBLE):
-            entries.append(self._matched(int(number), time, order, start))
+        least_of_pair = np.full(len(self.pair), NEGLIGIBLE)
+        np.minimum.at(least_of_pair, self.side_pair, least[self.side_group])
+        least_of_job = least[groups.of_job] * groups.share
+        paired = y[len(self.alone_group) :][: len(self.pair)]
+        for number in np.flatnonzero(paired > least_of_pair):
+            entries.append(self._matched(int(number), time, order, start, least_of_job))
         merged = [np.concatenate(parts) for parts in zip(*entries, strict=True)]
         return Allocation(*merged)
 
@@ -134,12 +146,12 @@ class Polytope:
         return np.where(self.side_column >= 0, y[self.side_column], direct)
 
     def _matched(
-        self, number: int, time: Floats, order: Ints, start: Ints
+        self, number: int, time: Floats, order: Ints, start: Ints, least: Floats
     ) -> tuple[Ints, Ints, Ints, Floats]:
         """Who runs with whom: both kinds' jobs are laid end to end and cut where either changes.
 
         A kind with itself is laid once, and its second half is put beside its first: no job has
-        more than half, so none meets itself.
+        more than half, so none meets itself. Less than ``least``, by job, is rounding.
         """
         worker = self.problem.table.worker[self.pair[number]]
         lines = []
@@ -167,7 +179,7 @@ class Polytope:
             first = jobs[np.searchsorted(ends, middle)]
             second = others[np.searchsorted(other_ends, middle)]
         share = np.diff(cuts, prepend=0.0)
-        kept = (share > NEGLIGIBLE) & (first != second)
+        kept = (share > np.minimum(least[first], least[second])) & (first != second)
         return _entries(first[kept], second[kept], np.full(kept.sum(), worker), share[kept])
 
 
@@ -297,7 +309,7 @@ def _useful_pairs(problem: AllocationProblem, groups: Groups) -> Ints:
     np.maximum.at(peak, groups.kind, groups.peak)
     fits = np.where(
         itself,
-        (present[table.first] >= 2) & ~(alone_in_kind[table.first] & (peak[table.first] > 0.5)),
+        (present[table.first] >= 2) & ~(alone_in_kind[table.first] & (peak[table.first] > HALF)),
         (present[table.first] >= 1) & (present[table.second] >= 1),
     )
     return np.flatnonzero(fits)

@@ -99,7 +99,7 @@ def _solve(
     if answer.values is None or answer.duals is None:
         level = Level(answer.status, math.nan, math.nan, None, 0.0, answer.backend)
         return Attempt(level, math.inf, all_scarce(groups), failed=True)
-    allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most))
+    allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most), all_served=True)
     theta = float((throughput(problem, allocation) / need).min())
     bound = -weak_duality_bound(program.relaxed, answer.duals) * program.unit
     gap = (bound - theta) / abs(bound) if bound else 0.0

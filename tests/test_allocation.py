@@ -515,3 +515,21 @@ def test_a_pair_without_a_partner_counts_in_no_bound():
     )
     result = allocate(problem_of(workload, parse_pool("v100=1"), space_sharing=True), "sjf")
     assert result.objective == result.bound == pytest.approx(5 / 3)
+
+
+def test_equal_needs_that_rounding_tells_apart_still_pair():
+    workload = Workload(
+        (Job("a", "a", 0.3), Job("b", "a", 0.1 + 0.2)),
+        Throughputs((Rate("a", 1, "v100", 1.0),), (PairRate(("a", "a"), 1, "v100", (0.9, 0.9)),)),
+    )
+    result = allocate(problem_of(workload, parse_pool("v100=1"), space_sharing=True), "makespan")
+    assert result.objective == pytest.approx(0.3 / 0.9)
+
+
+def test_little_beside_much_is_served_too():
+    workload = Workload(
+        (Job("little", "a", 1e-3), Job("much", "a", 1e8)),
+        Throughputs((Rate("a", 1, "v100", 1.0),)),
+    )
+    result = allocate(problem_of(workload, parse_pool("v100=1")), "makespan")
+    assert result.objective == pytest.approx(1e8 + 1e-3)

@@ -32,8 +32,6 @@ from stagewright.graphs.jobs import Job, PairRate, Rate, Throughputs
 from stagewright.graphs.pool import parse_pool
 from stagewright.solvers.policies import max_min
 
-pytestmark = pytest.mark.xdist_group("ray")  # one Ray for all tests that need one
-
 SECONDS = {"v100": 0.005, "k80": 0.01}
 RATES = Throughputs(
     tuple(Rate("walk", scale, name, 1 / SECONDS[name]) for scale in (1, 2) for name in SECONDS)
@@ -126,29 +124,23 @@ MISHAPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def mishaps(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[ClusterReport, Path]:
-    """All programs that fare ill, at once with one that does not."""
-    folder = tmp_path_factory.mktemp("mishaps")
+def test_whatever_befalls_a_job_its_steps_count_once(cluster: Any, tmp_path: Path) -> None:
+    """All programs that fare ill, at once with one that does not: in one run, for time's sake."""
     jobs = [
         job(name, 30, program, scale=1 + name.startswith("together"))
         for name, program in MISHAPS.items()
     ]
-    return run(folder, *jobs, grace_seconds=1.5), folder
+    report = run(tmp_path, *jobs, grace_seconds=1.5)
+    for name in MISHAPS.keys() - {"raising"}:
+        assert outcome(report, name).state == "done", name
+        assert outcome(report, name).steps == 30, name
+        require_every_step_once(tmp_path, name, 30)
+    require_given_up_with_its_error(report, tmp_path)
+    require_nobody_in_two_places(report)
+    assert documents.to_json(report).startswith("{")
 
 
-@pytest.mark.parametrize("name", [name for name in MISHAPS if name != "raising"])
-def test_every_step_counts_once(mishaps: tuple[ClusterReport, Path], name: str) -> None:
-    report, folder = mishaps
-    assert outcome(report, name).state == "done"
-    assert outcome(report, name).steps == 30
-    require_every_step_once(folder, name, 30)
-
-
-def test_what_keeps_failing_is_given_up_with_its_error(
-    mishaps: tuple[ClusterReport, Path],
-) -> None:
-    report, folder = mishaps
+def require_given_up_with_its_error(report: ClusterReport, folder: Path) -> None:
     failed = outcome(report, "raising")
     assert failed.state == "failed"
     assert failed.steps < 10
@@ -158,16 +150,13 @@ def test_what_keeps_failing_is_given_up_with_its_error(
     assert "in this line neither" in log
 
 
-def test_a_round_gives_no_accelerator_to_two_and_no_job_two_places(
-    mishaps: tuple[ClusterReport, Path],
-) -> None:
-    report, _ = mishaps
+def require_nobody_in_two_places(report: ClusterReport) -> None:
+    """No accelerator has two leases in a round, and no job runs twice."""
     for placed in report.rounds:
         places = [(each.worker, number) for each in placed for number in each.accelerators]
         assert len(set(places)) == len(places)
         names = list(chain.from_iterable(each.jobs for each in placed))
         assert len(set(names)) == len(names)
-    assert documents.to_json(report).startswith("{")
 
 
 def test_parameters_are_those_of_an_uninterrupted_run(cluster: Any, tmp_path: Path) -> None:

@@ -184,7 +184,6 @@ def test_a_part_without_an_answer_leaves_none():
     assert result.gap is None
 
 
-@pytest.mark.xdist_group("ray")
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_ray_gives_what_one_process_gives():
     problem = different_jobs(40)

@@ -17,7 +17,6 @@ from scipy import sparse
 from stagewright.formulations.allocation import AllocationProblem
 from stagewright.formulations.forms import Floats, LinearProgram
 from stagewright.formulations.policies.cost import prices
-from stagewright.formulations.policies.slo import best_rates
 from stagewright.formulations.polytope import Polytope
 
 SECONDS_PER_HOUR = 3600.0
@@ -25,7 +24,7 @@ SECONDS_PER_HOUR = 3600.0
 
 def unit_seconds(problem: AllocationProblem) -> float:
     """What the program counts time in: no makespan is shorter."""
-    return float((problem.steps / best_rates(problem)).max())
+    return float((problem.steps / problem.best_rates()).max())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,18 +22,9 @@ def needs(problem: AllocationProblem) -> Floats:
     return np.asarray(np.where(open_, problem.steps / np.where(open_, left, 1.0), 0.0))
 
 
-def best_rates(problem: AllocationProblem) -> Floats:
-    """Steps per second of each job where it is fastest, alone or in a pair, shape (jobs,)."""
-    table = problem.table
-    best = table.alone.max(axis=1)
-    for side, kinds in enumerate((table.first, table.second)):
-        np.maximum.at(best, kinds, table.paired[:, side])
-    return np.asarray(best[problem.kind])
-
-
 def too_fast(problem: AllocationProblem) -> Bools:
     """Jobs whose SLO asks for more than any accelerator gives."""
-    return np.asarray(needs(problem) > best_rates(problem) * (1 + 1e-9))
+    return np.asarray(needs(problem) > problem.best_rates() * (1 + 1e-9))
 
 
 def shortfall_program(valid: Polytope, floor: Floats) -> tuple[LinearProgram, Ints]:
@@ -63,7 +54,7 @@ def shortfall_program(valid: Polytope, floor: Floats) -> tuple[LinearProgram, In
 
 def notes(problem: AllocationProblem, floor: Floats) -> tuple[str, ...]:
     """A line for each job whose SLO is not met; ``floor`` is what it can have, steps per second."""
-    need, best, hopeless = needs(problem), best_rates(problem), too_fast(problem)
+    need, best, hopeless = needs(problem), problem.best_rates(), too_fast(problem)
     found = []
     for job in np.flatnonzero(np.isfinite(problem.deadline_seconds)):
         left = problem.deadline_seconds[job]

@@ -9,6 +9,7 @@ from time import perf_counter
 from stagewright.formulations.allocation import AllocationProblem, check
 from stagewright.formulations.forms import Limits, Status
 from stagewright.graphs.errors import InputError
+from stagewright.solvers.backend import UnknownStatusError
 from stagewright.solvers.policies.answer import AllocationResult
 
 Solve = Callable[..., AllocationResult]
@@ -122,7 +123,8 @@ def allocate(
     Raises
     ------
     InputError
-        If there is no such policy, it spends no budget, or the jobs lack what it needs.
+        If there is no such policy, it spends no budget, the jobs lack what it needs, or their
+        numbers are too far apart for the solver.
     """
     began = perf_counter()
     chosen = policy_named(policy)
@@ -131,7 +133,12 @@ def allocate(
     if budget_dollars is not None and not chosen.budget:
         spending = ", ".join(one.name for one in POLICIES.values() if one.budget)
         raise InputError(f"policy {policy!r} spends no budget; {spending} does")
-    result = chosen.solve(problem, limits or Limits(seconds=math.inf), budget_dollars)
+    try:
+        result = chosen.solve(problem, limits or Limits(seconds=math.inf), budget_dollars)
+    except UnknownStatusError as error:
+        raise InputError(
+            f"policy {policy!r}: {error}; bring the jobs' rates, steps and weights closer together"
+        ) from error
     if result.allocation is not None:
         check(problem, result.allocation)
     return replace(result, policy=policy, seconds=perf_counter() - began)

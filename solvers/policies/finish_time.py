@@ -61,6 +61,9 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
             break
         backend = level.backend
         bracket.offer(finish_time.objective(problem, level.allocation), level.allocation)
+        if bracket.allocation is None:  # out of time: some job makes no progress
+            status = Status.NO_ANSWER
+            break
         bracket.low = max(bracket.low, finish_time.least_beyond(problem, rho, level.bound))
         tried.append((rho, level.theta - 1))
         rho = _next(bracket, tried)

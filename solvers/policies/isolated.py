@@ -1,11 +1,7 @@
 """X^isolated; see ``formulations.policies.isolated``. The gap shows what sharing would bring."""
 
-from dataclasses import replace
-
-import numpy as np
-
 from stagewright.formulations.allocation import Allocation, AllocationProblem
-from stagewright.formulations.forms import Bools, Floats, Limits, Status
+from stagewright.formulations.forms import Floats, Limits, Status
 from stagewright.formulations.policies import isolated, max_min
 from stagewright.solvers.levels import max_level
 from stagewright.solvers.policies.answer import AllocationResult
@@ -28,7 +24,7 @@ def judged(
 ) -> AllocationResult:
     """``allocation`` beside the best least throughput in terms of ``need``, 0 for no claim."""
     claims = need > 0
-    level = max_level(_only(problem, claims), need[claims], limits=limits)
+    level = max_level(problem.of(claims), need[claims], limits=limits)
     proved = level.allocation is not None
     return AllocationResult(
         Status.FEASIBLE,
@@ -38,19 +34,4 @@ def judged(
         f"duals of the max-min linear program over groups of jobs ({level.backend})"
         if proved
         else None,
-    )
-
-
-def _only(problem: AllocationProblem, chosen: Bools) -> AllocationProblem:
-    """The problem of the chosen jobs; the others get nothing."""
-    return replace(
-        problem,
-        names=tuple(np.array(problem.names, dtype=object)[chosen]),
-        kind=problem.kind[chosen],
-        weight=problem.weight[chosen],
-        steps=problem.steps[chosen],
-        elapsed_seconds=problem.elapsed_seconds[chosen],
-        isolated_seconds=problem.isolated_seconds[chosen],
-        deadline_seconds=problem.deadline_seconds[chosen],
-        entity=problem.entity[chosen],
     )

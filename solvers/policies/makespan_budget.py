@@ -75,7 +75,7 @@ def solve(
     if best.values is None:
         return AllocationResult(best.answer.status, None, None, None, None, maximises=False)
     shares = np.clip(best.values[:-1] / best.values[-1], 0.0, best.valid.most)
-    allocation = best.valid.invert(shares)
+    allocation = best.valid.invert(shares, all_served=True)
     seconds = makespan.objective(problem, allocation)
     spent = seconds / budget.SECONDS_PER_HOUR * dollars_per_hour(problem, allocation)
     return AllocationResult(

@@ -17,5 +17,5 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
         max_min.objective(problem, level.allocation),
         level.bound,
         level.allocation,
-        f"duals of the linear program over classes of jobs ({level.backend})",
+        f"duals of the linear program over groups of jobs ({level.backend})",
     )

@@ -6,7 +6,7 @@ from time import perf_counter
 import numpy as np
 
 from stagewright.formulations.allocation import AllocationProblem
-from stagewright.formulations.forms import Bools, Floats, Limits, Status
+from stagewright.formulations.forms import Floats, Limits, Status
 from stagewright.formulations.policies import slo
 from stagewright.formulations.policies.cost import positive_prices
 from stagewright.formulations.polytope import group_by, polytope
@@ -46,7 +46,7 @@ def _fit(problem: AllocationProblem, need: Floats, limits: Limits) -> bool:
     asking = need > 0
     if not asking.any():
         return True
-    level = max_level(_of(problem, asking), need[asking], limits=limits)
+    level = max_level(problem.of(asking), need[asking], limits=limits)
     return level.theta >= 1 + _ROOM
 
 
@@ -62,18 +62,3 @@ def _met(problem: AllocationProblem, need: Floats, limits: Limits) -> tuple[Stat
     met[asking] = 1 - np.clip(answer.values[-len(asking) :], 0.0, 1.0)
     part = np.where(met < 1e-9, 0.0, met * (1 - _ROOM))
     return answer.status, np.asarray(part[groups.of_job])
-
-
-def _of(problem: AllocationProblem, chosen: Bools) -> AllocationProblem:
-    """The problem of the ``chosen`` jobs alone."""
-    return replace(
-        problem,
-        names=tuple(name for name, one in zip(problem.names, chosen, strict=True) if one),
-        kind=problem.kind[chosen],
-        weight=problem.weight[chosen],
-        steps=problem.steps[chosen],
-        elapsed_seconds=problem.elapsed_seconds[chosen],
-        isolated_seconds=problem.isolated_seconds[chosen],
-        deadline_seconds=problem.deadline_seconds[chosen],
-        entity=problem.entity[chosen],
-    )

@@ -17,6 +17,7 @@ from stagewright.solvers.policies.answer import AllocationResult
 
 STUCK = 1e-7  # units that a stuck job may still gain
 RELAXED = (0.0, 1e-9, 1e-7)  # parts of the floors to give up if rounding makes them infeasible
+UNSEEN = 2e-9  # of the highest speed: HiGHS drops coefficients of up to 1e-9, taken for zeros
 SAME_LEVEL = 1e-7  # units: a round that raises the fastest by less raises nobody; it is rounding
 
 
@@ -105,7 +106,8 @@ def _raise(
         return answer.status
     totals = np.clip(answer.values[:-1], 0.0, valid.most)
     reached = (valid.rate @ totals) / groups.size
-    rising = need > 0
+    speed = need / rows.unit
+    rising = speed > UNSEEN * speed.max()
     theta = max(0.0, float(((reached - floor)[rising] / need[rising]).min()))
     gain = rows.proved_gain(form, answer.duals, theta)
     stuck = gain <= max(STUCK, gain[rising].min())

@@ -122,8 +122,12 @@ def read_pool(text: str) -> "Pool":
     from stagewright.graphs.pool import load_pool, parse_pool, pool_of_cluster
 
     path = Path(text)
-    if "=" in text and not path.exists():
+    if not text or ("=" in text and not path.exists()):
         return parse_pool(text)
+    if not path.exists():
+        raise InputError(
+            f"cluster {text!r}: there is no such file; accelerators are spelled v100=36,k80=9x4"
+        )
     if f'"{CLUSTER}"' in documents.read_text(path):
         return pool_of_cluster(load_cluster(path))
     return load_pool(path)
@@ -161,11 +165,16 @@ def _plan_of(
         shares_of(problem, result.allocation),
         space_sharing,
         placement,
-        result.objective,
-        result.bound,
+        _finite(result.objective),
+        _finite(result.bound),
         result.proved_by,
         result.notes,
     )
+
+
+def _finite(value: float | None) -> float | None:
+    """None for what a document cannot hold: a makespan is inf if a job makes no progress."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _allocation_json(result: "AllocationResult", plan: "AllocationPlan | None") -> dict[str, Any]:
@@ -258,8 +267,7 @@ def rounds(
     else:
         result = solve(problem, policy, limits, budget_dollars=budget)
         if result.allocation is None:
-            print_lines(f"{policy}: {result.status}, no allocation", *result.notes)
-            return 1
+            return _no_allocation(result, as_json)
         target = result.allocation
     mechanism = Mechanism(problem.table, require_seconds(round_seconds, "--round-seconds"))
     mechanism.reset(problem, target, range(len(problem)))
@@ -282,6 +290,14 @@ def rounds(
     else:
         _print_rounds(problem, document)
     return 0
+
+
+def _no_allocation(result: "AllocationResult", as_json: bool) -> int:
+    if as_json:
+        print_json(_allocation_json(result, None))
+    else:
+        print_lines(f"{result.policy}: {result.status}, no allocation", *result.notes)
+    return 1
 
 
 def require_seconds(value: float, option: str) -> float:

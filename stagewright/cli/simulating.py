@@ -101,12 +101,14 @@ def simulate_cluster(
     from stagewright.executor.cluster_simulation import simulate_cluster as simulate
     from stagewright.solvers.policies import policy_named
 
-    require_folder(timeline, completion, utilisation)
+    _require_pictures(ideal, timeline, completion, utilisation)
     pool = read_pool(cluster)
     chosen = policy_named(policy)
     generated = (multi_gpu, priorities, slos)
     coming, table, entities = _jobs(jobs, trace, throughputs, poisson, generated, seed)
     measured = _window(window or (POISSON_WINDOW if poisson is not None else None))
+    if measured is not None and isinstance(coming, tuple) and measured.stop > len(coming):
+        raise InputError(f"--window {window}: there are {len(coming)} jobs, numbered from 0")
     rules = Rules(
         require_seconds(round_seconds, "--round-seconds"),
         require_seconds(reset_seconds, "--reset-seconds"),
@@ -146,6 +148,18 @@ def simulate_cluster(
     else:
         _print_summary(document)
     return 0
+
+
+def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) -> None:
+    """Before the simulation, which may take hours."""
+    from stagewright.executor.cluster_chart import require_suffix
+
+    require_folder(timeline, *others)
+    for path in (timeline, *others):
+        if path is not None:
+            require_suffix(path)
+    if ideal and timeline is not None:
+        raise InputError("--ideal has no rounds to draw: leave out --timeline")
 
 
 def _jobs(
