@@ -111,22 +111,18 @@ class Polytope:
         Less than ``NEGLIGIBLE`` of the time is left out: rounding. ``all_served`` says that every
         job has time, however little; then what is left out is little beside a job's own time.
         """
-        groups, jobs = self.groups, np.arange(len(self.problem))
+        groups = self.groups
         order = np.argsort(groups.of_job, kind="stable")
         start = np.searchsorted(groups.of_job[order], np.arange(len(groups) + 1))
-        entries = [_entries(jobs[:0], jobs[:0], jobs[:0], np.zeros(0))]
+        entries: list[tuple[Ints, Ints, Ints, Floats]] = []
         least = np.full(len(groups), NEGLIGIBLE)
         if all_served:
             least *= np.minimum(1.0, self.matrix[: len(groups)] @ y)
-        for column in np.flatnonzero(y[: len(self.alone_group)] > least[self.alone_group]):
-            group = self.alone_group[column]
-            members = order[start[group] : start[group + 1]]
-            worker = np.full(len(members), self.alone_worker[column])
-            entries.append(
-                _entries(
-                    members, np.full(len(members), -1), worker, y[column] * groups.share[members]
-                )
-            )
+        alone = np.flatnonzero(y[: len(self.alone_group)] > least[self.alone_group])
+        column, place = _spans(start, self.alone_group[alone])
+        job, column = order[place], alone[column]
+        share = y[column] * groups.share[job]
+        entries.append(_entries(job, np.full(len(job), -1), self.alone_worker[column], share))
         time = self._pair_time(y)
         least_of_pair = np.full(len(self.pair), NEGLIGIBLE)
         np.minimum.at(least_of_pair, self.side_pair, least[self.side_group])
@@ -189,6 +185,14 @@ def _entries(
     return job.astype(np.int64), partner.astype(np.int64), worker.astype(np.int64), share
 
 
+def _spans(start: Ints, chosen: Ints) -> tuple[Ints, Ints]:
+    """All positions from start[c] to start[c + 1] for each c of ``chosen``: (which c, position)."""
+    size = start[chosen + 1] - start[chosen]
+    which = np.repeat(np.arange(len(chosen)), size)
+    offset = np.arange(len(which)) - np.repeat(np.cumsum(size) - size, size)
+    return which, start[chosen][which] + offset
+
+
 class _Triplets:
     """Entries of a sparse matrix, collected in parts."""
 
@@ -226,34 +230,31 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     side_column = np.full(len(side_group), -1)
     side_column[own] = np.arange(columns_alone + columns_pair, columns)
 
-    time, used, rate = _Triplets(), _Triplets(), _Triplets()
+    # Rows of time, one for each group, and below them of accelerators, one for each type.
+    limits, used, rate = _Triplets(), _Triplets(), _Triplets()
+    row_of_worker = len(groups) + table.accelerator
     at = np.arange(columns_alone)
-    time.add(alone_group, at, 1.0)
+    scale = table.scale[groups.kind[alone_group]]
+    limits.add(alone_group, at, 1.0)
+    limits.add(row_of_worker[alone_worker], at, scale)
     rate.add(alone_group, at, table.alone[groups.kind[alone_group], alone_worker])
-    used.add(alone_worker, at, table.scale[groups.kind[alone_group]])
+    used.add(alone_worker, at, scale)
 
     # A pair holds its accelerators once, and takes time of both of its jobs.
     at = columns_alone + np.arange(columns_pair)
-    used.add(table.worker[pair], at, table.scale[table.first[pair]])
+    scale = table.scale[table.first[pair]]
+    limits.add(row_of_worker[table.worker[pair]], at, scale)
+    used.add(table.worker[pair], at, scale)
     itself = table.first[pair] == table.second[pair]
     twice = np.where(itself[side_pair] & ~own, 2.0, 1.0)
     variable = np.where(own, side_column, columns_alone + side_pair)
-    time.add(side_group, variable, twice)
+    limits.add(side_group, variable, twice)
     rate.add(side_group, variable, twice * _side_rates(table.paired[pair], itself, side_pair, side))
 
     rows = _Rows()
     count = len(groups)
-    rows.add(time.matrix(count, columns), np.full(count, -np.inf), 1.0 / groups.peak)
-    used_matrix = used.matrix(len(table.workers), columns)
-    of_type = sparse.csr_array(
-        (np.ones(len(table.workers)), (table.accelerator, np.arange(len(table.workers)))),
-        shape=(len(table.counts), len(table.workers)),
-    )
-    rows.add(
-        sparse.csr_array(of_type @ used_matrix),
-        np.full(len(table.counts), -np.inf),
-        table.counts.astype(float),
-    )
+    upper = np.concatenate([1.0 / groups.peak, table.counts])
+    rows.add(limits.matrix(len(upper), columns), np.full(len(upper), -np.inf), upper)
     _add_servers(rows, problem, groups, alone_group, alone_worker, pair, columns)
     apart = _add_coupling(rows, groups, itself, sides, side_column, columns_alone, columns)
     most = np.empty(columns)
@@ -271,7 +272,7 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
         *rows.merged(),
         most,
         rate.matrix(count, columns),
-        used_matrix,
+        used.matrix(len(table.workers), columns),
         alone_group,
         alone_worker,
         pair,
@@ -291,6 +292,8 @@ class _Rows:
         self.parts.append((matrix, lower, upper))
 
     def merged(self) -> tuple[sparse.csr_array, Floats, Floats]:
+        if len(self.parts) == 1:
+            return self.parts[0]
         matrices, lowers, uppers = zip(*self.parts, strict=True)
         return (
             sparse.csr_array(sparse.vstack(matrices, format="csr")),
@@ -331,11 +334,8 @@ def _sides(
         if side == 1:
             number = number[table.first[pair] != kinds]
             kinds = kinds[table.first[pair] != kinds]
-        many = start[kinds + 1] - start[kinds]
-        repeated = np.repeat(number, many)
-        offset = np.arange(len(repeated)) - np.repeat(np.cumsum(many) - many, many)
-        members = by_kind[np.repeat(start[kinds], many) + offset]
-        found.append((members, repeated, np.full(len(repeated), side)))
+        which, place = _spans(start, kinds)
+        found.append((by_kind[place], number[which], np.full(len(place), side)))
     group, number, side_of = (np.concatenate(part) for part in zip(*found, strict=True))
     in_kind = np.bincount(groups.kind, minlength=len(table.kinds))
     return group, number, side_of, in_kind[groups.kind[group]] > 1

@@ -38,11 +38,7 @@ def level_program(valid: Polytope, need: Floats, most: float) -> LevelProgram:
         A level that no allocation exceeds.
     """
     columns, groups = valid.columns, len(need)
-    asked = sparse.diags_array(1.0 / (need * most)) @ valid.rate
-    theta = sparse.csr_array(np.full((groups, 1), -1.0))
-    matrix = sparse.csr_array(
-        sparse.block_array([[valid.matrix, None], [asked, theta]], format="csr")
-    )
+    matrix = _with_levels(valid, 1.0 / (need * most))
     cost = np.zeros(columns + 1)
     cost[-1] = -1.0
 
@@ -58,3 +54,15 @@ def level_program(valid: Polytope, need: Floats, most: float) -> LevelProgram:
         )
 
     return LevelProgram(form(valid.upper), form(valid.relaxed_upper()), most)
+
+
+def _with_levels(valid: Polytope, scale: Floats) -> sparse.csr_array:
+    """The polytope's rows, and below them scale * rate @ y - theta, put together at once."""
+    above, rate = valid.matrix.tocoo(), valid.rate.tocoo()
+    first, groups = valid.matrix.shape[0], len(scale)
+    levels = np.arange(groups)
+    rows = np.concatenate([above.row, first + rate.row, first + levels])
+    columns = np.concatenate([above.col, rate.col, np.full(groups, valid.columns)])
+    values = np.concatenate([above.data, rate.data * scale[rate.row], np.full(groups, -1.0)])
+    shape = (first + groups, valid.columns + 1)
+    return sparse.csr_array(sparse.coo_array((values, (rows, columns)), shape=shape))
