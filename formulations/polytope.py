@@ -249,7 +249,7 @@ def polytope(problem: AllocationProblem, groups: Groups) -> Polytope:
     twice = np.where(itself[side_pair] & ~own, 2.0, 1.0)
     variable = np.where(own, side_column, columns_alone + side_pair)
     limits.add(side_group, variable, twice)
-    rate.add(side_group, variable, twice * _side_rates(table.paired[pair], itself, side_pair, side))
+    rate.add(side_group, variable, twice * table.paired[pair][side_pair, side])
 
     rows = _Rows()
     count = len(groups)
@@ -339,11 +339,6 @@ def _sides(
     group, number, side_of = (np.concatenate(part) for part in zip(*found, strict=True))
     in_kind = np.bincount(groups.kind, minlength=len(table.kinds))
     return group, number, side_of, in_kind[groups.kind[group]] > 1
-
-
-def _side_rates(paired: Floats, itself: Bools, pair: Ints, side: Ints) -> Floats:
-    """Steps per second of a side's jobs; two of one kind change sides and get the mean."""
-    return np.where(itself[pair], paired[pair].mean(axis=1), paired[pair, side])
 
 
 def _add_servers(
