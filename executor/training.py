@@ -85,11 +85,12 @@ class Course:
     seconds: list[float] = field(default_factory=list)
 
 
-def train(task: Task, member: Member, report: Report) -> Course:
+def train(task: Task, member: Member, report: Report, tell: Callable[[str], None]) -> Course:
     """Carry out ``task`` as one of its ranks.
 
     ``report`` is called with number, loss and seconds of every step, on one rank that knows them,
-    as soon as it does. The same course is returned on every rank.
+    as soon as it does; ``tell``, on the first rank, with what a person should know. The same course
+    is returned on every rank.
     """
     devices = plan_devices(task.plan)
     if len(devices) != member.world_size:
@@ -97,7 +98,8 @@ def train(task: Task, member: Member, report: Report) -> Course:
             f"the plan needs {len(devices)} ranks (devices {', '.join(devices)}), "
             f"torchrun started {member.world_size}"
         )
-    path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps))
+    told = tell if member.rank == 0 else lambda _: None
+    path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
     executor = Executor(
         task.plan,
         task.model,

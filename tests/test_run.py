@@ -163,11 +163,17 @@ def test_everything_that_was_asked_for_is_written(job: Job) -> None:
 
 def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     shutil.copytree(killed, job.folder / "again")
+    damaged = shutil.copytree(killed / "step-00000002", job.folder / "again" / "step-00000003")
+    with (damaged / "stagewright.json").open("a") as header:
+        header.write(" ")
     out, complaints = job.run(
         *("--checkpoint", "again", "--checkpoint-every", 2, "--resume"),
         *("--save-parameters", "resumed.pt"),
     )
-    assert complaints == []
+    assert complaints == [
+        "stagewright: again/step-00000003 is damaged (stagewright.json does not match SHA256SUMS); "
+        "going on from step-00000002"
+    ]
     assert re.search(r"^5 steps on 2 ranks, loss [\d.]+, .* per step\nresumed.pt is written$", out)
     require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)
     left = sorted(path.name for path in (job.folder / "again").iterdir())

@@ -120,7 +120,7 @@ def run(
         from stagewright.executor.training import train
 
         task = read_task()
-        course = train(task, member, _progress(steps))
+        course = train(task, member, _progress(steps), _note)
         if member.rank == 0:
             _print_summary(task, course, member.world_size, as_json)
     return 0
@@ -135,7 +135,7 @@ def _start(task: "Task", plan: Path, as_json: bool) -> int:
     from stagewright.formulations.plan import InvalidPlan
 
     folder = task.checkpoints
-    checkpoint.find(folder, task.resume, task.header(task.steps))
+    checkpoint.candidates(folder, task.resume)
     file = folder / "step" if folder is not None and folder.exists() else folder
     require_folder(task.parameters, task.trace, file)
     try:
@@ -164,6 +164,10 @@ def _progress(steps: int) -> Callable[[int, float, float], None]:
             print(line, file=sys.stderr, flush=True)
 
     return report
+
+
+def _note(line: str) -> None:
+    print(f"stagewright: {line}", file=sys.stderr, flush=True)
 
 
 def _print_summary(task: "Task", course: "Course", world_size: int, as_json: bool) -> None:
