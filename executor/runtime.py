@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from math import inf, isfinite
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stagewright.executor.capture import CapturedLayer, LayeredModel
 from stagewright.executor.initialise import Model, initialise, total_bytes
-from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Loss, OutOfMemory, Rank
+from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Joint, OutOfMemory, Rank
 from stagewright.executor.launch import require_torch
+from stagewright.executor.losses import Loss, cross_entropy
 from stagewright.executor.periodic import lower_any
 from stagewright.executor.program import Families, Program, stages_on
 from stagewright.executor.shapes import LayerTrace, Value, propagate, values_of
@@ -74,9 +76,15 @@ class Executor:
         A module, a list of modules, or a function without arguments that makes one. Every rank
         keeps the layers of its own stages alone.
     loss
-        ``loss(output, targets)``: a mean over samples, one number.
+        ``loss(output, targets)``: a mean over samples, one number; or a pair ``(sum, count)``,
+        which is normalised over the whole mini-batch, whatever the plan. With ``stash`` weights,
+        where a microbatch is a mini-batch of its own, it is normalised over each. By default
+        cross-entropy, without the labels that are -100.
     optimizer
         Makes an optimizer for a list of parameters; there is one for each stage.
+    clip_norm
+        The most that the norm of all gradients together may be: larger ones are scaled, as
+        ``torch.nn.utils.clip_grad_norm_`` does for the whole model.
     seed
         Of the parameters, where ``module`` is a function, and of all that its layers draw.
     dtype
@@ -116,9 +124,10 @@ class Executor:
         self,
         plan: PipelinePlan,
         module: Model | Callable[[], Model],
-        loss: Loss = nn.functional.cross_entropy,
+        loss: Loss = cross_entropy,
         optimizer: MakeOptimizer = OPTIMIZER,
         *,
+        clip_norm: float | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -126,6 +135,8 @@ class Executor:
         trace: bool = False,
     ) -> None:
         require_torch()
+        require_clip_norm(plan, clip_norm)
+        self._clip_norm = inf if clip_norm is None else clip_norm
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed, self._dtype = loss, seed, dtype
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -141,7 +152,7 @@ class Executor:
         self._modules = self._split_modules()
         self._weights = self._make_weights(optimizer)
         self._groups, self._tied_groups = self._make_groups()
-        self._tied_sums = self._make_tied_sums()
+        self._joint = self._make_joint()
         self._interpreters: dict[object, Interpreter] = {}
         self._running: Interpreter | None = None  # of a periodic plan
         self._trace = trace
@@ -247,7 +258,9 @@ class Executor:
             self._running = found
         return found
 
-    def _carried_out(self, run: Callable[[list[RankAction] | None], list[float]]) -> list[float]:
+    def _carried_out(
+        self, run: Callable[[list[RankAction] | None], list[tuple[float, float]]]
+    ) -> list[float]:
         """What ``run`` does on this rank; the losses of all ranks of the last stage together.
 
         It gets the place for what happened when, None without a trace.
@@ -257,10 +270,11 @@ class Executor:
         self._failed = True
         # What layers draw differs from rank to rank; what the caller draws must not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            losses = run(None if recording is None else recording.records)
+            found = run(None if recording is None else recording.records)
         self._failed = False
-        if last in self._groups:
-            losses = [self._summed(loss, self._groups[last]) for loss in losses]
+        group = self._groups.get(last)
+        parts = [self._summed(part, group) for part in found]
+        losses = [value / count if count else value for value, count in parts]
         if recording is not None:
             recording.losses += losses
         return losses
@@ -425,7 +439,7 @@ class Executor:
             seed=self._seed,
             device=self._rank.device,
             dtype=self._parameter_type,
-            agree=lambda fits: self._summed(float(not fits), self._rank.group) == 0,
+            agree=lambda fits: self._summed((float(not fits),), self._rank.group) == (0.0,),
         )
         _require_same_model(self.plan, model)
         self._names = [*model.parameters_by_name(), *model.buffers_by_name()]
@@ -441,6 +455,8 @@ class Executor:
         self._shared_buffers = [name for name in shared if name in buffers]
         self._tied = [name for name in shared if name not in buffers]
         _require_updated_together(self.plan, self._tied, self._stages_of)
+        if self._clip_norm < inf and isinstance(self.plan.schedule, PeriodicSchedule):
+            _require_not_shared(self._tied, self._stages_of)
         return model
 
     def _split_modules(self) -> dict[int, list[CapturedLayer]]:
@@ -469,10 +485,10 @@ class Executor:
         }
 
     def _find_families(self) -> set[frozenset[int]]:
-        """In a periodic plan, the stages that have a trained parameter in common."""
-        if not isinstance(self.plan.schedule, PeriodicSchedule):
-            return set()
-        return {frozenset(self._stages_of[name]) for name in self._tied}
+        """Stages that have a trained parameter in common, and all that have a norm in common."""
+        found = {frozenset(self._stages_of[name]) for name in self._tied}
+        everything = frozenset(range(len(self.plan.stages)))
+        return found | {everything} if self._clip_norm < inf else found
 
     def _reduces_beside(self, s: int) -> bool:
         """Whether a stage's gradients are summed up with others' while the next ones are made."""
@@ -549,8 +565,7 @@ class Executor:
             single_output=self._model.single_output,
             scale=1.0 if updates_every_round(plan.weights) else 1 / plan.microbatches,
             seed=self._seed,
-            sum_tied=self._sum_tied,
-            tied=self._tied_sums,
+            joint=self._joint,
         )
 
     def _computation(
@@ -621,8 +636,29 @@ class Executor:
             for one in found:
                 one.copy_(total)
 
+    def _make_joint(self) -> Joint:
+        return Joint(
+            self._make_count_group(),
+            frozenset[int]().union(*self._families),
+            self._sum_tied,
+            self._squares,
+            self._clip_norm,
+            self._make_tied_sums(),
+        )
+
+    def _make_count_group(self) -> dist.ProcessGroup | None:
+        """The processes that together normalise a loss; gloo's, as numbers lie on the host."""
+        devices: Sequence[str] = self._rank.devices
+        if updates_every_round(self.plan.weights):
+            devices = self.plan.stages[-1].runners(0)
+        if len(devices) == 1:
+            return None
+        ranks = [self._rank.devices.index(name) for name in devices]
+        group = dist.new_group(sorted(ranks), timeout=self._timeout, backend="gloo")
+        return group if self.rank in ranks else None
+
     def _make_tied_sums(self) -> TiedSums | None:
-        if not self._families:
+        if not isinstance(self.plan.schedule, PeriodicSchedule):
             return None
         sharing = {
             name: [s for s in self._stages_of[name] if s in self._stages] for name in self._tied
@@ -630,12 +666,38 @@ class Executor:
         own = {name: stages for name, stages in sharing.items() if stages}
         return TiedSums(self._weights, own, self._tied_groups)
 
-    def _summed(self, value: float, group: dist.ProcessGroup | None) -> float:
+    def _squares(self) -> float:
+        """The squared norm of gradients, each parameter on one rank: the first that has it."""
+        first = {s for s in self._stages if self._first_rank(s) == self.rank}
+        tied = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for name in self._tied
+            if (s := self._stages_of[name][0]) in first
+            and (gradient := self._weights[s].gradient(name)) is not None
+        ]
+        return sum(self._weights[s].squares() for s in first) + float(sum(tied))
+
+    def _summed(
+        self, values: tuple[float, ...], group: dist.ProcessGroup | None
+    ) -> tuple[float, ...]:
         if group is None:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device=self._rank.wire)
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self._rank.wire)
         dist.all_reduce(total, group=group)
-        return float(total)
+        return tuple(total.tolist())
+
+
+def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
+    """Refuse a norm that is none, and one for weights that change stage by stage."""
+    if clip_norm is None:
+        return
+    if not (isfinite(clip_norm) and clip_norm > 0):
+        raise InputError(f"clip_norm must be a positive number, got {clip_norm:g}")
+    if updates_every_round(plan.weights):
+        raise InputError(
+            f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
+            "updates at its own times; plan with 'flush' weights"
+        )
 
 
 def _device(given: torch.device | str | None) -> torch.device:
@@ -706,6 +768,14 @@ def _require_updated_together(
         raise InputError(
             f"parameter {name!r} is shared by stages {_and(stages_of[name])}, which with "
             f"{plan.weights!r} update it at different times; put its layers into one stage"
+        )
+
+
+def _require_not_shared(tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]) -> None:
+    for name in tied:
+        raise InputError(
+            f"clip_norm: parameter {name!r} is shared by stages {_and(stages_of[name])} of a "
+            "periodic plan, where its gradient is not known in time; put its layers into one stage"
         )
 
 

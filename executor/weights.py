@@ -24,6 +24,11 @@ class _Gradients:
     tied: list[Tensor]
     views: list[Tensor | None]
 
+    def scale(self, factor: float) -> None:
+        """Multiply all."""
+        for one in (*self.flat, *self.tied):
+            one.mul_(factor)
+
     def zero(self) -> None:
         """Begin anew."""
         for one in (*self.flat, *self.tied):
@@ -126,19 +131,33 @@ class Weights:
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
 
     def under_way(self) -> list[dist.Work]:
-        """The all-reduces that were begun; whoever takes them waits for them."""
-        taken, self._reductions = self._reductions, []
-        return taken
+        """The all-reduces that were begun for the next update."""
+        return list(self._reductions)
+
+    def wait(self) -> None:
+        """Wait for them."""
+        for work in self._reductions:
+            work.wait()
+
+    def squares(self) -> float:
+        """The squared norm of the gradients that the next update takes, but for tied ones."""
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._reduced.flat]
+        return float(sum(norm.square() for norm in norms))
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes that an all-reduce sums up."""
         return sum(flat.nbytes for flat in self._gradients.flat)
 
-    def update(self) -> None:
-        """Step the optimizer once the gradients are there; the new version is the newest."""
-        for work in self.under_way():
-            work.wait()
+    def update(self, factor: float = 1.0) -> None:
+        """Step the optimizer, once the gradients are there, by ``factor`` times them.
+
+        The new version is the newest.
+        """
+        self.wait()
+        self._reductions.clear()
+        if factor != 1.0:
+            self._reduced.scale(factor)
         if self._stash is None:
             parameters = self.held.pop(self.newest)
         else:

@@ -52,6 +52,10 @@ def run(
     optimizer: Annotated[
         str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
     ] = "sgd:lr=0.01",
+    clip_norm: Annotated[
+        float | None,
+        typer.Option(help="Scale gradients whose norm over all parameters is larger."),
+    ] = None,
     seed: Seed = 0,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16"], typer.Option(help="Type of the parameters.")
@@ -103,6 +107,7 @@ def run(
             data=load_factory(data, "--data"),
             loss=None if loss is None else load_factory(loss, "--loss"),
             optimizer=parse_optimizer(optimizer),
+            clip_norm=clip_norm,
             steps=steps,
             seed=seed,
             dtype=getattr(torch, dtype),
