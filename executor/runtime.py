@@ -28,7 +28,7 @@ from stagewright.executor.shares import Rows, pieces, rows
 from stagewright.executor.stage import Part, StageComputation
 from stagewright.executor.trace import RankAction, Trace, traced_step
 from stagewright.executor.verify import peak_bytes, verify
-from stagewright.executor.weights import MakeOptimizer, TiedSums, Weights
+from stagewright.executor.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
 from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, updates_every_round
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
@@ -472,7 +472,7 @@ class Executor:
         return found
 
     def _make_weights(self, optimizer: MakeOptimizer) -> dict[int, Weights]:
-        return {
+        made = {
             s: Weights(
                 [layer.module for layer in layers],
                 self._primary,
@@ -483,6 +483,14 @@ class Executor:
             )
             for s, layers in self._modules.items()
         }
+        for weights in made.values() if len(self.plan.stages) > 1 else ():
+            name = weights.optimizer and clips_by_itself(weights.optimizer)
+            if name:
+                raise InputError(
+                    f"the optimizer {name} clips by the norm of one stage's gradients alone; give "
+                    "one that does not, and clip_norm for that of all"
+                )
+        return made
 
     def _find_families(self) -> set[frozenset[int]]:
         """Stages that have a trained parameter in common, and all that have a norm in common."""

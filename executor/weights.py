@@ -1,5 +1,6 @@
 """The weights of one stage on one rank: their versions, their gradient, their optimizer."""
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
 BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -283,6 +285,16 @@ class TiedSums:
             if name in self._groups:
                 group = self._groups[name]
                 self._works[name] = dist.all_reduce(self._sums[name], group=group, async_op=True)
+
+
+def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
+    """What of an optimizer says that it clips gradients by a norm, if anything does."""
+    name = type(optimizer).__name__
+    for key, value in optimizer.defaults.items():
+        if CLIPPING_ARGUMENT.fullmatch(key) and value:
+            return f"{name} with {key}={value}"
+    clipping = (one.__name__ for one in type(optimizer).__mro__ if "clip" in one.__name__.lower())
+    return next(clipping, None)
 
 
 def _places(

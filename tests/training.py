@@ -4,7 +4,8 @@ Of the executor only the layers, the seeds, and who works on which samples are u
 granted:
 
 - A mini-batch is cut along dimension 0 into equal microbatches, in order. The loss is a mean over
-  samples; where a microbatch is split, each device's mean is weighted by its share of them.
+  samples; where a microbatch is split, each device's mean is weighted by its share of them. Or it
+  is a sum and its count, and an update is by the sums' gradient over all that it is made of.
 - Under ``flush`` and ``double-buffer`` a step is one update by the mean of the microbatches'
   gradients. Under ``stash`` every microbatch is an update of its own, in the order in which the
   stage ends its backwards, and a step begins when all updates of the last one are done.
@@ -49,6 +50,7 @@ def train(
     loss: Callable[..., Tensor],
     optimizer: Optimizer,
     seed: int = 0,
+    clip_norm: float | None = None,
 ) -> Trained:
     """Do one step of ``plan`` per mini-batch (inputs, targets); ``model`` is left as it is."""
     captured = capture(deepcopy(model))
@@ -56,7 +58,7 @@ def train(
     if len(pieces.layers) != plan.stages[-1].layers[1]:
         raise ValueError(f"{len(pieces.layers)} layers, but the plan ends with {plan.stages[-1]}")
     rules = update_rules(plan)
-    units = [_Versions(weights, optimizer) for weights in pieces.units(plan, len(rules))]
+    units = [_Versions(weights, optimizer, clip_norm) for weights in pieces.units(plan, len(rules))]
     losses = []
     with torch.random.fork_rng(devices=[]):
         for step, (inputs, targets) in enumerate(batches):
@@ -140,7 +142,10 @@ def _synchronised(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
 class _Versions:
     """W(0), W(1), ... of some parameters, by the optimizer's steps on a plain copy."""
 
-    def __init__(self, weights: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], optimizer: Optimizer, clip_norm: float | None
+    ) -> None:
+        self._clip_norm = clip_norm
         self._newest = {key: value.detach().clone() for key, value in weights.items()}
         self._optimizer = optimizer(list(self._newest.values())) if weights else None
         self.made = [self._copy()]
@@ -148,6 +153,8 @@ class _Versions:
     def update(self, gradients: Gradients) -> None:
         for key, value in self._newest.items():
             value.grad = gradients[key]
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._newest.values(), self._clip_norm)
         if self._optimizer:
             self._optimizer.step()
         self.made.append(self._copy())
@@ -159,7 +166,7 @@ class _Versions:
 def _step(
     units: Sequence[_Versions],
     rules: Sequence[Rule],
-    loss_at: Callable[[Mapping[str, Tensor], int], Tensor],
+    loss_at: Callable[[Mapping[str, Tensor], int], tuple[Tensor, float]],
 ) -> float:
     """Make all new versions of a step; the mean loss.
 
@@ -169,33 +176,34 @@ def _step(
     newest = [len(unit.made) - 1 for unit in units]
 
     @cache
-    def gradient(m: int) -> tuple[float, Gradients]:
+    def gradient(m: int) -> tuple[float, float, Gradients]:
         weights: dict[str, Tensor] = {}
         for u, rule in enumerate(rules):
             weights |= version(u, max(0, newest[u] + rule.used[m]))
         weights = {key: value.clone().requires_grad_() for key, value in weights.items()}
-        loss = loss_at(weights, m)
+        loss, count = loss_at(weights, m)
         found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        return loss.item(), dict(zip(weights, found, strict=True))
+        return loss.item(), count, dict(zip(weights, found, strict=True))
 
     def version(u: int, number: int) -> dict[str, Tensor]:
         unit = units[u]
         while len(unit.made) <= number:
             turn = rules[u].rounds[len(unit.made) - 1 - newest[u]]
-            unit.update(_mean([gradient(m)[1] for m in turn]))
+            count = sum(gradient(m)[1] for m in turn)
+            unit.update(_quotient([gradient(m)[2] for m in turn], count or 1.0))
         return unit.made[number]
 
     for u, rule in enumerate(rules):
         version(u, newest[u] + len(rule.rounds))
-    losses = [gradient(m)[0] for m in range(len(rules[0].used))]
-    return sum(losses) / len(losses)
+    found = [gradient(m) for m in range(len(rules[0].used))]
+    return sum(one for one, *_ in found) / sum(count for _, count, _ in found)
 
 
-def _mean(gradients: Sequence[Gradients]) -> Gradients:
+def _quotient(gradients: Sequence[Gradients], count: float) -> Gradients:
     found: dict[str, Tensor | None] = {}
     for key in gradients[0]:
         given = [g for gradient in gradients if (g := gradient[key]) is not None]
-        found[key] = torch.stack(given).sum(0) / len(gradients) if given else None
+        found[key] = torch.stack(given).sum(0) / count if given else None
     return found
 
 
@@ -249,8 +257,11 @@ class _Pieces:
         seed_of: Callable[[int, int, int], int],
         weights: Mapping[str, Tensor],
         m: int,
-    ) -> Tensor:
-        """The mean loss of microbatch m; ``seed_of(m, lane, layer)`` stands before every layer."""
+    ) -> tuple[Tensor, float]:
+        """The loss of microbatch m and what it counts, 1 where it is a mean.
+
+        ``seed_of(m, lane, layer)`` stands before every layer.
+        """
         values, targets = microbatches[m]
         samples = len(targets)
         for stage, lanes in zip(plan.stages, rows(plan, samples), strict=True):
@@ -271,12 +282,17 @@ class _Pieces:
                 _joined(parts, order) if list(map(len, parts)) == counts else parts[0]
                 for parts in zip(*made, strict=True)
             )
-        shares = []
+        shares, count = [], 0.0
         for own in lanes:
             out = tuple(_take(value, own, samples) for value in values)
-            mean = loss(out[0] if self._single_output else out, _take(targets, own, samples))
-            shares.append(mean * len(own) / samples)
-        return torch.stack(shares).sum()
+            found = loss(out[0] if self._single_output else out, _take(targets, own, samples))
+            if isinstance(found, tuple):
+                shares.append(found[0])
+                count += float(found[1])
+            else:
+                shares.append(found * len(own) / samples)
+                count += len(own) / samples
+        return torch.stack(shares).sum(), count
 
     def _call(self, i: int, weights: Mapping[str, Tensor], values: Values) -> Values:
         own = {name: weights[self._key[id(p)]] for name, p in self._trained[i].items()}
