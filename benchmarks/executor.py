@@ -554,7 +554,7 @@ def profiled(hidden: int) -> Chain:
         (1, SAMPLES),
         machine=Machine(CPU),
         loss=loss_of,
-        optimizer_state=0.0,
+        optimizer=SGD,
     )
 
 

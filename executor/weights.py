@@ -151,6 +151,13 @@ class Weights:
         """Bytes that an all-reduce sums up."""
         return sum(flat.nbytes for flat in self._gradients.flat)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the optimizer keeps, but for single numbers such as those of steps."""
+        kept = self.optimizer.state.values() if self.optimizer else ()
+        every = (one for state in kept for one in state.values() if isinstance(one, Tensor))
+        return sum(one.nbytes for one in every if one.dim())
+
     def update(self, factor: float = 1.0) -> None:
         """Step the optimizer, once the gradients are there, by ``factor`` times them.
 

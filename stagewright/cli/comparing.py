@@ -106,7 +106,7 @@ def _comparison_json(comparison: "Comparison", run: "Trace") -> dict[str, Any]:
         "period_seconds": None
         if period is None
         else _pair_json(period.seconds) | {"microbatches": period.microbatches},
-        "update_seconds": comparison.update_seconds,
+        "update_seconds": _pair_json(comparison.update_seconds),
         "kinds": {
             one.kind: {"count": one.count, "seconds": _pair_json(one.seconds)}
             for one in comparison.kinds
@@ -151,10 +151,11 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
          "busy", "measured"],
         stages,
     )  # fmt: skip
+    update = comparison.update_seconds
+    note = "" if update.predicted else ", which is not predicted"
     print_lines(
         _headline(comparison),
-        f"the optimizer took {format_seconds(comparison.update_seconds)} a step, "
-        "which is not predicted",
+        f"the optimizer took {format_seconds(update.measured)} a step{note}",
     )
 
 

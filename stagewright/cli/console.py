@@ -33,9 +33,15 @@ Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 LossFunction = Annotated[
     str | None,
     typer.Option(
-        help="Mean loss of (outputs, targets); cross-entropy if left out.",
+        help="Loss of (outputs, targets): a mean, or (sum, count); cross-entropy if left out.",
         metavar="PACKAGE:FUNCTION",
     ),
+]
+Optimizer = Annotated[
+    str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
+]
+ClipNorm = Annotated[
+    float | None, typer.Option(help="Scale gradients whose norm over all parameters is larger.")
 ]
 OutputFile = Annotated[
     Path | None, typer.Option("--output", "-o", help="Where to write.", metavar="FILE")

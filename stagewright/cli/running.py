@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stagewright.cli.console import (
+    ClipNorm,
     JsonFlag,
     LossFunction,
+    Optimizer,
     PlanFile,
     Seed,
     print_json,
@@ -24,7 +26,7 @@ from stagewright.cli.console import (
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    import torch
 
     from stagewright.executor.training import Course, NamedOptimizer, Task
 
@@ -49,13 +51,8 @@ def run(
         int, typer.Option(help="Mini-batches to train on, in all.", min=1, show_default=False)
     ],
     loss: LossFunction = None,
-    optimizer: Annotated[
-        str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
-    ] = "sgd:lr=0.01",
-    clip_norm: Annotated[
-        float | None,
-        typer.Option(help="Scale gradients whose norm over all parameters is larger."),
-    ] = None,
+    optimizer: Optimizer = "sgd:lr=0.01",
+    clip_norm: ClipNorm = None,
     seed: Seed = 0,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16"], typer.Option(help="Type of the parameters.")
@@ -243,7 +240,7 @@ def _parse_arguments(text: str, listed: str) -> dict[str, Any]:
         ) from None
 
 
-def _optimizers() -> "dict[str, type[Optimizer]]":
+def _optimizers() -> "dict[str, type[torch.optim.Optimizer]]":
     """The optimizers of torch by lower-case name, but for one that evaluates the loss itself."""
     import torch
 
