@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from statistics import median
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from stagewright.executor.capture import capture  # noqa: E402
+from stagewright.executor.compare import compare, correct  # noqa: E402
 from stagewright.executor.losses import IGNORED, cross_entropy  # noqa: E402
 from stagewright.executor.runtime import Executor  # noqa: E402
-from stagewright.formulations.actions import parse_action  # noqa: E402
+from stagewright.formulations.actions import ActionKind, parse_action  # noqa: E402
 from stagewright.formulations.plan import PipelinePlan, Stage  # noqa: E402
+from stagewright.graphs.chain import Chain, Layer, LayerCost  # noqa: E402
 from stagewright.graphs.errors import InputError  # noqa: E402
 
 STEPS = 3
@@ -76,7 +79,7 @@ def require_equal(found: Any, expected: Any) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def compare(
+def compare_runs(
     ranks: Ranks, plan: PipelinePlan, model: Any, batches: Any, loss: Any, **options: Any
 ) -> Any:
     """Carry out ``plan`` on the pool and by the oracle; what the ranks returned."""
@@ -165,7 +168,7 @@ def test_random_plans(ranks: Ranks, data: Any) -> None:
         batches = [(x.double(), y) for x, y in batches]
     clips = plan.weights in ("flush", "double-buffer") and data.draw(st.booleans())
     loss = weighted if name == "residual-mlp" else cross_entropy
-    compare(ranks, plan, model, batches, loss, clip_norm=0.3 if clips else None)
+    compare_runs(ranks, plan, model, batches, loss, clip_norm=0.3 if clips else None)
 
 
 @pytest.mark.parametrize("weights", ["stash", "stash+vertical-sync"])
@@ -173,7 +176,7 @@ def test_a_microbatch_that_is_an_update_is_normalised_alone(ranks: Ranks, weight
     stages = [Stage((0, 3), ("d0",)), Stage((3, 6), ("d1", "d2"))]
     batches = [(x[4:], y[4:]) for x, y in masked(12)]
     batches = [(x, y.where(torch.arange(8) != 5, IGNORED)) for x, y in batches]
-    compare(ranks, make.one_f_one_b(stages, 2, weights), built(), batches, cross_entropy)
+    compare_runs(ranks, make.one_f_one_b(stages, 2, weights), built(), batches, cross_entropy)
 
 
 @settings(
@@ -189,7 +192,39 @@ def test_random_periodic_plans(ranks: Ranks, data: Any) -> None:
     batches = [(x.double(), y) for x, y in (vectors(samples, i) for i in range(2 * STEPS))]
     clip_norm = data.draw(st.sampled_from([None, 0.3]))
     trace = data.draw(st.booleans())
-    compare(ranks, plan, built(), batches, weighted, clip_norm=clip_norm, trace=trace)
+    compare_runs(ranks, plan, built(), batches, weighted, clip_norm=clip_norm, trace=trace)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.3])
+def test_the_optimizers_steps_of_a_plan_are_traced_and_compared(
+    ranks: Ranks, clip_norm: float | None
+) -> None:
+    stages = [Stage((s, s + 1), (f"d{s % 2}",)) for s in range(4)]
+    stages[-1] = Stage((3, 6), ("d1",))
+    plan = make.with_steps(make.interleaved(stages, 2), 0.5)
+    batches = masked(8)
+    options = {"trace": True, "clip_norm": clip_norm}
+    trace = compare_runs(ranks, plan, built(), batches, cross_entropy, **options)[0][2]
+    for step in trace.steps:
+        updates = sorted(one.action for one in step.actions if "UPDATE" in one.action)
+        assert updates == ["0UPDATE", "1UPDATE", "2UPDATE", "3UPDATE"]
+        assert step.iteration_seconds == max(one.finish_seconds for one in step.actions)
+    comparison = compare(plan, trace)
+    kinds = {one.kind: (one.count, one.seconds) for one in comparison.kinds}
+    count, seconds = kinds[ActionKind.UPDATE]
+    assert (count, seconds.predicted, seconds.measured > 0) == (4, 0.5, True)
+    assert comparison.update_seconds.predicted == 1.0  # two stages on each device
+    cost = LayerCost(2, 1.0, 1.0, 1.0, backward_seconds=2.0, update_seconds=0.25)
+    layers = tuple(Layer(str(i), 4.0, (cost,)) for i in range(6))
+    corrected = correct(Chain("test", "test", 2, layers), plan, trace)
+    measured = median(
+        one.finish_seconds - one.start_seconds
+        for step in trace.steps[1:]
+        for one in step.actions
+        if one.action == "3UPDATE"
+    )
+    (found,) = {layer.costs[0].update_seconds for layer in corrected.layers[3:]}
+    assert found == pytest.approx(0.25 * measured / 0.5)
 
 
 def test_a_mini_batch_without_labels_ends_the_run_on_every_rank(ranks: Ranks) -> None:
@@ -210,10 +245,6 @@ def test_the_default_loss_is_torchs() -> None:
     for targets in (labels, output.softmax(1)):
         total, count = cross_entropy(output, targets)
         torch.testing.assert_close(total / count, F.cross_entropy(output, targets))
-
-
-def scalar(output: Tensor, _: Tensor) -> Tensor:
-    return output.mean()
 
 
 @pytest.mark.parametrize(
