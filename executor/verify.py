@@ -3,9 +3,9 @@
 Nothing here knows how a program was made. Proved are: every computation stands once and only
 once, where it belongs; both ranks of a pair see the same transfers in the same order, and the same
 all-reduces; every rank gets to the end (otherwise the cycle is shown, with the place in each rank's
-row), where an update waits for all losses that may normalise it; every forward uses the version of
-the weights that the plan's semantics ask for, and its backward the same; and, where the bytes are
-known, that every rank keeps within its memory at every step.
+row); every forward uses the version of the weights that the plan's semantics ask for, and its
+backward the same; and, where the bytes are known, that every rank keeps within its memory at every
+step.
 
 A periodic program is proved for any number of iterations. What is proved by running it is every
 number up to two of the iterations that repeat. From there on one more of them is done in between:
@@ -446,7 +446,6 @@ class _Run:
             yield from self._own(rank, s, (B, I), m)
         elif kind is UPDATE:
             yield from self._reductions(rank, s)
-            yield from self._losses_before(rank, action)
 
     def _own(
         self, rank: int, s: int, kinds: tuple[ActionKind, ...], m: int | None
@@ -478,25 +477,17 @@ class _Run:
                 yield peer, f"{other}{REDUCE}"
 
     def _gradients(self, rank: int, s: int, m: int | None) -> Iterator[tuple[int, str]]:
-        """What a backward begins with."""
+        """What a backward begins with: the next stage's, or losses that are normalised together.
+
+        That is the microbatch's alone where it is an update. Where an iteration is one, its losses
+        are all known before any stage has ended its backwards.
+        """
         if s < len(self.plan.stages) - 1:
             yield from self._arrivals(rank, Action(s + 1, SEND_B, m), (B, I))
         elif updates_every_round(self.plan.weights):
-            yield from self._losses(m)
-
-    def _losses_before(self, rank: int, update: Action) -> Iterator[tuple[int, str]]:
-        """The losses of the iteration that makes an update."""
-        if not updates_every_round(self.plan.weights):
-            begin = self.done[rank][update] * self.plan.microbatches
-            for m in range(begin, begin + self.plan.microbatches):
-                yield from self._losses(m)
-
-    def _losses(self, m: int | None) -> Iterator[tuple[int, str]]:
-        """The losses of a microbatch, which are normalised together."""
-        assert m is not None
-        last = len(self.plan.stages) - 1
-        for name in self.plan.stages[last].runners(m):
-            yield from self._own(self.rank[name], last, (F,), m)
+            assert m is not None
+            for name in self.plan.stages[s].runners(m):
+                yield from self._own(self.rank[name], s, (F,), m)
 
     def _measured(self, rank: int) -> Iterator[tuple[int, str]]:
         """The all-reduces whose results a rank measures, when it has begun its last one."""

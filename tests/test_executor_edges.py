@@ -646,7 +646,9 @@ def test_after_a_failed_step_there_is_no_other() -> None:
     }
     for message, loss in losses.items():
         executor = Executor(alone(2), [linear(), linear()], loss, dtype=torch.float64)
-        with pytest.raises(InputError, match=f"one number that depends on the output, .*, {message}"):
+        with pytest.raises(
+            InputError, match=f"one number that depends on the output, .*, {message}"
+        ):
             executor.step(*batch)
     with pytest.raises(InputError, match="a step failed before; make a new executor"):
         executor.step(*batch)

@@ -1016,3 +1016,24 @@ def alive(plan: PipelinePlan, row: Row, now: int, footprints: list[Footprint]) -
         total += footprint.static_bytes + saved * footprint.saved_bytes
         total += working * footprint.working_bytes + versions * footprint.version_bytes
     return total
+
+
+def test_a_loss_that_is_normalised_over_devices_waits_for_all_of_them() -> None:
+    plan = gpipe([Stage((0, 1), ("d0", "d1"))], 2)
+    plan = replace(plan, weights="stash")
+    rows = [f"0F{m} 0B{m} 0REDUCE_GRAD 0UPDATE" for m in (0, 1)]
+    verify(plan, written(plan, *[" ".join(rows)] * 2))
+    crossed = written(plan, " ".join(rows), " ".join(reversed(rows)))
+    assert "rank 0 at 0B0 waits for 0F0 of rank 1; rank 1 at 0B1 waits for 0F1 of rank 0" in (
+        refusal(plan, crossed)
+    )
+
+
+def test_a_norm_waits_for_the_all_reduces_that_it_measures() -> None:
+    """A device measures when it has begun its last all-reduce; what follows may not be awaited."""
+    plan, families = overlapping([Stage((0, 1), ("d0", "d1")), Stage((1, 2), ("d2",))], 2), []
+    for families in ([], [frozenset((0, 1))]):
+        verify(plan, lower_periodic(plan, families), families=families)
+    program = lower_periodic(plan, families)
+    reductions = [one for row in program.segments[-1] for one in row if one.action.kind is REDUCE]
+    assert {one.action.stage for one in reductions} == {0, 1}
