@@ -313,6 +313,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--steps 0", "--steps"),
         ("--timeout -1", "--timeout"),
         ("--timeout inf", "--timeout"),
+        ("--clip-norm 0", "clip_norm must be a positive number, got 0"),
         ("--dtype int8", "--dtype"),
         ("--seed -1", "the seed must be from 0"),
         ("--checkpoint-every 2", "need --checkpoint"),

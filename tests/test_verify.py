@@ -1029,11 +1029,13 @@ def test_a_loss_that_is_normalised_over_devices_waits_for_all_of_them() -> None:
     )
 
 
-def test_a_norm_waits_for_the_all_reduces_that_it_measures() -> None:
-    """A device measures when it has begun its last all-reduce; what follows may not be awaited."""
-    plan, families = overlapping([Stage((0, 1), ("d0", "d1")), Stage((1, 2), ("d2",))], 2), []
-    for families in ([], [frozenset((0, 1))]):
-        verify(plan, lower_periodic(plan, families), families=families)
+def test_for_a_norm_every_stage_gives_its_gradients() -> None:
+    plan = overlapping([Stage((0, 1), ("d0", "d1")), Stage((1, 2), ("d2",))], 2)
+    families = [frozenset((0, 1))]
     program = lower_periodic(plan, families)
-    reductions = [one for row in program.segments[-1] for one in row if one.action.kind is REDUCE]
-    assert {one.action.stage for one in reductions} == {0, 1}
+    verify(plan, program, families=families)
+    given = {one.action.stage for row in program.segments[-1] for one in row
+             if one.action.kind is REDUCE}  # fmt: skip
+    assert given == {0, 1}
+    with pytest.raises(InvalidProgram, match="0 all-reduces"):
+        verify(plan, lower_periodic(plan), families=families)
