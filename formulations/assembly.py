@@ -198,7 +198,8 @@ def _scheduled(
             group, volume = stages[s].devices, problem.gradient_bytes(*stages[s].layers)
             yield ScheduledAction(group[0], str(action), start, finish, group, group, volume)
         elif action.kind in ON_DEVICE:
-            for device in stages[s].devices if m is None else stages[s].runners(m):
+            on = stages[s].devices if m is None else stages[s].runners(m)
+            for device in on:
                 yield ScheduledAction(device, str(action), start, finish)
         else:
             towards = s + 1 if action.kind is ActionKind.SEND_FORWARD else s - 1
