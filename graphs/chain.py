@@ -28,7 +28,8 @@ class LayerCost:
     ``device_kind`` None stands for any device: the source does not say where it was measured.
     The backward time is given whole (``backward_seconds``) or as the input gradient's and the
     weight gradient's parts. ``saved_bytes`` are what the forward keeps for the backward,
-    ``output_bytes`` what the next layer receives (and returns as a gradient).
+    ``output_bytes`` what the next layer receives (and returns as a gradient). ``update_seconds``
+    is the optimizer's step on the layer's parameters.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -41,6 +42,7 @@ class LayerCost:
     input_gradient_seconds: float | None = None
     weight_gradient_seconds: float | None = None
     device_kind: str | None = None
+    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
@@ -71,18 +73,26 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its parameters and its costs, one entry per device kind and microbatch size."""
+    """One layer: its parameters and its costs, one entry per device kind and microbatch size.
+
+    ``min_samples`` is the smallest part of a microbatch that the layer can work on.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     parameter_bytes: float
     costs: tuple[LayerCost, ...]
+    min_samples: int = 1
 
     def __post_init__(self) -> None:
         require_amount(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
         if not self.costs:
             raise InputError(f"layer {self.name!r} has no costs")
+        if self.min_samples < 1:
+            raise InputError(
+                f"layer {self.name!r}: min_samples must be at least 1, got {self.min_samples}"
+            )
         measured = [(cost.device_kind, cost.microbatch_size) for cost in self.costs]
         if len(set(measured)) < len(measured):
             raise InputError(f"layer {self.name!r}: two costs for one device kind and size")
