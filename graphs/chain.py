@@ -29,7 +29,8 @@ class LayerCost:
     The backward time is given whole (``backward_seconds``) or as the input gradient's and the
     weight gradient's parts. ``saved_bytes`` are what the forward keeps for the backward,
     ``output_bytes`` what the next layer receives (and returns as a gradient). ``update_seconds``
-    is the optimizer's step on the layer's parameters.
+    is the optimizer's step on the layer's parameters (None: not known, and priced as 0); it does
+    not depend on the microbatch size.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -41,8 +42,8 @@ class LayerCost:
     backward_seconds: float | None = None
     input_gradient_seconds: float | None = None
     weight_gradient_seconds: float | None = None
+    update_seconds: float | None = None
     device_kind: str | None = None
-    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
@@ -75,7 +76,8 @@ class LayerCost:
 class Layer:
     """One layer: its parameters and its costs, one entry per device kind and microbatch size.
 
-    ``min_samples`` is the smallest part of a microbatch that the layer can work on.
+    ``min_samples`` is the least number of samples the layer can be run on (None: one); batch
+    normalisation over a single value per channel, for example, is undefined.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -83,19 +85,24 @@ class Layer:
     name: str
     parameter_bytes: float
     costs: tuple[LayerCost, ...]
-    min_samples: int = 1
+    min_samples: int | None = None
 
     def __post_init__(self) -> None:
-        require_amount(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
-        if not self.costs:
-            raise InputError(f"layer {self.name!r} has no costs")
-        if self.min_samples < 1:
+        if self.min_samples is not None and self.min_samples < 1:
             raise InputError(
                 f"layer {self.name!r}: min_samples must be at least 1, got {self.min_samples}"
             )
+        require_amount(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
+        if not self.costs:
+            raise InputError(f"layer {self.name!r} has no costs")
         measured = [(cost.device_kind, cost.microbatch_size) for cost in self.costs]
         if len(set(measured)) < len(measured):
             raise InputError(f"layer {self.name!r}: two costs for one device kind and size")
+        updates = {(cost.device_kind, cost.update_seconds) for cost in self.costs}
+        if len(updates) > len({kind for kind, _ in updates}):
+            raise InputError(
+                f"layer {self.name!r}: update_seconds must be the same at every microbatch size"
+            )
 
 
 @dataclass(frozen=True, slots=True)
