@@ -198,10 +198,10 @@ def _scheduled(
             group, volume = stages[s].devices, problem.gradient_bytes(*stages[s].layers)
             yield ScheduledAction(group[0], str(action), start, finish, group, group, volume)
         elif action.kind in ON_DEVICE:
-            on = stages[s].devices if m is None else stages[s].runners(m)
-            for device in on:
+            for device in stages[s].devices if m is None else stages[s].runners(m):
                 yield ScheduledAction(device, str(action), start, finish)
         else:
+            assert m is not None  # a transfer is of a microbatch
             towards = s + 1 if action.kind is ActionKind.SEND_FORWARD else s - 1
             sources, targets = stages[s].runners(m), stages[towards].runners(m)
             volume = problem.boundary_bytes(stages[min(s, towards)].layers[1])
