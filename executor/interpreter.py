@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.executor.loss_graph import require_loss
 from stagewright.executor.program import (
     RECEIVES,
     SENDS,
@@ -37,7 +38,6 @@ from stagewright.executor.trace import RankAction
 from stagewright.executor.weights import TiedSums, Weights
 from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
 from stagewright.formulations.plan import PipelinePlan, updates_every_round
-from stagewright.graphs.errors import InputError
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -441,7 +441,7 @@ class Interpreter:
         iteration, place = divmod(m, self._count)
 
         def seed(i: int) -> int:
-            return layer_seed(self._seed, self._first_step + iteration, place, lane, first + i)
+            return layer_seed(self._seed, self._first_step + iteration, place, first + i)
 
         outputs = self._computations[s].forward(m, inputs, seed, (s, place) in self._in_two)
         if s in (0, self._last):
@@ -492,7 +492,10 @@ class Interpreter:
 
     def _judge(self, lane: int, m: int, outputs: Tensors) -> None:
         """The loss of a microbatch; the microbatch's backward begins with the loss's."""
-        leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in outputs]
+        leaves = [
+            one.detach().requires_grad_(trained)
+            for one, trained in zip(outputs, self._computations[self._last].trained, strict=True)
+        ]
         _, whole = self._batches[m // self._count]
         if isinstance(whole, tuple):
             targets: Batch = tuple(self._samples_of(one, self._last, lane, m) for one in whole)
@@ -500,7 +503,7 @@ class Interpreter:
             targets = self._samples_of(whole, self._last, lane, m)
         with torch.enable_grad(), self._computations[self._last].cast():
             loss = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
-        _require_loss(loss)
+        require_loss(loss, leaves)
         self._values[m] = loss.detach()
         self._losses[m] = (loss, leaves)
         if self._rank.device.type == "cpu":  # a GPU would have to be waited for
@@ -641,14 +644,6 @@ def _as_index(rows: Rows) -> slice | list[int]:
     if rows == tuple(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return list(rows)
-
-
-def _require_loss(loss: object) -> None:
-    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
-        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(
-            f"the loss must be a tensor of one number that depends on the output, got {found}"
-        )
 
 
 def _explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: int) -> None:

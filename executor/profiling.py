@@ -212,8 +212,7 @@ def _runs(
     """Every layer with its inputs, which need a gradient where they do in training."""
 
     def end_in_loss(outputs: Values) -> Values:
-        single = model.single_output and len(outputs) == 1
-        return (loss(outputs[0] if single else outputs, targets),)
+        return (loss(outputs[0] if model.single_output else outputs, targets),)
 
     runs = []
     for i, layer in enumerate(model.layers):

@@ -1,0 +1,81 @@
+"""What a loss depends on: the model's outputs, and nothing else that would have to be trained."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from stagewright.graphs.errors import InputError
+
+CURE = "let the model's last module hold them and return them, or its part of the loss"
+
+
+def require_no_parameters(loss: Callable[..., Any]) -> None:
+    """Refuse a loss that is a module with parameters to train, or a function that holds one."""
+    for module in _modules(loss):
+        for name, one in module.named_parameters():
+            if one.requires_grad:
+                raise InputError(
+                    f"the loss has a parameter of its own, {name!r} of {type(module).__name__}, "
+                    f"which no stage trains; {CURE}"
+                )
+
+
+def require_loss(loss: object, outputs: Sequence[Tensor]) -> Tensor:
+    """``loss`` as it is, if it is one number that depends on some of ``outputs`` and on no other.
+
+    Raises
+    ------
+    InputError
+        Saying what it is instead.
+    """
+    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(
+            f"the loss must be a tensor of one number that depends on the output, got {found}"
+        )
+    require_from_outputs(loss, outputs)
+    return loss
+
+
+def require_from_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Refuse a loss whose gradient would go to a tensor that is none of ``outputs``."""
+    own = {id(one) for one in outputs}
+    for leaf in _leaves(loss):
+        if id(leaf) not in own:
+            raise InputError(
+                f"the loss depends on a parameter of shape {tuple(leaf.shape)} that is no output "
+                f"of the model, so that no stage gets its gradient; {CURE}"
+            )
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a backward of ``loss`` gives gradients to."""
+    nodes, seen = [loss.grad_fn], set()
+    if loss.grad_fn is None:
+        yield loss
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [before for before, _ in node.next_functions]
+
+
+def _modules(loss: Any) -> Iterator[nn.Module]:
+    """The modules that ``loss`` is, or is made of."""
+    if isinstance(loss, nn.Module):
+        yield loss
+    elif isinstance(loss, partial):
+        for one in (loss.func, *loss.args, *loss.keywords.values()):
+            yield from _modules(one)
+    elif isinstance(loss, MethodType):
+        yield from _modules(loss.__self__)
+    elif isinstance(loss, FunctionType):
+        for cell in loss.__closure__ or ():
+            if isinstance(cell.cell_contents, nn.Module):
+                yield cell.cell_contents
