@@ -101,14 +101,14 @@ def capture(model: nn.Module | Sequence[nn.Module]) -> LayeredModel:
         layers would not do all that it does: keep Python state, call its hooks.
     """
     if isinstance(model, list | tuple | nn.ModuleList):
-        return _capture_list(list(model))
+        return _require_whole_gradients(_capture_list(list(model)))
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch module or a list")
     _require_plain_tensors(model)
     _require_no_backward_hooks(model)
     graph = _trace_twice(model)
     _replace_in_place(model, graph)
-    return _cut(model, graph)
+    return _require_whole_gradients(_cut(model, graph))
 
 
 # A list of modules
@@ -193,6 +193,18 @@ def _require_no_backward_hooks(model: nn.Module) -> None:
                 f"{type(module).__name__}{path} has a backward hook, but is cut into layers; put "
                 "the hook on a module within, or pass a list of modules"
             )
+
+
+def _require_whole_gradients(model: LayeredModel) -> LayeredModel:
+    """``model``, unless a parameter has a hook that would be given its gradient layer by layer."""
+    users = Counter(id(one) for layer in model.layers for one in layer.module.parameters())
+    for names, one in model.parameters_by_name().items():
+        if one._backward_hooks and users[id(one)] > 1:
+            raise InputError(
+                f"parameter {names[0]!r} has a hook and is used in {users[id(one)]} layers, each "
+                "of which would call it with a part of the gradient; remove the hook"
+            )
+    return model
 
 
 # Tracing

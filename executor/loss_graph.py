@@ -51,19 +51,21 @@ def require_from_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> None:
             )
 
 
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors that a backward of ``loss`` gives gradients to."""
-    nodes, seen = [loss.grad_fn], set()
-    if loss.grad_fn is None:
-        yield loss
+def backward_nodes(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph that a backward of ``tensor`` goes through, each once."""
+    nodes, seen = [tensor.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        nodes += [before for before, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [before for before, _ in node.next_functions]
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors that a backward of ``loss`` gives gradients to."""
+    found = [node.variable for node in backward_nodes(loss) if hasattr(node, "variable")]
+    return [loss] if loss.grad_fn is None else found
 
 
 def _modules(loss: Any) -> Iterator[nn.Module]:

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from stagewright.executor.capture import LayeredModel
-from stagewright.executor.shapes import SavedStorages
+from stagewright.executor.loss_graph import backward_nodes, require_loss, require_no_parameters
+from stagewright.executor.shapes import SavedStorages, propagate, values_of
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.errors import InputError
 
@@ -108,10 +109,13 @@ def measure_layers(
     Raises
     ------
     InputError
-        If the batch has too few samples, or the model does not run on it.
+        If the batch has too few samples, or a run would refuse the model or the loss.
     """
     inputs, targets = _on_device(batch, model, machine.device)
     _require_samples(inputs, microbatch_sizes)
+    require_no_parameters(loss)
+    for size in microbatch_sizes:  # as a run does before it starts
+        propagate(model.layers, values_of(inputs, size), machine.device, autocast)
     measured = []
     with _threads(machine.threads):
         for size in microbatch_sizes:
@@ -171,15 +175,28 @@ class _Run:
     autocast: torch.dtype | None
 
     def forward(self) -> Values:
-        mixed, device = self.autocast is not None, self.inputs[0].device.type
-        with torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False):
+        with self._cast():
             return self.end(self.module(*self.inputs))
+
+    def _cast(self) -> torch.autocast:
+        mixed, device = self.autocast is not None, self.inputs[0].device.type
+        return torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False)
+
+    def require_loss(self) -> None:
+        """Refuse what ``end`` makes of the layer's outputs if a run would."""
+        with self._cast():
+            outputs = self.module(*self.inputs)
+            leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
+            require_loss(self.end(leaves)[0], leaves)
 
     def times(self, machine: Machine) -> tuple[float, float, float]:
         """Seconds of forward, input gradient and whole backward, once."""
         inputs = [value for value in self.inputs if value.requires_grad]
         parameters = [one for one in self.module.parameters() if one.requires_grad]
         forward, outputs = machine.timed(self.forward)
+        if any(map(_has_reentrant_checkpoint, outputs)):  # its backward stays whole
+            whole = self._whole_backward(machine, outputs)
+            return forward, whole, whole
         whole = self._backward(machine, outputs, [*inputs, *parameters])
         if not parameters:
             return forward, whole, whole
@@ -196,6 +213,15 @@ class _Run:
         seconds, _ = machine.timed(
             lambda: torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
         )
+        return seconds
+
+    def _whole_backward(self, machine: Machine, outputs: Sequence[Tensor]) -> float:
+        """Into the gradients of all leaves: the only way for a reentrant checkpoint."""
+        roots = [value for value in outputs if value.requires_grad]
+        gradients = [torch.randn_like(value) for value in roots]
+        seconds, _ = machine.timed(lambda: torch.autograd.backward(roots, gradients))
+        for one in (*self.inputs, *self.module.parameters()):
+            one.grad = None
         return seconds
 
     def bytes(self) -> tuple[int, int]:
@@ -220,6 +246,8 @@ def _runs(
         end = end_in_loss if last else lambda outputs: outputs
         run = _Run(layer.module, values, end, autocast)
         try:
+            if last:
+                run.require_loss()
             results = run.forward()
         except InputError:
             raise
@@ -228,9 +256,11 @@ def _runs(
             raise InputError(f"layer {layer.name!r} does not run on the data: {reason}") from error
         values = tuple(value.detach().requires_grad_(value.requires_grad) for value in results)
         runs.append(run)
-    if values[0].numel() != 1:
-        raise InputError(f"the loss has shape {tuple(values[0].shape)}; it must be one number")
     return runs
+
+
+def _has_reentrant_checkpoint(output: Tensor) -> bool:
+    return any(node.name() == "CheckpointFunctionBackward" for node in backward_nodes(output))
 
 
 # Samples
@@ -239,17 +269,18 @@ def _runs(
 def _on_device(
     batch: tuple[Any, Any], model: LayeredModel, device: torch.device
 ) -> tuple[Values, Any]:
-    """Inputs and targets on ``device``; what is floating in the type of the parameters."""
+    """Inputs and targets on ``device``; floating inputs in the type of the parameters."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(map(moved, value))
         if not isinstance(value, Tensor):
             raise InputError(f"the data holds a {type(value).__name__} where a tensor must be")
-        return value.to(device, _dtype(model) if value.is_floating_point() else None)
+        return value.to(device)
 
     inputs, targets = map(moved, batch)
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    inputs = tuple(one.to(_dtype(model)) if one.is_floating_point() else one for one in inputs)
     if len(inputs) != model.input_count:
         raise InputError(
             f"the data has {len(inputs)} input tensors per mini-batch, the model takes "

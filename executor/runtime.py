@@ -444,6 +444,7 @@ class Executor:
         self._shared_buffers = [name for name in shared if name in buffers]
         self._tied = [name for name in shared if name not in buffers]
         _require_updated_together(self.plan, self._tied, self._stages_of)
+        _require_whole_gradients(self.plan, model, self._stages_of)
         return model
 
     def _split_modules(self) -> dict[int, list[CapturedLayer]]:
@@ -720,6 +721,18 @@ def _require_updated_together(
             f"parameter {name!r} is shared by stages {_and(stages_of[name])}, which with "
             f"{plan.weights!r} update it at different times; put its layers into one stage"
         )
+
+
+def _require_whole_gradients(
+    plan: PipelinePlan, model: LayeredModel, stages_of: Mapping[str, Sequence[int]]
+) -> None:
+    for names, one in model.parameters_by_name().items():
+        for s in stages_of[names[0]] if one._backward_hooks else ():
+            if len(plan.stages[s].runners(0)) > 1:
+                raise InputError(
+                    f"parameter {names[0]!r} has a hook, which each of the devices that split the "
+                    f"microbatches of stage {s} would call with a part of the gradient; remove it"
+                )
 
 
 def _and(stages: Sequence[int]) -> str:

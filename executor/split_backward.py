@@ -184,10 +184,12 @@ def split_layer(
     Raises
     ------
     CannotSplit
-        If the layer cannot be traced, or its backward draws random numbers or reads what a
-        later forward changes.
+        If the layer has hooks, which tracing would call once and for all, or cannot be traced, or
+        its backward draws random numbers or reads what a later forward changes.
     """
     name = name or type(module).__name__
+    if _has_hooks(module):
+        raise CannotSplit(name, "it has hooks")
     examples = [value if _is_dense(value) else value.contiguous() for value in inputs]
     joint = _Joint(module, tuple(input_needs_gradient), output_has_gradient)
     try:
@@ -196,6 +198,20 @@ def split_layer(
     except Exception as error:  # tracing runs the layer's own code, which raises anything
         raise CannotSplit(name, _one_line(error)) from error
     return _cut_graph(traced, module, tuple(map(_layout, examples)), name)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    of_modules = (
+        hooks
+        for module in layer.modules()
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+    return any(of_modules) or any(one._backward_hooks for one in layer.parameters())
 
 
 class _Joint(nn.Module):
