@@ -9,7 +9,7 @@ in one dimension, or in one that is a multiple of them, each sample's entries to
 that draws inside itself, as fused attention does, and a draw in the backward are left alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class Record(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _is_random(func):
+        if _is_random(func, args, kwargs or {}):
             self.draws.append(Draw(_name(func), tuple(_layouts(func, args, kwargs or {}))))
         storages = [storage_of(one) for one in _leaves(args, kwargs) if isinstance(one, Tensor)]
         self.read.update(storages)
@@ -124,7 +124,7 @@ class DrawsOfShare(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_random(func):
+        if not _is_random(func, args, kwargs):
             return func(*args, **kwargs)
         if not self.left or self.left[-1].operator != _name(func):
             raise InputError(f"a layer draws by {_name(func)}, which it did not when it was traced")
@@ -168,8 +168,13 @@ class DrawsOfShare(TorchDispatchMode):
         return (firsts + torch.arange(entries, device=device)).flatten()
 
 
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws; attention does so with dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [one.name for one in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
 
 
 def _name(func: Any) -> str:

@@ -1,22 +1,24 @@
 """Tensors in the place of others: what Python knows of a parameter goes with it."""
 
 import copy
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+T = TypeVar("T", bound=Tensor)
 
-def twin(tensor: Tensor, values: Tensor) -> Tensor:
+
+def twin(tensor: T, values: Tensor) -> T:
     """A tensor of ``values`` with the class, the attributes and the hooks of ``tensor``."""
-    made = values
+    made: Any = values
     if isinstance(tensor, nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)
     vars(made).update(vars(tensor))
     if tensor.requires_grad:
         for hook in (tensor._backward_hooks or {}).values():
             made.register_hook(hook)
-    return made
+    return cast(T, made)
 
 
 def twins(modules: list[nn.Module]) -> list[nn.Module]:

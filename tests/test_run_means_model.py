@@ -666,6 +666,8 @@ class Attends(nn.Module):
 
     def forward(self, x: Any) -> Any:
         x = x[:, None] * torch.linspace(0.5, 1, 3, dtype=x.dtype)[:, None]
+        heads = x[:, None]  # a fused kernel, which draws nothing here
+        x = F.dropout(x + F.scaled_dot_product_attention(heads, heads, heads)[:, 0], 0.2)
         return self.attention(x, x, x)[0].mean(1)
 
 
