@@ -152,6 +152,11 @@ class Nothing(StageComputation):
     def __init__(self) -> None:
         super().__init__((), "none", CPU, None)
 
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """The only output is."""
+        return (True,)
+
     def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
         """Outputs that are the inputs."""
         return inputs

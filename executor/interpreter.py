@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.executor.loss_graph import require_from_outputs
 from stagewright.executor.losses import Loss, read_loss
 from stagewright.executor.program import (
     RECEIVES,
@@ -484,7 +485,7 @@ class Interpreter:
         iteration, place = divmod(m, self._count)
 
         def seed(i: int) -> int:
-            return layer_seed(self._seed, self._first_step + iteration, place, lane, first + i)
+            return layer_seed(self._seed, self._first_step + iteration, place, first + i)
 
         outputs = self._computations[s].forward(m, inputs, seed, (s, place) in self._in_two)
         if s in (0, self._last):
@@ -595,7 +596,10 @@ class Interpreter:
 
     def _judge(self, lane: int, m: int, outputs: Tensors) -> None:
         """The loss of a microbatch; the microbatch's backward begins with the loss's."""
-        leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in outputs]
+        leaves = [
+            one.detach().requires_grad_(trained)
+            for one, trained in zip(outputs, self._computations[self._last].trained, strict=True)
+        ]
         _, whole = self._batches[m // self._count]
         if isinstance(whole, tuple):
             targets: Batch = tuple(self._samples_of(one, self._last, lane, m) for one in whole)
@@ -604,6 +608,7 @@ class Interpreter:
         with torch.enable_grad(), self._computations[self._last].cast():
             found = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
         loss, count = read_loss(found)
+        require_from_outputs(loss, leaves)
         self._values[m], self._counts[m] = loss.detach(), count
         self._losses[m] = (loss, leaves, count)
         if self._rank.device.type == "cpu":  # a GPU would have to be waited for

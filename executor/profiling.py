@@ -34,8 +34,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stagewright.executor.capture import LayeredModel
+from stagewright.executor.loss_graph import (
+    backward_nodes,
+    require_from_outputs,
+    require_no_parameters,
+)
 from stagewright.executor.losses import Loss, cross_entropy, read_loss
-from stagewright.executor.shapes import SavedStorages
+from stagewright.executor.shapes import SavedStorages, propagate, values_of
 from stagewright.executor.weights import MakeOptimizer, Weights
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.errors import InputError
@@ -115,11 +120,14 @@ def measure_layers(
     Raises
     ------
     InputError
-        If the batch has too few samples, or the model does not run on it, or the optimizer does not
-        take its parameters.
+        If the batch has too few samples, or a run would refuse the model or the loss, or the
+        optimizer does not take its parameters.
     """
     inputs, targets = _on_device(batch, model, machine.device)
     _require_samples(inputs, microbatch_sizes)
+    require_no_parameters(loss)
+    for size in microbatch_sizes:  # as a run does before it starts
+        propagate(model.layers, values_of(inputs, size), machine.device, autocast)
     measured = []
     with _threads(machine.threads):
         for size in microbatch_sizes:
@@ -187,15 +195,28 @@ class _Run:
     autocast: torch.dtype | None
 
     def forward(self) -> Values:
-        mixed, device = self.autocast is not None, self.inputs[0].device.type
-        with torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False):
+        with self._cast():
             return self.end(self.module(*self.inputs))
+
+    def _cast(self) -> torch.autocast:
+        mixed, device = self.autocast is not None, self.inputs[0].device.type
+        return torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False)
+
+    def require_loss(self) -> None:
+        """Refuse what ``end`` makes of the layer's outputs if a run would."""
+        with self._cast():
+            outputs = self.module(*self.inputs)
+            leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
+            require_from_outputs(self.end(leaves)[0], leaves)
 
     def times(self, machine: Machine) -> tuple[float, float, float]:
         """Seconds of forward, input gradient and whole backward, once."""
         inputs = [value for value in self.inputs if value.requires_grad]
         parameters = [one for one in self.module.parameters() if one.requires_grad]
         forward, outputs = machine.timed(self.forward)
+        if any(map(_has_reentrant_checkpoint, outputs)):  # its backward stays whole
+            whole = self._whole_backward(machine, outputs)
+            return forward, whole, whole
         whole = self._backward(machine, outputs, [*inputs, *parameters])
         if not parameters:
             return forward, whole, whole
@@ -214,6 +235,15 @@ class _Run:
         )
         return seconds
 
+    def _whole_backward(self, machine: Machine, outputs: Sequence[Tensor]) -> float:
+        """Into the gradients of all leaves: the only way for a reentrant checkpoint."""
+        roots = [value for value in outputs if value.requires_grad]
+        gradients = [torch.randn_like(value) for value in roots]
+        seconds, _ = machine.timed(lambda: torch.autograd.backward(roots, gradients))
+        for one in (*self.inputs, *self.module.parameters()):
+            one.grad = None
+        return seconds
+
     def bytes(self) -> tuple[int, int]:
         """Bytes that autograd keeps from forward to backward, and bytes that leave the layer."""
         kept = SavedStorages([*self.module.parameters(), *self.module.buffers()])
@@ -228,8 +258,7 @@ def _runs(
     """Every layer with its inputs, which need a gradient where they do in training."""
 
     def end_in_loss(outputs: Values) -> Values:
-        single = model.single_output and len(outputs) == 1
-        total, _ = read_loss(loss(outputs[0] if single else outputs, targets))
+        total, _ = read_loss(loss(outputs[0] if model.single_output else outputs, targets))
         return (total,)
 
     runs = []
@@ -238,6 +267,8 @@ def _runs(
         end = end_in_loss if last else lambda outputs: outputs
         run = _Run(layer.module, values, end, autocast)
         try:
+            if last:
+                run.require_loss()
             results = run.forward()
         except InputError:
             raise
@@ -304,23 +335,28 @@ def _weights(module: nn.Module, optimizer: MakeOptimizer) -> Weights:
     return Weights([module], primary, (), optimizer, versions=1)
 
 
+def _has_reentrant_checkpoint(output: Tensor) -> bool:
+    return any(node.name() == "CheckpointFunctionBackward" for node in backward_nodes(output))
+
+
 # Samples
 
 
 def _on_device(
     batch: tuple[Any, Any], model: LayeredModel, device: torch.device
 ) -> tuple[Values, Any]:
-    """Inputs and targets on ``device``; what is floating in the type of the parameters."""
+    """Inputs and targets on ``device``; floating inputs in the type of the parameters."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(map(moved, value))
         if not isinstance(value, Tensor):
             raise InputError(f"the data holds a {type(value).__name__} where a tensor must be")
-        return value.to(device, _dtype(model) if value.is_floating_point() else None)
+        return value.to(device)
 
     inputs, targets = map(moved, batch)
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    inputs = tuple(one.to(_dtype(model)) if one.is_floating_point() else one for one in inputs)
     if len(inputs) != model.input_count:
         raise InputError(
             f"the data has {len(inputs)} input tensors per mini-batch, the model takes "

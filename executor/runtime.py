@@ -1,6 +1,5 @@
 """The executor: one process per device carries out its row of a plan's program."""
 
-import copy
 import os
 import platform
 import time
@@ -17,16 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.capture import CapturedLayer, LayeredModel
+from stagewright.executor.draws import whole_draws
 from stagewright.executor.initialise import Model, initialise, total_bytes
 from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Joint, OutOfMemory, Rank
 from stagewright.executor.launch import require_torch
+from stagewright.executor.loss_graph import require_no_parameters
 from stagewright.executor.losses import Loss, cross_entropy
 from stagewright.executor.periodic import lower_any
 from stagewright.executor.program import Families, Program, stages_on
 from stagewright.executor.shapes import LayerTrace, Value, propagate, values_of
 from stagewright.executor.shares import Rows, pieces, rows
-from stagewright.executor.stage import Part, StageComputation
+from stagewright.executor.stage import Part, Share, StageComputation
 from stagewright.executor.trace import RankAction, Trace, traced_step
+from stagewright.executor.twins import twins
 from stagewright.executor.verify import peak_bytes, verify
 from stagewright.executor.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
 from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, updates_every_round
@@ -136,6 +138,7 @@ class Executor:
     ) -> None:
         require_torch()
         require_clip_norm(plan, clip_norm)
+        require_no_parameters(loss)
         self._clip_norm = inf if clip_norm is None else clip_norm
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed, self._dtype = loss, seed, dtype
@@ -457,6 +460,7 @@ class Executor:
         _require_updated_together(self.plan, self._tied, self._stages_of)
         if self._clip_norm < inf and isinstance(self.plan.schedule, PeriodicSchedule):
             _require_not_shared(self._tied, self._stages_of)
+        _require_whole_gradients(self.plan, model, self._stages_of)
         return model
 
     def _split_modules(self) -> dict[int, list[CapturedLayer]]:
@@ -466,7 +470,11 @@ class Executor:
         for s in self._stages:
             start, stop = self.plan.stages[s].layers
             if found:
-                layers[start:stop] = copy.deepcopy(layers[start:stop])
+                copies = twins([layer.module for layer in layers[start:stop]])
+                layers[start:stop] = [
+                    CapturedLayer(layer.name, module)
+                    for layer, module in zip(layers[start:stop], copies, strict=True)
+                ]
             found[s] = layers[start:stop]
         self._model = replace(self._model, layers=tuple(layers))
         return found
@@ -555,7 +563,9 @@ class Executor:
             for count, values in entering.items()
         }
         self._require_constant_buffers(traces[samples])
-        computations = {s: self._computation(s, lanes[s], entering, traces) for s in self._stages}
+        computations = {
+            s: self._computation(s, lanes[s], samples, entering, traces) for s in self._stages
+        }
         self._require_fit(computations)
         boundaries = []
         for s, stage in enumerate(plan.stages[:-1]):
@@ -580,13 +590,15 @@ class Executor:
         self,
         s: int,
         lanes: Sequence[Rows],
+        samples: int,
         entering: Mapping[int, tuple[Value, ...]],
         traces: Mapping[int, tuple[LayerTrace, ...]],
     ) -> StageComputation:
         """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
         stage = self.plan.stages[s]
         start, stop = stage.layers
-        count = len(lanes[stage.devices.index(self._name) if len(lanes) > 1 else 0])
+        lane = stage.devices.index(self._name) if len(lanes) > 1 else 0
+        count = len(lanes[lane])
         trace = traces[count][start:stop]
         inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
         inputs += [one.outputs for one in trace[:-1]]
@@ -594,12 +606,14 @@ class Executor:
         trained = {self._primary[name] for one in traces[count] for name in one.trained}
         self._weights[s].leave_out(trained)
         parts = [Part(*each) for each in zip(self._modules[s], inputs, trace, strict=True)]
+        of_stage = {one: found[start:stop] for one, found in traces.items()}
         return StageComputation(
             parts,
             stage.recompute,
             self._rank.device,
             self._autocast,
             offload=stage.offload,
+            share=_share(lanes[lane], lane, samples, of_stage),
         )
 
     def _require_constant_buffers(self, trace: Sequence[LayerTrace]) -> None:
@@ -787,6 +801,18 @@ def _require_not_shared(tied: Sequence[str], stages_of: Mapping[str, Sequence[in
         )
 
 
+def _require_whole_gradients(
+    plan: PipelinePlan, model: LayeredModel, stages_of: Mapping[str, Sequence[int]]
+) -> None:
+    for names, one in model.parameters_by_name().items():
+        for s in stages_of[names[0]] if one._backward_hooks else ():
+            if len(plan.stages[s].runners(0)) > 1:
+                raise InputError(
+                    f"parameter {names[0]!r} has a hook, which each of the devices that split the "
+                    f"microbatches of stage {s} would call with a part of the gradient; remove it"
+                )
+
+
 def _and(stages: Sequence[int]) -> str:
     return " and ".join(map(str, stages))
 
@@ -858,6 +884,28 @@ def _boundary(
                 "cut elsewhere, or leave these stages on one device each"
             )
     return Boundary(values, by_sample, pieces([len(lane) for lane in below], len(above)))
+
+
+def _share(
+    rows: Rows, lane: int, samples: int, traces: Mapping[int, Sequence[LayerTrace]]
+) -> Share | None:
+    """The samples of a microbatch that a device works on, None if it is all of them in order.
+
+    ``traces`` of the stage's layers, by the number of samples.
+    """
+    if rows == tuple(range(samples)):
+        return None
+    fewer = min(traces)
+    pairs = zip(traces[samples], traces[fewer], strict=True)
+    return Share(
+        rows,
+        samples,
+        lane,
+        tuple(
+            None if one.draws_again else whole_draws(one.draws, samples, other.draws, fewer)
+            for one, other in pairs
+        ),
+    )
 
 
 def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stagewright.executor.twins import twin
+
 CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
 BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
 
@@ -188,15 +190,15 @@ class Weights:
         whatever data that has by the time of the backward.
         """
         old = self.held[self.newest]
-        new = [nn.Parameter(one.detach().clone()) for one in old]
+        new = [twin(one, one.detach().clone()) for one in old]
         if self.optimizer is None:
             return new
-        twin = dict(zip(map(id, old), new, strict=True))
+        newer = dict(zip(map(id, old), new, strict=True))
         for group in self.optimizer.param_groups:
-            group["params"] = [twin[id(one)] for one in group["params"]]
+            group["params"] = [newer[id(one)] for one in group["params"]]
         for one in old:
             if one in self.optimizer.state:
-                self.optimizer.state[twin[id(one)]] = self.optimizer.state.pop(one)
+                self.optimizer.state[newer[id(one)]] = self.optimizer.state.pop(one)
         return new
 
     def begin(self) -> None:
@@ -222,7 +224,7 @@ class Weights:
                     self.optimizer.state[one] = kept
         if buffered:
             self.held[0] = [
-                nn.Parameter(tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
+                twin(one, tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
                 for name, one in newest.items()
             ]
             self._adopt(self.held[0], self._gradients)

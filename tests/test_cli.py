@@ -192,7 +192,7 @@ def test_check_lists_every_broken_rule(files: Path) -> None:
 @pytest.mark.parametrize("command", ["check", "simulate"])
 def test_a_plan_for_another_problem_is_refused(command: str, files: Path) -> None:
     chain = load_model(files / "model.json")
-    save_model(replace(chain, microbatch_size=12), files / "model.json")
+    save_model(replace(chain, optimizer_bytes_per_parameter_byte=1.0), files / "model.json")
     assert "another problem" in refused(command, files / "plan.json", *given_to(files))
 
 

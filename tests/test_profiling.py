@@ -119,7 +119,7 @@ def test_several_inputs_outputs_and_targets() -> None:
     ("batch", "sizes", "words"),
     [
         (vectors(3), (2, 4), "a microbatch of 4 samples .* has 3"),
-        (tokens(4), (2,), "layer 'first' does not run on the data"),
+        (tokens(4), (2,), "layer 'first' fails on inputs of shape"),
         ((vectors(4)[0], torch.zeros(4, 9)), (2,), "layer 'last' does not run on the data"),
         (((vectors(4)[0],) * 2, vectors(4)[1]), (2,), "2 input tensors .* takes 1"),
         ((vectors(4)[0].tolist(), vectors(4)[1]), (2,), "holds a float where a tensor must be"),
@@ -180,7 +180,7 @@ def test_layers_that_need_two_samples_are_marked() -> None:
     least = [layer.min_samples for layer in measured(Normed(), vectors(4), (2, 4)).layers]
     assert least == [None, 2, None]
     assert {layer.min_samples for layer in measured(Known(), vectors(4), (2,)).layers} == {None}
-    with pytest.raises(InputError, match=r"layer 'norm' does not run on the data: .*more than 1"):
+    with pytest.raises(InputError, match=r"layer 'norm' fails on inputs of .*more than 1"):
         measured(Normed(), vectors(4), (1, 4))
 
 

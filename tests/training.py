@@ -1,7 +1,7 @@
 """What training by a plan must give: the update equations, in one process, layer by layer.
 
-Of the executor only the layers, the seeds, and who works on which samples are used. Taken for
-granted:
+Of the executor only the layers, the seeds, and who has which samples of the loss are used. Taken
+for granted:
 
 - A mini-batch is cut along dimension 0 into equal microbatches, in order. The loss is a mean over
   samples; where a microbatch is split, each device's mean is weighted by its share of them. Or it
@@ -12,6 +12,7 @@ granted:
 - Version v of a stage is what its first v updates made, whichever microbatches they were of.
 - The optimizer treats every number on its own, as SGD and Adam do, and leaves a parameter without
   a gradient alone.
+- What a layer draws for a sample is what it draws for it in the whole microbatch.
 - Buffers are constant: running statistics depend on the order of the forwards and are refused.
 """
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stagewright.executor.capture import capture
+from stagewright.executor.capture import LayeredModel, capture
 from stagewright.executor.seeding import layer_seed
 from stagewright.executor.shares import rows
 from stagewright.formulations.actions import COMPUTE, ActionKind, parse_action
@@ -54,7 +55,7 @@ def train(
 ) -> Trained:
     """Do one step of ``plan`` per mini-batch (inputs, targets); ``model`` is left as it is."""
     captured = capture(deepcopy(model))
-    pieces = _Pieces([layer.module for layer in captured.layers], captured.single_output)
+    pieces = _Pieces(captured)
     if len(pieces.layers) != plan.stages[-1].layers[1]:
         raise ValueError(f"{len(pieces.layers)} layers, but the plan ends with {plan.stages[-1]}")
     rules = update_rules(plan)
@@ -213,9 +214,9 @@ def _quotient(gradients: Sequence[Gradients], count: float) -> Gradients:
 class _Pieces:
     """The layers of a model; a parameter goes by the first of its names."""
 
-    def __init__(self, layers: Sequence[nn.Module], single_output: bool) -> None:
-        self.layers = layers
-        self._single_output = single_output
+    def __init__(self, captured: LayeredModel) -> None:
+        self.layers = layers = [layer.module for layer in captured.layers]
+        self._captured = captured
         self._key: dict[int, str] = {}
         self._trained: list[dict[str, nn.Parameter]] = []
         for layer in layers:
@@ -254,38 +255,25 @@ class _Pieces:
         plan: PipelinePlan,
         loss: Callable[..., Tensor],
         microbatches: Sequence[tuple[Values, Tensor]],
-        seed_of: Callable[[int, int, int], int],
+        seed_of: Callable[[int, int], int],
         weights: Mapping[str, Tensor],
         m: int,
     ) -> tuple[Tensor, float]:
         """The loss of microbatch m and what it counts, 1 where it is a mean.
 
-        ``seed_of(m, lane, layer)`` stands before every layer.
+        ``seed_of(m, layer)`` stands before every layer. Who works on which samples changes nothing
+        but of what the loss is a mean.
         """
         values, targets = microbatches[m]
         samples = len(targets)
-        for stage, lanes in zip(plan.stages, rows(plan, samples), strict=True):
-            made = []
-            for lane, own in enumerate(lanes):
-                # What has no row for each sample, such as positions, is the same for all of them.
-                part = tuple(
-                    _take(value, own, samples) if len(value) == samples else value
-                    for value in values
-                )
-                for i in range(*stage.layers):
-                    torch.manual_seed(seed_of(m, lane, i))
-                    part = self._call(i, weights, part)
-                made.append(part)
-            order = torch.tensor([row for own in lanes for row in own]).argsort()
-            counts = [len(own) for own in lanes]
-            values = tuple(
-                _joined(parts, order) if list(map(len, parts)) == counts else parts[0]
-                for parts in zip(*made, strict=True)
-            )
+        for i in range(len(self.layers)):
+            torch.manual_seed(seed_of(m, i))
+            values = self._call(i, weights, values)
         shares, count = [], 0.0
-        for own in lanes:
+        for own in rows(plan, samples)[-1]:
             out = tuple(_take(value, own, samples) for value in values)
-            found = loss(out[0] if self._single_output else out, _take(targets, own, samples))
+            whole = out[0] if self._captured.single_output else out
+            found = loss(whole, _take(targets, own, samples))
             if isinstance(found, tuple):
                 shares.append(found[0])
                 count += float(found[1])
@@ -306,12 +294,3 @@ def _take(value: Tensor, own: tuple[int, ...], samples: int) -> Tensor:
     if value.dim() == 0 or len(value) != samples:
         raise ValueError(f"a value of shape {tuple(value.shape)} has no rows for {samples} samples")
     return value[list(own)]
-
-
-def _joined(parts: Sequence[Tensor], order: Tensor) -> Tensor:
-    """All samples in their own order again."""
-    return parts[0] if len(parts) == 1 and _sorted(order) else torch.cat(list(parts))[order]
-
-
-def _sorted(order: Tensor) -> bool:
-    return bool((order == torch.arange(len(order))).all())
