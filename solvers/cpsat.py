@@ -91,6 +91,7 @@ def _run(
     log: list[str] = []
     solver.log_callback = log.append
     watch = _Watch(began, on_progress)
+    solver.best_bound_callback = watch.bound
     solver.parameters.max_time_in_seconds = max(0.0, limits.seconds - (perf_counter() - began))
     code = run_stoppable(lambda: solver.solve(model, watch), solver.stop_search, limits)
     if code not in STATUS:
@@ -182,6 +183,10 @@ class _Watch(cp_model.CpSolverSolutionCallback):
         super().__init__()
         self._began, self._on_progress = began, on_progress
         self.progress: list[Progress] = []
+
+    def bound(self, bound: float) -> None:
+        """Report a better bound between two improvements."""
+        self._on_progress(Progress(perf_counter() - self._began, None, bound))
 
     def on_solution_callback(self) -> None:
         seconds = perf_counter() - self._began

@@ -533,7 +533,7 @@ def test_jobshop_says_no_when_the_time_is_too_short() -> None:
     file = DATA / "jobshop" / "ft20.txt"
     document = answered_json("jobshop", file, "--time-limit", 1e-9, code=1)
     assert (document["status"], document["makespan"]) == ("no-answer", None)
-    assert "no answer in time" in answered("jobshop", file, "--time-limit", 1e-9, code=1)
+    assert "no answer (no-answer)" in answered("jobshop", file, "--time-limit", 1e-9, code=1)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
     progress,
-    require_folder,
 )
+from stagewright.cli.outputs import Writes
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -101,17 +101,20 @@ def cloud(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the prices and the plan, PNG.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Draw the prices and the plan, PNG.", metavar="FILE"),
+        Writes(".png"),
     ] = None,
     save_prices: Annotated[
-        Path | None, typer.Option(help="Write the prices as one prices file.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the prices as one prices file.", metavar="FILE"),
+        Writes(".json"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Compare ways of renting cloud GPUs for a job, and plan where it runs when."""
     from stagewright.formulations.switching import Overheads
 
-    require_folder(plot, save_prices)
     names = _names(strategy)
     at_home = _home(home)
     overheads = Overheads(checkpoint_seconds, restore_seconds, egress_dollars, dataset_dollars)
