@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn
 
@@ -50,6 +51,14 @@ def require_torch() -> None:
         ) from None
     if installed.split(".")[:2] != [str(major), str(minor)]:
         raise InputError(f"running a plan needs {supported}, installed is {installed}")
+    try:
+        import_module("torch")
+    except Exception as error:  # a library that is missing or broken; torch raises many kinds
+        told = " ".join(str(error).split())
+        raise InputError(
+            f"torch {installed} is installed but cannot be imported ({type(error).__name__}: "
+            f"{told}); install it again"
+        ) from error
 
 
 def is_rank() -> bool:

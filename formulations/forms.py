@@ -9,9 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import is_finite, require_count, require_number, require_seed
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+MAX_THREADS = 1024
 
 V = TypeVar("V")
 
@@ -66,6 +71,26 @@ class Limits:
     def end(self) -> str:
         """What ended a search that was not complete."""
         return "an interrupt" if self.stopped() else "the time limit"
+
+
+def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limits:
+    """``limits``, if a person may ask for them; ``spelled`` is how their names are written.
+
+    Raises
+    ------
+    InputError
+        If there is no time, or endless time; no thread, or more than any machine has; or if the
+        seed is none that all solvers take.
+    """
+    time_limit = spelled("time_limit")
+    require_number(limits.seconds, time_limit)
+    if not is_finite(limits.seconds) or limits.seconds <= 0:
+        raise InputError(f"{time_limit} must be a positive number of seconds, got {limits.seconds}")
+    require_count(limits.threads, spelled("threads"), MAX_THREADS)
+    require_seed(limits.seed, spelled("seed"))
+    if not (limits.stop is None or callable(getattr(limits.stop, "is_set", None))):
+        raise InputError(f"{spelled('stop')} must have is_set(), as a threading.Event has")
+    return limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import require_type
 
 T = TypeVar("T")
 
@@ -72,12 +73,20 @@ def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version:
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of the file at ``path``; unreadable files raise InputError in one line."""
+    name = file_name(path)
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
+        raise InputError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path}: not a text file (UTF-8 expected)") from None
+        raise InputError(f"{name}: not a text file (UTF-8 expected)") from None
+
+
+def file_name(path: str | os.PathLike[str]) -> str:
+    """``path`` as text; what can name no file raises InputError."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
+        raise InputError(f"{reprlib.repr(path)} is no file name")
+    return os.fsdecode(path)
 
 
 def to_json(document: Any) -> str:
@@ -87,6 +96,18 @@ def to_json(document: Any) -> str:
     """
     plain = TypeAdapter(type(document)).dump_python(document, mode="json", exclude_none=True)
     return json.dumps(plain, indent=1, allow_nan=False) + "\n"
+
+
+def write(kind: type[T], document: T, path: str | os.PathLike[str]) -> None:
+    """Write a document of type ``kind`` to ``path`` atomically.
+
+    Raises
+    ------
+    InputError
+        If ``document`` is something else, or the file cannot be written.
+    """
+    require_type(document, kind, "the document")
+    write_text(path, to_json(document))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -99,6 +120,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
     Pipes and devices, and what standard output goes to, are written straight away.
     """
+    path = file_name(path)
     try:
         if is_standard_output(path):
             sys.stdout.flush()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.outputs import Writes
-from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -145,15 +144,14 @@ def _gap(best: float, bound: float) -> float:
 
 def read_limits(seconds: float, threads: int, seed: int) -> "Limits":
     """The limits of a search from the options of a command."""
-    from stagewright.formulations.forms import Limits
+    from stagewright.formulations.forms import Limits, require_limits
 
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise InputError(f"--time-limit must be a positive number of seconds, got {seconds:g}")
-    if threads < 1:
-        raise InputError(f"--threads must be at least 1, got {threads}")
-    if not 0 <= seed < 2**31:
-        raise InputError(f"--seed must be from 0 to {2**31 - 1}, got {seed}")
-    return Limits(seconds, threads, seed)
+    return require_limits(Limits(seconds, threads, seed), spelled)
+
+
+def spelled(name: str) -> str:
+    """The option of an argument's name."""
+    return f"--{name.replace('_', '-')}"
 
 
 def read_problem(
