@@ -397,7 +397,9 @@ def test_plan_reports_an_infeasible_problem(tmp_path: Path) -> None:
     assert document["reason"]
     for name in ("cost_seconds", "gap", "stages", "peak_memory_bytes"):
         assert document[name] is None
-    assert "infeasible" in answered(*arguments, code=1)
+    assert re.fullmatch(
+        r"auto: infeasible after [^\n]+: [^\n]+ short\n", answered(*arguments, code=1)
+    )
     assert not (tmp_path / "plan.json").exists()
 
 
