@@ -30,7 +30,7 @@ from stagewright.solvers.planners.proposal import (
 )
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
-from stagewright.solvers.reporting import Reporter
+from stagewright.solvers.reporting import reporting
 from stagewright.solvers.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
@@ -127,9 +127,8 @@ def plan(
     began = monotonic()
     extra = (choices or PeriodicChoices(),) if info.periodic else ()
     limits = limits or Limits()
-    reporter = Reporter(problem, on_progress, info.periodic)
-    reporter.begin()
-    answer = info.run(problem, limits, reporter, *extra)
+    report = reporting(problem, on_progress, info.periodic)
+    answer = info.run(problem, limits, report, *extra)
     if isinstance(answer, NoPlan):
         status = Status.INFEASIBLE if answer.proved else limits.status(found=False)
         bounds = answer.bounds

@@ -4,9 +4,18 @@ import math
 from dataclasses import dataclass, field
 from time import monotonic
 
-from stagewright.formulations.forms import OnProgress, Progress
+from stagewright.formulations.forms import OnProgress, Progress, silent
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
+
+
+def reporting(problem: PipelineProblem, on_progress: OnProgress, periodic: bool) -> OnProgress:
+    """What a planner is to report to, if anybody listens; tells at once what is known before."""
+    if on_progress is silent:
+        return silent
+    reporter = Reporter(problem, on_progress, periodic)
+    reporter.begin()
+    return reporter
 
 
 @dataclass
