@@ -127,7 +127,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace document atomically."""
-    documents.write_text(path, documents.to_json(trace))
+    documents.write(Trace, trace, path)
 
 
 def traced_step(

@@ -30,6 +30,7 @@ from stagewright.solvers.planners.proposal import (
 )
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
+from stagewright.solvers.reporting import reporting
 from stagewright.solvers.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
@@ -101,7 +102,9 @@ def plan(
     on_progress: OnProgress = silent,
     choices: PeriodicChoices | None = None,
 ) -> Result:
-    """Plan ``problem``; infeasible and out of time are answers, not errors.
+    """Plan ``problem``; infeasible, out of time and interrupted are answers, not errors.
+
+    ``on_progress`` is told the best plan's iteration and the best bound on every plan so far.
 
     The first use on a machine compiles the kernels; that does not count towards the limit.
 
@@ -123,9 +126,11 @@ def plan(
     compile_kernels()
     began = monotonic()
     extra = (choices or PeriodicChoices(),) if info.periodic else ()
-    answer = info.run(problem, limits or Limits(), on_progress, *extra)
+    limits = limits or Limits()
+    report = reporting(problem, on_progress, info.periodic)
+    answer = info.run(problem, limits, report, *extra)
     if isinstance(answer, NoPlan):
-        status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
+        status = Status.INFEASIBLE if answer.proved else limits.status(found=False)
         bounds = answer.bounds
         seconds, proved_by = max(((b.seconds, b.proved_by) for b in bounds), default=(None, None))
         return Result(
@@ -139,7 +144,7 @@ def plan(
         certified, attempts = _certified(problem, planner, answer), answer.attempts
     proof = certified.certificate
     assert proof is not None
-    status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else Status.FEASIBLE
+    status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
         proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts,

@@ -319,7 +319,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--checkpoint-every 2", "need --checkpoint"),
         ("--resume", "need --checkpoint"),
         ("--checkpoint nowhere/deep", "nowhere does not exist"),
-        ("--checkpoint two.json", "two.json is no folder"),
+        ("--checkpoint two.json", "--checkpoint would overwrite PLAN: both are two.json"),
         ("--checkpoint folder --resume", "no complete checkpoint in folder"),
         ("--save-parameters folder", "folder is a folder"),
         ("--trace nowhere/trace.json", "nowhere does not exist"),
@@ -367,6 +367,18 @@ def test_torch_must_be_there_in_a_version_that_is_known(
             launch.require_torch()
     monkeypatch.setattr(launch, "version", lambda _: "2.13.1+cu130")
     launch.require_torch()
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_torch_that_is_broken_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(name: str) -> None:
+        raise error(f"libtorch.so: cannot open\nshared {name} file")
+
+    monkeypatch.setattr(launch, "import_module", broken)
+    with pytest.raises(InputError, match=r"cannot be imported \(.*shared torch file\); install it"):
+        launch.require_torch()
 
 
 def test_the_help_page_needs_no_torch() -> None:

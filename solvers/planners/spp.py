@@ -91,21 +91,21 @@ def search_stage_counts(
     # Every device of the order gets a stage; beyond these no layer can be split among more.
     usable = int(problem.replicas_per_layer.sum())
     order = recursive_device_order(problem.cluster)[:usable]
-    if monotonic() - began > limits.seconds:
-        return NoPlan("the time limit came before any partition was found", proved=False)
-    search = PartitionSearch(BalancedPartition(problem, order))
+    if limits.left(monotonic() - began) <= 0:
+        return NoPlan(f"{limits.end} came before any partition was found", proved=False)
+    search = PartitionSearch(BalancedPartition(problem, order), limits=limits)
     ratio = COARSE_RATIO if len(order) * len(problem.chain) > EXACT_UP_TO else 0.0
     candidates = _first_candidates(problem, search)
     if not search.found:
         # 1F1B's warm-up does not fit in memory: a single microbatch in flight may, at some loss.
-        search = PartitionSearch(BalancedPartition(problem, order, held=1))
+        search = PartitionSearch(BalancedPartition(problem, order, held=1), limits=limits)
         candidates = _first_candidates(problem, search)
     best = min(candidates, key=_seconds, default=None)
     paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
     solved: list[int] = []
     late = False
     for count in sorted(search.bound, reverse=True):
-        late = monotonic() - began > limits.seconds and best is not None
+        late = limits.left(monotonic() - began) <= 0 and best is not None
         ceiling = best.seconds if best else math.inf
         if late or max(search.bound[count], paths[count]) >= ceiling:
             continue
@@ -118,9 +118,10 @@ def search_stage_counts(
         candidates.append(candidate)
         if candidate.seconds < ceiling:
             best = candidate
-            on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
+            # Bottlenecks bound the plans of this order of devices alone.
+            on_progress(Progress(monotonic() - began, best.seconds, 0.0))
     if best is None:
-        return NoPlan(_why_nothing_fits(search), len(set(problem.memory_bytes)) == 1)
+        return _nothing_found(search)
     notes = _notes(search, paths, solved, best, ratio, late)
     return Searched(search, tuple(candidates), best, notes)
 
@@ -143,6 +144,13 @@ def _refined(
         for start in starts
     ]
     return min(ends, key=lambda end: _makespan(problem, end))
+
+
+def _nothing_found(search: PartitionSearch) -> NoPlan:
+    if search.limits.stopped():
+        return NoPlan(f"{search.limits.end} came before any partition was found", proved=False)
+    memory = search.question.problem.memory_bytes
+    return NoPlan(_why_nothing_fits(search), proved=len(set(memory)) == 1)
 
 
 def _why_nothing_fits(search: PartitionSearch) -> str:
@@ -176,7 +184,7 @@ def _makespan(problem: PipelineProblem, proposal: Proposal) -> float:
 def _first_candidates(problem: PipelineProblem, search: PartitionSearch) -> list[_Candidate]:
     """Widen the limit until partitions are found; schedule the most promising of them."""
     limit = min(search.bound.values())
-    while not search.found and min(search.bound.values()) < math.inf:
+    while not (search.found or search.limits.stopped()) and min(search.bound.values()) < math.inf:
         limit = search.next_limit(limit)
         search.test(limit)
     candidates = []
@@ -245,5 +253,5 @@ def _notes(
         f"of {len(paths)} stage counts: W solved {exactness} for {len(solved)} "
         f"in {search.passes} passes, {by_bottleneck} dismissed by their bottleneck, "
         f"{by_path} by the shortest path of a microbatch",
-        *(["stopped at the time limit"] if late else []),
+        *([f"stopped by {search.limits.end}"] if late else []),
     )

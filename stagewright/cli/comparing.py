@@ -13,8 +13,8 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
     progress,
-    require_folder,
 )
+from stagewright.cli.outputs import Writes
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def compare(
     png: Annotated[
         Path | None,
         typer.Option(help="Draw both timelines above each other.", metavar="FILE"),
+        Writes(".png"),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="Model file that was planned.", metavar="FILE")
@@ -38,6 +39,7 @@ def compare(
     corrected: Annotated[
         Path | None,
         typer.Option(help="Write the model with its times corrected by the run.", metavar="FILE"),
+        Writes(".json"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -48,7 +50,6 @@ def compare(
 
     if (model is None) != (corrected is None):
         raise InputError("give --model and --corrected together: what to correct, where to write")
-    require_folder(png, corrected)
     planned, run = load_plan(plan), load_trace(trace)
     comparison = lay_beside(planned, run)
     if model is not None and corrected is not None:

@@ -13,7 +13,6 @@ from stagewright.cli.console import (
     LossFunction,
     Optimizer,
     OutputFile,
-    require_folder,
 )
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.errors import InputError
@@ -56,7 +55,6 @@ def profile(
     """Measure a torch module layer by layer and write its model file."""
     from stagewright.executor.launch import require_torch
 
-    require_folder(output)
     sizes = _read_sizes(microbatch_sizes)
     require_torch()
     import torch
@@ -119,7 +117,6 @@ def profile_links(
     from stagewright.executor.launch import is_rank, joined, launch, require_torch
     from stagewright.graphs.units import parse_bytes
 
-    require_folder(output)
     lengths = [round(parse_bytes(size)) for size in sizes.split(",")]
     memory_bytes = None if memory is None else parse_bytes(memory)
     require_torch()

@@ -21,8 +21,8 @@ from stagewright.cli.console import (
     Seed,
     print_json,
     print_lines,
-    require_folder,
 )
+from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Folder of checkpoints; the two newest stay.", metavar="DIR"),
+        Writes(several=True),
     ] = None,
     checkpoint_every: Annotated[
         int | None,
@@ -69,10 +70,12 @@ def run(
         bool, typer.Option("--resume", help="Go on from the newest checkpoint.")
     ] = False,
     save_parameters: Annotated[
-        Path | None, typer.Option(help="Write the trained state dict.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the trained state dict.", metavar="FILE"),
+        Writes(".pt", ".pth", ".bin", ".ckpt"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write what happened when.", metavar="FILE")
+        Path | None, typer.Option(help="Write what happened when.", metavar="FILE"), Writes(".json")
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank waits for another one.")
@@ -136,10 +139,9 @@ def _start(task: "Task", plan: Path, as_json: bool) -> int:
     from stagewright.executor.verify import verify
     from stagewright.formulations.plan import InvalidPlan
 
-    folder = task.checkpoints
-    checkpoint.candidates(folder, task.resume)
-    file = folder / "step" if folder is not None and folder.exists() else folder
-    require_folder(task.parameters, task.trace, file)
+    checkpoint.candidates(task.checkpoints, task.resume)
+    if task.checkpoints is not None and task.checkpoints.exists():
+        require_folder(task.checkpoints / "step")
     try:
         program = lower_any(task.plan)
         verify(task.plan, program)
