@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagewright.executor.simulate import Simulation
     from stagewright.formulations.check import Violation
     from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
+    from stagewright.formulations.proofs import Verdict
     from stagewright.graphs.chain import Chain, load_model, save_model
     from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
     from stagewright.graphs.jobs import Workload, load_workload
@@ -34,6 +35,7 @@ __all__ = [
     "InputError",
     "allocate",
     "check",
+    "check_proofs",
     "load_cluster",
     "load_model",
     "load_plan",
@@ -123,6 +125,22 @@ def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Vi
 
     problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
     return check_plan(problem, plan)
+
+
+def check_proofs(
+    plan: "PipelinePlan", chain: "Chain", cluster: "Cluster", time_limit: float = 60.0
+) -> "tuple[Verdict, ...]":
+    """What becomes of every bound and guarantee of a valid plan when it is proved again.
+
+    ``verified``, ``refuted``, or ``claimed`` where the search behind it does not end within
+    ``time_limit`` seconds. :func:`check` verifies those that need no search.
+    """
+    from stagewright.formulations.forms import Limits
+    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.solvers.proofs import check_with_proofs
+
+    problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
+    return check_with_proofs(problem, plan, Limits(time_limit))[1]
 
 
 def simulate(

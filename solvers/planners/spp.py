@@ -14,11 +14,13 @@ from stagewright.formulations.plan import Guarantee
 from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.spp import (
     LEMMA_1,
+    LEMMA_1_PREMISE,
     THEOREM_1,
     lemma1_seconds,
     makespan_problem,
     shortest_path_seconds,
-    theorem1_factor,
+    theorem1_premise,
+    theorem1_seconds,
 )
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.list_scheduling import best_list_schedule, list_schedule
@@ -215,21 +217,20 @@ def _schedule(
 def _guarantees(problem: PipelineProblem, found: Searched, cost: float) -> tuple[Guarantee, ...]:
     """Lemma 1 and Theorem 1, where memory does not limit what is in flight: the paper's setting."""
     best = found.best
-    least, cuts = min(found.search.found.values())
+    _, cuts = min(found.search.found.values())
     balanced_stages = ByRecurrence().invert(found.search.question, cuts)
     balanced = makespan_problem(problem, balanced_stages)
     assert balanced is not None  # the recurrence places no stage that cannot hold a microbatch
     if min(*best.scheduling.in_flight, *balanced.in_flight) < problem.microbatches:
         return ()
-    lemma = lemma1_seconds(best.scheduling)
-    theorem = (2 + (4 * len(problem.cluster) - 4) / problem.microbatches) * least
+    lemma, theorem = lemma1_seconds(best.scheduling), theorem1_seconds(problem, balanced)
     return (
         Guarantee(
             LEMMA_1,
             lemma,
             best.pe_seconds,
             best.pe_seconds <= lemma * (1 + 1e-9),
-            "for PE's schedule of these stages, whose microbatches all fit in memory",
+            LEMMA_1_PREMISE,
             named_stages(problem, best.stages),
         ),
         Guarantee(
@@ -237,9 +238,7 @@ def _guarantees(problem: PipelineProblem, found: Searched, cost: float) -> tuple
             theorem,
             cost,
             cost <= theorem * (1 + 1e-9),
-            f"at most {theorem1_factor(problem):.4g} T*, T* the least time of plans with disjoint "
-            "devices and split replicas that use every device, where devices are of one kind, "
-            "take time in proportion to their share of a microbatch, and links have no latency",
+            theorem1_premise(problem),
             named_stages(problem, balanced_stages),
         ),
     )
