@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.formulations.check import PROOF, Violation, check, refutations
-from stagewright.formulations.forms import Limits, Status
+from stagewright.formulations.forms import Limits
 from stagewright.formulations.joint import JOINT_SEARCH
 from stagewright.formulations.joint_patterns import ALLOCATIONS, JointPatterns
 from stagewright.formulations.makespan_models import CP_SAT

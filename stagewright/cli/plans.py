@@ -9,19 +9,19 @@ import typer
 
 from stagewright.cli.console import (
     DEFAULT_THREADS,
-    Threads,
-    TimeLimit,
-    read_limits,
     ClusterFile,
     JsonFlag,
     ModelFile,
     PlanFile,
     Seed,
+    Threads,
+    TimeLimit,
     percent,
     print_json,
     print_lines,
     print_table,
     progress,
+    read_limits,
     read_problem,
     require_folder,
 )
