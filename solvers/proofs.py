@@ -109,7 +109,8 @@ def _guarantee_again(
     assert plan.certificate is not None
     stated = plan.certificate.guarantees[number]
     scheduling = scheduling_of(problem, stated.stages)
-    assert stated.theorem == LEMMA_1 and scheduling is not None
+    assert stated.theorem == LEMMA_1
+    assert scheduling is not None
     times = list_schedule(scheduling, "pe")
     seconds = inf if times is None else times.makespan(scheduling)
     if abs(seconds - stated.cost_seconds) <= ROUNDING * seconds:
