@@ -25,7 +25,7 @@ from stagewright.executor.timeline import (
     time_unit,
     timeline,
 )
-from stagewright.formulations.actions import COMPUTE, ActionKind
+from stagewright.formulations.actions import ON_DEVICE, ActionKind
 from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs import documents
 from stagewright.graphs.units import format_bytes, format_seconds
@@ -232,7 +232,7 @@ def _bars(
     blocks = [block for _, _, block in placed]
     starts = np.array([block.start_seconds for block in blocks]) * scale
     finishes = np.array([block.finish_seconds for block in blocks]) * scale
-    computes = kind in COMPUTE
+    computes = kind in ON_DEVICE
     text = labelled and computes
     # White outlines part computations; a transfer's own colour makes the shortest one visible.
     outline = {"color": "white", "width": 0.5 if labelled else 0}

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from stagewright.executor.unrolling import unroll_run
 from stagewright.formulations.actions import (
+    BARE,
     COMPUTE,
+    ON_DEVICE,
     PLANNED,
     Action,
     ActionKind,
@@ -48,7 +50,7 @@ from stagewright.graphs.units import require_amount
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
-REDUCE = ActionKind.REDUCE
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 Floats = NDArray[np.float64]
 
@@ -200,7 +202,9 @@ def _require_options(problem: PipelineProblem, jitter: float, factors: Mapping[s
 
 def _actions(plan: PipelinePlan) -> list[Action]:
     """The action of every entry; the devices of a stage share one text."""
-    expected = expected_actions(plan.stages, plan.microbatches, split_backwards(plan))
+    expected = expected_actions(
+        plan.stages, plan.microbatches, split_backwards(plan), range(len(plan.stages))
+    )
     by_text = {str(action): action for action in expected}
     return [by_text[entry.action] for entry in plan.actions]
 
@@ -211,11 +215,11 @@ def _seconds(
     actions: list[Action],
     factors: Mapping[str, float],
 ) -> list[float]:
-    lasting = durations(problem, plan.stages, split_backwards(plan))
+    lasting = durations(problem, plan.stages, split_backwards(plan), plan.weights)
     table = {kind: rows.tolist() for kind, rows in lasting.items()}
     return [
         table[action.kind][action.stage][action.microbatch or 0]
-        * (factors.get(entry.device, 1.0) if action.kind in COMPUTE else 1.0)
+        * (factors.get(entry.device, 1.0) if action.kind in ON_DEVICE else 1.0)
         for action, entry in zip(actions, plan.actions, strict=True)
     ]
 
@@ -267,6 +271,7 @@ def _dependencies(run: _Run) -> Iterator[tuple[int, int]]:
         for one, other in zip(entries[I][s], entries[W][s], strict=True):
             yield from _crossing(one, [], other)
         yield from _updates(run, done[s], entries[REDUCE][s][0], entries[F][s])
+        yield from _steps(done[s], entries[REDUCE][s][0], entries[UPDATE][s][0])
 
 
 def _updates(
@@ -287,6 +292,13 @@ def _updates(
             ends = [reductions[i]]
         if (i + 2) * m < run.plan.microbatches:
             yield from product(ends, forwards[(i + 2) * m])
+
+
+def _steps(
+    done: list[list[int]], reductions: list[int], updates: list[int]
+) -> Iterator[tuple[int, int]]:
+    """The optimizer's step of a finite plan: after the all-reduce, or else after all backwards."""
+    yield from product(reductions or chain.from_iterable(done), updates)
 
 
 def _either(one: Table, other: Table) -> Table:
@@ -316,11 +328,9 @@ def _together(plan: PipelinePlan, entries: Entries) -> dict[int, list[int]]:
     groups = devices_by_turns(plan.stages).items()
     turns = {name: taken for taken, names in groups for name in names}
     apart = [
-        s
-        for s, stage in enumerate(plan.stages)
-        if len({turns[name] for name in stage.runners(0)}) > 1
+        s for s, stage in enumerate(plan.stages) if len({turns[name] for name in stage.devices}) > 1
     ]
-    mates = (group for kind in COMPUTE for s in apart for group in entries[kind][s])
+    mates = (group for kind in ON_DEVICE for s in apart for group in entries[kind][s])
     return {i: group for group in mates for i in group}
 
 
@@ -342,9 +352,12 @@ def _queues(run: _Run) -> list[list[int]]:
     entries = run.plan.actions
     queues: defaultdict[object, list[int]] = defaultdict(list)
     for i, (action, entry) in enumerate(zip(run.actions, entries, strict=True)):
-        if action.kind in COMPUTE:
+        if action.kind in ON_DEVICE:
             queues[entry.device].append(i)
-        elif action.kind is not REDUCE:
+        elif action.kind is REDUCE:
+            for name in entry.sources or ():
+                queues["all-reduces", name].append(i)
+        else:
             queues[_channel(run, action, entry)].append(i)
 
     def in_plan(i: int) -> tuple[float, float, int, int]:
@@ -429,7 +442,7 @@ def _repetition(ends: Floats) -> tuple[int, float]:
 
 def _warm_up_and_drain(run: _Run, outcome: _Outcome) -> tuple[float, float]:
     """Until everything has begun once, and from when something has ended for good, in seconds."""
-    rows = [row for kind in PLANNED if kind is not REDUCE for row in run.entries[kind] if row[0]]
+    rows = [row for kind in PLANNED if kind not in BARE for row in run.entries[kind] if row[0]]
     last_ends = [max(outcome.ends[i] for i in row[-1]) for row in rows]
     return (
         max(outcome.starts[i] for row in rows for i in row[0]),
@@ -444,7 +457,7 @@ def _per_device(
     used = [name for stage in run.plan.stages for name in stage.devices]
     busy, slack = dict.fromkeys(used, 0.0), dict.fromkeys(used, math.inf)
     for i in inside:
-        if run.actions[i].kind in COMPUTE:
+        if run.actions[i].kind in ON_DEVICE:
             device = run.plan.actions[i].device
             busy[device] += run.seconds[i]
             slack[device] = min(slack[device], outcome.slacks[i])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stagewright.executor.unrolling import unroll_run, warm_up_periods
 from stagewright.formulations.actions import (
-    COMPUTE,
+    ON_DEVICE,
     PLANNED,
     Action,
     ActionKind,
@@ -51,6 +51,7 @@ KIND_NAMES = {
     ActionKind.SEND_FORWARD: "activations sent",
     ActionKind.SEND_BACKWARD: "gradients sent",
     ActionKind.REDUCE: "all-reduce",
+    ActionKind.UPDATE: "optimizer's step",
 }
 KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour vision
     ActionKind.FORWARD: "#4d8fd1",
@@ -60,6 +61,7 @@ KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour visio
     ActionKind.SEND_FORWARD: "#f0b94a",
     ActionKind.SEND_BACKWARD: "#d97b3f",
     ActionKind.REDUCE: "#b0609b",
+    ActionKind.UPDATE: "#5c5c5c",
 }
 BAND_COLOUR = "#e4ebf4"  # behind the period that is named
 
@@ -166,7 +168,7 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
     links: dict[tuple[str, tuple[int, ...]], list[Block]] = defaultdict(list)
     shared = _shared_channels(plan)
     for device, block in _blocks(plan, devices):
-        if block.action.kind in COMPUTE:
+        if block.action.kind in ON_DEVICE:
             devices[device].append(block)
         else:
             group, s = _link(block.action)
@@ -465,7 +467,7 @@ def _blocks(plan: PipelinePlan, devices: Collection[str] | None = None) -> list[
     parsed = {text: parse_action(text) for text in {timed.action for timed in actions}}
     for timed in actions:
         action = parsed[timed.action]
-        if devices is not None and action.kind in COMPUTE and timed.device not in devices:
+        if devices is not None and action.kind in ON_DEVICE and timed.device not in devices:
             continue
         ends = _ends(timed.sources, timed.targets)
         times = (timed.start_seconds, timed.finish_seconds)

@@ -39,15 +39,19 @@ COMPUTE = (
     ActionKind.INPUT_GRADIENT,
     ActionKind.WEIGHT_GRADIENT,
 )
+"""What keeps a device busy for a microbatch."""
+
+ON_DEVICE = (*COMPUTE, ActionKind.UPDATE)
 """What keeps a device busy."""
 
-PLANNED = (*COMPUTE, ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.REDUCE)
+BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
+"""What is done once per iteration, for no microbatch of its own."""
+
+PLANNED = (*COMPUTE, ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, *BARE)
 """What a plan's schedule is made of; the other kinds belong to programs."""
 
 VERSIONED = (ActionKind.STASH, ActionKind.USE, ActionKind.DROP)
 """What carries a version of the weights in place of a microbatch."""
-
-_BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
 
 # One spelling per action: no leading zeros, no digits of other scripts, no numbers without end.
 _NUMBER = r"0|[1-9][0-9]{0,8}"
@@ -67,7 +71,7 @@ class Operation:
 
     def of(self, microbatch: int) -> "Action":
         """The operation on one microbatch; an all-reduce is on no one's own."""
-        return Action(self.stage, self.kind, None if self.kind in _BARE else microbatch)
+        return Action(self.stage, self.kind, None if self.kind in BARE else microbatch)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,7 +87,7 @@ class Action:
     microbatch: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.microbatch is None) != (self.kind in _BARE):
+        if (self.microbatch is None) != (self.kind in BARE):
             raise InputError(
                 f"{self}: a microbatch or version belongs to every action but an all-reduce and "
                 "an update"
@@ -96,12 +100,14 @@ class Action:
 def along_way(action: Action) -> tuple[int, int]:
     """The order of actions at one instant, where they last no time: a microbatch's way.
 
-    Forth by stage, then back; gradients of weights, which nothing waits for, come last.
+    Forth by stage, then back; gradients of weights, which only the optimizer's step waits for,
+    come after them.
     """
     kind = action.kind
     if kind in (ActionKind.FORWARD, ActionKind.SEND_FORWARD):
         return 0, action.stage
-    return 1 + (kind is ActionKind.WEIGHT_GRADIENT), -action.stage
+    late = (ActionKind.WEIGHT_GRADIENT, ActionKind.UPDATE)
+    return 2 + late.index(kind) if kind in late else 1, -action.stage
 
 
 def parse_action(text: str) -> Action:

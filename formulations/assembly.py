@@ -4,8 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind, Operation
-from stagewright.formulations.check import durations, expected_actions, predict, require_valid
+from stagewright.formulations.actions import COMPUTE, ON_DEVICE, Action, ActionKind, Operation
+from stagewright.formulations.check import (
+    durations,
+    expected_actions,
+    predict,
+    require_valid,
+    updated_stages,
+)
 from stagewright.formulations.makespan import Timetable
 from stagewright.formulations.pattern import Pattern, pattern_problem
 from stagewright.formulations.pipeline import PipelineProblem
@@ -180,16 +186,19 @@ def _scheduled(
     problem: PipelineProblem, stages: Sequence[Stage], times: Timetable
 ) -> Iterator[ScheduledAction]:
     seconds = durations(problem, stages)
-    for action in expected_actions(stages, problem.microbatches):
+    updated = updated_stages(problem, stages, "flush")
+    for action in expected_actions(stages, problem.microbatches, updated=updated):
         s, m = action.stage, action.microbatch
         start = _start(times, action)
+        if action.kind is ActionKind.UPDATE and len(stages[s].devices) > 1:
+            start += float(seconds[ActionKind.REDUCE][s, 0])
         lasting = seconds[action.kind][s, m or 0]  # an all-reduce has one column
         finish = start + float(lasting)
-        if m is None:
+        if action.kind is ActionKind.REDUCE:
             group, volume = stages[s].devices, problem.gradient_bytes(*stages[s].layers)
             yield ScheduledAction(group[0], str(action), start, finish, group, group, volume)
-        elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-            for device in stages[s].runners(m):
+        elif action.kind in ON_DEVICE:
+            for device in stages[s].devices if m is None else stages[s].runners(m):
                 yield ScheduledAction(device, str(action), start, finish)
         else:
             towards = s + 1 if action.kind is ActionKind.SEND_FORWARD else s - 1

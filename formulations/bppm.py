@@ -33,17 +33,24 @@ class Recurrence(NamedTuple):
     ----------
     microbatches
         M.
+    samples
+        b, of a microbatch.
     held
         The n-th stage from the end must hold min(held, n) microbatches in memory.
     forward, backward
-        Prefixes of one replica's seconds per microbatch, shape (K, V + 1, L + 1) by kind and
-        number of replicas.
+        Prefixes of one replica's seconds per microbatch, shape (K, R + 1, L + 1) by kind and
+        number of replicas, of which a stage has at most R.
+    update
+        Prefixes of the optimizer's step in seconds, shape (K, L + 1) by kind.
     parameters
         Prefix of parameter bytes, shape (L + 1,).
+    first
+        Where a stage of r devices that ends with the last l layers may begin at the earliest, so
+        that its shares of a microbatch are large enough, shape (R + 1, L + 1) by r.
     boundary
         Bytes per microbatch that enter the last l layers, shape (L + 1,); 0 at both ends.
     saved
-        Prefixes of saved bytes per microbatch, shape (V + 1, L + 1) by number of replicas.
+        Prefixes of saved bytes per microbatch, shape (R + 1, L + 1) by number of replicas.
     state_factor
         Bytes of weights, gradients and optimizer state per parameter byte.
     kinds
@@ -58,10 +65,13 @@ class Recurrence(NamedTuple):
     """
 
     microbatches: int
+    samples: int
     held: int
     forward: Floats
     backward: Floats
+    update: Floats
     parameters: Floats
+    first: Ints
     boundary: Floats
     saved: Floats
     state_factor: float
@@ -77,8 +87,9 @@ class Recurrence(NamedTuple):
 class BalancedPartition:
     """Partition, replication and mapping for ``problem`` with devices in ``order``.
 
-    ``order`` lists the positions of all devices; the first stage takes the first ones. The n-th
-    stage from the end must hold min(held, n) microbatches; None stands for 1F1B's min(M, n).
+    ``order`` lists the positions of the devices to use, all of them; the first stage takes the
+    first ones. The n-th stage from the end must hold min(held, n) microbatches; None stands for
+    1F1B's min(M, n).
     """
 
     problem: PipelineProblem
@@ -86,15 +97,17 @@ class BalancedPartition:
     held: int | None = None
 
     def __post_init__(self) -> None:
-        if sorted(self.order) != list(range(len(self.problem.cluster))):
-            raise InputError("order must list every device of the cluster once")
+        if not self.order or len({*self.order}) < len(self.order):
+            raise InputError("order must list devices of the cluster, each once")
+        if not {*self.order} <= {*range(len(self.problem.cluster))}:
+            raise InputError(f"order must list positions below {len(self.problem.cluster)}")
 
     def evaluate(self, stages: Sequence["StageChoice"]) -> float:
         """W of given stages: the largest time of a stage or channel over all microbatches."""
         problem, total = self.problem, self.problem.microbatches
         times = [
             total * sum(problem.compute_seconds(stage.start, stage.stop, stage.devices))
-            + problem.reduce_seconds(stage.start, stage.stop, stage.devices)
+            + problem.finish_seconds(stage.start, stage.stop, stage.devices)
             for stage in stages
         ]
         times += [
@@ -126,17 +139,20 @@ class ByRecurrence:
         delay = cluster.latency[np.ix_(backwards, backwards)]
         kinds = [cluster.devices[v].kind for v in backwards]
         counts = np.array([[kind == k for kind in kinds] for k in problem.kinds], dtype=np.int64)
-        by_share = [
-            [problem.costs(kind, max(r, 1)) for r in range(size + 1)] for kind in problem.kinds
-        ]
-        saved = np.array([problem.saved_per_layer(max(r, 1)) for r in range(size + 1)])
+        most = min(size, int(problem.replicas_per_layer.max()))
+        shares = [max(r, 1) for r in range(most + 1)]
+        by_share = [[problem.costs(kind, r) for r in shares] for kind in problem.kinds]
+        saved = np.array([problem.saved_per_layer(r) for r in shares])
         entering = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
         return Recurrence(
             problem.microbatches,
+            problem.chain.microbatch_size,
             question.held or problem.microbatches,
             _suffix_sums(np.array([[c.forward_seconds for c in row] for row in by_share])),
             _suffix_sums(np.array([[c.backward_seconds for c in row] for row in by_share])),
+            _suffix_sums(np.array([problem.update_per_layer(kind) for kind in problem.kinds])),
             _suffix_sums(problem.chain.parameter_bytes),
+            earliest_starts(problem.replicas_per_layer[::-1], most),
             np.array([0.0, *entering[::-1], 0.0]),
             _suffix_sums(saved),
             2.0 + problem.chain.optimizer_bytes_per_parameter_byte,
@@ -167,6 +183,15 @@ def prefix_sums(values: Floats) -> Floats:
     sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
     sums[..., 1:] = np.cumsum(values, axis=-1)
     return sums
+
+
+def earliest_starts(replicas: Ints, most: int) -> Ints:
+    """out[r, l] = the least l' such that each of the layers (l', l] can be split among r."""
+    layers = np.arange(1, len(replicas) + 1)
+    blocked = np.where(replicas[None, :] < np.arange(most + 1)[:, None], layers, 0)
+    out = np.zeros((most + 1, len(replicas) + 1), dtype=np.int64)
+    out[:, 1:] = np.maximum.accumulate(blocked, axis=1)
+    return out
 
 
 def _suffix_sums(values: Floats) -> Floats:

@@ -121,10 +121,10 @@ def _channel_columns(question: BalancedPartition, stages: int) -> Iterator[_Chan
 
 
 def _stage_seconds(question: BalancedPartition, stage: _StageColumn) -> float:
-    """M times forward and backward, and the all-reduce: a stage's entry in W(l, xi, r, i)."""
+    """M times forward and backward, all-reduce and update: a stage's entry in W(l, xi, r, i)."""
     problem, devices = question.problem, question.order[stage.i : stage.j]
     computed = sum(problem.compute_seconds(stage.a, stage.b, devices))
-    return problem.microbatches * computed + problem.reduce_seconds(stage.a, stage.b, devices)
+    return problem.microbatches * computed + problem.finish_seconds(stage.a, stage.b, devices)
 
 
 def _channel_seconds(question: BalancedPartition, channel: _ChannelColumn) -> float:

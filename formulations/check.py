@@ -8,7 +8,7 @@ instant, and the figures that the plan carries about itself.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.actions import (
+    BARE,
     COMPUTE,
+    ON_DEVICE,
     PLANNED,
     Action,
     ActionKind,
@@ -46,11 +48,12 @@ from stagewright.graphs.units import format_bytes
 Floats = NDArray[np.float64]
 
 Blocks = dict[ActionKind, Floats]
-"""One number per action: an array of shape (S, M) per planned kind, (S, 1) for the all-reduces.
+"""One number per action: shape (S, M) per planned kind, (S, 1) for all-reduces and updates.
 
 NaN stands where there is no such action: a backward stands whole or in two parts, the last stage
-sends nothing forward, the first nothing back, nobody sends to himself, and a stage on one device
-reduces nothing. NaN is in no order with any number, so rules on times pass over it.
+sends nothing forward, the first nothing back, nobody sends to himself, a stage on one device
+reduces nothing, and an optimizer's step that takes no time is no action. NaN is in no order with
+any number, so rules on times pass over it.
 """
 
 Turn = tuple[int, int, int]
@@ -64,7 +67,7 @@ Split = NDArray[np.bool_]
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
-REDUCE = ActionKind.REDUCE
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,12 @@ def structure(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Violation, 
     """The broken rules that need no times."""
     if isinstance(plan.schedule, PeriodicSchedule):
         broken = tuple(_broken_frame(problem, plan)) or tuple(_broken_pattern(plan, plan.schedule))
-        return broken or tuple(_broken_actions(*_unrolled(problem, plan, plan.schedule)))
-    return tuple(_broken_frame(problem, plan)) or tuple(_broken_actions(problem, plan))
+        return broken or tuple(
+            _broken_actions(*_unrolled(problem, plan, plan.schedule), frozenset())
+        )
+    broken = tuple(_broken_frame(problem, plan))
+    updated = updated_stages(problem, plan.stages, plan.weights) if not broken else frozenset()
+    return broken or tuple(_broken_actions(problem, plan, updated))
 
 
 def require_structure(problem: PipelineProblem, plan: PipelinePlan) -> None:
@@ -142,12 +149,28 @@ def split_backwards(plan: PipelinePlan) -> Split:
     return split
 
 
+def updated_stages(
+    problem: PipelineProblem, stages: Sequence[Stage], weights: Weights
+) -> frozenset[int]:
+    """The stages whose optimizer's step is an action at the end of the iteration.
+
+    Where weights change after every microbatch the step belongs to the backward.
+    """
+    if updates_every_round(weights):
+        return frozenset()
+    return frozenset(s for s, stage in enumerate(stages) if _update_seconds(problem, stage) > 0)
+
+
 def expected_actions(
-    stages: Sequence[Stage], microbatches: int, split: Split | None = None
+    stages: Sequence[Stage],
+    microbatches: int,
+    split: Split | None = None,
+    updated: Collection[int] = (),
 ) -> Iterator[Action]:
     """Every action that a schedule of ``stages`` must hold, once each.
 
-    ``split`` tells the backwards that stand as I and W (default: none).
+    ``split`` tells the backwards that stand as I and W (default: none), ``updated`` the stages
+    whose optimizer's step is an action.
     """
     parts = _none_split(stages, microbatches) if split is None else split
     sent = [_sent(stages, s, microbatches) for s in range(-1, len(stages))]
@@ -162,37 +185,56 @@ def expected_actions(
                 yield Action(s, SEND_B, m)
         if len(stage.devices) > 1:
             yield Action(s, REDUCE)
+        if s in updated:
+            yield Action(s, UPDATE)
 
 
 def durations(
-    problem: PipelineProblem, stages: Sequence[Stage], split: Split | None = None
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    split: Split | None = None,
+    weights: Weights = "flush",
 ) -> Blocks:
-    """The cost model's seconds for every action of ``stages``, ``split`` as above."""
-    index = problem.cluster.index
+    """The cost model's seconds for every action of ``stages``, ``split`` as above.
+
+    Where weights change after every microbatch, what ends a backward takes the optimizer's step
+    longer.
+    """
     parts = _none_split(stages, problem.microbatches) if split is None else split
     seconds = _no_blocks(len(stages), problem.microbatches)
-    runners = [[[index[name] for name in lane] for lane in _lanes(stage)] for stage in stages]
     for s, stage in enumerate(stages):
-        for lane, devices in enumerate(runners[s][: problem.microbatches]):
-            every = slice(lane, None, len(runners[s]))
+        step = _update_seconds(problem, stage) if updates_every_round(weights) else 0.0
+        for lane, devices in enumerate(_positions(problem, stage)[: problem.microbatches]):
+            every = slice(lane, None, stage.turns)
             forward, backward = problem.compute_seconds(*stage.layers, devices)
             again = 0.0 if stage.recompute == "none" else forward
-            seconds[F][s, every], seconds[B][s, every] = forward, backward + again
+            seconds[F][s, every], seconds[B][s, every] = forward, backward + again + step
             if parts[s].any():
                 of_input, of_weights = problem.gradient_seconds(*stage.layers, devices)
-                seconds[I][s, every], seconds[W][s, every] = of_input + again, of_weights
+                seconds[I][s, every], seconds[W][s, every] = of_input + again, of_weights + step
         if len(stage.devices) > 1:
-            group = [index[name] for name in stage.devices]
+            group = [problem.cluster.index[name] for name in stage.devices]
             seconds[REDUCE][s] = problem.reduce_seconds(*stage.layers, group)
+    for s in updated_stages(problem, stages, weights):
+        seconds[UPDATE][s] = _update_seconds(problem, stages[s])
     for kind, absent in ((B, parts), (I, ~parts), (W, ~parts)):
         seconds[kind][absent] = np.nan
+    _add_transfers(problem, stages, seconds)
+    return seconds
+
+
+def _add_transfers(problem: PipelineProblem, stages: Sequence[Stage], seconds: Blocks) -> None:
+    lanes = [_positions(problem, stage) for stage in stages]
     for s, stage in enumerate(stages[:-1]):
         for first, cycle in _channels(stages, s, problem.microbatches):
-            senders = runners[s][first % len(runners[s])]
-            receivers = runners[s + 1][first % len(runners[s + 1])]
+            senders, receivers = (lanes[i][first % len(lanes[i])] for i in (s, s + 1))
             there, back = problem.transfer_seconds(stage.layers[1], senders, receivers)
             seconds[SEND_F][s, first::cycle], seconds[SEND_B][s + 1, first::cycle] = there, back
-    return seconds
+
+
+def _positions(problem: PipelineProblem, stage: Stage) -> list[list[int]]:
+    """The positions of the devices of every lane."""
+    return [[problem.cluster.index[name] for name in lane] for lane in _lanes(stage)]
 
 
 def devices_by_turns(stages: Sequence[Stage]) -> dict[tuple[Turn, ...], list[str]]:
@@ -221,7 +263,7 @@ class _Times:
     problem: PipelineProblem
     iteration_microbatches: int
     stages: tuple[Stage, ...]
-    weights: str
+    weights: Weights
     starts: Blocks
     finishes: Blocks
     durations: Blocks
@@ -272,28 +314,37 @@ def _unrolled(
 
 def _read_times(problem: PipelineProblem, plan: PipelinePlan) -> _Times:
     if isinstance(plan.schedule, PeriodicSchedule):
-        times = _read_times(*_unrolled(problem, plan, plan.schedule))
+        times = _read_finite(*_unrolled(problem, plan, plan.schedule), frozenset())
         return replace(
             times,
             iteration_microbatches=plan.microbatches,
             period=plan.schedule.period_seconds,
         )
+    return _read_finite(problem, plan, updated_stages(problem, plan.stages, plan.weights))
+
+
+def _read_finite(problem: PipelineProblem, plan: PipelinePlan, updated: Collection[int]) -> _Times:
     entries = {entry.action: entry for entry in plan.actions}
     starts = _no_blocks(len(plan.stages), plan.microbatches)
     finishes = _no_blocks(len(plan.stages), plan.microbatches)
     split = split_backwards(plan)
-    for action in expected_actions(plan.stages, plan.microbatches, split):
+    for action in expected_actions(plan.stages, plan.microbatches, split, updated):
         entry, m = entries[str(action)], action.microbatch or 0
         starts[action.kind][action.stage, m] = entry.start_seconds
         finishes[action.kind][action.stage, m] = entry.finish_seconds
-    lasting = durations(problem, plan.stages, split)
-    weights = plan.weights
-    return _Times(problem, plan.microbatches, plan.stages, weights, starts, finishes, lasting)
+    lasting = durations(problem, plan.stages, split, plan.weights)
+    return _Times(problem, plan.microbatches, plan.stages, plan.weights, starts, finishes, lasting)
+
+
+def _update_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    """The optimizer's step of a stage on each of its devices."""
+    devices = [problem.cluster.index[name] for name in stage.devices]
+    return problem.update_seconds(*stage.layers, devices)
 
 
 def _no_blocks(stages: int, microbatches: int) -> Blocks:
     return {
-        kind: np.full((stages, 1 if kind is REDUCE else microbatches), np.nan) for kind in PLANNED
+        kind: np.full((stages, 1 if kind in BARE else microbatches), np.nan) for kind in PLANNED
     }
 
 
@@ -449,11 +500,24 @@ def _broken_placement(problem: PipelineProblem, stages: Sequence[Stage]) -> Iter
         if stage.recompute not in ("none", "full", "layer"):
             yield Violation("recompute", f"stage {s}", f"recompute {stage.recompute!r}")
         yield from _broken_offload(problem, s, stage)
+        yield from _broken_shares(problem, s, stage)
         for name, count in Counter(stage.devices).items():
             if name not in problem.cluster.index:
                 yield Violation("devices", f"stage {s}", f"the cluster has no device {name!r}")
             if count > 1:
                 yield Violation("devices", f"stage {s}", f"{name!r} stands there {count} times")
+
+
+def _broken_shares(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
+    """Samples are whole, and the smallest share of a microbatch does for every layer."""
+    most, shares = problem.most_replicas(*stage.layers), len(stage.runners(0))
+    if shares > most:
+        yield Violation(
+            "samples",
+            f"stage {s}",
+            f"splits microbatches of {problem.chain.microbatch_size} samples among {shares} "
+            f"devices, {most} are the most",
+        )
 
 
 def _broken_offload(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
@@ -472,7 +536,9 @@ def _broken_offload(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[
             )
 
 
-def _broken_actions(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
+def _broken_actions(
+    problem: PipelineProblem, plan: PipelinePlan, updated: Collection[int]
+) -> Iterator[Violation]:
     """Every expected action stands once where it belongs, and there is no other."""
     present: defaultdict[str, dict[str, ScheduledAction]] = defaultdict(dict)
     for i, entry in enumerate(plan.actions):
@@ -489,7 +555,7 @@ def _broken_actions(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Vi
         present[entry.action][entry.device] = entry
     split = split_backwards(plan)
     yield from _unknown_parts(problem, plan.stages, split)
-    for action in expected_actions(plan.stages, plan.microbatches, split):
+    for action in expected_actions(plan.stages, plan.microbatches, split, updated):
         yield from _broken_entries(problem, plan.stages, action, present.pop(str(action), {}))
     for text, entries in present.items():
         message = _why_unexpected(text, len(plan.stages), plan.microbatches)
@@ -531,6 +597,8 @@ def _why_idle(action: Action, stages: int) -> str:
     """Why a stage and microbatch that there are need no such action."""
     if action.kind is REDUCE:
         return "a stage on one device has nothing to reduce"
+    if action.kind is UPDATE:
+        return "the optimizer's step takes no time here, or is part of the backward"
     if action.kind is B:
         return "the backward stands as I and W"
     if action.stage == (stages - 1 if action.kind is SEND_F else 0):
@@ -546,7 +614,7 @@ def _broken_entries(
 ) -> Iterator[Violation]:
     """One expected action: its devices, and what it carries from where to where."""
     sources, targets = _endpoints(stages, action)
-    compute = action.kind in COMPUTE
+    compute = action.kind in ON_DEVICE
     devices = set(sources if compute else sources[:1])
     if entries.keys() != devices:
         for name in sorted(devices - entries.keys()):
@@ -653,6 +721,21 @@ def _broken_dependencies(times: _Times) -> Iterator[Violation]:
         if start < times.done[s, m] - times.tolerance:
             before = B if np.isnan(times.starts[W][s, m]) else W
             yield _too_early(_text(REDUCE, s, 0), start, _text(before, s, m), times.done[s, m])
+    yield from _early_updates(times)
+
+
+def _early_updates(times: _Times) -> Iterator[Violation]:
+    """The optimizer's step comes after the all-reduce, or else after the last backward."""
+    summed = times.ends(REDUCE)[:, 0]
+    for s, start in enumerate(times.starts[UPDATE][:, 0]):
+        if not np.isnan(summed[s]):
+            before, end = _text(REDUCE, s, 0), float(summed[s])
+        else:
+            m = int(times.done[s].argmax())
+            kind = B if np.isnan(times.starts[W][s, m]) else W
+            before, end = _text(kind, s, m), float(times.done[s, m])
+        if start < end - times.tolerance:
+            yield _too_early(_text(UPDATE, s, 0), start, before, end)
 
 
 def _too_early(after: str, start: float, before: str, end: float) -> Violation:
@@ -664,18 +747,27 @@ def _too_early(after: str, start: float, before: str, end: float) -> Violation:
 def _overlaps(times: _Times) -> Iterator[Violation]:
     """One computation at a time on a device, one transfer in either direction on a channel."""
     for turns, names in devices_by_turns(times.stages).items():
-        rows = [(kind, turn) for turn in turns for kind in COMPUTE]
+        rows: list[Row] = [(kind, turn) for turn in turns for kind in COMPUTE]
+        rows += [(UPDATE, (s, 0, 1)) for s, _, _ in turns]
         yield from _overlap(times, f"device {names[0]}", rows)
     yield from _host_overlaps(times)
     if times.period is not None:
         yield from _link_overlaps(times)
         return
+    yield from _reduction_overlaps(times)
     for s in range(len(times.stages) - 1):
         for first, cycle in _channels(times.stages, s, times.problem.microbatches):
             ends = (times.stages[s + side].runners(first)[0] for side in (0, 1))
             name = f"channel {s}-{s + 1} of {' and '.join(ends)}"
             rows = [(SEND_F, (s, first, cycle)), (SEND_B, (s + 1, first, cycle))]
             yield from _overlap(times, name, rows)
+
+
+def _reduction_overlaps(times: _Times) -> Iterator[Violation]:
+    """A device takes part in one all-reduce at a time."""
+    for turns, names in devices_by_turns(times.stages).items():
+        rows = [(REDUCE, (s, 0, 1)) for s, _, _ in turns]
+        yield from _overlap(times, f"all-reduces on device {names[0]}", rows)
 
 
 def _host_overlaps(times: _Times) -> Iterator[Violation]:
@@ -782,7 +874,7 @@ def _texts(rows: Sequence[Row], microbatches: int) -> list[str]:
     return [
         _text(kind, s, m)
         for kind, (s, first, step) in rows
-        for m in range(first, microbatches, step)
+        for m in range(first, 1 if kind in BARE else microbatches, step)
     ]
 
 
@@ -898,6 +990,8 @@ def _predict(times: _Times) -> Predicted:
     devices = len({name for stage in times.stages for name in stage.devices})
     shares = np.array([len(stage.runners(0)) for stage in times.stages])
     busy = float(shares @ sum(np.nansum(times.durations[kind], axis=1) for kind in COMPUTE))
+    every = np.array([len(stage.devices) for stage in times.stages])
+    busy += float(every @ np.nansum(times.durations[UPDATE], axis=1))
     problem = replace(times.problem, microbatches=times.iteration_microbatches)
     busy *= problem.microbatches / times.problem.microbatches
     cost = times.cost_seconds
@@ -1010,7 +1104,7 @@ def _broken_gaps(certificate: Certificate, cost: float, tolerance: float) -> Ite
 
 
 def _text(kind: ActionKind, stage: int, microbatch: int) -> str:
-    return str(Action(stage, kind, None if kind is REDUCE else microbatch))
+    return str(Action(stage, kind, None if kind in BARE else microbatch))
 
 
 def _largest(values: Floats) -> float:

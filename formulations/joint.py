@@ -71,7 +71,7 @@ class Rest(NamedTuple):
         Both ways through the stages before, plus M microbatches on a stage or channel, for the
         stage or channel where that is largest.
     reduced
-        The way there, plus M microbatches on a stage and its all-reduce.
+        The way there, plus M microbatches on a stage, its all-reduce and its update.
     """
 
     path: Floats
@@ -121,7 +121,7 @@ class JointPlanning:
     @cached_property
     def rest(self) -> Rest:
         """Bounds on what follows a prefix."""
-        return _rest(self.relaxed)
+        return _rest(self.relaxed, len(self.problem.cluster))
 
     def children(self, prefix: Prefix) -> Iterator[Prefix]:
         """Prefixes with one stage more, one by one; those that cannot be completed are left out."""
@@ -179,17 +179,17 @@ class JointPlanning:
         if key not in self._numbers:
             limit = self.problem.in_flight_limit(*key)
             times = self.problem.compute_seconds(*key)
-            self._numbers[key] = (limit, *times, self.problem.reduce_seconds(*key))
-        limit, forward, backward, reduce = self._numbers[key]
+            self._numbers[key] = (limit, *times, self.problem.finish_seconds(*key))
+        limit, forward, backward, finish = self._numbers[key]
         if limit < 1:
             return None
         there = back = head = 0.0
-        tail = reduce
+        tail = finish
         if prefix.stages:
             last = prefix.placed[-1]
             there, back = self._transfer(stage.start, prefix.stages[-1].devices, stage.devices)
             head = last.head + last.forward + there
-            tail = max(reduce, back + last.backward + last.tail)
+            tail = max(finish, back + last.backward + last.tail)
         one = Placed(forward, backward, there + back, limit, head, tail)
         placed = (*prefix.placed, one)
         unused = len(self.problem.cluster) - sum(map(sum, taken))
@@ -268,7 +268,8 @@ def _can_trade(problem: PipelineProblem, ones: Sequence[int], others: Sequence[i
 class _Stages(NamedTuple):
     """One stage of layers [l, l') on r devices, entries [l, l']; inf where it does not fit.
 
-    ``turn`` is forward and backward, ``load`` M of them, ``reduced`` those and the all-reduce.
+    ``turn`` is forward and backward, ``load`` M of them, ``reduced`` those, the all-reduce and the
+    optimizer's step.
     """
 
     forward: Floats
@@ -277,15 +278,15 @@ class _Stages(NamedTuple):
     reduced: Floats
 
 
-def _rest(form: Relaxation) -> Rest:
+def _rest(form: Relaxation, devices: int) -> Rest:
     """The tables, row by row: at most d devices, the next stage on r of them, up to layer l'."""
-    devices, layers = form.forward.shape[0] - 1, form.forward.shape[1] - 1
-    stages = {r: _stages(form, r) for r in range(1, devices + 1)}
+    replicas, layers = form.forward.shape[0] - 1, form.forward.shape[1] - 1
+    stages = {r: _stages(form, r) for r in range(1, replicas + 1)}
     rest = Rest(*(np.full((devices + 1, layers + 1), np.inf) for _ in range(3)))
     for table in rest:
         table[:, layers] = 0.0
     for d in range(1, devices + 1):
-        for r in range(1, d + 1):
+        for r in range(1, min(d, replicas) + 1):
             rows = _next_stage(form, rest, stages[r], r, d - r)
             for table, row in zip(rest, rows, strict=True):
                 np.minimum(table[d, :layers], row[:layers], out=table[d, :layers])
@@ -297,7 +298,8 @@ def _next_stage(
 ) -> tuple[Floats, Floats, Floats]:
     """Rows of :class:`Rest` if the next stage has r devices, what follows ``others`` at most."""
     # The channel behind the stage, none behind the last layer; without devices the rest is inf.
-    send = form.boundary / (r * max(others, 1)) * form.pace + form.delay
+    receivers = min(max(others, 1), form.forward.shape[0] - 1)
+    send = form.share_bytes(form.boundary, r * receivers) * form.pace + form.delay
     send[-1] = 0.0
     behind = np.maximum(2 * form.microbatches * send, 2 * send + rest.fill[others])
     path = stages.turn + (2 * send + rest.path[others])
@@ -311,10 +313,11 @@ def _stages(form: Relaxation, r: int) -> _Stages:
     parameters = _between(form.parameters)
     held = form.state_factor * parameters + _between(form.saved[r])
     fits = np.triu(held <= form.memory * (1 + MARGIN), 1)
+    fits &= form.first[r][None, :] <= np.arange(len(form.parameters))[:, None]
     turn = np.where(fits, forward + _between(form.backward[r]), np.inf)
     load = form.microbatches * turn
     ring = 2 * (r - 1) * (parameters / r * form.pace + form.delay)
-    return _Stages(forward, turn, load, load + ring)
+    return _Stages(forward, turn, load, load + ring + _between(form.update))
 
 
 def _between(prefix: Floats) -> Floats:

@@ -14,10 +14,17 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.graphs.chain import Chain, ChainCosts, LayerCost, Profile, profile_on
+from stagewright.graphs.chain import (
+    Chain,
+    ChainCosts,
+    LayerCost,
+    Profile,
+    profile_on,
+    update_seconds_on,
+)
 from stagewright.graphs.cluster import Cluster
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import MAX_MICROBATCHES, MIN_MEMORY, format_bytes, require_count
+from stagewright.graphs.units import MAX_MICROBATCHES, MIN_MEMORY, require_count
 
 Floats = NDArray[np.float64]
 
@@ -26,8 +33,9 @@ Floats = NDArray[np.float64]
 class PipelineProblem:
     """Train ``chain`` on ``cluster`` with ``microbatches`` per iteration, in least time.
 
-    Devices of a plan are given by their positions in ``cluster.devices``. A stage that k devices
-    share takes the time of the slowest of them for 1/k of a microbatch.
+    Devices of a plan are given by their positions in ``cluster.devices``. Samples are whole: of a
+    microbatch that r devices split, the largest share is ceil(b / r) samples, and a replicated
+    stage takes the time of its slowest device for that share.
     """
 
     chain: Chain
@@ -43,7 +51,7 @@ class PipelineProblem:
                 f"the memory limit must be at least {MIN_MEMORY:g} bytes, got {limit:g}: is a "
                 f"unit missing? Write for example 8GB"
             )
-        self._require_layers_fit()
+        self._require_samples()
 
     @cached_property
     def digest(self) -> str:
@@ -65,12 +73,27 @@ class PipelineProblem:
         limit = self.memory_limit_bytes
         return given if limit is None else np.minimum(given, limit)
 
+    def samples(self, shares: int) -> int:
+        """Samples in the largest of ``shares`` shares of a microbatch."""
+        return -(-self.chain.microbatch_size // shares)
+
+    def most_replicas(self, start: int, stop: int) -> int:
+        """Among how many devices a stage of layers [start, stop) can split a microbatch.
+
+        The smallest share, floor(b / r) samples, must do for every layer.
+        """
+        return int(self.replicas_per_layer[start:stop].min())
+
+    @cached_property
+    def replicas_per_layer(self) -> NDArray[np.int64]:
+        """Among how many devices each layer can be split, shape (L,)."""
+        return self.chain.microbatch_size // self.chain.min_samples
+
     def costs(self, kind: str, replicas: int) -> ChainCosts:
-        """Costs of every layer on one of ``replicas`` equal shares of a microbatch."""
-        key = (kind, replicas)
+        """Costs of every layer for the largest of ``replicas`` shares of a microbatch."""
+        key = (kind, self.samples(replicas))
         if key not in self._cost_table:
-            samples = self.chain.microbatch_size / replicas
-            self._cost_table[key] = self._profiles[kind].at(samples)
+            self._cost_table[key] = self._profiles[kind].at(key[1])
         return self._cost_table[key]
 
     @cached_property
@@ -94,7 +117,7 @@ class PipelineProblem:
         Only for layers that know them, see :meth:`layer_with_whole_backward`.
         """
         kinds = {self.cluster.devices[v].kind for v in devices}
-        samples = self.chain.microbatch_size / len(devices)
+        samples = self.samples(len(devices))
         parts = [self._gradient_profiles[kind].at(samples) for kind in sorted(kinds)]
         return _slowest(parts, start, stop)
 
@@ -128,17 +151,22 @@ class PipelineProblem:
     def transfer_seconds(
         self, stop: int, senders: Sequence[int], receivers: Sequence[int]
     ) -> tuple[float, float]:
-        """Time of the activations behind layer ``stop - 1``, and of their gradients back.
+        """Time of the activations after layer ``stop - 1``, and of their gradients back.
 
-        Every sender shares with every receiver; the slowest link decides (SPP section III-B).
+        Every sender shares with every receiver, whole samples; the largest share on the slowest
+        link decides (SPP section III-B).
         """
-        share = self.boundary_bytes(stop) / (len(senders) * len(receivers))
+        share = self.share_bytes(self.boundary_bytes(stop), len(senders) * len(receivers))
         there, back = np.ix_(senders, receivers), np.ix_(receivers, senders)
         bandwidth, latency = self.cluster.bandwidth, self.cluster.latency
         return (
             float(share / bandwidth[there].min() + latency[there].max()),
             float(share / bandwidth[back].min() + latency[back].max()),
         )
+
+    def share_bytes(self, volume: float, shares: int) -> float:
+        """Bytes of the largest of ``shares`` shares of what a microbatch holds ``volume`` of."""
+        return volume * self.samples(shares) / self.chain.microbatch_size
 
     def gradient_bytes(self, start: int, stop: int) -> float:
         """Bytes of the gradients of layers [start, stop)."""
@@ -157,6 +185,24 @@ class PipelineProblem:
         latency = 2 * (k - 1) * float(self.cluster.latency[group].max())
         return volume / float(self.cluster.bandwidth[group].min()) + latency
 
+    def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
+        """The optimizer's step on layers [start, stop), on the slowest kind of ``devices``."""
+        kinds = {self.cluster.devices[v].kind for v in devices}
+        return max(float(self.update_per_layer(kind)[start:stop].sum()) for kind in kinds)
+
+    def update_per_layer(self, kind: str) -> Floats:
+        """Seconds of the optimizer's step per layer on devices of ``kind``, shape (L,)."""
+        return self._updates[kind]
+
+    def finish_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
+        """What follows the last backward of a stage: the all-reduce and the optimizer's step."""
+        reduction = self.reduce_seconds(start, stop, devices)
+        return reduction + self.update_seconds(start, stop, devices)
+
+    @cached_property
+    def _updates(self) -> dict[str, Floats]:
+        return {kind: update_seconds_on(self.chain, kind) for kind in self.kinds}
+
     def static_bytes(self, start: int, stop: int, replicas: int) -> float:
         """Bytes that a device of the stage holds all the time, when ``replicas`` share it.
 
@@ -167,7 +213,7 @@ class PipelineProblem:
         states = weights * (2 + self.chain.optimizer_bytes_per_parameter_byte)
         boundary = self.boundary_bytes(start) if start > 0 else 0.0
         boundary += self.boundary_bytes(stop) if stop < len(self.chain) else 0.0
-        return states + 2 * boundary / replicas
+        return states + 2 * self.share_bytes(boundary, replicas)
 
     def saved_bytes(self, start: int, stop: int, replicas: int) -> float:
         """Bytes that a device keeps per microbatch in flight, when ``replicas`` share it.
@@ -187,7 +233,8 @@ class PipelineProblem:
         The first layer's counts 0: the data stay where they are.
         """
         outputs = np.max([self.costs(kind, 1).output_bytes for kind in self.kinds], axis=0)
-        return np.concatenate([[0.0], outputs[:-1] / replicas])
+        share = self.samples(replicas) / self.chain.microbatch_size
+        return np.concatenate([[0.0], outputs[:-1] * share])
 
     def offload_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float | None:
         """Time in which all that a microbatch keeps goes to the host's memory, or comes back.
@@ -205,9 +252,12 @@ class PipelineProblem:
     ) -> int:
         """How many microbatches fit in the memory of the smallest device; 0 if not even one.
 
-        ``shares`` (default: the number of devices) is among how many a microbatch is split.
+        Also 0 if a microbatch has too few samples. ``shares`` (default: the number of devices) is
+        among how many a microbatch is split.
         """
         parts = shares or len(devices)
+        if parts > self.most_replicas(start, stop):
+            return 0
         free = float(self.memory_bytes[list(devices)].min())
         free -= self.static_bytes(start, stop, parts)
         saved = self.saved_bytes(start, stop, parts)
@@ -215,17 +265,14 @@ class PipelineProblem:
             return 0
         return self.microbatches if saved == 0 else min(self.microbatches, int(free // saved))
 
-    def _require_layers_fit(self) -> None:
-        """Refuse a layer that no device can hold however much its microbatches are split."""
-        largest = float(self.memory_bytes.max())
-        shares = len(self.cluster.devices)
-        for i, layer in enumerate(self.chain.layers):
-            need = self.static_bytes(i, i + 1, shares) + self.saved_bytes(i, i + 1, shares)
-            if need > largest:
+    def _require_samples(self) -> None:
+        """Refuse costs that do not cover a microbatch, and layers that need more samples."""
+        assert self._profiles  # reading them checks the sizes
+        for layer, replicas in zip(self.chain.layers, self.replicas_per_layer, strict=True):
+            if replicas < 1:
                 raise InputError(
-                    f"layer {layer.name!r} fits on no device: it needs at least "
-                    f"{format_bytes(need)}, the largest device has {format_bytes(largest)}: "
-                    f"{need - largest:.0f} bytes short"
+                    f"layer {layer.name!r} needs at least {layer.min_samples} samples, the planned "
+                    f"microbatch has {self.chain.microbatch_size}: plan a larger microbatch"
                 )
 
 

@@ -15,7 +15,9 @@ def makespan_problem(
 ) -> MakespanProblem | None:
     """The scheduling problem (section III-B2) that is left when the stages are chosen.
 
-    None if some stage cannot hold even one microbatch.
+    Its ``reduce`` is all that follows a stage's last backward: the all-reduce, then the optimizer's
+    step, for which a device that has no other stage is free. None if some stage cannot hold even
+    one microbatch.
     """
     computed = [problem.compute_seconds(s.start, s.stop, s.devices) for s in stages]
     sent = [
@@ -31,7 +33,7 @@ def makespan_problem(
         tuple(backward for _, backward in computed),
         tuple(there for there, _ in sent),
         tuple(back for _, back in sent),
-        tuple(problem.reduce_seconds(s.start, s.stop, s.devices) for s in stages),
+        tuple(problem.finish_seconds(s.start, s.stop, s.devices) for s in stages),
         limits,
     )
 
@@ -82,10 +84,14 @@ def shortest_path_seconds(problem: PipelineProblem, stages: int) -> float:
 
 def cheapest_work(problem: PipelineProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Device-seconds per layer and microbatch at the cheapest kind and share, shape (L,)."""
-    shares = range(1, len(problem.cluster) + 1)
+    allowed = problem.replicas_per_layer
     rows = [
-        r * (problem.costs(kind, r).forward_seconds + problem.costs(kind, r).backward_seconds)
+        np.where(
+            r <= allowed,
+            r * (problem.costs(kind, r).forward_seconds + problem.costs(kind, r).backward_seconds),
+            np.inf,
+        )
         for kind in problem.kinds
-        for r in shares
+        for r in range(1, min(len(problem.cluster), int(allowed.max())) + 1)
     ]
     return np.asarray(np.min(rows, axis=0))

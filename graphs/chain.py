@@ -28,7 +28,9 @@ class LayerCost:
     ``device_kind`` None stands for any device: the source does not say where it was measured.
     The backward time is given whole (``backward_seconds``) or as the input gradient's and the
     weight gradient's parts. ``saved_bytes`` are what the forward keeps for the backward,
-    ``output_bytes`` what the next layer receives (and returns as a gradient).
+    ``output_bytes`` what the next layer receives (and returns as a gradient). ``update_seconds``
+    is the optimizer's step on the layer's parameters (None: not known, and priced as 0); it does
+    not depend on the microbatch size.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -40,6 +42,7 @@ class LayerCost:
     backward_seconds: float | None = None
     input_gradient_seconds: float | None = None
     weight_gradient_seconds: float | None = None
+    update_seconds: float | None = None
     device_kind: str | None = None
 
     def __post_init__(self) -> None:
@@ -71,21 +74,35 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its parameters and its costs, one entry per device kind and microbatch size."""
+    """One layer: its parameters and its costs, one entry per device kind and microbatch size.
+
+    ``min_samples`` is the least number of samples the layer can be run on (None: one); batch
+    normalisation over a single value per channel, for example, is undefined.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     parameter_bytes: float
     costs: tuple[LayerCost, ...]
+    min_samples: int | None = None
 
     def __post_init__(self) -> None:
+        if self.min_samples is not None and self.min_samples < 1:
+            raise InputError(
+                f"layer {self.name!r}: min_samples must be at least 1, got {self.min_samples}"
+            )
         require_amount(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
         if not self.costs:
             raise InputError(f"layer {self.name!r} has no costs")
         measured = [(cost.device_kind, cost.microbatch_size) for cost in self.costs]
         if len(set(measured)) < len(measured):
             raise InputError(f"layer {self.name!r}: two costs for one device kind and size")
+        updates = {(cost.device_kind, cost.update_seconds) for cost in self.costs}
+        if len(updates) > len({kind for kind, _ in updates}):
+            raise InputError(
+                f"layer {self.name!r}: update_seconds must be the same at every microbatch size"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +152,11 @@ class Chain:
         """Parameter bytes per layer, shape (L,)."""
         return np.array([layer.parameter_bytes for layer in self.layers], dtype=float)
 
+    @property
+    def min_samples(self) -> NDArray[np.int64]:
+        """The least number of samples per layer, shape (L,)."""
+        return np.array([layer.min_samples or 1 for layer in self.layers], dtype=np.int64)
+
     def digest(self) -> str:
         """A SHA-256 of everything that the plan of this chain depends on."""
         return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
@@ -161,22 +183,20 @@ class Profile:
     sizes: Floats
     values: Floats
 
-    def at(self, samples: float) -> ChainCosts:
-        """Costs for ``samples`` samples (may be a fraction).
+    def at(self, samples: int) -> ChainCosts:
+        """Costs for ``samples`` samples.
 
-        Between measured sizes the costs are interpolated linearly; below the smallest and above
-        the largest they are proportional to the number of samples, which with a single measured
-        size is SPP's assumption p/k (section III-B and its footnote 2).
+        Between measured sizes the costs are interpolated linearly; below the smallest they are
+        proportional to the number of samples, which with a single measured size is SPP's
+        assumption p/k (section III-B and its footnote 2). Nobody asks for more than the planned
+        size, which :func:`profile_on` holds to the measured ones.
         """
         rows = np.arange(len(self.sizes))
-        largest = np.where(np.isinf(self.sizes), 0.0, self.sizes).max(axis=1)
-        beyond = np.maximum(1.0, samples / largest)
-        inside = samples / beyond
-        above = np.maximum(1, (self.sizes < inside[:, None]).sum(axis=1))
+        above = np.maximum(1, (self.sizes < samples).sum(axis=1))
         low, high = self.sizes[rows, above - 1], self.sizes[rows, above]
-        share = np.clip((inside - low) / (high - low), 0.0, 1.0)
+        share = np.clip((samples - low) / (high - low), 0.0, 1.0)
         below_values, above_values = self.values[:, rows, above - 1], self.values[:, rows, above]
-        return ChainCosts(*((below_values + share * (above_values - below_values)) * beyond))
+        return ChainCosts(*(below_values + share * (above_values - below_values)))
 
 
 def profile_on(chain: Chain, device_kind: str) -> Profile:
@@ -185,9 +205,12 @@ def profile_on(chain: Chain, device_kind: str) -> Profile:
     Raises
     ------
     InputError
-        If the chain has no costs for ``device_kind``.
+        If the chain has no costs for ``device_kind``, or its microbatch size is outside the sizes
+        for which a layer has costs.
     """
     per_layer = [_costs_for(chain, layer, device_kind) for layer in chain.layers]
+    for layer, costs in zip(chain.layers, per_layer, strict=True):
+        _require_measured(chain, layer.name, costs)
     longest = max(len(costs) for costs in per_layer)
     sizes = np.full((len(per_layer), longest + 1), np.inf)
     values = np.zeros((4, len(per_layer), longest + 1))
@@ -202,6 +225,12 @@ def profile_on(chain: Chain, device_kind: str) -> Profile:
                 cost.output_bytes,
             )
     return Profile(sizes, values)
+
+
+def update_seconds_on(chain: Chain, device_kind: str) -> Floats:
+    """Seconds of the optimizer's step per layer on ``device_kind``, shape (L,); 0 if not known."""
+    per_layer = [_costs_for(chain, layer, device_kind)[0].update_seconds for layer in chain.layers]
+    return np.array([seconds or 0.0 for seconds in per_layer])
 
 
 def load_model(path: str | os.PathLike[str]) -> Chain:
@@ -224,6 +253,18 @@ def _costs_for(chain: Chain, layer: Layer, device_kind: str) -> Sequence[LayerCo
         f"model {chain.name!r} has costs for {_shown(_kinds(layer))}, "
         f"the cluster has a device of kind {device_kind!r}"
     )
+
+
+def _require_measured(chain: Chain, name: str, costs: Sequence[LayerCost]) -> None:
+    """The planned microbatch size lies within the measured ones."""
+    smallest, largest = costs[0].microbatch_size, costs[-1].microbatch_size
+    if not smallest <= chain.microbatch_size <= largest:
+        sizes = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
+        raise InputError(
+            f"model {chain.name!r}: microbatch_size is {chain.microbatch_size}, layer {name!r} has "
+            f"costs for {sizes} samples: costs are not extrapolated; measure that size too, or "
+            f"plan another one"
+        )
 
 
 def _kinds(layer: Layer) -> set[str | None]:

@@ -112,7 +112,7 @@ def least_work(form: Recurrence) -> Floats:
 
     A stage on r devices under T does at most r T of this work.
     """
-    replicas = np.arange(len(form.memory) + 1)[None, :, None]
+    replicas = np.arange(form.forward.shape[1])[None, :, None]
     work = (np.diff(form.forward) + np.diff(form.backward)) * replicas
     cheapest = work[:, 1:].min(axis=(0, 1))
     return form.microbatches * np.concatenate([[0.0], np.cumsum(cheapest)])
@@ -144,16 +144,18 @@ def _final(form: Recurrence, table: Table) -> Words:
 @njit(cache=True, error_model="numpy")
 def _stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
     """Time of layers (before, l] on the r devices behind the first ``used``."""
-    f = b = 0.0
+    f = b = u = 0.0
     for k in range(form.kinds.shape[0]):
         if form.kinds[k, used + r] > form.kinds[k, used]:
             f = max(f, form.forward[k, r, l] - form.forward[k, r, before])
             b = max(b, form.backward[k, r, l] - form.backward[k, r, before])
+            u = max(u, form.update[k, l] - form.update[k, before])
     per_byte, once = _reduce(form, used, r)
     time: float = (
         form.microbatches * (f + b)
         + per_byte * (form.parameters[l] - form.parameters[before])
         + once
+        + u
     )
     return time
 
@@ -171,12 +173,17 @@ def _reduce(form: Recurrence, used: int, r: int) -> tuple[float, float]:
 def _window_starts(
     form: Recurrence, limit: float, low: int, first: int, last: int, used: int, r: int, starts: Ints
 ) -> None:
-    """starts[l] for l = first ... last: the least l' >= low with (l', l] under the limit, or l."""
+    """starts[l] for l = first ... last: the least l' >= low with (l', l] under the limit, or l.
+
+    No window reaches over layers that cannot be split among r.
+    """
     per_byte, once = _reduce(form, used, r)
     forward, backward, parameters = form.forward[0, r], form.backward[0, r], form.parameters
+    update = form.update[0]
     one_kind = form.kinds.shape[0] == 1
     start = low
     for l in range(first, last + 1):
+        start = max(start, form.first[r, l])
         if one_kind:
             # The same arithmetic as in _stage_time, without its loop over kinds.
             f, b, p = forward[l], backward[l], parameters[l]
@@ -184,6 +191,7 @@ def _window_starts(
                 form.microbatches * ((f - forward[start]) + (b - backward[start]))
                 + per_byte * (p - parameters[start])
                 + once
+                + (update[l] - update[start])
                 > limit
             ):
                 start += 1
@@ -203,8 +211,16 @@ def _channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> fl
             back = max(back, form.pace[j, k])
             there_delay = max(there_delay, form.delay[k, j])
             back_delay = max(back_delay, form.delay[j, k])
-    once: float = form.boundary[l] / (r * later) * (there + back) + there_delay + back_delay
+    share = _share(form, form.boundary[l], r * later)
+    once: float = share * (there + back) + there_delay + back_delay
     return form.microbatches * once
+
+
+@njit(cache=True, error_model="numpy")
+def _share(form: Recurrence, volume: float, shares: int) -> float:
+    """Bytes of the largest of ``shares`` shares of a microbatch, in whole samples."""
+    share: float = volume * -(-form.samples // shares) / form.samples
+    return share
 
 
 @njit(cache=True, error_model="numpy")
@@ -212,7 +228,7 @@ def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float
     """How many microbatches of layers (before, l] each of r devices can hold, up to form.held."""
     free = memory
     free -= form.state_factor * (form.parameters[l] - form.parameters[before])
-    free -= 2.0 * (form.boundary[before] + form.boundary[l]) / r
+    free -= 2.0 * _share(form, form.boundary[before] + form.boundary[l], r)
     saved = form.saved[r, l] - form.saved[r, before]
     if free < 0.0:
         return 0
@@ -244,9 +260,11 @@ def _sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     worst = np.zeros((4, size + 1))
     front = np.zeros(layers + 1, dtype=np.uint64)
     starts = np.zeros(layers + 1, dtype=np.int64)
-    needed = np.zeros(size + 1)  # bytes that any stage on r devices can do with
-    for r in range(1, size + 1):
-        needed[r] = form.state_factor * form.parameters[layers] + 4.0 * largest_boundary / r
+    replicas = form.forward.shape[1] - 1
+    needed = np.zeros(replicas + 1)  # bytes that any stage on r devices can do with
+    for r in range(1, replicas + 1):
+        needed[r] = form.state_factor * form.parameters[layers]
+        needed[r] += 4.0 * _share(form, largest_boundary, r)
         needed[r] += min(form.held, most) * form.saved[r, layers]
     for used in range(size):
         low, high = band.low[used], band.high[used]
@@ -256,7 +274,7 @@ def _sweep(  # noqa: C901 - one flat pass, its steps are the functions below
             continue
         worst[:] = 0.0
         memory = np.inf
-        for r in range(1, size - used + 1):
+        for r in range(1, min(size - used, replicas) + 1):
             memory = min(memory, form.memory[used + r - 1])
             free = _unconstrained(form, limit, largest_boundary, slowest, used, r)
             _collect_links(form, used, r, free, worst)
@@ -307,9 +325,14 @@ def _unconstrained(
 ) -> int:
     """From how many replicas of the later stage on no channel exceeds the limit."""
     slack = limit / form.microbatches - 2.0 * slowest[1]
+    whole = largest_boundary * 2.0 * slowest[0]  # seconds of a microbatch in one share
     if slack <= 0.0:
         return used + 1
-    needed = largest_boundary * 2.0 * slowest[0] / (r * slack) * (1 + 1e-12)
+    # So many samples may a share have.
+    samples = np.floor(slack * form.samples / whole * (1 - 1e-12)) if whole > 0.0 else np.inf
+    if samples < 1.0:
+        return used + 1
+    needed = form.samples / (r * samples)
     return max(1, int(np.ceil(min(needed, used + 1.0))))
 
 
@@ -353,7 +376,8 @@ def _through_narrow(
         back_delay = max(back_delay, worst[3, later])
         at = _row(band, used, later, low) - low
         for l in range(low, high + 1):
-            once = form.boundary[l] / (r * later) * (there + back) + there_delay + back_delay
+            share = _share(form, form.boundary[l], r * later)
+            once = share * (there + back) + there_delay + back_delay
             if form.microbatches * once <= limit:
                 for w in range(reach.shape[1]):
                     source[l, w] |= reach[at + l, w]
@@ -446,7 +470,7 @@ def _predecessor(
     if stages == 1:
         return (_stage_time(form, 0, l, 0, r), 0, 0) if used == 0 else best
     word, bit = (stages - 2) // 64, np.uint64((stages - 2) % 64)
-    for before in range(band.low[used], min(band.high[used], l - 1) + 1):
+    for before in range(max(band.low[used], form.first[r, l]), min(band.high[used], l - 1) + 1):
         time = _stage_time(form, before, l, used, r)
         if time > limit or time >= best[0]:
             continue

@@ -32,12 +32,12 @@ def fill_and_drain_bound(problem: PipelineProblem, incumbent: float) -> float:
     if (layers * size) ** 2 / 4 > STEPS or low >= incumbent:
         return low
     form = relax(problem)
-    if not _fits_under(form, incumbent):
+    if not _fits_under(form, size, incumbent):
         return incumbent
     high = incumbent
     while high > low * (1 + PRECISION):
         middle = (low + high) / 2
-        if _fits_under(form, middle):
+        if _fits_under(form, size, middle):
             high = middle
         else:
             low = middle
@@ -45,18 +45,18 @@ def fill_and_drain_bound(problem: PipelineProblem, incumbent: float) -> float:
 
 
 @njit(cache=True, error_model="numpy")
-def _fits_under(form: Relaxation, limit: float) -> bool:
-    """Whether some relaxed plan lasts no longer than ``limit``, rounding aside.
+def _fits_under(form: Relaxation, size: int, limit: float) -> bool:
+    """Whether some relaxed plan on ``size`` devices lasts no longer than ``limit``, rounding aside.
 
     way[i, l] is the least time there and back through stages that hold the first l layers on i
     devices, there[i, l] the least time there alone; both are kept apart, which only relaxes more.
     """
-    size, layers = form.forward.shape[0] - 1, form.forward.shape[1] - 1
+    layers, replicas = form.forward.shape[1] - 1, form.forward.shape[0] - 1
     way = np.full((size + 1, layers + 1), np.inf)
     there = np.full((size + 1, layers + 1), np.inf)
     way[0, 0] = there[0, 0] = 0.0
     for used in range(size):
-        for r in range(1, size - used + 1):
+        for r in range(1, min(size - used, replicas) + 1):
             for before in range(layers):
                 if way[used, before] < np.inf:
                     _place(form, limit * (1 + MARGIN), used, r, before, way, there)
@@ -70,7 +70,10 @@ def _place(
     """Every stage that starts behind layer ``before`` on r devices and stays under the limit."""
     M = form.microbatches
     # The channel in front: at best every device used so far sends.
-    once = form.boundary[before] / (r * used) * form.pace + form.delay if used > 0 else 0.0
+    once = 0.0
+    if used > 0:
+        share = -(-form.samples // (r * used)) / form.samples
+        once = form.boundary[before] * share * form.pace + form.delay
     if 2 * M * once + there[used, before] > limit:
         return
     head, forth = way[used, before] + 2 * once, there[used, before] + once
@@ -80,10 +83,12 @@ def _place(
         f = form.forward[r, l] - form.forward[r, before]
         x = f + form.backward[r, l] - form.backward[r, before]
         weights = form.parameters[l] - form.parameters[before]
+        finish = ring * weights + ring_delay + form.update[l] - form.update[before]
         saved = form.saved[r, l] - form.saved[r, before]
         if (
             head + M * x > limit
-            or forth + M * x + ring * weights + ring_delay > limit
+            or forth + M * x + finish > limit
+            or form.first[r, l] > before
             or form.state_factor * weights + saved > form.memory
         ):
             return

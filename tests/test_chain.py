@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagewright.graphs.chain import Chain, Layer, LayerCost, load_model, profile_on, save_model
+from stagewright.graphs.chain import (
+    Chain,
+    Layer,
+    LayerCost,
+    load_model,
+    profile_on,
+    save_model,
+    update_seconds_on,
+)
 from stagewright.graphs.errors import InputError
 
 CHAIN = Chain(
@@ -52,9 +60,26 @@ def test_costs_are_interpolated_between_measured_sizes():
     np.testing.assert_allclose(costs.output_bytes, [15, 5.25])
 
 
-def test_costs_beyond_the_measured_sizes_are_proportional():
+def test_costs_below_the_measured_sizes_are_proportional():
     np.testing.assert_allclose(profile_on(CHAIN, "v100").at(1).forward_seconds, [0.1, 0.025])
-    np.testing.assert_allclose(profile_on(CHAIN, "v100").at(8).forward_seconds, [0.6, 0.2])
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_microbatch_outside_of_the_measured_sizes_is_refused(size):
+    chain = replace(CHAIN, microbatch_size=size)
+    with pytest.raises(InputError, match=rf"microbatch_size is {size}, layer '.*' has costs for"):
+        profile_on(chain, "v100")
+
+
+def test_the_optimizers_step_is_one_figure_of_a_device_kind():
+    first, *others = CHAIN.layers
+    costs = tuple(replace(cost, update_seconds=0.5) for cost in first.costs)
+    chain = replace(CHAIN, layers=(replace(first, costs=costs), *others))
+    np.testing.assert_allclose(update_seconds_on(chain, "v100"), [0.5, 0.0])
+    with pytest.raises(InputError, match="the same at every microbatch size"):
+        replace(
+            first, costs=(*costs[:-1], replace(costs[-1], update_seconds=0.1), *first.costs[:1])
+        )
 
 
 def test_another_device_kind_falls_back_on_the_costs_for_any_device():
@@ -73,7 +98,7 @@ def test_a_kind_without_costs_is_refused():
         profile_on(only_v100, "k80").at(4)
 
 
-@given(st.floats(0.01, 100), st.floats(0.01, 100))
+@given(st.integers(1, 4), st.integers(1, 4))
 def test_costs_never_fall_when_samples_grow(one, other):
     small, large = sorted((one, other))
     few, many = profile_on(CHAIN, "v100").at(small), profile_on(CHAIN, "v100").at(large)

@@ -9,8 +9,13 @@ from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages
 
 
 def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -> Proposal | NoPlan:
-    """One stage on all devices: each microbatch is split among them, then one all-reduce."""
-    whole = (StageChoice(0, len(problem.chain), tuple(range(len(problem.cluster)))),)
+    """One stage: each microbatch is split among all devices, then one all-reduce.
+
+    Devices for which a microbatch has no sample left stay idle.
+    """
+    layers = len(problem.chain)
+    devices = range(min(len(problem.cluster), problem.most_replicas(0, layers)))
+    whole = (StageChoice(0, layers, tuple(devices)),)
     scheduling = makespan_problem(problem, whole)
     if scheduling is None:
         return NoPlan(shortage(problem, whole))

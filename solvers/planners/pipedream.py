@@ -1,7 +1,7 @@
 """PipeDream's partition with a synchronous barrier (thesis 2.4.1; SPP V-A, baseline iii)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
@@ -46,9 +46,13 @@ def plan_pipedream(
 ) -> Proposal | NoPlan:
     """PipeDream's partition and replication, scheduled by 1F1B, flushed after every iteration.
 
-    Devices are taken in the order of the cluster, as the paper's homogeneous levels have it.
+    Devices are taken in the order of the cluster, as the paper's homogeneous levels have it. Where
+    a stage has more of them than a microbatch can be split among, the last ones stay idle.
     """
-    stages = partition(problem)
+    stages = tuple(
+        replace(one, devices=one.devices[: problem.most_replicas(one.start, one.stop)])
+        for one in partition(problem)
+    )
     scheduling = makespan_problem(problem, stages)
     if scheduling is None:
         return NoPlan(shortage(problem, stages))

@@ -124,8 +124,18 @@ def choices_of(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[Stage
 
 
 def shortage(problem: PipelineProblem, stages: Sequence[StageChoice], held: int = 1) -> str:
-    """Which stage cannot hold ``held`` microbatches, on which device, and how many bytes short."""
+    """Which stage cannot hold ``held`` microbatches: on which device, and how many bytes short.
+
+    Or else which stage has more devices than a microbatch can be split among.
+    """
     for s, stage in enumerate(stages):
+        most = problem.most_replicas(stage.start, stage.stop)
+        if len(stage.devices) > most:
+            return (
+                f"stage {s} (layers {stage.start} to {stage.stop - 1}) splits microbatches of "
+                f"{problem.chain.microbatch_size} samples among {len(stage.devices)} devices, "
+                f"{most} are the most: plan larger microbatches"
+            )
         if problem.in_flight_limit(stage.start, stage.stop, stage.devices) >= held:
             continue
         shares = len(stage.devices)
