@@ -6,8 +6,6 @@ bytes: times are multiples of 60 us and bytes of 60, which the shares of at most
 
 import random
 
-from language_documents import UPDATE_FIELD
-
 MICROSECOND = 1e-6
 
 
@@ -69,7 +67,7 @@ def _entry(draw, size, kind, parts, update):
     else:
         entry["backward_seconds"] = _microseconds(draw, 5 * size, 20 + 5 * size)
     if update:
-        entry[UPDATE_FIELD] = update
+        entry["update_seconds"] = update
     return entry
 
 

@@ -9,8 +9,6 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import inf
 
-from language_documents import layer_minimum, update_seconds
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -83,8 +81,9 @@ class Instance:
 
     def enough_samples(self, stage):
         """Whether the smallest share is large enough for every layer of the stage."""
-        least = max(layer_minimum(layer) for layer in self.layers[stage.start : stage.stop])
-        return self.samples // stage.degree >= max(least, 1)
+        layers = self.layers[stage.start : stage.stop]
+        least = max(layer.get("min_samples", 1) for layer in layers)
+        return self.samples // stage.degree >= least
 
     def knows_parts(self, stage):
         """Whether every layer knows the two parts of its backward."""
@@ -119,8 +118,7 @@ class Instance:
         """Seconds of the optimizer's step of the stage."""
         layers = self.layers[stage.start : stage.stop]
         return max(
-            sum(update_seconds(layer, self.kinds[device]) for layer in layers)
-            for device in stage.devices
+            sum(_update(layer, self.kinds[device]) for layer in layers) for device in stage.devices
         )
 
     # Transfers.
@@ -195,6 +193,13 @@ def _field(entry, field):
     if field == "backward_seconds" and field not in entry:
         return entry["input_gradient_seconds"] + entry["weight_gradient_seconds"]
     return entry[field]
+
+
+def _update(layer, kind):
+    """Seconds of the optimizer's step of a layer; every measured size of a kind says the same."""
+    own = [entry for entry in layer["costs"] if entry.get("device_kind") == kind]
+    own = own or [entry for entry in layer["costs"] if entry.get("device_kind") is None]
+    return own[0].get("update_seconds", 0)
 
 
 def _links(cluster):
