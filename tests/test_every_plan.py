@@ -1,34 +1,26 @@
 """Bounds over every plan, against the best plan of the whole language by brute force."""
 
 import json
-import random
-from dataclasses import replace
 from math import inf
-from pathlib import Path
 
-import numpy as np
 import pytest
 from language_instances import random_instance
 from language_oracle import Language, best
 
-from stagewright.formulations.certificates import certificate
-from stagewright.formulations.check import check
-from stagewright.formulations.every_plan import LOAD, load_bound, why_nothing_fits
+from stagewright.formulations.every_plan import why_nothing_fits
 from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound
 from stagewright.formulations.plan_class import (
     DISJOINT_SPLIT,
     EVERY_FINITE,
     EVERY_PLAN,
     WHOLE_FINITE,
-    class_of,
 )
 from stagewright.graphs.chain import FORMAT as MODEL
 from stagewright.graphs.chain import Chain
 from stagewright.graphs.cluster import FORMAT as CLUSTER
 from stagewright.graphs.cluster import Cluster
 from stagewright.graphs.documents import parse
-from stagewright.solvers.every_plan import best_prices, every_plan_bounds
+from stagewright.solvers.every_plan import every_plan_bounds
 from stagewright.solvers.relaxation import fill_and_drain_bound
 
 SLACK = 1 + 1e-9

@@ -118,8 +118,7 @@ def _print_result(problem: "PipelineProblem", result: "Result") -> None:
     # A portfolio's reason stands beside its best attempt already.
     shown = result.reason and (result.plan is None or not result.attempts)
     reason = f": {result.reason}" if shown else ""
-    # Infeasible and out of time say of what themselves.
-    of = " in its class" if result.plan is not None and str(result.plans) != "every plan" else ""
+    of = " in its class" if result.status == "optimal" and str(result.plans) != "every plan" else ""
     print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
     rows = []
     for one in result.attempts:

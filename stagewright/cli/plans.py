@@ -88,10 +88,9 @@ def _print_verdicts(verdicts: "Sequence[Verdict]") -> None:
 
     rows = []
     for one in verdicts:
-        verdict = f"claimed by {one.name}" if one.verdict == "claimed" else one.verdict
-        said = ": ".join(filter(None, (verdict, one.reason)))
+        said = ": ".join(filter(None, (one.verdict, one.reason)))
         rows.append((one.place, format_seconds(one.seconds), one.name, said))
-    print_table(("<place", "seconds", "<proved by", "<verdict"), rows)
+    print_table(("<place", "seconds", "<by", "<verdict"), rows)
 
 
 def simulate(
