@@ -1,18 +1,25 @@
 """The front of all planners: run one or the portfolio, then assemble, check and certify."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic
 
 from stagewright.formulations.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.bounds import schedule_bounds
+from stagewright.formulations.certificates import best_of
+from stagewright.formulations.every_plan import why_nothing_fits
 from stagewright.formulations.forms import Limits, OnProgress, Status, silent
+from stagewright.formulations.one_f_one_b import PATTERN_LOAD, PATTERN_MEMORY, period_bound
 from stagewright.formulations.one_f_one_b import load_bound as load_of
-from stagewright.formulations.one_f_one_b import period_bound
 from stagewright.formulations.pattern import pattern_problem
+from stagewright.formulations.periodic_bounds import iteration_seconds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, PipelinePlan
+from stagewright.formulations.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, PlanClass
+from stagewright.formulations.relaxation import FILL_AND_DRAIN
 from stagewright.graphs.errors import InputError
+from stagewright.solvers.every_plan import every_plan_bounds
 from stagewright.solvers.planners.auto import plan_auto
 from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import plan_exact
@@ -29,7 +36,7 @@ from stagewright.solvers.planners.proposal import (
     scheduling_of,
 )
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
+from stagewright.solvers.relaxation import fill_and_drain_bound
 from stagewright.solvers.reporting import reporting
 from stagewright.solvers.warm_up import compile_kernels
 
@@ -78,9 +85,11 @@ PLANNERS = {
 class Result:
     """The answer to a planning problem.
 
-    ``cost`` is the iteration in seconds, ``bound`` bounds every plan of the problem from below,
-    ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. ``reason`` says why there is no
-    plan, or how the planner went; ``attempts`` what the planners of a portfolio gave.
+    ``cost`` is the iteration in seconds, ``bound`` bounds every plan of the class ``plans`` from
+    below, ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. Of an infeasible problem
+    ``plans`` is the class that has no plan, None if that is only what the planner makes. ``reason``
+    says why there is no plan, or how the planner went; ``attempts`` what the planners of a
+    portfolio gave.
     """
 
     status: Status
@@ -93,6 +102,7 @@ class Result:
     seconds: float
     reason: str = ""
     attempts: tuple[Attempt, ...] = ()
+    plans: PlanClass | None = None
 
 
 def plan(
@@ -127,16 +137,14 @@ def plan(
     began = monotonic()
     extra = (choices or PeriodicChoices(),) if info.periodic else ()
     limits = limits or Limits()
+    nowhere = why_nothing_fits(problem)
+    if nowhere is not None:
+        nothing = NoPlan(nowhere, plans=EVERY_PLAN)
+        return _refused(problem, planner, nothing, limits, monotonic() - began)
     report = reporting(problem, on_progress, info.periodic)
     answer = info.run(problem, limits, report, *extra)
     if isinstance(answer, NoPlan):
-        status = Status.INFEASIBLE if answer.proved else limits.status(found=False)
-        bounds = answer.bounds
-        seconds, proved_by = max(((b.seconds, b.proved_by) for b in bounds), default=(None, None))
-        return Result(
-            status, planner, None, None, seconds, None, proved_by,
-            monotonic() - began, answer.reason, answer.attempts,
-        )  # fmt: skip
+        return _refused(problem, planner, answer, limits, monotonic() - began)
     if isinstance(answer, PeriodicProposal):
         certified = _certified_pattern(problem, planner, answer)
         attempts: tuple[Attempt, ...] = ()
@@ -147,7 +155,27 @@ def plan(
     status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
-        proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts,
+        proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts, proof.plans,
+    )  # fmt: skip
+
+
+def _refused(
+    problem: PipelineProblem, planner: str, answer: NoPlan, limits: Limits, seconds: float
+) -> Result:
+    """No plan: the class that has none, or the best bound on those that it may have."""
+    if answer.proved:
+        reason = f"{planner} has no plan: {answer.reason}"
+        if answer.plans is not None:
+            reason = f"{answer.plans.phrase('no')} fits: {answer.reason}"
+        return Result(
+            Status.INFEASIBLE, planner, None, None, None, None, None, seconds, reason,
+            answer.attempts, answer.plans,
+        )  # fmt: skip
+    known = (*every_plan_bounds(problem), *answer.bounds)
+    best = best_of([bound for bound in known if bound.seconds < math.inf])
+    return Result(
+        limits.status(found=False), planner, None, None, best.seconds, None, best.proved_by,
+        seconds, answer.reason, answer.attempts, best.plans,
     )  # fmt: skip
 
 
@@ -158,12 +186,11 @@ def _certified_pattern(
     asked = pattern_problem(problem, proposal.stages)
     periods = [
         *proposal.bounds,
-        Bound(load_of(asked), "load of devices and links", "schedule"),
-        Bound(period_bound(asked), "memory that 1F1B* needs", "schedule"),
+        Bound(load_of(asked), PATTERN_LOAD, "schedule", PATTERNS),
+        Bound(period_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
     ]
-    # An iteration is as many periods as it has microbatches.
-    bounds = [replace(one, seconds=one.seconds * problem.microbatches) for one in periods]
-    return certify(problem, drawn, bounds, ())
+    bounds = [replace(one, seconds=iteration_seconds(problem, one.seconds)) for one in periods]
+    return certify(problem, drawn, (*every_plan_bounds(problem), *bounds), ())
 
 
 def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:
@@ -171,12 +198,8 @@ def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> Pi
     assert drawn.predicted is not None
     cost = drawn.predicted.iteration_seconds
     bounds = [
-        Bound(load_bound(problem), "load of all devices", "problem"),
-        Bound(
-            fill_and_drain_bound(problem, cost),
-            "fill-and-drain relaxation, best link everywhere",
-            "problem",
-        ),
+        *every_plan_bounds(problem),
+        Bound(fill_and_drain_bound(problem, cost), FILL_AND_DRAIN, "problem", DISJOINT_SPLIT),
         *proposal.bounds,
     ]
     scheduling = scheduling_of(problem, proposal.stages)

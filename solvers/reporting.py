@@ -6,7 +6,8 @@ from time import monotonic
 
 from stagewright.formulations.forms import OnProgress, Progress, silent
 from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
+from stagewright.formulations.plan_class import EVERY_FINITE, EVERY_PLAN
+from stagewright.solvers.every_plan import every_plan_bounds
 
 
 def reporting(problem: PipelineProblem, on_progress: OnProgress, periodic: bool) -> OnProgress:
@@ -20,10 +21,10 @@ def reporting(problem: PipelineProblem, on_progress: OnProgress, periodic: bool)
 
 @dataclass
 class Reporter:
-    """Passes the best plan and the best bound so far on to ``on_progress``.
+    """Passes the best plan so far on to ``on_progress``, beside the bound on every plan.
 
-    Planners report one search after the other, each with its own clock and its own best plan; their
-    bounds hold for every plan of the problem, or are 0.
+    Planners report one search after the other, each with its own clock and its own best plan. Their
+    own bounds are of smaller classes of plans: they stand in the certificate, not here.
     """
 
     problem: PipelineProblem
@@ -35,22 +36,17 @@ class Reporter:
 
     def begin(self) -> None:
         """Tell what is known before there is a plan."""
-        self.bound = 0.0 if self.periodic else load_bound(self.problem)
+        wanted = EVERY_PLAN if self.periodic else EVERY_FINITE
+        known = every_plan_bounds(self.problem)
+        self.bound = max(one.seconds for one in known if one.plans.contains(wanted))
         self._report()
 
     def __call__(self, step: Progress) -> None:
         """Take a planner's step into account."""
         scale = self.problem.microbatches if self.periodic else 1
         if step.objective is not None:
-            self._offer(step.objective * scale)
-        self.bound = max(self.bound, step.bound * scale)
+            self.cost = min(self.cost, step.objective * scale)
         self._report()
-
-    def _offer(self, cost: float) -> None:
-        if self.cost == math.inf and not self.periodic:
-            # Shorter plans hardly change this bound: its tables are filled once.
-            self.bound = max(self.bound, fill_and_drain_bound(self.problem, cost))
-        self.cost = min(self.cost, cost)
 
     def _report(self) -> None:
         cost = None if self.cost == math.inf else self.cost

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.forms import StopToken
     from stagewright.formulations.pipeline import PipelineProblem
     from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
+    from stagewright.formulations.proofs import Verdict
     from stagewright.graphs.chain import Chain, load_model, save_model
     from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
     from stagewright.graphs.jobs import Workload, load_workload
@@ -36,6 +37,7 @@ __all__ = [
     "InputError",
     "allocate",
     "check",
+    "check_proofs",
     "load_cluster",
     "load_model",
     "load_plan",
@@ -134,6 +136,22 @@ def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Vi
     from stagewright.formulations.check import check as check_plan
 
     return check_plan(_problem_of(plan, chain, cluster), plan)
+
+
+def check_proofs(
+    plan: "PipelinePlan", chain: "Chain", cluster: "Cluster", time_limit: float = 60.0
+) -> "tuple[Verdict, ...]":
+    """What becomes of every bound and guarantee of a valid plan when it is proved again.
+
+    ``verified``, ``refuted``, or ``claimed`` where the search behind it does not end within
+    ``time_limit`` seconds. :func:`check` verifies those that need no search.
+    """
+    from stagewright.formulations.forms import Limits
+    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.solvers.proofs import check_with_proofs
+
+    problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
+    return check_with_proofs(problem, plan, Limits(time_limit))[1]
 
 
 def simulate(

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 from periodic_plans import plan_by_hand
-from plans import make_stages, small_problem, valid_plan
+from plans import made_up_certificate, make_stages, small_problem, valid_plan
 
 from stagewright.executor.timeline import timeline
 from stagewright.formulations.check import check, predict
 from stagewright.formulations.plan import (
-    Bound,
-    Certificate,
     Guarantee,
     PipelinePlan,
     Stage,
@@ -32,18 +30,19 @@ def small_plan() -> PipelinePlan:
     plan = valid_plan(PROBLEM, make_stages((1, 4), (2, 1), ("round-robin", "split")))
     figures = predict(PROBLEM, plan)
     cost = figures.iteration_seconds
-    certificate = Certificate(
-        cost, cost / 3, (cost - cost / 3) / cost, "one", cost, 0.0, "two",
-        (Bound(cost / 3, "one", "problem"), Bound(cost, "two", "schedule")),
-        (Guarantee("Theorem 1", 2 * cost, cost, True),),
-    )  # fmt: skip
+    certificate = made_up_certificate(PROBLEM, plan, cost)
     return replace(plan, predicted=figures, certificate=certificate)
 
 
 @pytest.fixture
 def data() -> dict[str, Any]:
     """A plan document as plain data, to be damaged."""
-    found: dict[str, Any] = json.loads(documents.to_json(small_plan()))
+    plan = small_plan()
+    assert plan.certificate is not None
+    cost = plan.certificate.cost_seconds
+    promise = Guarantee("Theorem 1", 2 * cost, cost, True, "always", plan.stages)
+    promised = replace(plan, certificate=replace(plan.certificate, guarantees=(promise,)))
+    found: dict[str, Any] = json.loads(documents.to_json(promised))
     return found
 
 

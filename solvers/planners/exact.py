@@ -11,11 +11,12 @@ import numpy as np
 from stagewright.formulations.bounds import schedule_bounds
 from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.forms import Limits, OnProgress, Progress, Status, silent
-from stagewright.formulations.joint import JointPlanning, Prefix
+from stagewright.formulations.joint import JOINT_SEARCH, JointPlanning, Prefix
 from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.makespan_models import ByIntervals
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound
+from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.backend import solve
 from stagewright.solvers.list_scheduling import best_list_schedule
@@ -28,7 +29,6 @@ FIRST_SECONDS = 1.0  # CP-SAT's first time limit for a schedule; every further t
 GROWTH = 4.0  # times the last one's
 STEPS = 2e7  # entries of the tables of bounds beyond which only the load is looked at
 TELLING_SECONDS = 0.5  # between two reports of the bound
-PROVED_BY = "joint branch and bound with CP-SAT"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ def improve_exactly(
     scheduling = scheduling_of(problem, known.stages) if known else None
     seconds = known.times.makespan(scheduling) if known and scheduling else math.inf
     answer = exact(problem, limits, on_progress, seconds)
-    bounds = (Bound(answer.bound_seconds, PROVED_BY, "problem"),)
+    bounds = (Bound(answer.bound_seconds, JOINT_SEARCH, "problem", DISJOINT_SPLIT),)
     ended = "complete" if answer.complete else f"stopped by {limits.end}"
     notes = (f"{answer.plans} plans scheduled, {answer.proofs} by CP-SAT; {ended}",)
     if answer.stages is not None and answer.timetable is not None:
@@ -96,7 +96,7 @@ def improve_exactly(
     if known is not None:
         return replace(known, bounds=(*known.bounds, *bounds), notes=notes)
     if answer.complete:
-        return NoPlan("no partition of the layers fits in the devices' memory")
+        return NoPlan("no partition of the layers fits in memory", plans=DISJOINT_SPLIT)
     return NoPlan(f"{limits.end} came before any plan was found", False, bounds)
 
 

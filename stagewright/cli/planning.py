@@ -22,7 +22,7 @@ from stagewright.cli.console import (
     read_problem,
 )
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.plans import plan_json, print_plan
+from stagewright.cli.plans import class_json, plan_json, print_plan
 
 if TYPE_CHECKING:
     from stagewright.formulations.pipeline import PipelineProblem
@@ -103,6 +103,7 @@ def _result_json(problem: "PipelineProblem", result: "Result") -> dict[str, Any]
         "bound_seconds": result.bound,
         "gap": result.gap,
         "proved_by": result.proved_by,
+        "plans": class_json(result.plans),
         "wall_seconds": result.seconds,
         "reason": result.reason,
         "microbatches": problem.microbatches,
@@ -122,7 +123,8 @@ def _print_result(problem: "PipelineProblem", result: "Result") -> None:
     # A portfolio's reason stands beside its best attempt already.
     shown = result.reason and (result.plan is None or not result.attempts)
     reason = f": {result.reason}" if shown else ""
-    print_lines(f"{result.planner}: {result.status} after {result.seconds:.2f} s{reason}")
+    of = " in its class" if result.status == "optimal" and str(result.plans) != "every plan" else ""
+    print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
     if result.plan is None and result.status is not Status.NO_ANSWER:
         return  # the reason says it all
     rows = []
