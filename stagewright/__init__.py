@@ -145,7 +145,7 @@ def simulate(
 def allocate(
     workload: "Workload",
     pool: "Pool",
-    policy: str = "max-min",
+    policy: str = "water-filling",
     *,
     space_sharing: bool = False,
     placement: bool = False,
@@ -159,7 +159,8 @@ def allocate(
     workload, pool
         See :func:`load_workload` and :func:`parse_pool`.
     policy
-        One that ``stagewright policies`` lists.
+        One that ``stagewright policies`` lists. With the default no job can have more without
+        another having less; ``max-min`` is faster and may leave accelerators idle.
     space_sharing
         Two jobs may run on the same accelerators at once.
     placement

@@ -226,7 +226,7 @@ def test_a_damaged_periodic_document_is_refused(
     [
         ("forward", "'forward' is no operation; write for example 2F"),
         ("0F3", "'0F3' is no operation; write for example 2F"),
-        ("0UPDATE", "0UPDATE belongs to programs, not to plans"),
+        ("0USE", "0USE belongs to programs, not to plans"),
         ("7F", "7F is of stage 7, the plan has 3 stages"),
     ],
 )
