@@ -12,7 +12,6 @@ from itertools import count, islice
 from math import inf
 
 import pytest
-import stagewright
 from language_instances import random_instance
 from language_oracle import (
     TICK,
@@ -24,6 +23,8 @@ from language_oracle import (
     least_memory_fits,
 )
 from language_prices import Instance, Stage
+
+import stagewright
 
 pytest.importorskip("stagewright.formulations.plan_class", reason="bounds name no classes yet")
 
