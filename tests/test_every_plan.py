@@ -13,16 +13,9 @@ from math import inf
 
 import pytest
 from language_instances import random_instance
-from language_oracle import (
-    TICK,
-    Language,
-    best,
-    best_schedule,
-    build_tasks,
-    evaluate,
-    least_memory_fits,
-)
+from language_oracle import Language, best, evaluate, least_memory_fits
 from language_prices import Instance, Stage
+from language_schedule import TICK, best_schedule, build_tasks
 
 import stagewright
 

@@ -8,8 +8,9 @@ from math import inf
 import pytest
 from language_check import evaluate, peak_bytes
 from language_instances import random_instance, random_stages
-from language_oracle import best_schedule, build_tasks, document
+from language_oracle import document
 from language_prices import Instance
+from language_schedule import best_schedule, build_tasks
 
 import stagewright
 
