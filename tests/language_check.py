@@ -54,6 +54,13 @@ def _stage_rules(instance, stages):
     return broken
 
 
+def peak_bytes(model, cluster, microbatches, plan):
+    """The most bytes that a plan that keeps the rules uses on each device."""
+    checker = _Checker(model, cluster, microbatches, plan, None)
+    checker.read_actions()
+    return [max(used for _, used in checker.memory(d)) for d in range(len(cluster["devices"]))]
+
+
 class _Checker:
     """``times``: start and finish by (action, stage, microbatch or None)."""
 
@@ -250,22 +257,29 @@ class _Checker:
     # Memory.
 
     def check_memory(self):
-        """The bytes on each device at every instant at which some of them appear."""
         for device, limit in enumerate(self.instance.memory):
-            holds = list(self.holds(device))
-            static = sum(
-                self.instance.static(stage, self.extra_copies)
-                for stage in self.stages
-                if device in stage.devices
-            )
-            for now in {0.0, *(start for start, _, _ in holds)}:
-                used = static + sum(
+            for now, used in self.memory(device):
+                if used > limit * (1 + TOLERANCE):
+                    self.broken.append(f"device {device}: {used} bytes at {now}, limit {limit}")
+
+    def memory(self, device):
+        """The bytes on a device at every instant at which some of them appear."""
+        holds = list(self.holds(device))
+        static = sum(
+            self.instance.static(stage, self.extra_copies)
+            for stage in self.stages
+            if device in stage.devices
+        )
+        for now in {0.0, *(start for start, _, _ in holds)}:
+            yield (
+                now,
+                static
+                + sum(
                     size
                     for start, end, size in holds
                     if start <= now + self.slack and end > now + self.slack
-                )
-                if used > limit * (1 + TOLERANCE):
-                    self.broken.append(f"device {device}: {used} bytes at {now}, limit {limit}")
+                ),
+            )
 
     def holds(self, device):
         """(start, end, bytes) of every microbatch on the device."""

@@ -5,6 +5,10 @@ bytes: times are multiples of 60 us and bytes of 60, which the shares of at most
 """
 
 import random
+from dataclasses import replace
+from itertools import pairwise
+
+from language_prices import Stage
 
 MICROSECOND = 1e-6
 
@@ -125,3 +129,23 @@ def _tighten(draw, devices, model, microbatches):
 
 def _saved(layer, samples):
     return min(e["saved_bytes"] for e in layer["costs"] if e["microbatch_size"] >= samples)
+
+
+def random_stages(seed, instance):
+    """Stages of any kind that the language has, without regard to memory or speed."""
+    draw = random.Random(seed)
+    count, devices = len(instance.layers), range(len(instance.names))
+    cuts = sorted(draw.sample(range(1, count), draw.randint(0, count - 1)))
+    stages = []
+    for start, stop in pairwise([0, *cuts, count]):
+        group = tuple(draw.sample(devices, draw.randint(1, len(devices))))
+        stage = Stage(start, stop, group, draw.choice(("split", "round-robin")))
+        if not instance.enough_samples(stage):
+            stage = replace(stage, devices=group[:1])
+        kinds = ("none", "full", "layer", "offload")
+        kind = draw.choice(kinds if all(instance.host) else kinds[:3])
+        if kind == "offload":
+            stages.append(replace(stage, offload=True))
+        else:
+            stages.append(replace(stage, recompute=kind))
+    return tuple(stages)

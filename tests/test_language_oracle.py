@@ -9,18 +9,9 @@ from pathlib import Path
 
 import pytest
 from language_instances import random_instance
-from language_oracle import (
-    TICK,
-    Language,
-    best,
-    best_schedule,
-    build_tasks,
-    evaluate,
-    fits,
-    least_memory_fits,
-    static_bytes,
-)
+from language_oracle import Language, best, evaluate, least_memory_fits
 from language_prices import Instance, Stage
+from language_schedule import TICK, best_schedule, build_tasks, fits, static_bytes
 
 PROOFS = Path(__file__).resolve().parents[2] / "shared" / "data" / "proofs"
 NONE = frozenset({"none"})
