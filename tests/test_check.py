@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plans import elaborate, make_stages, needs_of, scheduled, small_problem, valid_plan
 
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
-from stagewright.formulations.check import Violation, check, predict, require_valid
+from stagewright.formulations.check import check, predict, require_valid
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Bound,
@@ -25,6 +25,7 @@ from stagewright.formulations.plan import (
     ScheduledAction,
     Stage,
 )
+from stagewright.formulations.violations import Violation
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Link, uniform_servers
 
