@@ -21,8 +21,8 @@ def compile_kernels() -> None:
     Numba compiles on the first use on a machine (about ten seconds) and reads its cache on disk
     later (under a second).
     """
-    cost = LayerCost(1, 1.0, 1e6, 1e6, backward_seconds=1.0)
-    chain = Chain("tiny", "analytic: for compilation", 1, tuple(
+    cost = LayerCost(4, 1.0, 1e6, 1e6, backward_seconds=1.0)
+    chain = Chain("tiny", "analytic: for compilation", 4, tuple(
         Layer(name, 1e6, (cost,)) for name in "abc"
     ))  # fmt: skip
     cluster = uniform_servers(2, 2, Link(1e9), Link(1e8))

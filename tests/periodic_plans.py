@@ -22,9 +22,9 @@ def plan_by_hand(microbatches: int = 4) -> tuple[PipelineProblem, PipelinePlan]:
     Its items are stage, link, stage, link, stage with 3, 2, 3, 2, 3 s; none has time for a
     neighbour beside it in 4 s, so that stage 2 keeps one microbatch, stage 1 three, stage 0 five.
     """
-    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(1, 1.0, 1e6, 1e9, 2.0),)) for i in range(3))
+    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(840, 1.0, 1e6, 1e9, 2.0),)) for i in range(3))
     cluster = uniform_servers(1, 3, Link(1e9), memory_bytes=16e9)
-    problem = PipelineProblem(Chain("three", "test", 1, layers), cluster, microbatches)
+    problem = PipelineProblem(Chain("three", "test", 840, layers), cluster, microbatches)
     stages = [Stage((i, i + 1), (f"s0g{i}",)) for i in range(3)]
     # 0F, 0SEND_F, 1F, 1SEND_F, 2F, 2B, 2SEND_B, 1B, 1SEND_B, 0B
     starts = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 11.0, 14.0, 17.0)

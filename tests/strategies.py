@@ -28,7 +28,7 @@ BANDWIDTHS = (0.25e9, 1e9, 4e9)
 def random_chain(
     draw: st.DrawFn,
     max_layers: int = 4,
-    sizes: Sequence[int] = (12,),
+    sizes: Sequence[int] = (840,),
     kinds: Sequence[str | None] = (None,),
 ) -> Chain:
     """Layers of 1-20 ms, 0-12 MB between them, 0-120 MB of parameters; a cost per kind and size.
@@ -90,7 +90,7 @@ def random_problem(
     symmetric: bool = True,
     tight_memory: bool = False,
     kinds: Sequence[str] = ("v100",),
-    sizes: Sequence[int] = (12,),
+    sizes: Sequence[int] = (840,),
 ) -> PipelineProblem:
     """A problem whose every layer fits on every device alone; the whole model may fit on none.
 
@@ -195,6 +195,6 @@ hard_problem = partial(
     symmetric=False,
     tight_memory=True,
     kinds=("a", "b"),
-    sizes=(2, 1),
+    sizes=(3, 2, 1),
 )
 PROBLEMS = {"paper": paper_problem, "hard": hard_problem}

@@ -115,11 +115,11 @@ def small_network(memory_bytes: float, bandwidth: float, seed: int = 0) -> Pipel
         Layer(
             f"l{i}",
             float(draw.uniform(0, 2e7)),
-            (LayerCost(1, draw.uniform(1, 9), 0.0, (7 - i) * 1e7, draw.uniform(1, 9)),),
+            (LayerCost(840, draw.uniform(1, 9), 0.0, (7 - i) * 1e7, draw.uniform(1, 9)),),
         )
         for i in range(6)
     )
-    chain = madpipe.keeps_inputs(Chain("small", "test", 1, layers), 3e7)
+    chain = madpipe.keeps_inputs(Chain("small", "test", 840, layers), 3e7)
     cluster = uniform_servers(1, 4, Link(bandwidth), memory_bytes=memory_bytes)
     return PipelineProblem(chain, cluster, 8)
 

@@ -25,7 +25,12 @@ MILP = 1e-5  # relative: the solvers' tolerances
 GB = 1e9
 
 hard_problem = partial(
-    random_problem, latency=True, symmetric=False, tight_memory=True, kinds=("a", "b"), sizes=(2, 1)
+    random_problem,
+    latency=True,
+    symmetric=False,
+    tight_memory=True,
+    kinds=("a", "b"),
+    sizes=(3, 2, 1),
 )
 PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 
@@ -35,10 +40,10 @@ slow = settings(max_examples=12, deadline=None, derandomize=True)
 def chain(seconds, outputs=0.0, parameters=0.0, saved=0.0):
     """Layers whose forward takes 1/3 and whose backward 2/3 of ``seconds``; plain SGD."""
     layers = tuple(
-        Layer(f"l{i}", parameters, (LayerCost(1, time / 3, saved, outputs, 2 * time / 3),))
+        Layer(f"l{i}", parameters, (LayerCost(840, time / 3, saved, outputs, 2 * time / 3),))
         for i, time in enumerate(seconds)
     )
-    return Chain("test", "measured: by hand", 1, layers, 0.0)
+    return Chain("test", "measured: by hand", 840, layers, 0.0)
 
 
 def server(devices, bandwidth=GB, memory=1e12):
@@ -150,10 +155,10 @@ class TestQuestion:
             plain = [(s.start, s.stop, s.devices) for s in stages]
             assert ask.evaluate(stages) == pytest.approx(bottleneck(problem, plain), rel=ROUNDING)
 
-    @pytest.mark.parametrize("order", [(0,), (0, 0), (0, 1, 2), (1, 2)])
-    def test_an_order_lists_every_device_once(self, order):
+    @pytest.mark.parametrize("order", [(), (0, 0), (0, 1, 2), (1, 2)])
+    def test_an_order_lists_devices_of_the_cluster_once(self, order):
         problem = PipelineProblem(chain([1.0]), server(2), 1)
-        with pytest.raises(InputError, match="order must list every device of the cluster once"):
+        with pytest.raises(InputError, match="order must list"):
             BalancedPartition(problem, order)
 
 
@@ -225,13 +230,13 @@ class TestCases:
         Two stages, one microbatch: three layers and one are 3 and 3 s.
         """
         costs = (
-            LayerCost(1, 0.5, 0.0, 0.0, 0.5, device_kind="fast"),
-            LayerCost(1, 1.5, 0.0, 0.0, 1.5, device_kind="slow"),
+            LayerCost(840, 0.5, 0.0, 0.0, 0.5, device_kind="fast"),
+            LayerCost(840, 1.5, 0.0, 0.0, 1.5, device_kind="slow"),
         )
         layers = tuple(Layer(f"l{i}", 0.0, costs) for i in range(4))
         devices = [Device("a", "fast", 1e12), Device("b", "slow", 1e12)]
         cluster = from_matrix(devices, [[0, GB], [GB, 0]])
-        problem = PipelineProblem(Chain("two", "by hand", 1, layers), cluster, 1)
+        problem = PipelineProblem(Chain("two", "by hand", 840, layers), cluster, 1)
         search = PartitionSearch(BalancedPartition(problem, (0, 1)))
         assert search.solve(2).bottleneck_seconds == pytest.approx(3.0)
         assert [s.stop for s in search.solve(2).stages] == [3, 4]
@@ -253,10 +258,10 @@ class TestCases:
     def test_a_narrow_channel_moves_a_border(self):
         """1 + 1 | 1 + 1 would send 10 GB both ways; the cut behind the first layer is free."""
         layers = tuple(
-            Layer(f"l{i}", 0.0, (LayerCost(1, 0.5, 0.0, output, 0.5),))
+            Layer(f"l{i}", 0.0, (LayerCost(840, 0.5, 0.0, output, 0.5),))
             for i, output in enumerate([0.0, 10 * GB, 10 * GB, 0.0])
         )
-        problem = PipelineProblem(Chain("narrow", "by hand", 1, layers), server(2), 1)
+        problem = PipelineProblem(Chain("narrow", "by hand", 840, layers), server(2), 1)
         balanced = PartitionSearch(question(problem)).solve(2)
         assert balanced.bottleneck_seconds == pytest.approx(3.0)
         assert [s.stop for s in balanced.stages] == [1, 4]

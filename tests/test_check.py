@@ -543,10 +543,10 @@ def test_figures_by_hand() -> None:
     device 1   ..aaAAAAbbBBBB...
     """
     layers = tuple(
-        Layer(f"l{i}", 1e6, (LayerCost(1, 1.0 + i, 3e6, 1e9, 2.0 + 2 * i),)) for i in range(2)
+        Layer(f"l{i}", 1e6, (LayerCost(840, 1.0 + i, 3e6, 1e9, 2.0 + 2 * i),)) for i in range(2)
     )
     cluster = uniform_servers(1, 2, Link(1e9), memory_bytes=16e9)
-    by_hand = PipelineProblem(Chain("hand", "test", 1, layers), cluster, 2)
+    by_hand = PipelineProblem(Chain("hand", "test", 840, layers), cluster, 2)
     stages = [Stage((0, 1), ("s0g0",)), Stage((1, 2), ("s0g1",))]
     plan = valid_plan(by_hand, stages, in_flight=(2, 1))
     starts = {entry.action: entry.start_seconds for entry in plan.actions}
@@ -981,11 +981,11 @@ def two_by_hand(
     if parts:
         sizes[1] = {"input_gradient_seconds": 1.0, "weight_gradient_seconds": 3.0}
     layers = tuple(
-        Layer(f"l{i}", 1e6, (LayerCost(1, 1.0 + i, 0.5e6, 1e9, **size),))
+        Layer(f"l{i}", 1e6, (LayerCost(840, 1.0 + i, 0.5e6, 1e9, **size),))
         for i, size in enumerate(sizes)
     )
     cluster = uniform_servers(1, 2, Link(1e9), memory_bytes=16e9)
-    by_hand = PipelineProblem(Chain("hand", "test", 1, layers), cluster, 2)
+    by_hand = PipelineProblem(Chain("hand", "test", 840, layers), cluster, 2)
     stages = [Stage((0, 1), ("s0g0",)), Stage((1, 2), ("s0g1",), **options)]
     plan = valid_plan(
         by_hand, stages, in_flight=(2, 1), weights=weights,  # type: ignore[arg-type]
@@ -1015,9 +1015,9 @@ def test_versions_by_hand(weights: str, first: float, second: float) -> None:
 
 def test_a_pipeline_of_three_keeps_three_two_and_one_versions() -> None:
     """PipeDream's weight stashing: as many as microbatches are in flight."""
-    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(1, 1.0, 0, 0, 2.0),)) for i in range(3))
+    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(840, 1.0, 0, 0, 2.0),)) for i in range(3))
     cluster = uniform_servers(1, 3, Link(1e9))
-    three = PipelineProblem(Chain("c", "test", 1, layers), cluster, 8)
+    three = PipelineProblem(Chain("c", "test", 840, layers), cluster, 8)
     stages = [Stage((i, i + 1), (f"s0g{i}",)) for i in range(3)]
     plan = valid_plan(three, stages, in_flight=(3, 2, 1), weights="stash")
     states, peaks = 3e6, predict(three, plan).peak_memory_bytes
@@ -1038,12 +1038,12 @@ def test_parts_and_recomputation_by_hand() -> None:
 def test_layer_by_layer_keeps_one_layers_activations() -> None:
     """A stage of three layers that save 3, 5 and 4 MB and pass on 1 MB each."""
     layers = tuple(
-        Layer(f"l{i}", 1e6, (LayerCost(1, 1.0, saved, 1e6, None, 1.0, 1.0),))
+        Layer(f"l{i}", 1e6, (LayerCost(840, 1.0, saved, 1e6, None, 1.0, 1.0),))
         for i, saved in enumerate((3e6, 5e6, 4e6))
     )
     cluster = uniform_servers(1, 1, Link(1e9))
     for split, during in (((), 5e6), ([(0, 0)], 3e6 + 5e6 + 4e6)):
-        alone = PipelineProblem(Chain("c", "test", 1, layers), cluster, 1)
+        alone = PipelineProblem(Chain("c", "test", 840, layers), cluster, 1)
         plan = valid_plan(alone, [Stage((0, 3), ("s0g0",), recompute="layer")], split=split)
         assert predict(alone, plan).iteration_seconds == 3 + 3 + 6
         assert predict(alone, plan).peak_memory_bytes["s0g0"] == 3 * 4e6 + 2 * 1e6 + during

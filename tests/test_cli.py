@@ -387,9 +387,9 @@ def test_plan_writes_what_it_prints_and_check_accepts_it(files: Path) -> None:
 
 def test_plan_reports_an_infeasible_problem(tmp_path: Path) -> None:
     """Each layer fits on a device, but all of them on no two."""
-    cost = LayerCost(1, 0.1, saved_bytes=0, output_bytes=1e3, backward_seconds=0.2)
+    cost = LayerCost(840, 0.1, saved_bytes=0, output_bytes=1e3, backward_seconds=0.2)
     layers = tuple(Layer(f"layer{i}", 3e9, (cost,)) for i in range(4))
-    save_model(Chain("large", "test", 1, layers), tmp_path / "model.json")
+    save_model(Chain("large", "test", 840, layers), tmp_path / "model.json")
     save_cluster(uniform_servers(1, 2, Link(1e10)), tmp_path / "cluster.json")
     arguments = ["plan", *given_to(tmp_path), "--microbatches", 2, "-o", tmp_path / "plan.json"]
     document = answered_json(*arguments, code=1)
@@ -402,8 +402,8 @@ def test_plan_reports_an_infeasible_problem(tmp_path: Path) -> None:
 
 
 def test_spp_plans_a_single_layer_as_a_single_stage(tmp_path: Path) -> None:
-    cost = LayerCost(1, 0.1, saved_bytes=1e6, output_bytes=1e3, backward_seconds=0.2)
-    save_model(Chain("one", "test", 1, (Layer("all", 1e6, (cost,)),)), tmp_path / "model.json")
+    cost = LayerCost(840, 0.1, saved_bytes=1e6, output_bytes=1e3, backward_seconds=0.2)
+    save_model(Chain("one", "test", 840, (Layer("all", 1e6, (cost,)),)), tmp_path / "model.json")
     save_cluster(uniform_servers(1, 2, Link(1e10)), tmp_path / "cluster.json")
     arguments = ["plan", *given_to(tmp_path), "--microbatches", 2, "--planner", "spp"]
     document = answered_json(*arguments)

@@ -382,12 +382,12 @@ def test_a_corrected_model_predicts_what_was_measured() -> None:
 
 
 def test_each_stage_and_direction_is_corrected_by_its_own_ratio() -> None:
-    whole = LayerCost(1, 1.0, 0.0, 0.0, backward_seconds=2.0)
+    whole = LayerCost(840, 1.0, 0.0, 0.0, backward_seconds=2.0)
     parts = LayerCost(
         1, 1.0, 0.0, 0.0, input_gradient_seconds=2.0, weight_gradient_seconds=3.0
     )  # fmt: skip
     layers = (Layer("a", 0.0, (parts,)), Layer("b", 0.0, (whole,)), Layer("c", 0.0, (parts,)))
-    chain = Chain("two", "test", 1, layers)
+    chain = Chain("two", "test", 840, layers)
     durations = {"0F0": 3.0, "0B0": 1.0, "1F0": 1.0, "1I0": 1.0, "1W0": 9.0}
     trace = changed(made_trace(SPLIT_BACKWARD, [1.0]), durations)
     first, second, third = (

@@ -274,11 +274,11 @@ def test_two_versions_that_bind() -> None:
 def chain_problem(seconds: Sequence[int], saved: int, devices: int, room: int) -> PipelineProblem:
     """Layers that keep ``saved`` megabytes, devices with so many of them; transfers take 2 s."""
     layers = tuple(
-        Layer(f"l{i}", 0.0, (LayerCost(1, float(t), 1e6 * saved, 1e6, 2.0 * t),))
+        Layer(f"l{i}", 0.0, (LayerCost(840, float(t), 1e6 * saved, 1e6, 2.0 * t),))
         for i, t in enumerate(seconds)
     )
     cluster = uniform_servers(1, devices, Link(1e6), memory_bytes=1e6 * room)
-    return PipelineProblem(Chain("chain", "test", 1, layers, 0.0), cluster, 4)
+    return PipelineProblem(Chain("chain", "test", 840, layers, 0.0), cluster, 4)
 
 
 @settings(max_examples=25, deadline=None)

@@ -166,9 +166,9 @@ def by_hand() -> tuple[PipelineProblem, PipelinePlan]:
     s0g1  F B B B B . . F
     ```
     """
-    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(1, 1.0, 1e6, 1e9, 2.0),)) for i in range(2))
+    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(840, 1.0, 1e6, 1e9, 2.0),)) for i in range(2))
     cluster = uniform_servers(1, 2, Link(1e9), memory_bytes=AMPLE)
-    problem = PipelineProblem(Chain("two", "test", 1, layers), cluster, 2)
+    problem = PipelineProblem(Chain("two", "test", 840, layers), cluster, 2)
     stages = [Stage((i, i + 1), (f"s0g{i}",)) for i in range(2)]
     starts = {
         (0, "F"): 1.5, (0, "SEND_F"): 2.5, (1, "F"): 3.5, (1, "B"): 4.5, (1, "SEND_B"): 7.5,
@@ -619,7 +619,7 @@ def test_an_iteration_of_a_microbatch_less_needs_a_third_version(name: str) -> N
 @pytest.mark.parametrize(("reduce_seconds", "valid"), [(2.0, True), (2.5, True), (2.6, False)])
 def test_gradients_are_reduced_before_the_next_are(reduce_seconds: float, valid: bool) -> None:
     """One stage on two devices, a period of 2.5 s: the update may come 5 s after the forward."""
-    layer = Layer("l", 1e9, (LayerCost(2, 0.8, 0.0, 0.0, 1.6), LayerCost(1, 0.4, 0.0, 0.0, 0.8)))
+    layer = Layer("l", 1e9, (LayerCost(2, 0.8, 0.0, 0.0, 1.6), LayerCost(840, 0.4, 0.0, 0.0, 0.8)))
     cluster = uniform_servers(1, 2, Link(1e9 / reduce_seconds))
     problem = PipelineProblem(Chain("one", "test", 2, (layer,)), cluster, 1)
     stages = [Stage((0, 1), ("s0g0", "s0g1"))]

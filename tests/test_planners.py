@@ -33,7 +33,12 @@ HEURISTICS = ("spp", *BASELINES)
 GB = 1e9
 
 hard_problem = partial(
-    random_problem, latency=True, symmetric=False, tight_memory=True, kinds=("a", "b"), sizes=(2, 1)
+    random_problem,
+    latency=True,
+    symmetric=False,
+    tight_memory=True,
+    kinds=("a", "b"),
+    sizes=(3, 2, 1),
 )
 PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 slow = settings(max_examples=10, deadline=None, derandomize=True)
@@ -41,9 +46,9 @@ slow = settings(max_examples=10, deadline=None, derandomize=True)
 
 def chain(layers, forward=1.0, backward=2.0, parameters=0.0, output=0.0, saved=0.0):
     """Equal layers, plain SGD."""
-    costs = (LayerCost(1, forward, saved, output, backward),)
+    costs = (LayerCost(840, forward, saved, output, backward),)
     named = tuple(Layer(f"l{i}", parameters, costs) for i in range(layers))
-    return Chain("equal", "by hand", 1, named, 0.0)
+    return Chain("equal", "by hand", 840, named, 0.0)
 
 
 def servers(count, devices, intra=10 * GB, inter=GB, memory=1e12):
@@ -335,11 +340,11 @@ class TestRefine:
     def test_moves_a_border(self):
         """GPipe halves the layers of 1, 1, 1, 3 s; three and one are even."""
         layers = tuple(
-            Layer(f"l{i}", 1000 * GB, (LayerCost(1, time / 3, 0.0, 0.0, 2 * time / 3),))
+            Layer(f"l{i}", 1000 * GB, (LayerCost(840, time / 3, 0.0, 0.0, 2 * time / 3),))
             for i, time in enumerate([1.0, 1.0, 1.0, 3.0])
         )
         cluster = servers(1, 2, memory=1e14)
-        problem = PipelineProblem(Chain("uneven", "by hand", 1, layers, 0.0), cluster, 4)
+        problem = PipelineProblem(Chain("uneven", "by hand", 840, layers, 0.0), cluster, 4)
         refined = refine(problem, plan_gpipe(problem, LIMITS, silent), LIMITS, silent)
         assert [stage.layers for stage in refined.stages] == [(0, 3), (3, 4)]
         assert "stages refined in 1 steps" in refined.notes

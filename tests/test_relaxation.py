@@ -21,7 +21,12 @@ ROUNDING = 1e-9  # relative, of sums of floats
 GB = 1e9
 
 hard_problem = partial(
-    random_problem, latency=True, symmetric=False, tight_memory=True, kinds=("a", "b"), sizes=(2, 1)
+    random_problem,
+    latency=True,
+    symmetric=False,
+    tight_memory=True,
+    kinds=("a", "b"),
+    sizes=(3, 2, 1),
 )
 PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -44,7 +49,7 @@ def with_one_more_device(problem):
 
 def equal_layers(count, costs, parameters=0.0):
     layers = tuple(Layer(f"l{i}", parameters, costs) for i in range(count))
-    return Chain("equal", "by hand", 1, layers)
+    return Chain("equal", "by hand", 840, layers)
 
 
 @pytest.mark.parametrize("problems", PROBLEMS)
@@ -95,7 +100,7 @@ def test_more_devices_never_raise_it(problem):
 def test_by_hand_load():
     """4 layers of 3 s, 5 microbatches, 3 devices."""
     problem = PipelineProblem(
-        equal_layers(4, (LayerCost(1, 1.0, 0.0, 0.0, 2.0),)), uniform_servers(1, 3, Link(GB)), 5
+        equal_layers(4, (LayerCost(840, 1.0, 0.0, 0.0, 2.0),)), uniform_servers(1, 3, Link(GB)), 5
     )
     assert load_bound(problem) == pytest.approx(5 * 12 / 3)
 
@@ -105,7 +110,7 @@ def test_by_hand_slow_network():
 
     Neither sharing nor cutting pays: one device does all, 4 x 6 s.
     """
-    cost = LayerCost(1, 1.0, 0.0, 100 * GB, 2.0)
+    cost = LayerCost(840, 1.0, 0.0, 100 * GB, 2.0)
     chain = equal_layers(2, (cost,), 100 * GB)
     cluster = uniform_servers(1, 2, Link(GB), memory_bytes=1e13)
     problem = PipelineProblem(chain, cluster, 4)
@@ -119,7 +124,7 @@ def test_by_hand_fill_and_drain():
 
     The last stage waits for the first one's forward, and its last backward for the way back.
     """
-    cost = LayerCost(1, 1.0, 0.0, 0.0, 2.0)
+    cost = LayerCost(840, 1.0, 0.0, 0.0, 2.0)
     chain = equal_layers(2, (cost,), 100 * GB)
     problem = PipelineProblem(chain, uniform_servers(1, 2, Link(GB), memory_bytes=1e13), 4)
     assert brute_force_joint(problem) == pytest.approx(15.0)
@@ -132,7 +137,7 @@ def test_by_hand_channel():
     The channel works for 80 s, and waits for the first forward of 1 s; the relaxation does not see
     the last backward of 2 s.
     """
-    cost = LayerCost(1, 1.0, 0.0, 10 * GB, 2.0)
+    cost = LayerCost(840, 1.0, 0.0, 10 * GB, 2.0)
     cluster = uniform_servers(1, 2, Link(GB), memory_bytes=500 * GB)
     problem = PipelineProblem(equal_layers(2, (cost,), 100 * GB), cluster, 4)
     assert brute_force_joint(problem) == pytest.approx(83.0)
@@ -141,7 +146,7 @@ def test_by_hand_channel():
 
 def test_an_incumbent_at_the_load_is_optimal():
     problem = PipelineProblem(
-        equal_layers(4, (LayerCost(1, 1.0, 0.0, 0.0, 2.0),)), uniform_servers(1, 3, Link(GB)), 5
+        equal_layers(4, (LayerCost(840, 1.0, 0.0, 0.0, 2.0),)), uniform_servers(1, 3, Link(GB)), 5
     )
     assert fill_and_drain_bound(problem, 20.0) == pytest.approx(20.0)
 
@@ -149,8 +154,8 @@ def test_an_incumbent_at_the_load_is_optimal():
 def test_the_relaxation_takes_the_best_of_everything():
     """The quickest kind, the widest link, the least latency, the largest memory."""
     costs = (
-        LayerCost(1, 1.0, 5.0, 7.0, 2.0, device_kind="fast"),
-        LayerCost(1, 3.0, 5.0, 7.0, 1.0, device_kind="slow"),
+        LayerCost(840, 1.0, 5.0, 7.0, 2.0, device_kind="fast"),
+        LayerCost(840, 3.0, 5.0, 7.0, 1.0, device_kind="slow"),
     )
     chain = equal_layers(2, costs, 11.0)
     devices = [Device("a", "fast", 2e9), Device("b", "slow", 3e9)]

@@ -87,8 +87,10 @@ def test_a_straggler_delays_and_its_slack_says_by_how_much(
 
 
 def test_a_single_device_by_hand() -> None:
-    layer = Layer("l", 1e6, (LayerCost(1, 1.0, 1e6, 1e6, 2.0),))
-    problem = PipelineProblem(Chain("c", "test", 1, (layer,)), uniform_servers(1, 1, Link(1e9)), 3)
+    layer = Layer("l", 1e6, (LayerCost(840, 1.0, 1e6, 1e6, 2.0),))
+    problem = PipelineProblem(
+        Chain("c", "test", 840, (layer,)), uniform_servers(1, 1, Link(1e9)), 3
+    )
     plan = valid_plan(problem, [Stage((0, 1), ("s0g0",))])
     found = simulate(problem, plan, stragglers={"s0g0": 2.0})
     assert found.iteration_seconds == 18
@@ -98,9 +100,9 @@ def test_a_single_device_by_hand() -> None:
 
 def test_the_wait_for_the_other_stage_is_idle_time_and_slack() -> None:
     """F 1 s on both devices, B 2 s, transfers 1 s; two devices, one microbatch: F f F B b B."""
-    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(1, 1.0, 0, 1e9, 2.0),)) for i in range(2))
+    layers = tuple(Layer(f"l{i}", 1e6, (LayerCost(840, 1.0, 0, 1e9, 2.0),)) for i in range(2))
     cluster = uniform_servers(1, 2, Link(1e9))
-    problem = PipelineProblem(Chain("c", "test", 1, layers), cluster, 1)
+    problem = PipelineProblem(Chain("c", "test", 840, layers), cluster, 1)
     plan = valid_plan(problem, [Stage((0, 1), ("s0g0",)), Stage((1, 2), ("s0g1",))])
     found = simulate(problem, plan)
     assert found.iteration_seconds == 8
@@ -162,9 +164,9 @@ def test_actions_that_last_no_time_keep_their_order(
     way: Literal["split", "round-robin"], seconds: tuple[float, float]
 ) -> None:
     """Free transfers and computations: ties everywhere, listed backwards."""
-    costs = (LayerCost(1, seconds[0], 1e6, 0.0, seconds[1]),)
+    costs = (LayerCost(840, seconds[0], 1e6, 0.0, seconds[1]),)
     layers = tuple(Layer(f"l{i}", 0.0, costs) for i in range(2))
-    problem = PipelineProblem(Chain("c", "test", 1, layers), uniform_servers(1, 4, Link(1e9)), 3)
+    problem = PipelineProblem(Chain("c", "test", 840, layers), uniform_servers(1, 4, Link(1e9)), 3)
     stages = [Stage((0, 1), ("s0g0", "s0g1"), way), Stage((1, 2), ("s0g2",))]
     plan = valid_plan(problem, stages)
     backwards = replace(plan, schedule=Schedule(plan.actions[::-1]))
@@ -175,9 +177,9 @@ def test_actions_that_last_no_time_keep_their_order(
 @pytest.mark.parametrize("seconds", [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0)])
 def test_parts_that_last_no_time_keep_their_order(seconds: tuple[float, float]) -> None:
     """Stages 0 and 2 share a device; forwards and transfers are free too."""
-    costs = (LayerCost(1, 0.0, 1e6, 0.0, None, *seconds),)
+    costs = (LayerCost(840, 0.0, 1e6, 0.0, None, *seconds),)
     layers = tuple(Layer(f"l{i}", 0.0, costs) for i in range(3))
-    problem = PipelineProblem(Chain("c", "test", 1, layers), uniform_servers(1, 2, Link(1e9)), 3)
+    problem = PipelineProblem(Chain("c", "test", 840, layers), uniform_servers(1, 2, Link(1e9)), 3)
     stages = [Stage((i, i + 1), (f"s0g{i % 2}",)) for i in range(3)]
     split = [(s, m) for s in range(3) for m in range(3)]
     plan = valid_plan(problem, stages, split=split)

@@ -299,8 +299,8 @@ def test_nothing_is_written_where_the_folder_is_missing(plan: PipelinePlan, tmp_
 
 
 def test_a_plan_that_takes_no_time_is_drawn(tmp_path: Path) -> None:
-    cost = LayerCost(1, 0.0, 0.0, 0.0, backward_seconds=0.0)
-    chain = Chain("idle", "test", 1, (Layer("only", 0.0, (cost,)),))
+    cost = LayerCost(840, 0.0, 0.0, 0.0, backward_seconds=0.0)
+    chain = Chain("idle", "test", 840, (Layer("only", 0.0, (cost,)),))
     result = stagewright.plan(chain, uniform_servers(1, 1, Link(1e9)), 2, "dp")
     assert result.plan is not None
     write_png(result.plan, tmp_path / "idle.png")

@@ -88,7 +88,9 @@ def search_stage_counts(
     hold for it.
     """
     began = monotonic()
-    order = recursive_device_order(problem.cluster)
+    # Every device of the order gets a stage; beyond these no layer can be split among more.
+    usable = int(problem.replicas_per_layer.sum())
+    order = recursive_device_order(problem.cluster)[:usable]
     if monotonic() - began > limits.seconds:
         return NoPlan("the time limit came before any partition was found", proved=False)
     search = PartitionSearch(BalancedPartition(problem, order))
