@@ -6,6 +6,7 @@ other add up.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from stagewright.formulations.periodic import keeps_gradients
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound
+from stagewright.formulations.plan_class import EVERY_PERIODIC, WHOLE_PERIODIC
 
 Floats = NDArray[np.float64]
 
@@ -35,17 +37,25 @@ def iteration_bounds(
     are left out. Infinite if nothing fits.
     """
     work = fastest_work(problem, size)
-    periods = work_periods(problem, size)
+    periods = [(name, one, EVERY_PERIODIC) for name, one in work_periods(problem, size).items()]
     if recompute == ("none",):
-        periods[AVERAGE_MEMORY] = _average_memory(problem, size, work)
-        periods[LAYER_MEMORY] = _layer_memory(problem, size, work)
-    pause = least_pause(problem, size)
-    iterations = {name: problem.microbatches * one + pause for name, one in periods.items()}
+        periods += [
+            (AVERAGE_MEMORY, _average_memory(problem, size, work), WHOLE_PERIODIC),
+            (LAYER_MEMORY, _layer_memory(problem, size, work), WHOLE_PERIODIC),
+        ]
+    pause, reductions = least_pause(problem, size), _least_reductions(problem, size)
+    found = [
+        (name, problem.microbatches * period + pause, plans) for name, period, plans in periods
+    ]
     # All-reduces go on in the pause as well.
-    reductions = _least_reductions(problem, size)
-    iterations[REDUCTION] = float(reductions.max())
-    iterations[REDUCTIONS] = size * float(reductions.sum()) / len(problem.cluster)
-    return tuple(Bound(seconds, name, "problem") for name, seconds in iterations.items())
+    found += [
+        (REDUCTION, float(reductions.max()), EVERY_PERIODIC),
+        (REDUCTIONS, size * float(reductions.sum()) / len(problem.cluster), EVERY_PERIODIC),
+    ]
+    return tuple(
+        Bound(seconds, name, "problem", replace(plans, equal_groups=(size,)))
+        for name, seconds, plans in found
+    )
 
 
 def work_periods(problem: PipelineProblem, size: int) -> dict[str, float]:
