@@ -147,6 +147,10 @@ class PatternProblem:
         """What an iteration takes: a period per microbatch, and the pause."""
         return self.microbatches * period + self.pause_seconds
 
+    def period_of(self, iteration: float) -> float:
+        """The period of an iteration that takes so many seconds."""
+        return (iteration - self.pause_seconds) / self.microbatches
+
     def reduce_starts(self, pattern: "Pattern") -> tuple[float, ...]:
         """When each stage's all-reduce begins, as if microbatch 0 were an iteration's last.
 
