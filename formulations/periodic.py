@@ -43,6 +43,12 @@ def period_begin(schedule: PeriodicSchedule, microbatches: int, period: int) -> 
     return period * schedule.period_seconds + pauses * schedule.pause_seconds
 
 
+def forward_shifts(schedule: PeriodicSchedule) -> dict[int, int]:
+    """Per stage the index shift of its forward."""
+    operations = [(parse_operation(one.action), one.shift) for one in schedule.actions]
+    return {one.stage: shift for one, shift in operations if one.kind is ActionKind.FORWARD}
+
+
 def without_pause(schedule: PeriodicSchedule) -> PeriodicSchedule:
     """The same pattern on its own."""
     return replace(schedule, pause_seconds=0.0)
