@@ -78,10 +78,10 @@ class Deadlock(InvalidPlan):
 class PeriodicRun:
     """What a periodic plan's run of this many microbatches was like.
 
-    ``period_seconds`` is what a microbatch takes once the run repeats itself: on average over
-    ``measured_microbatches`` in its middle, those after which it repeats exactly if it does.
-    ``warm_up_seconds`` last until every operation has begun for the first time, and
-    ``drain_seconds`` from when one of them has ended for the last time.
+    ``period_seconds`` is what a microbatch takes once the run repeats itself, with its share of the
+    updates: on average over ``measured_microbatches`` in its middle, those after which it repeats
+    exactly if it does. ``warm_up_seconds`` last until every operation has begun for the first time,
+    and ``drain_seconds`` from when one of them has ended for the last time.
     """
 
     microbatches: int
@@ -302,8 +302,8 @@ def _dependencies(run: _Run) -> Iterator[tuple[int, int]]:
     for s in range(last + 1):
         for one, other in zip(entries[I][s], entries[W][s], strict=True):
             yield from _crossing(one, [], other)
-        bare = (entries[kind][s][0] for kind in (REDUCE, UPDATE))
-        yield from _updates(run, done[s], *bare, entries[F][s])
+        reductions, updates = entries[REDUCE][s][0], entries[UPDATE][s][0]
+        yield from _updates(run, done[s], reductions, updates, entries[F][s])
 
 
 def _updates(
