@@ -309,7 +309,7 @@ def _compare_period(
     counts = [(len(one) - 1) // m * m for one in shown]
     total = sum(float(one[n] - one[0]) for one, n in zip(shown, counts, strict=True))
     in_a_row: list[float] = np.concatenate([one[m:] - one[:-m] for one in shown]).tolist()
-    mean = Pair(iteration_seconds(plan) / m, total / sum(counts))
+    mean = Pair(schedule.period_seconds + schedule.pause_seconds / m, total / sum(counts))
     return PeriodComparison(mean, sum(counts)), in_a_row
 
 

@@ -235,7 +235,7 @@ def copies_bound(problem: PipelineProblem) -> float:
     def fits(limit: float) -> bool:
         if (limit < steps).any():
             return False
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             copies = np.where(work > 0, work / (limit - steps), 1.0)
         copies = np.ceil(np.maximum(1.0, copies * (1 - MARGIN)))
         return float(copies[kept] @ states[kept]) <= memory
@@ -243,7 +243,8 @@ def copies_bound(problem: PipelineProblem) -> float:
     low, high = 0.0, float((work + steps).max())
     if not fits(high):
         return math.inf
-    while high > low * (1 + PRECISION) and high > 0:
+    least = PRECISION * high
+    while high > max(least, low * (1 + PRECISION)):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low

@@ -27,6 +27,8 @@ REDUCTIONS = "all-reduces of all devices"
 AVERAGE_MEMORY = "memory of all devices, averaged over the period"
 LAYER_MEMORY = "microbatches in flight that 1F1B* keeps of one layer"
 
+NAMES = (LOAD, LAYER, REDUCTION, REDUCTIONS, AVERAGE_MEMORY, LAYER_MEMORY)
+
 
 def iteration_bounds(
     problem: PipelineProblem, size: int, recompute: tuple[str, ...] = ("none",)

@@ -9,6 +9,7 @@ from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.makespan import MakespanProblem
 from stagewright.formulations.pipeline import PipelineProblem
 
+LEMMA_1_PREMISE = "for PE's schedule of its stages, whose microbatches all fit in memory"
 LEMMA_1 = "SPP Lemma 1, (1 + (4S-4)/M) M C + max A"
 THEOREM_1 = "SPP Theorem 1, (2 + (4V-4)/M) W"
 
@@ -50,6 +51,26 @@ def lemma1_seconds(problem: MakespanProblem) -> float:
     channels = np.add(problem.send_forward, problem.send_backward)
     largest = max([*stages, *channels])
     return float((problem.microbatches + 4 * len(stages) - 4) * largest + max(problem.reduce))
+
+
+def theorem1_seconds(problem: PipelineProblem, balanced: MakespanProblem) -> float:
+    """Theorem 1's figure, from the balanced stages: (2 + (4V - 4) / M) W.
+
+    W is the largest time of a stage, with what follows it, or of a channel over all microbatches.
+    """
+    stages = np.add(balanced.forward, balanced.backward) * balanced.microbatches
+    channels = np.add(balanced.send_forward, balanced.send_backward) * balanced.microbatches
+    largest = max([*(stages + np.array(balanced.reduce)), *channels])
+    return float((2 + (4 * len(problem.cluster) - 4) / problem.microbatches) * largest)
+
+
+def theorem1_premise(problem: PipelineProblem) -> str:
+    """What Theorem 1 compares with, and where that holds."""
+    return (
+        f"at most {theorem1_factor(problem):.4g} T*, T* the least time of plans with disjoint "
+        "devices and split replicas that use every device, where devices are of one kind, take "
+        "time in proportion to their share of a microbatch, and links have no latency"
+    )
 
 
 def theorem1_factor(problem: PipelineProblem) -> float:
