@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.check import PROOF, Violation, check, refutations
+from stagewright.formulations.check import PROOF, check, refutations
 from stagewright.formulations.forms import Limits
 from stagewright.formulations.joint import JOINT_SEARCH
 from stagewright.formulations.joint_patterns import ALLOCATIONS, JointPatterns
@@ -22,6 +22,7 @@ from stagewright.formulations.plan_class import PATTERNS, class_of
 from stagewright.formulations.proofs import ROUNDING, Verdict, scheduling_of, verdicts
 from stagewright.formulations.relaxation import FILL_AND_DRAIN
 from stagewright.formulations.spp import LEMMA_1
+from stagewright.formulations.violations import Violation
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.joint_patterns import joint_optimum
 from stagewright.solvers.list_scheduling import list_schedule
