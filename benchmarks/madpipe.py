@@ -156,7 +156,7 @@ def madpipe(asked: PipelineProblem) -> Planned:
     if isinstance(found, NoPlan):
         return Planned(Periods(None, None), None, seconds)
     assemble_pattern(asked, "madpipe", found.stages, found.pattern)  # which checks it
-    bound = max(bound.seconds for bound in found.bounds)
+    bound = max(bound.seconds for bound in found.bounds) / asked.microbatches
     return Planned(Periods(found.predicted_seconds, found.pattern.period), bound, seconds)
 
 

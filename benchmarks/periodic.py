@@ -556,15 +556,16 @@ def _joint_times(outcome: JointOutcome) -> tuple[object, ...]:
 def _joint_losses(outcome: JointOutcome) -> tuple[object, ...]:
     optimum = outcome.optimum
     period = optimum.period
+    bound = optimum.bound / MICROBATCHES  # of the period, as no update takes time
     # What is proved is so up to the solver's tolerance.
-    least = optimum.period if optimum.complete and period else optimum.bound
+    least = period if optimum.complete and period else bound
     assert least is not None
     return (
         str(outcome.case),
         outcome.case.layers,
         outcome.gigabytes,
         period,
-        None if period is None else f"{1 - optimum.bound / period:.2%}",
+        None if period is None else f"{1 - bound / period:.2%}",
         ratio(outcome.contiguous, least),
         ratio(outcome.special, least),
         ratio(outcome.planner, least),

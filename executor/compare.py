@@ -89,7 +89,10 @@ class StageComparison:
 
 @dataclass(frozen=True, slots=True)
 class PeriodComparison:
-    """A periodic plan's period, and the mean time of so many ``microbatches`` in the steady run."""
+    """The mean time of a periodic plan's microbatches, of so many measured in the steady run.
+
+    That is its period, and a microbatch's share of the pause.
+    """
 
     seconds: Pair
     microbatches: int
@@ -330,10 +333,12 @@ def _compare_period(
             f"the trace has no more than {most} iterations between two drains, too few to show "
             f"the period: train on at least {least} in a row"
         )
-    count = sum(len(one) - 1 for one in shown)
-    seconds = sum(float(one[-1] - one[0]) for one in shown) / count
+    # Whole iterations, as the pause is not between any two microbatches.
+    counts = [(len(one) - 1) // m * m for one in shown]
+    total = sum(float(one[n] - one[0]) for one, n in zip(shown, counts, strict=True))
     in_a_row: list[float] = np.concatenate([one[m:] - one[:-m] for one in shown]).tolist()
-    return PeriodComparison(Pair(schedule.period_seconds, seconds), count), in_a_row
+    mean = Pair(schedule.period_seconds + schedule.pause_seconds / m, total / sum(counts))
+    return PeriodComparison(mean, sum(counts)), in_a_row
 
 
 def _ends(plan: PipelinePlan, run: TracedStep) -> Floats:

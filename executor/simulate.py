@@ -5,7 +5,8 @@ then starts as soon as what it depends on and what stands before it on its devic
 done. Memory needs no rule of its own: a valid plan keeps within it by its order on the device.
 
 Of a periodic plan a whole run is done, of as many iterations as it takes to fill the pipeline, to
-settle, and to drain; what is measured is measured in between.
+settle, and to drain; what is measured is measured in between. Devices update their weights where
+the plan has its pauses, and then go on at once.
 """
 
 import math
@@ -33,14 +34,20 @@ from stagewright.formulations.check import (
     expected_actions,
     require_structure,
     split_backwards,
+    updated_stages,
 )
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE
-from stagewright.formulations.periodic import steady_microbatches
+from stagewright.formulations.periodic import (
+    forward_shifts,
+    period_begin,
+    steady_microbatches,
+)
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     InvalidPlan,
     PeriodicSchedule,
     PipelinePlan,
+    Schedule,
     ScheduledAction,
 )
 from stagewright.graphs.errors import InputError
@@ -71,10 +78,10 @@ class Deadlock(InvalidPlan):
 class PeriodicRun:
     """What a periodic plan's run of this many microbatches was like.
 
-    ``period_seconds`` is what a microbatch takes once the run repeats itself: on average over
-    ``measured_microbatches`` in its middle, those after which it repeats exactly if it does.
-    ``warm_up_seconds`` last until every operation has begun for the first time, and
-    ``drain_seconds`` from when one of them has ended for the last time.
+    ``period_seconds`` is what a microbatch takes once the run repeats itself, with its share of the
+    updates: on average over ``measured_microbatches`` in its middle, those after which it repeats
+    exactly if it does. ``warm_up_seconds`` last until every operation has begun for the first time,
+    and ``drain_seconds`` from when one of them has ended for the last time.
     """
 
     microbatches: int
@@ -183,11 +190,35 @@ def _prepare(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[str,
         measured = max(2 * steady, 2 * plan.microbatches, MEASURED_MICROBATCHES)
         iterations = math.ceil((3 * steady + measured) / plan.microbatches)
         finite = unroll_run(plan, iterations * plan.microbatches)
+        finite = _with_updates(problem, plan, schedule, finite)
         problem = replace(problem, microbatches=finite.microbatches)
     actions = _actions(finite)
     seconds = _seconds(problem, finite, actions, factors)
     entries = _entries_by_action(finite, actions)
     return _Run(finite, actions, entries, seconds, plan.microbatches, finite is not plan)
+
+
+def _with_updates(
+    problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule, run: PipelinePlan
+) -> PipelinePlan:
+    """The run with the updates of its iterations, one after another in the pauses.
+
+    That of iteration i is in the last pause before iteration i + 2 begins on its stage.
+    """
+    m, shifts = plan.microbatches, forward_shifts(schedule)
+    entries, until = [], dict[tuple[str, float], float]()
+    for s in sorted(updated_stages(problem, plan.stages, plan.weights)):
+        stage = plan.stages[s]
+        devices = [problem.cluster.index[name] for name in stage.devices]
+        seconds = problem.update_seconds(*stage.layers, devices)
+        for i, name in product(range(run.microbatches // m), stage.devices):
+            period = ((i + 2) * m + shifts[s]) // m * m
+            begin = period_begin(schedule, m, period) - schedule.pause_seconds
+            start = until.get((name, begin), begin)
+            until[name, begin] = start + seconds
+            entries.append(ScheduledAction(name, str(Action(s, UPDATE)), start, start + seconds))
+    actions = (*run.actions, *entries)
+    return replace(run, schedule=Schedule(actions))
 
 
 def _require_options(problem: PipelineProblem, jitter: float, factors: Mapping[str, float]) -> None:
@@ -247,7 +278,8 @@ def _execute(run: _Run) -> _Outcome:
 
 def _edges(run: _Run) -> Iterator[tuple[int, int]]:
     """Pairs of entries (before, after): the dependencies, then the order on each resource."""
-    together = _together(run.plan, run.entries)
+    # In a run every device updates its weights by itself.
+    together = _together(run.plan, run.entries, COMPUTE if run.is_periodic else ON_DEVICE)
     orders = (pairwise(queue) for queue in _queues(run))
     for before, after in chain(_dependencies(run), *orders):
         for mate in together.get(after, (after,)):
@@ -270,35 +302,37 @@ def _dependencies(run: _Run) -> Iterator[tuple[int, int]]:
     for s in range(last + 1):
         for one, other in zip(entries[I][s], entries[W][s], strict=True):
             yield from _crossing(one, [], other)
-        yield from _updates(run, done[s], entries[REDUCE][s][0], entries[F][s])
-        yield from _steps(done[s], entries[REDUCE][s][0], entries[UPDATE][s][0])
+        reductions, updates = entries[REDUCE][s][0], entries[UPDATE][s][0]
+        yield from _updates(run, done[s], reductions, updates, entries[F][s])
 
 
 def _updates(
-    run: _Run, done: list[list[int]], reductions: list[int], forwards: list[list[int]]
+    run: _Run,
+    done: list[list[int]],
+    reductions: list[int],
+    updates: list[int],
+    forwards: list[list[int]],
 ) -> Iterator[tuple[int, int]]:
-    """A stage's sums at the end of every iteration, and what waits for its update.
+    """A stage's sums and updates at the end of every iteration, and what waits for them.
 
     ``done`` and ``forwards`` are its entries by microbatch. With two versions of the weights the
     update of iteration i makes what iteration i + 2 computes on (PipeDream-2BW). All-reduces are
     done one after another.
     """
     m = run.iteration_microbatches
+    iterations = run.plan.microbatches // m
     yield from pairwise(reductions)
-    for i in range(run.plan.microbatches // m):
+    for i in range(iterations):
         ends = list(chain.from_iterable(done[i * m : (i + 1) * m]))
         if reductions:
             yield from product(ends, [reductions[i]])
             ends = [reductions[i]]
+        if updates:
+            own = updates[i::iterations]  # those of a device follow one another
+            yield from product(ends, own)
+            ends = own
         if (i + 2) * m < run.plan.microbatches:
             yield from product(ends, forwards[(i + 2) * m])
-
-
-def _steps(
-    done: list[list[int]], reductions: list[int], updates: list[int]
-) -> Iterator[tuple[int, int]]:
-    """The optimizer's step of a finite plan: after the all-reduce, or else after all backwards."""
-    yield from product(reductions or chain.from_iterable(done), updates)
 
 
 def _either(one: Table, other: Table) -> Table:
@@ -319,8 +353,10 @@ def _crossing(
         yield from zip(before, after, strict=True)
 
 
-def _together(plan: PipelinePlan, entries: Entries) -> dict[int, list[int]]:
-    """The entries that start together though their devices do not always do the same.
+def _together(
+    plan: PipelinePlan, entries: Entries, kinds: Sequence[ActionKind]
+) -> dict[int, list[int]]:
+    """The entries of ``kinds`` that start together though their devices do not always do the same.
 
     The devices that split a microbatch start it together: by themselves where they take the same
     turns in all stages, else each waits until all are free.
@@ -330,7 +366,7 @@ def _together(plan: PipelinePlan, entries: Entries) -> dict[int, list[int]]:
     apart = [
         s for s, stage in enumerate(plan.stages) if len({turns[name] for name in stage.devices}) > 1
     ]
-    mates = (group for kind in ON_DEVICE for s in apart for group in entries[kind][s])
+    mates = (group for kind in kinds for s in apart for group in entries[kind][s])
     return {i: group for group in mates for i in group}
 
 
@@ -413,11 +449,18 @@ def _periodic_summary(run: _Run, schedule: PeriodicSchedule, outcome: _Outcome) 
     rows = (row[middle] for kind in COMPUTE for row in run.entries[kind])
     inside = chain.from_iterable(chain.from_iterable(rows))
     busy, slack = _per_device(run, outcome, inside)
+    updates, _ = _per_device(
+        run, outcome, chain.from_iterable(row[0] for row in run.entries[UPDATE])
+    )
+    iterations = run.plan.microbatches // m
     return Simulation(
         m * period,
         _timed(run, outcome),
         # What is computed of these microbatches may lie outside of the measured time.
-        {name: max(0.0, m * (period - all_ / len(through))) for name, all_ in busy.items()},
+        {
+            name: max(0.0, m * (period - all_ / len(through)) - updates[name] / iterations)
+            for name, all_ in busy.items()
+        },
         slack,
         PeriodicRun(
             run.plan.microbatches, repeats_after, period, *_warm_up_and_drain(run, outcome)

@@ -26,6 +26,7 @@ from stagewright.formulations.actions import (
     parse_action,
     parse_operation,
 )
+from stagewright.formulations.periodic import iteration_seconds as iteration_of
 from stagewright.formulations.plan import (
     PeriodicAction,
     PeriodicSchedule,
@@ -121,36 +122,47 @@ Span = tuple[str, float, float]
 class Phases:
     """The periods of the run that is drawn of a periodic plan.
 
-    Everything is done in the periods ``first`` to ``last``; before them the pipeline fills, behind
-    them it drains, until ``finish_seconds``.
+    Everything is done in the periods ``first`` to ``last``; before them the pipeline fills, after
+    them it drains, until ``finish_seconds``. Before each period whose number is a multiple of
+    ``microbatches`` there is a pause for the updates.
     """
 
     period_seconds: float
+    pause_seconds: float
+    microbatches: int
     first: int
     last: int
     finish_seconds: float
 
+    def _begin(self, period: int) -> float:
+        return period * self.period_seconds + period // self.microbatches * self.pause_seconds
+
     @property
     def bounds(self) -> tuple[float, ...]:
         """Begins of the whole periods, and the end of the last, in seconds."""
-        return tuple(i * self.period_seconds for i in range(self.first, self.last + 2))
+        begins = (self._begin(i) for i in range(self.first, self.last + 1))
+        return (*begins, self._begin(self.last) + self.period_seconds)
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Warm-up, periods by their number, and drain, where they take any time."""
-        periods = [
-            (f"period {self.first + i}", *span) for i, span in enumerate(pairwise(self.bounds))
-        ]
+        """Warm-up, periods by their number, pauses, and drain, where they take any time."""
+        between = list[Span]()
+        for i in range(self.first, self.last + 1):
+            begin = self._begin(i)
+            if i > self.first and i % self.microbatches == 0:
+                between.append(("updates", begin - self.pause_seconds, begin))
+            between.append((f"period {i}", begin, begin + self.period_seconds))
         ends = [("warm-up", 0.0, self.bounds[0]), ("drain", self.bounds[-1], self.finish_seconds)]
-        return tuple(span for span in (ends[0], *periods, ends[1]) if span[1] < span[2])
+        return tuple(span for span in (ends[0], *between, ends[1]) if span[1] < span[2])
 
     @property
     def headings(self) -> tuple[Span, ...]:
         """As :attr:`spans`, but of the periods one in the middle alone, by its length."""
         period = f"period {format_seconds(self.period_seconds)}"
-        i = (self.last - self.first) // 2
-        middle = (period, self.bounds[i], self.bounds[i + 1])
-        return (middle, *(span for span in self.spans if not span[0].startswith("period")))
+        begin = self._begin((self.first + self.last) // 2)
+        middle = (period, begin, begin + self.period_seconds)
+        ends = (span for span in self.spans if span[0] in ("warm-up", "drain"))
+        return (middle, *ends)
 
 
 def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) -> tuple[Row, ...]:
@@ -208,9 +220,9 @@ def finish_seconds(plan: PipelinePlan) -> float:
 
 
 def iteration_seconds(plan: PipelinePlan) -> float:
-    """What an iteration takes: until the last action ends, or a period for every microbatch."""
+    """What an iteration takes: until the last action ends, or its periods and the pause."""
     if isinstance(plan.schedule, PeriodicSchedule):
-        return plan.microbatches * plan.schedule.period_seconds
+        return iteration_of(plan.schedule, plan.microbatches)
     return finish_seconds(plan)
 
 
@@ -240,8 +252,14 @@ def phases(plan: PipelinePlan) -> Phases | None:
     schedule = plan.schedule
     if not isinstance(schedule, PeriodicSchedule):
         return None
-    last = _drawn_microbatches(schedule) - 1
-    return Phases(schedule.period_seconds, warm_up_periods(schedule), last, finish_seconds(plan))
+    return Phases(
+        period_seconds=schedule.period_seconds,
+        pause_seconds=schedule.pause_seconds,
+        microbatches=plan.microbatches,
+        first=warm_up_periods(schedule),
+        last=_drawn_microbatches(schedule) - 1,
+        finish_seconds=finish_seconds(plan),
+    )
 
 
 def _drawn_microbatches(schedule: PeriodicSchedule) -> int:
@@ -364,6 +382,8 @@ def headline(plan: PipelinePlan) -> str:
         parts.append(f"{format_seconds(plan.certificate.cost_seconds)} per iteration")
     if isinstance(plan.schedule, PeriodicSchedule):
         parts.append(f"period {format_seconds(plan.schedule.period_seconds)}")
+        if plan.schedule.pause_seconds > 0:
+            parts.append(f"pause {format_seconds(plan.schedule.pause_seconds)}")
     if plan.certificate is not None:
         certificate = plan.certificate
         of = "" if certificate.plans == EVERY_PLAN else " in its class"

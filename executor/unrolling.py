@@ -2,6 +2,7 @@
 
 With H the largest index shift, the periods 0 to H - 1 of a run of N microbatches are its warm-up,
 in which the pipeline fills; in the periods H to N - 1 every operation is done; the rest drains.
+Pauses part the periods of one iteration from those of the next.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.actions import ActionKind, parse_operation
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE
-from stagewright.formulations.periodic import unrolled
+from stagewright.formulations.periodic import done_for, unrolled
 from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, Schedule, ScheduledAction
 
 Floats = NDArray[np.float64]
@@ -60,11 +61,7 @@ def _earlier_reductions(
     for one in schedule.actions:
         if _is_reduce(one.action):
             for last in lasts:
-                start = (last + one.shift) * schedule.period_seconds + one.start_seconds
-                yield ScheduledAction(
-                    one.device, one.action, start, start + one.seconds,
-                    one.sources, one.targets, one.bytes,
-                )  # fmt: skip
+                yield done_for(schedule, plan.microbatches, one, last)
 
 
 def _is_reduce(text: str) -> bool:

@@ -61,27 +61,25 @@ def assemble_pattern(
     InvalidPlan
         If a planner's answer breaks a rule of the problem: a fault of ours.
     """
-    jobs = pattern_problem(problem, stages).jobs
+    asked = pattern_problem(problem, stages)
+    timed = [
+        (job.operation, start, job.seconds)
+        for job, start in zip(asked.jobs, pattern.starts, strict=True)
+    ]
+    reduces = zip(stages, asked.reduce_starts(pattern), asked.reduce, strict=True)
+    timed += [
+        (Operation(s, ActionKind.REDUCE), start, seconds)
+        for s, (stage, start, seconds) in enumerate(reduces)
+        if len(stage.devices) > 1
+    ]
     actions = [
         entry
-        for job, start in zip(jobs, pattern.starts, strict=True)
-        for entry in _repeated(problem, stages, job.operation, start, job.seconds, pattern.period)
+        for operation, start, seconds in timed
+        for entry in _repeated(problem, stages, operation, start, seconds, pattern.period)
     ]
-    starts = {job.operation: start for job, start in zip(jobs, pattern.starts, strict=True)}
-    for s, stage in enumerate(stages):
-        if len(stage.devices) > 1:
-            last = Operation(s, ActionKind.BACKWARD)
-            backward = next(job.seconds for job in jobs if job.operation == last)
-            index = problem.cluster.index
-            group = [index[name] for name in stage.devices]
-            seconds = problem.reduce_seconds(*stage.layers, group)
-            operation = Operation(s, ActionKind.REDUCE)
-            start = starts[last] + backward
-            actions += _repeated(problem, stages, operation, start, seconds, pattern.period)
     actions.sort(key=lambda entry: (entry.start_seconds, entry.seconds, entry.action, entry.device))
-    plan = _uncertified(
-        problem, planner, stages, PeriodicSchedule(pattern.period, tuple(actions)), "double-buffer"
-    )
+    schedule = PeriodicSchedule(pattern.period, tuple(actions), asked.pause_seconds)
+    plan = _uncertified(problem, planner, stages, schedule, "double-buffer")
     require_valid(problem, plan)
     return replace(plan, predicted=predict(problem, plan))
 

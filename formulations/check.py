@@ -29,7 +29,15 @@ from stagewright.formulations.actions import (
 )
 from stagewright.formulations.certificates import faults
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE
-from stagewright.formulations.periodic import from_first, steady_microbatches, unrolled
+from stagewright.formulations.periodic import (
+    from_first,
+    iteration_seconds,
+    keeps_gradients,
+    steady_microbatches,
+    unrolled,
+    without_pause,
+)
+from stagewright.formulations.periodic_rules import broken_iterations
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     InvalidPlan,
@@ -43,6 +51,7 @@ from stagewright.formulations.plan import (
 )
 from stagewright.formulations.plan_class import Weights, class_of
 from stagewright.formulations.proofs import Verdict, verdicts
+from stagewright.formulations.violations import Violation
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
 
@@ -73,25 +82,14 @@ SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """One broken rule: which, where, and what was found. Prints as one line."""
-
-    rule: str
-    place: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.place}: {self.message}"
-
-
 def check(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Violation, ...]:
     """Every broken rule, none if ``plan`` is a valid answer to ``problem``.
 
     Times are compared with a tolerance of ``RELATIVE_TOLERANCE`` of the iteration. Rules on times
     are read only once the structure is right, and the proofs in the certificate only once the rest
     is. A periodic plan is unrolled for as many microbatches as it takes until everything that can
-    be at one time is, a whole period long.
+    be at one time is, a whole period long. Its pauses are left out of that, as they only part what
+    is done.
     """
     found = structure(problem, plan) or tuple(_broken_times(_read_times(problem, plan), plan))
     return found or refutations(verdicts(problem, plan))
@@ -284,7 +282,7 @@ class _Times:
     starts: Blocks
     finishes: Blocks
     durations: Blocks
-    period: float | None = None  # of a periodic plan, whose first microbatches these are
+    schedule: PeriodicSchedule | None = None  # whose first microbatches these are, without pauses
 
     def ends(self, kind: ActionKind) -> Floats:
         """When the actions of ``kind`` end by the cost model, shape (S, M)."""
@@ -298,9 +296,9 @@ class _Times:
     @property
     def cost_seconds(self) -> float:
         """The iteration's time: when its last action ends, or that of its periods."""
-        if self.period is None:
+        if self.schedule is None:
             return self.iteration_seconds
-        return self.iteration_microbatches * self.period
+        return iteration_seconds(self.schedule, self.iteration_microbatches)
 
     @cached_property
     def iteration_seconds(self) -> float:
@@ -322,7 +320,7 @@ def _unrolled(
     problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule
 ) -> tuple[PipelineProblem, PipelinePlan]:
     """Problem and finite plan of as many microbatches as fill a whole period."""
-    first = from_first(schedule)
+    first = without_pause(from_first(schedule))
     microbatches = steady_microbatches(first)
     longer = replace(problem, microbatches=microbatches)
     timed = unrolled(replace(plan, schedule=first), microbatches)
@@ -335,7 +333,7 @@ def _read_times(problem: PipelineProblem, plan: PipelinePlan) -> _Times:
         return replace(
             times,
             iteration_microbatches=plan.microbatches,
-            period=plan.schedule.period_seconds,
+            schedule=plan.schedule,
         )
     return _read_finite(problem, plan, updated_stages(problem, plan.stages, plan.weights))
 
@@ -445,11 +443,11 @@ def _broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[
                 "in a periodic plan all devices of a stage do every microbatch: use 'split'",
             )
     for i, one in enumerate(from_first(schedule).actions):
-        yield from _broken_repetition(plan, one, schedule.period_seconds, f"schedule.actions[{i}]")
+        yield from _broken_repetition(plan, one, schedule, f"schedule.actions[{i}]")
 
 
 def _broken_repetition(
-    plan: PipelinePlan, one: PeriodicAction, period: float, place: str
+    plan: PipelinePlan, one: PeriodicAction, schedule: PeriodicSchedule, place: str
 ) -> Iterator[Violation]:
     """An operation that can be repeated: known, done before it is due again, and not too late."""
     try:
@@ -457,7 +455,9 @@ def _broken_repetition(
     except InputError as error:
         yield Violation("unexpected", place, str(error))
         return
-    most = period * (plan.microbatches if operation.kind is REDUCE else 1)
+    most = schedule.period_seconds
+    if operation.kind is REDUCE:
+        most = iteration_seconds(schedule, plan.microbatches)
     if one.seconds > most * (1 + RELATIVE_TOLERANCE):
         yield Violation(
             "overlap",
@@ -691,8 +691,8 @@ def _broken_times(times: _Times, plan: PipelinePlan) -> Iterator[Violation]:
     yield from _broken_dependencies(times)
     yield from _overlaps(times)
     yield from _memory_exceeded(times)
-    if times.period is not None:
-        yield from _overwritten(times, times.period)
+    if times.schedule is not None:
+        yield from broken_iterations(times.problem, plan, times.schedule, times.tolerance)
     if plan.predicted is not None:
         yield from _broken_prediction(_predict(times), plan.predicted)
     yield from _broken_certificate(times, plan)
@@ -767,7 +767,7 @@ def _overlaps(times: _Times) -> Iterator[Violation]:
         rows += [(UPDATE, (s, 0, 1)) for s, _, _ in turns]
         yield from _overlap(times, f"device {names[0]}", rows)
     yield from _host_overlaps(times)
-    if times.period is not None:
+    if times.schedule is not None:
         yield from _link_overlaps(times)
         return
     yield from _reduction_overlaps(times)
@@ -830,33 +830,6 @@ def _link_overlaps(times: _Times) -> Iterator[Violation]:
             links[ends] += [(SEND_F, (s, 0, 1)), (SEND_B, (s + 1, 0, 1))]
     for ends, rows in links.items():
         yield from _overlap(times, f"link of {' and '.join(names[0] for names in ends)}", rows)
-
-
-def _overwritten(times: _Times, period: float) -> Iterator[Violation]:
-    """Two versions of the weights are enough.
-
-    Iteration i computes on version i - 1; its update, which needs its gradients summed up, makes
-    version i + 1, which iteration i + 2 begins with: m + 1 periods after the first forward of the
-    last microbatch of iteration i. An all-reduce ends before the next one begins.
-    """
-    m = times.iteration_microbatches
-    ready = times.done[:, -1:]
-    ready = np.fmax(ready, times.ends(REDUCE))[:, 0]
-    for s, late in enumerate(ready - times.starts[F][:, -1] - (m + 1) * period):
-        if late > times.tolerance:
-            yield Violation(
-                "versions",
-                f"stage {s}",
-                f"its weights are updated {late:.9g} s after iterations of {m} microbatches "
-                "begin to need them: plan more microbatches, or a longer period",
-            )
-        reduction = float(times.durations[REDUCE][s, 0])
-        if reduction > m * period + times.tolerance:
-            yield Violation(
-                "overlap",
-                f"all-reduce of stage {s}",
-                f"takes {reduction:.9g} s, an iteration {m * period:.9g} s",
-            )
 
 
 def _overlap(times: _Times, name: str, rows: Sequence[Row]) -> Iterator[Violation]:
@@ -925,8 +898,8 @@ def _static_bytes(times: _Times, s: int) -> float:
     static = times.problem.static_bytes(*stage.layers, len(stage.runners(0)))
     if times.weights == "double-buffer":
         static += times.problem.gradient_bytes(*stage.layers)
-    if times.period is not None and len(stage.devices) > 1:
-        # One gradient grows while the one before is summed up.
+    if times.schedule is not None and keeps_gradients(times.problem, len(stage.devices)):
+        # One gradient grows while the one before is summed up, or waits for a pause.
         static += times.problem.gradient_bytes(*stage.layers)
     return static
 
@@ -1006,10 +979,10 @@ def _predict(times: _Times) -> Predicted:
     devices = len({name for stage in times.stages for name in stage.devices})
     shares = np.array([len(stage.runners(0)) for stage in times.stages])
     busy = float(shares @ sum(np.nansum(times.durations[kind], axis=1) for kind in COMPUTE))
-    every = np.array([len(stage.devices) for stage in times.stages])
-    busy += float(every @ np.nansum(times.durations[UPDATE], axis=1))
     problem = replace(times.problem, microbatches=times.iteration_microbatches)
     busy *= problem.microbatches / times.problem.microbatches
+    every = np.array([len(stage.devices) for stage in times.stages])
+    busy += float(every @ np.nansum(times.durations[UPDATE], axis=1))
     cost = times.cost_seconds
     return Predicted(
         iteration_seconds=cost,

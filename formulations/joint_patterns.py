@@ -4,8 +4,12 @@ A plan gives every layer to one group; maximal runs of neighbouring layers on on
 stages, any number of them on a group. Plans are built from the last stage backwards, as 1F1B*
 forms its groups (MadPipe section 4.1): what the stages behind it take tells how many microbatches
 a stage keeps at least. :class:`JointForm` holds all figures that the bounds need.
+
+What is least is an iteration: a period per microbatch, and a pause in which the group with the most
+updates makes them.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, permutations
@@ -15,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.pattern import kept_bytes, static_bytes
+from stagewright.formulations.periodic import keeps_gradients
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Stage
 from stagewright.graphs.errors import InputError
@@ -28,11 +33,11 @@ MODES = ("none", "full")
 
 
 STAGE = np.dtype([(name, np.float64) for name in (
-    "forward", "work", "reduce", "static", "saved", "working",
+    "forward", "work", "reduce", "update", "static", "saved", "working",
 )])  # fmt: skip
 LINK = np.dtype([("there", np.float64), ("back", np.float64)])
 GROUP = np.dtype([("memory", np.float64), ("like", np.int64)])
-AHEAD = np.dtype([(name, np.float64) for name in ("work", "static", "saved", "kept")])
+AHEAD = np.dtype([(name, np.float64) for name in ("work", "update", "static", "saved", "kept")])
 
 
 class JointForm(NamedTuple):
@@ -45,8 +50,9 @@ class JointForm(NamedTuple):
     ----------
     stages
         Layers [k, l) on a group, shape (G, R, L + 1, L + 1): seconds of the ``forward``, of all
-        ``work`` (backward and recomputation too), of the ``reduce`` once an iteration; bytes that
-        are ``static``, ``saved`` and ``working`` (as in `Kept`).
+        ``work`` (backward and recomputation too), of the ``reduce`` and the ``update`` once an
+        iteration; bytes that are ``static``, ``saved`` and ``working`` (as in `Kept`). Infinite
+        ``work`` where a microbatch has too few samples for the group.
     links
         Seconds of a transfer from one group to another in front of layer l, and of its gradient
         back, shape (G, G, L + 1).
@@ -55,13 +61,16 @@ class JointForm(NamedTuple):
         the two can trade places. Shape (G,).
     ahead
         Sums over the first l layers, each on the group that is best for it, shape (L + 1,):
-        ``work``, ``static`` bytes without buffers, ``saved`` bytes; and ``kept``, byte seconds from
-        the forwards to the backwards if what follows layer l takes no time.
+        ``work`` and ``update`` seconds, ``static`` bytes without buffers, ``saved`` bytes; and
+        ``kept``, byte seconds from the forwards to the backwards if what follows layer l takes no
+        time.
     sends
         Seconds there and back between a group and another in front of it, at best, shape
         (G, L + 1).
     microbatches
         In an iteration.
+    updated
+        Whether any update takes time.
     """
 
     stages: Records
@@ -70,6 +79,7 @@ class JointForm(NamedTuple):
     ahead: Records
     sends: Floats
     microbatches: int
+    updated: bool
 
 
 @dataclass(frozen=True)
@@ -115,8 +125,16 @@ class JointPatterns:
         groups = np.zeros(len(self.groups), dtype=GROUP)
         for g, group in enumerate(self.groups):
             groups[g]["memory"] = self.problem.memory_bytes[list(group)].min()
-        count = self.problem.microbatches
-        form = JointForm(self._stages(), links, groups, self._ahead(), _least_sends(links), count)
+        stages = self._stages()
+        form = JointForm(
+            stages=stages,
+            links=links,
+            groups=groups,
+            ahead=self._ahead(),
+            sends=_least_sends(links),
+            microbatches=self.problem.microbatches,
+            updated=bool(stages["update"].any()),
+        )
         groups["like"] = _like(form)
         return form
 
@@ -126,6 +144,8 @@ class JointPatterns:
         for g, group in enumerate(self.groups):
             for k, l in combinations(range(size), 2):
                 forward, backward = problem.compute_seconds(k, l, group)
+                if len(group) > problem.most_replicas(k, l):
+                    backward = math.inf
                 for r, mode in enumerate(self.recompute):
                     stage = self.stage(k, l, g, r)
                     kept = kept_bytes(problem, stage)
@@ -133,6 +153,7 @@ class JointPatterns:
                         forward,
                         forward + backward + (0.0 if mode == "none" else forward),
                         problem.reduce_seconds(k, l, group),
+                        problem.update_seconds(k, l, group),
                         static_bytes(problem, stage),
                         kept.saved_bytes,
                         kept.working_bytes,
@@ -155,13 +176,16 @@ class JointPatterns:
             (problem.cluster.devices[v].kind, len(group)) for group in self.groups for v in group
         }
         costs = [problem.costs(*key) for key in sorted(kinds)]
+        updates = [problem.update_per_layer(kind) for kind, _ in sorted(kinds)]
         work = np.min([cost.forward_seconds + cost.backward_seconds for cost in costs], axis=0)
         saved = np.min([problem.saved_per_layer(size) for size in sizes], axis=0)
         if "full" in self.recompute:
             saved = np.zeros_like(saved)  # all but a stage's input may be forgotten
-        copies = 3 + (sizes[0] > 1) + problem.chain.optimizer_bytes_per_parameter_byte
+        states = problem.chain.optimizer_bytes_per_parameter_byte
+        copies = 3 + states + keeps_gradients(problem, sizes[0])
         ahead = np.zeros(len(work) + 1, dtype=AHEAD)
         ahead["work"][1:] = np.cumsum(work)
+        ahead["update"][1:] = np.cumsum(np.min(updates, axis=0))
         ahead["static"][1:] = np.cumsum(copies * problem.chain.parameter_bytes)
         ahead["saved"][1:] = np.cumsum(saved)
         # Layer i keeps its bytes for the work of all layers from it to l.

@@ -6,7 +6,9 @@ on its way to the end of the chain and back, which says how many microbatches it
 
 The model counts in whole numbers, so that sums do not depend on their order and an answer is exact
 to the last one: times in ticks, of which all times together are about 2^44, rounded to the nearest;
-bytes in whole bytes per layer, rounded up.
+bytes in shares of a byte, of which all together are about 2^52, needs rounded down and memory up.
+
+Times are those of a period: of the updates of an iteration only their limit is known here.
 """
 
 import math
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.formulations.periodic import keeps_gradients
 from stagewright.formulations.pipeline import Floats, PipelineProblem
 from stagewright.formulations.plan import InvalidPlan, Stage
 from stagewright.graphs.chain import ChainCosts
@@ -27,8 +30,9 @@ from stagewright.graphs.errors import InputError
 
 Ints = NDArray[np.int64]
 
-MOST_BYTES = 1e18  # of memory: whole numbers of 64 bits count no more
 RESOLUTION = 44  # all times together are at most 2**44 ticks
+BYTE_RESOLUTION = 52  # and all bytes, of all microbatches in flight, 2**52 units
+FORBIDDEN = 1 << 45  # ticks of a stage that may not be
 RECOMPUTATIONS = ("none", "full")
 
 
@@ -49,9 +53,11 @@ class AllocationTables(NamedTuple):
     sort
         The row of ``seconds`` ... ``static`` for every group, shape (G,).
     seconds
-        U(k, l): ticks of forward and backward of layers [k, l), shape (K, R, L + 1, L + 1).
+        U(k, l): ticks of forward and backward of layers [k, l), shape (K, R, L + 1, L + 1);
+        FORBIDDEN where these can be no stage.
     saved, working
-        Bytes per microbatch in flight, and besides during a backward, shaped likewise.
+        Bytes per microbatch in flight, and besides during a backward, shaped likewise. They and all
+        other bytes are in units (`AllocationProblem.byte`).
     static
         Bytes held all the time, shape (K, L + 1, L + 1).
     transfer
@@ -105,12 +111,15 @@ class AllocationProblem:
     recompute
         What a stage may do: ``none`` keep all for its backward, ``full`` keep its input alone and
         compute the forward again.
+    most_update_seconds
+        What the updates of a stage may take.
     """
 
     problem: PipelineProblem
     groups: tuple[tuple[int, ...], ...]
     special: int | None = None
     recompute: tuple[str, ...] = ("none",)
+    most_update_seconds: float = math.inf
 
     def __post_init__(self) -> None:
         size, members = len(self.problem.cluster), [v for group in self.groups for v in group]
@@ -141,6 +150,18 @@ class AllocationProblem:
         return 2.0 ** (math.ceil(math.log2(total)) - RESOLUTION) if total else 1.0
 
     @cached_property
+    def byte(self) -> float:
+        """Bytes of a unit: a power of two."""
+        replicas = min(len(group) for group in self.groups)
+        kept = float(self.problem.saved_per_layer(replicas).sum()) * (self._versions + 1)
+        largest = max(float(self.problem.memory_bytes.max()), kept, 1.0)
+        return float(2.0 ** (math.ceil(math.log2(largest)) - BYTE_RESOLUTION))
+
+    @property
+    def _versions(self) -> int:
+        return self.problem.microbatches + 1
+
+    @cached_property
     def tables(self) -> AllocationTables:
         """The question in whole numbers."""
         sorts = list(dict.fromkeys(self._sort(group) for group in self.groups))
@@ -155,14 +176,14 @@ class AllocationProblem:
             reduce=self._ticks(np.array(self._reduce_seconds)),
             memory=np.array(
                 [
-                    int(min(self.problem.memory_bytes[list(group)].min(), MOST_BYTES))
+                    math.ceil(self.problem.memory_bytes[list(group)].min() / self.byte)
                     for group in self.groups
                 ]
             ),
             normal=np.array([g for g in range(len(self.groups)) if g != self.special], np.int64),
             skips=np.zeros(0, dtype=np.bool_),
             special=-1 if self.special is None else self.special,
-            versions=self.problem.microbatches + 1,
+            versions=self._versions,
         )
         return tables._replace(skips=_skips(tables))
 
@@ -221,13 +242,20 @@ class AllocationProblem:
             for name in ("forward_seconds", "backward_seconds")
         )
         again = {"none": 1, "full": 2}
-        return np.array([again[choice] * forward + backward for choice in self.recompute])
+        ticks = np.array([again[choice] * forward + backward for choice in self.recompute])
+        return np.where(self._forbidden(replicas, kinds), FORBIDDEN, ticks)
+
+    def _forbidden(self, replicas: int, kinds: tuple[str, ...]) -> NDArray[np.bool_]:
+        """The stages that have too few samples for so many devices, or too long updates."""
+        updates = [_between(self.problem.update_per_layer(kind)) for kind in kinds]
+        few = _between((self.problem.replicas_per_layer < replicas).astype(np.int64)) > 0
+        return np.asarray(few | (np.max(updates, axis=0) > self.most_update_seconds))
 
     def _kept(self, sort: tuple[int, tuple[str, ...]]) -> tuple[Ints, Ints]:
         """Saved and working bytes, each of shape (R, L + 1, L + 1), as ``kept_bytes`` has them."""
         replicas, _ = sort
-        saved = _between(_whole(self.problem.saved_per_layer(replicas)))
-        inputs = np.append(_whole(self.problem.inputs_per_layer(replicas)), 0)
+        saved = _between(self._units(self.problem.saved_per_layer(replicas)))
+        inputs = np.append(self._units(self.problem.inputs_per_layer(replicas)), 0)
         first = np.broadcast_to(inputs, saved.shape)
         kept = {"none": (saved, np.zeros_like(saved)), "full": (first, saved)}
         chosen = [kept[choice] for choice in self.recompute]
@@ -236,11 +264,16 @@ class AllocationProblem:
     def _static(self, replicas: int) -> Ints:
         """Bytes held all the time, shape (L + 1, L + 1), as ``pattern.static_bytes`` has them."""
         problem = self.problem
-        copies = 3 + problem.chain.optimizer_bytes_per_parameter_byte + (replicas > 1)
-        buffers = [2 * problem.boundary_bytes(l) / replicas for l in range(1, len(problem.chain))]
-        sides = _whole(np.array([0.0, *buffers, 0.0]))
-        weights = _between(_whole(copies * problem.chain.parameter_bytes))
+        states = problem.chain.optimizer_bytes_per_parameter_byte
+        copies = 3 + states + keeps_gradients(problem, replicas)
+        inner = range(1, len(problem.chain))
+        buffers = [2 * problem.share_bytes(problem.boundary_bytes(l), replicas) for l in inner]
+        sides = self._units(np.array([0.0, *buffers, 0.0]))
+        weights = _between(self._units(copies * problem.chain.parameter_bytes))
         return np.asarray(weights + sides[:, None] + sides[None, :])
+
+    def _units(self, size: Floats) -> Ints:
+        return np.asarray(np.floor(size / self.byte).astype(np.int64))
 
     @cached_property
     def _transfer_seconds(self) -> Floats:
@@ -280,7 +313,8 @@ def all_periods(tables: AllocationTables) -> int:
 def behind(tables: AllocationTables) -> Ints:
     """At most what layers [0, l) can add to a delay, shape (L + 1,): slowest, a stage each."""
     layers = np.arange(tables.seconds.shape[-1] - 1)
-    slowest = tables.seconds[:, :, layers + 1, layers].max(axis=(0, 1))
+    single = tables.seconds[:, :, layers + 1, layers]
+    slowest = np.where(single < FORBIDDEN, single, 0).max(axis=(0, 1))
     crossing = tables.transfer.max(axis=(0, 1))
     return np.asarray(np.cumsum(np.append(0, slowest)) + np.cumsum(crossing))
 
@@ -411,8 +445,3 @@ def _between(values: NDArray[Any]) -> NDArray[Any]:
     """out[l, k] = the sum of values[k:l], 0 where l <= k; shape (L + 1, L + 1)."""
     sums = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
     return np.tril(np.subtract.outer(sums, sums))
-
-
-def _whole(values: Floats) -> Ints:
-    """Bytes, rounded up."""
-    return np.asarray(np.ceil(values).astype(np.int64))

@@ -55,10 +55,19 @@ def one_f_one_b_star(problem: PatternProblem, period: float) -> Pattern:
 
 
 def load_bound(problem: PatternProblem) -> float:
-    """The largest load of a device or link, and what an all-reduce takes of every period."""
+    """The largest load of a device or link, and what the all-reduces of a device take of a period.
+
+    These may go on in the pause.
+    """
     loads = [sum(problem.jobs[i].seconds for i in members) for members in problem.shared]
-    loads.append(problem.least_seconds)
-    return max(*loads, *(seconds / problem.microbatches for seconds in problem.reduce))
+    reduced = max(sum(problem.reduce[s] for s in stages) for stages in problem.reducing)
+    reduced -= problem.pause_seconds
+    return max(*loads, problem.least_seconds, reduced / problem.microbatches)
+
+
+def iteration_bound(problem: PatternProblem) -> float:
+    """What an iteration takes at least: periods of `period_bound`, and the pause."""
+    return problem.iteration_seconds(period_bound(problem))
 
 
 def allows(problem: PatternProblem, period: float) -> bool:
@@ -79,14 +88,19 @@ def period_bound(problem: PatternProblem) -> float:
 
 
 def _least_load(problem: PatternProblem) -> float:
-    """The largest load, and what a microbatch's way takes of the m + 1 periods that it may."""
+    """The largest load, and what a microbatch's way takes of the m + 1 periods that it may.
+
+    Between the backward of a stage and when its weights are needed lie the all-reduces of all
+    earlier stages of its device, too: their backwards end later, and their weights are needed
+    earlier. One pause may go by meanwhile.
+    """
     seconds = [sum(_seconds(problem, i)) for i in reversed(range(_count(problem)))]
     trips = list(accumulate(seconds))[::-1][::2]
-    through = [
-        (trip + reduce) / (problem.microbatches + 1)
-        for trip, reduce in zip(trips, problem.reduce, strict=True)
-    ]
-    return max(load_bound(problem), *through)
+    through = list(trips)
+    for stages in problem.reducing:
+        for s, reduced in zip(stages, accumulate(problem.reduce[s] for s in stages), strict=True):
+            through[s] += max(0.0, reduced - problem.pause_seconds)
+    return max(load_bound(problem), max(through) / (problem.microbatches + 1))
 
 
 def least_period(problem: PatternProblem) -> float:
@@ -97,14 +111,16 @@ def least_period(problem: PatternProblem) -> float:
 
     Every stage must have a device of its own.
     """
+    waits = _waits(problem)
     extra = [
-        (total + problem.reduce[s]) / periods
+        (waits[s] + total + problem.reduce[s]) / periods
         for s, seconds in enumerate(problem.reduce)
         if seconds > 0
         for total in accumulate(sum(_seconds(problem, i)) for i in range(2 * s, _count(problem)))
         for periods in range(1, problem.microbatches + 2)
     ]
-    return _least(problem, load_bound(problem), lambda t: _reduces_in_time(problem, t), extra)
+    low = max(load_bound(problem), max(problem.reduce) / problem.microbatches)
+    return _least(problem, low, lambda t: _reduces_in_time(problem, t), extra)
 
 
 def _least(
@@ -156,10 +172,23 @@ def _needed(problem: PatternProblem, in_flight: tuple[int, ...], device: int) ->
 def _reduces_in_time(problem: PatternProblem, period: float) -> bool:
     """Whether 1F1B* leaves every all-reduce its time before the next version is needed."""
     limit = (problem.microbatches + 1) * period * (1 + MARGIN)
+    items = _items(problem, period)[::2]
     return all(
-        (group - 1) * period + rest + reduce <= limit
-        for (group, rest), reduce in zip(_items(problem, period)[::2], problem.reduce, strict=True)
+        wait + (group - 1) * period + rest + reduce <= limit
+        for wait, (group, rest), reduce in zip(_waits(problem), items, problem.reduce, strict=True)
     )
+
+
+def _waits(problem: PatternProblem) -> list[float]:
+    """Per stage from when its all-reduce must be over to when its forward begins.
+
+    With a pause, all-reduces must be over as the first stage begins the iteration.
+    """
+    stages = len(problem.forward)
+    if problem.pause_seconds == 0:
+        return [0.0] * stages
+    forwards = [_seconds(problem, i)[0] for i in range(_count(problem))]
+    return [sum(forwards[: 2 * s]) for s in range(stages)]
 
 
 def _items(problem: PatternProblem, period: float) -> list[tuple[int, float]]:

@@ -1,7 +1,9 @@
 """Periodic scheduling: given stages and their devices, the pattern of least period (MadPipe 4.3).
 
 Every operation is done once a period, for one microbatch after the other. Devices and links do one
-thing at a time; what a device keeps for its microbatches in flight must fit at every instant.
+thing at a time; what a device keeps for its microbatches in flight must fit at every instant. Each
+stage's gradients are summed up once per iteration, and the weights updated in a pause: the times of
+a pattern are those without pauses, which only part them (`PeriodicSchedule`).
 """
 
 import math
@@ -13,6 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stagewright.formulations.actions import ActionKind, Operation
+from stagewright.formulations.periodic import keeps_gradients
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import InvalidPlan, Stage
 from stagewright.graphs.errors import InputError
@@ -62,12 +65,17 @@ class PatternProblem:
     room_bytes
         Per device what is left for ``kept``, beside weights, gradients, optimizer, and buffers.
     reduce
-        Seconds of the all-reduce per stage, shape (N,); once an iteration, which it must fit in.
-    least_seconds
-        A period below which what is offloaded comes too late.
+        Seconds of the all-reduce per stage, shape (N,); once per iteration. Those of one device
+        take turns.
     microbatches
         In an iteration, m: weights have two versions, so that from the begin of a stage's forward
         to the end of its backward, and of the all-reduce, no more than m + 1 periods may pass.
+    least_seconds
+        A period below which what is offloaded comes too late.
+    pause_seconds
+        What the updates of an iteration take on the device where they take longest. Where there are
+        any, they begin as iteration i + 2 does on the first stage: from the begin of its forward to
+        the end of every stage's backward and all-reduce no more than m + 1 periods may pass.
     """
 
     forward: tuple[float, ...]
@@ -80,6 +88,7 @@ class PatternProblem:
     reduce: tuple[float, ...]
     microbatches: int
     least_seconds: float = 0.0
+    pause_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.forward)
@@ -128,6 +137,40 @@ class PatternProblem:
         """The stages of a device."""
         return [s for s, d in enumerate(self.devices) if d == device]
 
+    @cached_property
+    def reducing(self) -> tuple[tuple[int, ...], ...]:
+        """Per device the stages whose gradients are summed up in turns."""
+        devices = range(len(self.room_bytes))
+        return tuple(tuple(s for s in self.stages_on(v) if self.reduce[s] > 0) for v in devices)
+
+    def iteration_seconds(self, period: float) -> float:
+        """What an iteration takes: a period per microbatch, and the pause."""
+        return self.microbatches * period + self.pause_seconds
+
+    def period_of(self, iteration: float) -> float:
+        """The period of an iteration that takes so many seconds."""
+        return (iteration - self.pause_seconds) / self.microbatches
+
+    def reduce_starts(self, pattern: "Pattern") -> tuple[float, ...]:
+        """When each stage's all-reduce begins, as if microbatch 0 were an iteration's last.
+
+        If the pattern does not say, as its backward has ended, those of a device one after another.
+        """
+        if pattern.reduces:
+            return pattern.reduces
+        starts = [
+            pattern.starts[self.position[Operation(s, B)]] + seconds
+            for s, seconds in enumerate(self.backward)
+        ]
+        for stages in self.reducing:
+            until = -math.inf
+            for _ in range(2):  # the second time after those of the iteration before
+                for s in reversed(stages):  # the last one's backward ends first
+                    starts[s] = max(starts[s], until)
+                    until = starts[s] + self.reduce[s]
+                until -= self.microbatches * pattern.period
+        return tuple(starts)
+
     def evaluate(self, pattern: "Pattern") -> float:
         """The period of ``pattern``, after every rule was looked at again.
 
@@ -153,36 +196,31 @@ class PatternProblem:
             if starts[i] < ends[i - 1] - slack:
                 yield f"{jobs[i].operation} starts before {jobs[i - 1].operation} ends"
         for members in self.shared:
-            yield from self._overlaps(pattern, members, slack)
-        yield from self._overwritten(pattern, slack)
+            turns = {str(jobs[i].operation): (starts[i], jobs[i].seconds) for i in members}
+            yield from _overlaps(turns, pattern.period, slack)
+        yield from self._broken_updates(pattern, slack)
         for device, room in enumerate(self.room_bytes):
             most = self.peak_bytes(pattern, device)
-            if most > room:
+            if most > room:  # as the checker compares
                 yield f"device {device} keeps {most} bytes and has room for {room}"
 
-    def _overwritten(self, pattern: "Pattern", slack: float) -> Iterator[str]:
-        m = self.microbatches
-        for s, reduce in enumerate(self.reduce):
+    def _broken_updates(self, pattern: "Pattern", slack: float) -> Iterator[str]:
+        iteration = self.microbatches * pattern.period
+        reduces = self.reduce_starts(pattern)
+        if len(reduces) != len(self.reduce):
+            yield f"the pattern needs {len(self.reduce)} starts of all-reduces"
+            return
+        for s, (start, seconds) in enumerate(zip(reduces, self.reduce, strict=True)):
             forward, backward = (self.position[Operation(s, kind)] for kind in (F, B))
-            took = pattern.starts[backward] + self.backward[s] + reduce - pattern.starts[forward]
-            if took > (m + 1) * pattern.period + slack:
+            end = pattern.starts[backward] + self.backward[s]
+            if start < end - slack:
+                yield f"the all-reduce of stage {s} starts before {s}B ends"
+            needed = pattern.starts[0 if self.pause_seconds > 0 else forward]
+            if max(end, start + seconds) - needed > iteration + pattern.period + slack:
                 yield f"stage {s} would need a third version of its weights"
-            if reduce > m * pattern.period + slack:
-                yield f"the all-reduce of stage {s} takes longer than an iteration"
-
-    def _overlaps(self, pattern: "Pattern", members: Sequence[int], slack: float) -> Iterator[str]:
-        lasting = [i for i in members if self.jobs[i].seconds > 0]
-        turns = sorted((pattern.starts[i] % pattern.period, i) for i in lasting)
-        turns += [(start + pattern.period, i) for start, i in turns[:1]]
-        for (start, i), (following, j) in pairwise(turns):
-            if start + self.jobs[i].seconds > following + slack:
-                yield f"{self.jobs[i].operation} runs into {self.jobs[j].operation}"
-        # An operation of no length may stand anywhere between the others.
-        for j in set(members).difference(lasting):
-            for i in lasting:
-                since = (pattern.starts[j] - pattern.starts[i]) % pattern.period
-                if slack < since < self.jobs[i].seconds - slack:
-                    yield f"{self.jobs[i].operation} runs into {self.jobs[j].operation}"
+        for stages in self.reducing:
+            turns = {f"the all-reduce of stage {s}": (reduces[s], self.reduce[s]) for s in stages}
+            yield from _overlaps(turns, iteration, slack)
 
     def peak_bytes(self, pattern: "Pattern", device: int) -> float:
         """The most that a device keeps for microbatches in flight at any instant."""
@@ -214,11 +252,29 @@ class Pattern:
     """When everything is done for microbatch 0, in the order of :attr:`PatternProblem.jobs`.
 
     Starts are seconds, start = shift x period + time in the period; for microbatch k all is k
-    periods later.
+    periods later. ``reduces`` are the starts of the stages' all-reduces after microbatch 0, if it
+    were the last of an iteration (empty: see :meth:`PatternProblem.reduce_starts`).
     """
 
     period: float
     starts: tuple[float, ...]
+    reduces: tuple[float, ...] = ()
+
+
+def _overlaps(turns: dict[str, tuple[float, float]], period: float, slack: float) -> Iterator[str]:
+    """Overlaps of what takes turns, each with its start and seconds, again every period."""
+    lasting = [name for name, (_, seconds) in turns.items() if seconds > 0]
+    order = sorted((turns[name][0] % period, name) for name in lasting)
+    order += [(start + period, name) for start, name in order[:1]]
+    for (start, name), (following, other) in pairwise(order):
+        if start + turns[name][1] > following + slack:
+            yield f"{name} runs into {other}"
+    # What takes no time may be done between any others.
+    for other in turns.keys() - set(lasting):
+        for name in lasting:
+            since = (turns[other][0] - turns[name][0]) % period
+            if slack < since < turns[name][1] - slack:
+                yield f"{name} runs into {other}"
 
 
 def pattern_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> PatternProblem:
@@ -235,6 +291,7 @@ class _Figures(NamedTuple):
     forward: float
     backward: float
     reduce: float
+    update: float
     static_bytes: float
     kept: Kept
     members: tuple[int, ...]  # positions of its devices
@@ -253,9 +310,10 @@ class PatternProblems:
         _require_one_offload(stages)
         found = [self._of_stage(stage) for stage in stages]
         sent = [self._transfer(*pair) for pair in pairwise(stages)]
-        room = {names: self._memory(names) for names in groups}
+        static, updates = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0)
         for stage, figures in zip(stages, found, strict=True):
-            room[stage.devices] -= figures.static_bytes
+            static[stage.devices] += figures.static_bytes
+            updates[stage.devices] += figures.update
         return PatternProblem(
             tuple(figures.forward for figures in found),
             tuple(figures.backward for figures in found),
@@ -263,10 +321,11 @@ class PatternProblems:
             tuple(back for _, back in sent),
             tuple(groups.index(stage.devices) for stage in stages),
             tuple(figures.kept for figures in found),
-            tuple(room.values()),
+            tuple(self._memory(names) - total for names, total in static.items()),
             tuple(figures.reduce for figures in found),
             self.problem.microbatches,
             max(figures.least_seconds for figures in found),
+            max(updates.values()),
         )
 
     def seconds(self, stage: Stage) -> tuple[float, float]:
@@ -283,6 +342,7 @@ class PatternProblems:
                 forward,
                 backward + again,
                 problem.reduce_seconds(*stage.layers, members),
+                problem.update_seconds(*stage.layers, members),
                 static_bytes(problem, stage),
                 kept_bytes(problem, stage),
                 members,
@@ -324,12 +384,12 @@ class PatternProblems:
 def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
     """What a device of a stage holds all the time: weights in two versions, gradients, buffers.
 
-    MadPipe section 3: 3 W + 2 (a_(k-1) + a_l); besides the optimizer's state, and, where an
-    all-reduce is under way while the next gradient grows, one gradient more.
+    MadPipe section 3: 3 W + 2 (a_(k-1) + a_l); besides the optimizer's state, and, where gradients
+    wait for an all-reduce or an update while the next grow, one gradient more.
     """
     weights = problem.gradient_bytes(*stage.layers)
     shares = len(stage.devices)
-    more = weights if shares > 1 else 0.0
+    more = weights if keeps_gradients(problem, shares) else 0.0
     if stage.offload:
         # One microbatch on its way to the host, one that has come back.
         more += 2 * problem.saved_bytes(*stage.layers, shares)

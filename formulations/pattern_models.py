@@ -12,6 +12,11 @@ MadPipe 4.3, with exact orders in place of big M). At a given T it is a pure int
 (:class:`AtPeriod`). For given orders the least T is a maximum cycle ratio (:func:`least_pattern`).
 Scaling all starts with T shows that what is feasible at T is feasible at every larger period.
 
+All-reduces that share a device take turns as well, once per iteration of m periods: behind the jobs
+they have starts sigma of their own, and their orders count whole iterations. With a pause they may
+go on in it, which the integer programs forgive (``relaxed``): what they prove holds for all plans;
+the exact times that are computed for their orders leave the pause alone.
+
 Jobs that last no time are taken one after another too, in the order of a microbatch's way.
 """
 
@@ -41,14 +46,14 @@ PATTERN = "integer program of the pattern"
 
 
 class Affine(NamedTuple):
-    """``constant + sum(sign * k[pair])``: whole periods, in terms of the orders."""
+    """``constant + sum(factor * k[pair])``: whole periods, in terms of the orders."""
 
     constant: int
-    terms: tuple[tuple[int, int], ...] = ()  # (pair, sign)
+    terms: tuple[tuple[int, int], ...] = ()  # (pair, factor)
 
     def at(self, orders: Ints) -> int:
         """The value for given orders."""
-        return self.constant + sum(sign * int(orders[pair]) for pair, sign in self.terms)
+        return self.constant + sum(factor * int(orders[pair]) for pair, factor in self.terms)
 
 
 class Difference(NamedTuple):
@@ -71,15 +76,38 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True)
 class OrderModel:
-    """The problem in terms of orders: what every formulation and the exact times share."""
+    """The problem in terms of orders: what every formulation and the exact times share.
+
+    ``relaxed``: all-reduces may go on in pauses, and the updates may wait for the stage's forward.
+    """
 
     problem: PatternProblem
+    relaxed: bool = False
+
+    @cached_property
+    def summed(self) -> tuple[int, ...]:
+        """The stages whose all-reduces take turns with others; they are numbered after the jobs."""
+        return tuple(s for stages in self.problem.reducing if len(stages) > 1 for s in stages)
+
+    @property
+    def columns(self) -> int:
+        """How many starts there are: of jobs, then of all-reduces."""
+        return len(self.problem.jobs) + len(self.summed)
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """All jobs i < j that share a device or link, sorted; orders have shape (pairs,)."""
+        """All i < j that share a device or link; orders have shape (pairs,).
+
+        Jobs first, sorted, then all-reduces.
+        """
         found = (pair for members in self.problem.shared for pair in combinations(members, 2))
-        return tuple(sorted(found))
+        place = {s: len(self.problem.jobs) + i for i, s in enumerate(self.summed)}
+        turns = (
+            (place[s], place[r])
+            for stages in self.problem.reducing
+            for s, r in combinations(stages, 2)
+        )
+        return (*sorted(found), *turns)
 
     @cached_property
     def number(self) -> Mapping[tuple[int, int], int]:
@@ -92,14 +120,34 @@ class OrderModel:
         problem, jobs = self.problem, self.problem.jobs
         found = [Difference(i, i + 1, jobs[i].seconds, Affine(0)) for i in range(len(jobs) - 1)]
         for p, (i, j) in enumerate(self.pairs):
-            found.append(Difference(i, j, jobs[i].seconds, Affine(0, ((p, 1),))))
-            found.append(Difference(j, i, jobs[j].seconds, Affine(-1, ((p, -1),))))
+            # All-reduces come again after an iteration.
+            every = 1 if i < len(jobs) else problem.microbatches
+            found.append(Difference(i, j, self._seconds(i), Affine(0, ((p, every),))))
+            found.append(Difference(j, i, self._seconds(j), Affine(-every, ((p, -every),))))
+        limit = Affine(-problem.microbatches - 1)
         for s, reduce in enumerate(problem.reduce):
             forward, backward = self._ends_of(s)
-            took = jobs[backward].seconds + reduce
-            limit = Affine(-problem.microbatches - 1)
-            found.append(Difference(backward, forward, took, limit))
+            if problem.pause_seconds > 0 and not self.relaxed:
+                forward = 0
+            if s in self.summed:
+                turn = len(jobs) + self.summed.index(s)
+                found.append(Difference(backward, turn, jobs[backward].seconds, Affine(0)))
+                found.append(Difference(turn, forward, self._seconds(turn), limit))
+            else:
+                took = jobs[backward].seconds + self._left(reduce)
+                found.append(Difference(backward, forward, took, limit))
         return tuple(found)
+
+    def _seconds(self, column: int) -> float:
+        """What a job or an all-reduce takes."""
+        jobs = self.problem.jobs
+        if column < len(jobs):
+            return jobs[column].seconds
+        return self._left(self.problem.reduce[self.summed[column - len(jobs)]])
+
+    def _left(self, reduce: float) -> float:
+        """What of an all-reduce is outside of pauses, at least."""
+        return max(0.0, reduce - self.problem.pause_seconds) if self.relaxed else reduce
 
     @cached_property
     def instants(self) -> tuple[Instant, ...]:
@@ -129,6 +177,8 @@ class OrderModel:
         return np.array(
             [
                 min(limit for first, last, limit in limits if first <= i and j <= last)
+                if j < len(self.problem.jobs)
+                else 1  # all-reduces of an iteration are less than m + 1 periods apart
                 for i, j in self.pairs
             ],
             dtype=np.int64,
@@ -148,16 +198,31 @@ class OrderModel:
 
     def orders_of(self, pattern: Pattern) -> Ints:
         """The orders of a valid pattern, shape (pairs,)."""
-        jobs, starts = self.problem.jobs, pattern.starts
+        starts, m = self.starts_of(pattern), self.problem.microbatches
         # From the middle of what is allowed: no rounding counts a period too many or too few.
         return np.array(
             [
-                round((starts[j] - starts[i] + (jobs[j].seconds - jobs[i].seconds) / 2)
-                      / pattern.period - 0.5)
+                round((starts[j] - starts[i] + (self._seconds(j) - self._seconds(i)) / 2)
+                      / (pattern.period * (1 if i < len(self.problem.jobs) else m)) - 0.5)
                 for i, j in self.pairs
             ],
             dtype=np.int64,
         )  # fmt: skip
+
+    def starts_of(self, pattern: Pattern) -> tuple[float, ...]:
+        """Starts of the jobs, and of the all-reduces that take turns, shape (columns,)."""
+        reduces = self.problem.reduce_starts(pattern)
+        return (*pattern.starts, *(reduces[s] for s in self.summed))
+
+    def pattern(self, period: float, starts: Sequence[float]) -> Pattern:
+        """The pattern with these starts, shape (columns,)."""
+        jobs = len(self.problem.jobs)
+        if not self.summed:
+            return Pattern(period, tuple(starts))
+        reduces = list(self.problem.reduce_starts(Pattern(period, tuple(starts[:jobs]))))
+        for s, start in zip(self.summed, starts[jobs:], strict=True):
+            reduces[s] = start
+        return Pattern(period, tuple(starts[:jobs]), tuple(reduces))
 
     def least_at(self, period: float) -> Ints:
         """Lower bounds on the orders of every pattern of ``period`` or less, shape (pairs,).
@@ -169,6 +234,8 @@ class OrderModel:
         least = np.array(
             [
                 max(0, math.ceil((passed[j + 1] - passed[i]) / period - MARGIN * len(passed)) - 1)
+                if j < len(self.problem.jobs)
+                else -2
                 for i, j in self.pairs
             ],
             dtype=np.int64,
@@ -236,8 +303,8 @@ def sequential(problem: PatternProblem) -> Pattern:
 
 def period_floor(problem: PatternProblem) -> float:
     """What all-reduces and offloading ask of the period, whatever the orders."""
-    reduces = (reduce / problem.microbatches for reduce in problem.reduce)
-    return max(problem.least_seconds, *reduces)
+    reduced = (sum(problem.reduce[s] for s in stages) for stages in problem.reducing)
+    return max(problem.least_seconds, max(reduced) / problem.microbatches)
 
 
 def least_pattern(model: OrderModel, orders: Ints, least: float = 0.0) -> Pattern | None:
@@ -259,7 +326,7 @@ def least_pattern(model: OrderModel, orders: Ints, least: float = 0.0) -> Patter
     while True:
         starts, cycle = _longest(before, after, seconds - turns * period, slack)
         if not cycle:
-            return Pattern(period, tuple(starts.tolist()))
+            return model.pattern(period, starts.tolist())
         if turns[cycle].sum() <= 0:
             return None
         period = float(seconds[cycle].sum() / turns[cycle].sum())
@@ -315,7 +382,7 @@ class AtPeriod:
     def apply(self) -> LinearProgram:
         """The form; all of it is integers."""
         model, period = self.model, self.period
-        jobs = len(model.problem.jobs)
+        jobs = model.columns
         rows = _Rows()
         for one in model.differences:
             terms = [(one.after, 1.0), (one.before, -1.0)]
@@ -334,7 +401,7 @@ class AtPeriod:
 
     def invert(self, values: Floats) -> Ints:
         """The orders in an answer."""
-        orders: Floats = values[len(self.model.problem.jobs) :]
+        orders: Floats = values[self.model.columns :]
         return np.round(orders).astype(np.int64)
 
 
@@ -358,6 +425,7 @@ def in_ticks(problem: PatternProblem, unit: float) -> PatternProblem:
         back=ticks(problem.back),
         reduce=ticks(problem.reduce),
         least_seconds=math.floor(problem.least_seconds / unit),
+        pause_seconds=math.ceil(problem.pause_seconds / unit),
     )
 
 
@@ -377,7 +445,7 @@ class ByRate:
     def apply(self) -> LinearProgram:
         """The form; it minimises the negative rate, times ``SCALE``."""
         model = self.model
-        jobs, rate = len(model.problem.jobs), len(model.problem.jobs) + len(model.pairs)
+        jobs, rate = model.columns, model.columns + len(model.pairs)
         rows = _Rows(SCALE)
         for one in model.differences:
             terms = [(one.after, 1.0), (one.before, -1.0), (rate, -one.seconds / self.shortest)]
@@ -400,13 +468,13 @@ class ByRate:
 
     def hint(self, pattern: Pattern) -> Floats:
         """The columns of a known pattern."""
-        starts = np.array(pattern.starts) / pattern.period
+        starts = np.array(self.model.starts_of(pattern)) / pattern.period
         orders, rate = self.model.orders_of(pattern), self.shortest / pattern.period
         return np.concatenate([starts, orders, [rate]])
 
     def invert(self, values: Floats) -> Ints:
         """The orders in an answer."""
-        orders: Floats = values[len(self.model.problem.jobs) : -1]
+        orders: Floats = values[self.model.columns : -1]
         return np.round(orders).astype(np.int64)
 
 
@@ -414,14 +482,21 @@ def latest_starts(model: OrderModel, period: float) -> list[float]:
     """How late each job need start in a pattern of ``period``.
 
     No job waits a period or more for its turn: else it and all jobs after it could come a period
-    earlier, which changes but the indices of microbatches, and keeps no more of them.
+    earlier, which changes but the indices of microbatches, and keeps no more of them. Where
+    all-reduces take turns, that would change their turns: then all are done within the m + 1
+    periods that weights allow, and all-reduces before the weights of a last forward are needed.
     """
+    if model.summed:
+        jobs, most = len(model.problem.jobs), (model.problem.microbatches + 1) * period
+        return [most] * jobs + [2 * most] * (model.columns - jobs)
     passed = np.concatenate([[0.0], np.cumsum([job.seconds for job in model.problem.jobs[:-1]])])
     return [float(seconds + i * period) for i, seconds in enumerate(passed)]
 
 
 def order_bounds(model: OrderModel, shortest: float, longest: float) -> tuple[Ints, Ints]:
     """Bounds on the orders of patterns, as in `latest_starts`, with a period between the two."""
+    if model.summed:
+        return model.least_at(longest), model.most
     latest = latest_starts(model, shortest)
     jobs = model.problem.jobs
     apart = np.array(
@@ -465,7 +540,7 @@ def _add_memory(rows: _Rows, model: OrderModel, rooms: tuple[float, ...], units:
 
     Bytes count in shares of the room, ``BYTE_UNITS`` of which are 1 / ``units``, rounded down.
     """
-    jobs = len(model.problem.jobs)
+    jobs = model.columns
     for instant in model.instants:
         room = rooms[instant.device]
         terms, total = list[tuple[int, float]](), 0
@@ -484,7 +559,7 @@ def _share(size: float, room: float) -> int:
 
 def _add_triples(rows: _Rows, model: OrderModel) -> None:
     """Orders of three jobs agree: k_ab + k_bc <= k_ac <= k_ab + k_bc + 1."""
-    jobs = len(model.problem.jobs)
+    jobs = model.columns
     for members in model.problem.shared:
         for a, b, c in combinations(members, 3):
             ab, bc, ac = (jobs + model.number[pair] for pair in ((a, b), (b, c), (a, c)))
@@ -497,7 +572,7 @@ def _add_nested(rows: _Rows, model: OrderModel, period: float) -> None:
     Between the starts of job i and of its way back lie those of j and of its way back; all that a
     microbatch passes besides, U, takes its time: k_i >= k_j + ceil(U / T) - 1.
     """
-    jobs = model.problem.jobs
+    jobs, columns = model.problem.jobs, model.columns
     last = len(jobs) - 1
     for i in range(len(jobs) // 2):
         seconds = jobs[i].seconds + jobs[last - i].seconds
@@ -507,5 +582,5 @@ def _add_nested(rows: _Rows, model: OrderModel, period: float) -> None:
             more = math.ceil(seconds / period * (1 - MARGIN)) - 1
             if more > before or j == i + 1:
                 outer, inner = model.number[i, last - i], model.number[j, last - j]
-                rows.add([(len(jobs) + outer, 1.0), (len(jobs) + inner, -1.0)], more, math.inf)
+                rows.add([(columns + outer, 1.0), (columns + inner, -1.0)], more, math.inf)
             before = more

@@ -1,7 +1,8 @@
-"""Periods that no periodic plan of a problem undercuts, by the work and by the memory it needs.
+"""Iterations that no periodic plan of a problem undercuts, by work, memory, sums and updates.
 
 They hold for every partition, allocation and pattern in which all stages have ``size`` devices each
-that split the microbatches.
+that split the microbatches. An iteration takes m periods and a pause. The bounds of one and of the
+other add up.
 """
 
 import math
@@ -10,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.formulations.periodic import keeps_gradients
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound
 from stagewright.formulations.plan_class import EVERY_PERIODIC, WHOLE_PERIODIC
@@ -21,39 +23,56 @@ MARGIN = 1e-12
 LOAD = "load of all devices"
 LAYER = "longest layer"
 REDUCTION = "largest all-reduce of a layer"
+REDUCTIONS = "all-reduces of all devices"
 AVERAGE_MEMORY = "memory of all devices, averaged over the period"
 LAYER_MEMORY = "microbatches in flight that 1F1B* keeps of one layer"
 
-NAMES = (LOAD, LAYER, REDUCTION, AVERAGE_MEMORY, LAYER_MEMORY)
+NAMES = (LOAD, LAYER, REDUCTION, REDUCTIONS, AVERAGE_MEMORY, LAYER_MEMORY)
 
 
-def iteration_seconds(problem: PipelineProblem, period: float) -> float:
-    """What an iteration takes at least if its period is at least ``period``."""
-    return period * problem.microbatches
-
-
-def period_bounds(
+def iteration_bounds(
     problem: PipelineProblem, size: int, recompute: tuple[str, ...] = ("none",)
 ) -> tuple[Bound, ...]:
-    """Bounds on the period, in seconds, if every stage has ``size`` devices.
+    """Bounds on an iteration, in seconds, if every stage has ``size`` devices.
 
     ``recompute`` is what the stages may do; where that is anything but "none", the memory bounds
     are left out. Infinite if nothing fits.
     """
     work = fastest_work(problem, size)
-    reductions = _least_reductions(problem, size)
-    plans = replace(EVERY_PERIODIC, equal_groups=(size,))
-    found = [
-        Bound(size * float(work.sum()) / len(problem.cluster), LOAD, "problem", plans),
-        Bound(float(work.max()), LAYER, "problem", plans),
-        Bound(float(reductions.max()) / problem.microbatches, REDUCTION, "problem", plans),
-    ]
+    periods = [(name, one, EVERY_PERIODIC) for name, one in work_periods(problem, size).items()]
     if recompute == ("none",):
-        plans = replace(WHOLE_PERIODIC, equal_groups=(size,))
-        average, layer = _average_memory(problem, size, work), _layer_memory(problem, size, work)
-        found.append(Bound(average, AVERAGE_MEMORY, "problem", plans))
-        found.append(Bound(layer, LAYER_MEMORY, "problem", plans))
-    return tuple(found)
+        periods += [
+            (AVERAGE_MEMORY, _average_memory(problem, size, work), WHOLE_PERIODIC),
+            (LAYER_MEMORY, _layer_memory(problem, size, work), WHOLE_PERIODIC),
+        ]
+    pause, reductions = least_pause(problem, size), _least_reductions(problem, size)
+    found = [
+        (name, problem.microbatches * period + pause, plans) for name, period, plans in periods
+    ]
+    # All-reduces go on in the pause as well.
+    found += [
+        (REDUCTION, float(reductions.max()), EVERY_PERIODIC),
+        (REDUCTIONS, size * float(reductions.sum()) / len(problem.cluster), EVERY_PERIODIC),
+    ]
+    return tuple(
+        Bound(seconds, name, "problem", replace(plans, equal_groups=(size,)))
+        for name, seconds, plans in found
+    )
+
+
+def work_periods(problem: PipelineProblem, size: int) -> dict[str, float]:
+    """Periods that are too short for the work, by the argument's name."""
+    work = fastest_work(problem, size)
+    return {LOAD: size * float(work.sum()) / len(problem.cluster), LAYER: float(work.max())}
+
+
+def least_pause(problem: PipelineProblem, size: int) -> float:
+    """What the updates of an iteration take at least on the device where they take longest.
+
+    Every layer is updated on ``size`` devices.
+    """
+    updates = np.min([problem.update_per_layer(kind) for kind in problem.kinds], axis=0)
+    return max(size * float(updates.sum()) / len(problem.cluster), float(updates.max()))
 
 
 def fastest_work(problem: PipelineProblem, size: int) -> Floats:
@@ -77,7 +96,7 @@ def _weights(problem: PipelineProblem, size: int) -> Floats:
 
     As `static_bytes` of :mod:`stagewright.formulations.pattern`, without the buffers.
     """
-    gradients = 1 + (size > 1)
+    gradients = 1 + keeps_gradients(problem, size)
     states = 2 + gradients + problem.chain.optimizer_bytes_per_parameter_byte
     return problem.chain.parameter_bytes * states
 
@@ -90,19 +109,18 @@ def _average_memory(problem: PipelineProblem, size: int, work: Floats) -> float:
     """
     trips = np.cumsum(work[::-1])[::-1]
     kept = size * float(problem.saved_per_layer(size) @ trips)
-    room = float(problem.memory_bytes.sum()) - size * float(_weights(problem, size).sum())
-    if room <= 0:
-        return math.inf
-    return kept / room
+    memory = float(problem.memory_bytes.sum()) * (1 + MARGIN)
+    room = memory - size * float(_weights(problem, size).sum())
+    return kept / room if room > 0 else math.inf
 
 
 def _layer_memory(problem: PipelineProblem, size: int, work: Floats) -> float:
     """A layer with a whole device to itself: T g is at least the work from it to the end."""
     trips = np.cumsum(work[::-1])[::-1]
     saved = problem.saved_per_layer(size)
-    room = float(problem.memory_bytes.max()) - _weights(problem, size)
-    most = np.full(len(saved), np.inf)
     # Room for exactly g of them must not be taken for less by rounding.
+    room = float(problem.memory_bytes.max()) * (1 + MARGIN) - _weights(problem, size)
+    most = np.full(len(saved), np.inf)
     np.divide(room * (1 + MARGIN), saved, out=most, where=saved > 0)
     if (room < 0).any() or (most < 1).any():
         return math.inf

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from stagewright.formulations.plan_class import PlanClass, Recompute, Replication, Weights
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import MAX_MICROBATCHES
+from stagewright.graphs.units import MAX_MICROBATCHES, require_amount
 
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
@@ -135,17 +135,24 @@ class PeriodicAction:
 
 @dataclass(frozen=True, slots=True)
 class PeriodicSchedule:
-    """A pattern that is repeated every ``period_seconds``, a microbatch each time (MadPipe, 3)."""
+    """A pattern that is repeated every ``period_seconds``, a microbatch each time (MadPipe, 3).
+
+    ``pause_seconds`` are put in once per iteration, before each period whose number is a multiple
+    of the microbatches in an iteration: whatever starts in that period or later starts so much
+    later, what is running goes on. Every device is idle for a pause and updates its weights in it.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     period_seconds: float
     actions: tuple[PeriodicAction, ...]
+    pause_seconds: float = 0.0
     kind: Literal["periodic"] = "periodic"
 
     def __post_init__(self) -> None:
         if not 0 < self.period_seconds < math.inf:
             raise InputError(f"period_seconds must be positive, got {self.period_seconds}")
+        require_amount(self.pause_seconds, "pause_seconds")
         for i, one in enumerate(self.actions):
             if not (0 <= one.start_seconds < self.period_seconds and 0 <= one.seconds < math.inf):
                 raise InputError(
@@ -166,7 +173,7 @@ class Predicted:
 
     ``bubble`` is the idle share of the used devices' time in the iteration; memory is the peak per
     device, link bytes the sum per iteration over each pair of stages ("0-1") and group ("0"). An
-    iteration of a periodic plan is as many periods as it has microbatches.
+    iteration of a periodic plan is as many periods as it has microbatches, and a pause.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT

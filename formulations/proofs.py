@@ -29,7 +29,7 @@ from stagewright.formulations.one_f_one_b import (
 from stagewright.formulations.pattern import pattern_problem
 from stagewright.formulations.pattern_models import PATTERN
 from stagewright.formulations.periodic_bounds import NAMES as OF_PERIODS
-from stagewright.formulations.periodic_bounds import iteration_seconds, period_bounds
+from stagewright.formulations.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plan_class import (
@@ -196,8 +196,8 @@ def _of_pattern(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> f
     if not PATTERNS.contains(class_of(plan)):
         return None
     asked = pattern_problem(problem, plan.stages)
-    seconds = (load_bound if bound.proved_by == PATTERN_LOAD else period_bound)(asked)
-    return iteration_seconds(problem, seconds)
+    period = (load_bound if bound.proved_by == PATTERN_LOAD else period_bound)(asked)
+    return asked.iteration_seconds(period)
 
 
 def _of_periods(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
@@ -208,12 +208,12 @@ def _of_periods(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> f
     best = [
         max(
             one.seconds
-            for one in period_bounds(problem, size)
+            for one in iteration_bounds(problem, size)
             if one.plans.contains(replace(bound.plans, equal_groups=(size,)))
         )
         for size in sizes
     ]
-    return iteration_seconds(problem, min(best))
+    return min(best)
 
 
 ARGUMENTS: dict[str, Argument] = {

@@ -1,8 +1,8 @@
 """Local search over allocations: any number of devices with several stages, recomputation.
 
 Where MadPipe's dynamic program has one special processor, here every device may get more stages
-than one. Allocations are compared by the period that loads and memory allow at best
-(:func:`~stagewright.formulations.one_f_one_b.period_bound`); patterns are not solved.
+than one. Allocations are compared by the iteration that loads, memory and updates allow at best
+(:func:`~stagewright.formulations.one_f_one_b.iteration_bound`); patterns are not solved.
 """
 
 import random
@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Literal
 
 from stagewright.formulations.forms import Limits
-from stagewright.formulations.one_f_one_b import allows, period_bound
+from stagewright.formulations.one_f_one_b import allows, iteration_bound
 from stagewright.formulations.pattern import PatternProblem, PatternProblems
 from stagewright.formulations.plan import Stage
 
@@ -23,7 +23,7 @@ Names = tuple[str, ...]
 
 STEPS = (-2, -1, 1, 2)  # layers by which a boundary moves
 MARGIN = 1e-9  # relative; less is no improvement
-LONGEST = 1e15  # seconds; a period at which every group is the first
+LONGEST = 1e15  # seconds; an iteration in which every group is the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def improve_allocation(
     target_seconds: float,
     limits: Limits,
 ) -> Iterator[tuple[Stages, PatternProblem, float]]:
-    """Allocations of ever lower bound on their period, beginning from ``stages``.
+    """Allocations of ever lower bound on their iteration, beginning from ``stages``.
 
     First improvement in a random order; ends in a local optimum, at ``target_seconds``, or at the
     time limit.
@@ -112,14 +112,14 @@ def improve_allocation(
         Stages, their scheduling problem, and its bound in seconds.
     """
     began, dice = perf_counter(), random.Random(limits.seed)
-    best = period_bound(figures.of(stages))
+    best = iteration_bound(figures.of(stages))
     while best > target_seconds:
         for one in moves.shuffled(stages, dice):
             if limits.left(perf_counter() - began) <= 0:
                 return
             asked = figures.of(one)
-            if allows(asked, min(best * (1 - MARGIN), LONGEST)):
-                stages, best = one, period_bound(asked)
+            if allows(asked, asked.period_of(min(best * (1 - MARGIN), LONGEST))):
+                stages, best = one, iteration_bound(asked)
                 yield stages, asked, best
                 break
         else:

@@ -1,9 +1,10 @@
 """The exact joint optimum of periodic plans: allocations by a compiled walk, patterns best-first.
 
 A walk goes through all allocations, from the last stage backwards, and leaves out those that a
-trial period refutes. What is feasible at some period is feasible at every longer one (scale all
-starts), so a refuted period is a lower bound. Allocations come in windows of their bounds, and the
-least bounds have their patterns solved first.
+trial length of the iteration refutes. The pause that the updates of an allocation need leaves its
+microbatches a period each. What is feasible at some period is feasible at every longer one (scale
+all starts), so a refuted length is a lower bound. Allocations come in windows of their bounds, and
+the least bounds have their patterns solved first.
 """
 
 import heapq
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.forms import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.joint_patterns import JointForm, JointPatterns
+from stagewright.formulations.one_f_one_b import load_bound as least_load
 from stagewright.formulations.pattern import Pattern, PatternProblem, PatternProblems
 from stagewright.formulations.pattern_models import ByRate, OrderModel, least_pattern
 from stagewright.formulations.plan import Stage
@@ -46,20 +48,25 @@ DONE = (Status.OPTIMAL, Status.INFEASIBLE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JointAnswer:
-    """The best plan that was found, and a proved bound on the period of every plan.
+    """The best plan that was found, and a proved bound on the iteration of every plan, in seconds.
 
     ``stages`` and the rest are None if nothing was found in time, or nothing fits: then ``bound``
     is inf. ``complete`` says that the search ended by itself. ``allocations`` counts those whose
-    bound had to be compared with the best period, ``solves`` the calls for their patterns.
+    bound had to be compared with the best plan, ``solves`` the calls for their patterns.
     """
 
     stages: tuple[Stage, ...] | None
     pattern: Pattern | None
-    period: float | None
+    cost: float | None
     bound: float
     complete: bool
     allocations: int
     solves: int
+
+    @property
+    def period(self) -> float | None:
+        """The pattern's period."""
+        return None if self.pattern is None else self.pattern.period
 
 
 def joint_optimum(
@@ -68,7 +75,7 @@ def joint_optimum(
     on_progress: OnProgress = silent,
     incumbent: tuple[tuple[Stage, ...], Pattern] | None = None,
 ) -> JointAnswer:
-    """The least period over all allocations and patterns.
+    """The shortest iteration over all allocations and patterns.
 
     Every layer has one group; neighbouring layers of one group are one stage, whose forward is done
     in one piece and its backward too (MadPipe's stages); nothing is offloaded. For short chains: 10
@@ -82,13 +89,13 @@ def joint_optimum(
     search = _Search(question, limits, on_progress, incumbent)
     complete = search.run()
     stages, pattern = search.best or (None, None)
-    period = search.period if search.best else None
+    cost = search.cost if search.best else None
     counts = (search.allocations, search.solves)
-    return JointAnswer(stages, pattern, period, search.bound(), complete, *counts)
+    return JointAnswer(stages, pattern, cost, search.bound(), complete, *counts)
 
 
 class _Window(NamedTuple):
-    """All allocations whose bounds lie between two periods."""
+    """All allocations whose bounds lie between two lengths of the iteration."""
 
     low: float
     high: float
@@ -105,7 +112,7 @@ class _Candidate:
 
 
 class _Found(NamedTuple):
-    """A pattern if there is one, a bound on the allocation, and whether there is nothing to add."""
+    """A pattern if there is one, a bound on its period, and whether there is nothing to add."""
 
     pattern: Pattern | None
     bound: float
@@ -127,7 +134,7 @@ class _Search:
     ) -> None:
         self.question, self.limits, self.on_progress = question, limits, on_progress
         self.began = perf_counter()
-        self.period = math.inf
+        self.cost = math.inf
         self.best: tuple[tuple[Stage, ...], Pattern] | None = None
         self.allocations = self.solves = 0
         self._problems = PatternProblems(question.problem)
@@ -136,7 +143,7 @@ class _Search:
         self._closed = math.inf  # the least bound of all that was dismissed
         if incumbent is not None:
             self._offer(*incumbent)
-        self._longest = longest_period(question.form)
+        self._longest = longest_iteration(question.form)
 
     def run(self) -> bool:
         """Search until nothing is left (True) or the time is over."""
@@ -155,14 +162,14 @@ class _Search:
         return True
 
     def bound(self) -> float:
-        """No plan has a shorter period than this, up to that of the best."""
+        """No plan has a shorter iteration than this, up to that of the best."""
         waiting = min((entry[1] for entry in self._heap), default=math.inf)
-        return min(self._closed, waiting, self.period)
+        return min(self._closed, waiting, self.cost)
 
     def _begin(self) -> None:
         """Push the first window in which there is any allocation, by bisection.
 
-        Where that takes too long at the longest period, or at one in between, shorter ones are
+        Where that takes too long at the longest iteration, or at one in between, shorter ones are
         tried, each for a share of the time: what is refuted is a bound all the same.
         """
         low, high = load_bound(self.question.form), min(self._longest, self._ceiling())
@@ -184,13 +191,13 @@ class _Search:
             self._push(low, _Candidate(known))
         self._push(low, _Window(0.0, high))
 
-    def _first(self, period: float, share: float) -> tuple[bool, Ints | None]:
-        """An allocation that ``period`` does not refute; False if there is no time to say.
+    def _first(self, length: float, share: float) -> tuple[bool, Ints | None]:
+        """An allocation that ``length`` does not refute; False if there is no time to say.
 
         ``share`` is that of the whole time which may be used.
         """
         until = max(0.0, self._left() - share * self.limits.seconds)
-        for _, rows in allocations(self.question.form, 0.0, period, 1):
+        for _, rows in allocations(self.question.form, 0.0, length, 1):
             if rows is not None:
                 return True, rows
             if self._left() <= until:
@@ -218,12 +225,14 @@ class _Search:
         seconds = min(self._left(), FIRST_SECONDS * GROWTH**turn)
         limits = replace(self.limits, seconds=seconds)
         self.solves += 1
-        found = _below(problem, bound, self.period, limits)
+        low = max(least_load(problem), problem.period_of(bound))
+        high = problem.period_of(self.cost)
+        found = _Found(None, low, True) if low >= high else _below(problem, low, high, limits)
         if found is None:
-            answer = best_pattern(problem, limits, lower_seconds=bound)
+            answer = best_pattern(problem, limits, lower_seconds=low)
             found = _Found(answer.pattern, answer.bound, answer.status in DONE)
-        bound = max(bound, found.bound)
-        if found.pattern is not None and found.pattern.period < self.period:
+        bound = max(bound, problem.iteration_seconds(found.bound))
+        if found.pattern is not None and found.pattern.period < high:
             self._offer(stages, found.pattern, bound)
         if found.done:
             self._close(bound)
@@ -232,10 +241,11 @@ class _Search:
 
     def _offer(self, stages: tuple[Stage, ...], pattern: Pattern, bound: float = 0.0) -> None:
         """Keep a plan as the best; ``bound`` is that of its allocation."""
-        self.period = self._problems.of(stages).evaluate(pattern)
+        problem = self._problems.of(stages)
+        self.cost = problem.iteration_seconds(problem.evaluate(pattern))
         self.best = stages, pattern
         elapsed = perf_counter() - self.began
-        self.on_progress(Progress(elapsed, self.period, min(bound, self.bound())))
+        self.on_progress(Progress(elapsed, self.cost, min(bound, self.bound())))
 
     def _push(self, bound: float, item: _Window | _Candidate, turn: int = 0) -> None:
         if bound >= self._ceiling():
@@ -247,7 +257,7 @@ class _Search:
         self._closed = min(self._closed, bound)
 
     def _ceiling(self) -> float:
-        return self.period * (1 - PRECISION)
+        return self.cost * (1 - PRECISION)
 
     def _left(self) -> float:
         return self.limits.left(perf_counter() - self.began)
@@ -257,12 +267,12 @@ def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> 
     """The best pattern with a period between the two, ``high`` included, where there is one.
 
     None if this question says nothing: ``high`` is inf, or the pattern overstepped the memory
-    within the solver's tolerance.
+    within the solver's tolerance, or is none where all-reduces leave the pause alone.
     """
     if high == math.inf:
         return None
     model = OrderModel(problem)
-    rate = ByRate(model, low, high, problem.room_bytes)
+    rate = ByRate(replace(model, relaxed=True), low, high, problem.room_bytes)
     answer = solve(rate.apply(), "highs", limits)
     if answer.status is Status.INFEASIBLE:
         return _Found(None, high * (1 - SAFETY), True)
@@ -273,6 +283,8 @@ def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> 
     if model.overfull(orders):
         return None
     pattern = least_pattern(model, orders, low)
+    if pattern is None:
+        return None  # the pause was of use to an all-reduce
     return _Found(pattern, bound, answer.status is Status.OPTIMAL)
 
 
@@ -288,16 +300,26 @@ def stages_of(question: JointPatterns, rows: Ints) -> tuple[Stage, ...]:
 
 
 def load_bound(form: JointForm) -> float:
-    """All groups together do every layer once a period."""
-    return float(form.ahead["work"][-1]) / len(form.groups)
+    """All groups together do every layer once a period, and its update once an iteration."""
+    whole = form.ahead[-1]
+    return float(form.microbatches * whole["work"] + whole["update"]) / len(form.groups)
 
 
-def longest_period(form: JointForm) -> float:
-    """A period at which every allocation does one microbatch after the other."""
+def longest_iteration(form: JointForm) -> float:
+    """An iteration in which every allocation does one microbatch after the other."""
     layers = range(len(form.ahead) - 1)
-    work = sum(float(form.stages["work"][:, :, l, l + 1].max()) for l in layers)
+    longest = {
+        name: sum(_longest(form.stages[name][:, :, l, l + 1]) for l in layers)
+        for name in ("work", "reduce", "update")
+    }
     sends = form.links["there"] + form.links["back"]
-    return work + float(sends.max(axis=(0, 1)).sum()) + float(form.stages["reduce"].max())
+    # The latency of an all-reduce is there once for each stage, at most one for each layer.
+    period = longest["work"] + float(sends.max(axis=(0, 1)).sum()) + longest["reduce"]
+    return form.microbatches * period + longest["update"]
+
+
+def _longest(seconds: Floats) -> float:
+    return float(seconds.max(initial=0.0, where=np.isfinite(seconds)))
 
 
 def allocations(
@@ -319,12 +341,13 @@ def allocations(
 
 ROW = np.dtype([
     ("start", np.int64), ("group", np.int64), ("mode", np.int64), ("choice", np.int64),
-    ("flight", np.int64), ("rest", np.float64),
+    ("flight", np.int64), ("rest", np.float64), ("period", np.float64),
 ])  # fmt: skip
 """A stage of a path, which begins with the last stage, and where the walk stands.
 
 ``choice`` counts the children of the row before that were looked at. ``flight`` and ``rest`` are
-what 1F1B* gives the stage at the trial period: its group, and the seconds of the group from it on.
+what 1F1B* gives the stage at the trial ``period``: its group, and the seconds of the group from it
+on.
 """
 
 
@@ -343,13 +366,36 @@ def _link(form: JointForm, path: Records, row: int) -> Any:
 
 
 @njit(cache=True, error_model="numpy")
-def _passes(form: JointForm, path: Records, row: int, period: float) -> bool:
+def _period(form: JointForm, path: Records, last: int, length: float) -> float:
+    """The period that an iteration of ``length`` leaves to the microbatches, at most.
+
+    The pause has time for the updates of any group of the rows up to ``last``, and for those of all
+    layers when all groups share them.
+    """
+    total = form.ahead[path[last]["start"]]["update"]
+    pause = 0.0
+    for r in range(last + 1):
+        total += _stage(form, path, r)["update"]
+        own = 0.0
+        for q in range(r + 1):
+            if path[q]["group"] == path[r]["group"]:
+                own += _stage(form, path, q)["update"]
+        pause = max(pause, own)
+    period: float = (length - max(pause, total / len(form.groups))) / form.microbatches
+    return period
+
+
+@njit(cache=True, error_model="numpy")
+def _passes(form: JointForm, path: Records, row: int, period: float, pause: float) -> bool:
     """Whether nothing refutes ``period``, given the rows up to ``row``, of which it is the last.
 
-    Notes what 1F1B* gives this row, for which those of the rows before must be there.
+    Notes what 1F1B* gives this row, for which those of the rows before must be there. ``pause`` is
+    at most what all-reduces may take of the pause.
     """
+    if period <= 0.0:
+        return False
     _join(form, path, row, period)
-    if not _in_time(form, path, row, period):
+    if not _in_time(form, path, row, period, pause):
         return False
     here = path[row]["group"]
     memory = form.groups[here]["memory"] * (1 + MARGIN)
@@ -374,11 +420,24 @@ def _join(form: JointForm, path: Records, row: int, period: float) -> None:
     if taken + work > limit:
         flight, taken = flight + 1, 0.0
     path[row]["flight"], path[row]["rest"] = flight, taken + work
+    path[row]["period"] = period
 
 
 @njit(cache=True, error_model="numpy")
-def _in_time(form: JointForm, path: Records, row: int, period: float) -> bool:
-    """The loads of the stage's group and link, its all-reduce, and two versions of its weights."""
+def _rejoin(form: JointForm, path: Records, row: int, period: float) -> None:
+    """1F1B* for the rows before ``row``, where they were joined at another period."""
+    if row > 0 and path[row - 1]["period"] != period:
+        for r in range(row):
+            _join(form, path, r, period)
+
+
+@njit(cache=True, error_model="numpy")
+def _in_time(form: JointForm, path: Records, row: int, period: float, pause: float) -> bool:
+    """The loads of the stage's group and link, the all-reduces, and two versions of the weights.
+
+    The all-reduces of all earlier stages of a group go on between the backward of a stage and when
+    its weights are needed, or in a pause.
+    """
     limit = period * (1 + MARGIN)
     here, behind = path[row]["group"], path[max(row - 1, 0)]["group"]
     load = transfers = 0.0
@@ -389,14 +448,16 @@ def _in_time(form: JointForm, path: Records, row: int, period: float) -> bool:
         if r > 0 and min(one, other) == min(here, behind) and max(one, other) == max(here, behind):
             link = _link(form, path, r)
             transfers += link["there"] + link["back"]
-    reduce = _stage(form, path, row)["reduce"]
-    kept = (path[row]["flight"] - 1) * period + path[row]["rest"]
-    return (
-        load <= limit
-        and transfers <= limit
-        and reduce <= form.microbatches * limit
-        and kept + reduce <= (form.microbatches + 1) * limit
-    )
+    if load > limit or transfers > limit:
+        return False
+    reduced = 0.0
+    for r in range(row, -1, -1):
+        if path[r]["group"] == here:
+            reduced += _stage(form, path, r)["reduce"]
+            kept = (path[r]["flight"] - 1) * period + path[r]["rest"]
+            if kept + max(0.0, reduced - pause) > (form.microbatches + 1) * limit:
+                return False
+    return reduced - pause <= form.microbatches * limit
 
 
 @njit(cache=True, error_model="numpy")
@@ -516,7 +577,7 @@ def _walk(
     """Go on at ``row`` for some steps; how many were found, and the row to go on at, or -1.
 
     Found are the allocations that ``high`` does not refute and ``low`` does: start, group and mode
-    of every row in ``found`` (-1 behind the last), and the largest refuted period in ``bounds``.
+    of every row in ``found`` (-1 behind the last), and the largest refuted length in ``bounds``.
     """
     number = 0
     for _ in range(steps):
@@ -524,7 +585,11 @@ def _walk(
             break
         if not _choose(form, path, row):
             row -= 1
-        elif _passes(form, path, row, high):
+            continue
+        period = _period(form, path, row, high)
+        _rejoin(form, path, row, period)
+        # What comes in front may make the pause longer.
+        if _passes(form, path, row, period, high if form.updated else 0.0):
             if path[row]["start"] > 0:
                 row += 1
                 path[row]["choice"] = 0
@@ -542,12 +607,13 @@ def _walk(
 
 @njit(cache=True, error_model="numpy")
 def _refuted(form: JointForm, path: Records, last: int, low: float, high: float) -> float:
-    """The largest refuted period from ``low`` to ``high``; -1 if ``low`` is not refuted."""
+    """The largest refuted length from ``low`` to ``high``; -1 if ``low`` is not refuted."""
     found, above, trial = -1.0, high, low
     while above - found > CLOSE * above:
-        passes = True
+        passes, period = True, _period(form, path, last, trial)
         for row in range(last + 1):
-            passes = passes and _passes(form, path, row, trial)
+            pause = trial - form.microbatches * period if form.updated else 0.0
+            passes = passes and _passes(form, path, row, period, pause)
         if passes:
             above = trial
         else:
@@ -555,6 +621,7 @@ def _refuted(form: JointForm, path: Records, last: int, low: float, high: float)
         if found < 0.0:
             break
         trial = (found + above) / 2
+    period = _period(form, path, last, high)
     for row in range(last + 1):
-        _join(form, path, row, high)
+        _join(form, path, row, period)
     return found

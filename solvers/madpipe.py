@@ -416,7 +416,7 @@ def _shortage(question: AllocationProblem) -> str:
     """How many bytes every group would need besides, at least, at the longest period."""
     form = question.tables
     most, (low, high) = all_periods(form), (0, int(form.memory.max()) // 8 + 1)
-    while _fits_with(form, low + high, most) is Outcome.NONE and high < FAR // 4:
+    while _fits_with(form, low + high, most) is Outcome.NONE and low + high < FAR // 64:
         low, high = low + high, 2 * high
     while high > low / 64 and high > 1:
         high //= 2
@@ -424,7 +424,7 @@ def _shortage(question: AllocationProblem) -> str:
             low += high
     return (
         "even a microbatch at a time does not fit in memory: "
-        f"every group would need at least {format_bytes(low + 1)} more"
+        f"every group would need at least {format_bytes((low + 1) * question.byte)} more"
     )
 
 

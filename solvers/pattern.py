@@ -118,11 +118,13 @@ class _Search:
     best: Pattern | None = None
     load: float = field(init=False)
     model: OrderModel = field(init=False)
+    relaxed: OrderModel = field(init=False)  # what solvers are given, see `OrderModel`
     rooms: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.load = load_bound(self.problem)
         self.model, self.rooms = OrderModel(self.problem), self.problem.room_bytes
+        self.relaxed = replace(self.model, relaxed=True)
 
     @property
     def period(self) -> float:
@@ -191,7 +193,7 @@ def _by_rate(backend: str, name: str) -> Callable[[_Search], None]:
     def run(search: _Search) -> None:
         assert search.best is not None
         while not search.closed:
-            model = ByRate(search.model, search.bound, search.period, search.rooms)
+            model = ByRate(search.relaxed, search.bound, search.period, search.rooms)
             form = replace(model.apply(), hint=model.hint(search.best))
             answer = solve(form, backend, search.left)
             if search.exact:
@@ -210,7 +212,7 @@ def _by_periods(search: _Search) -> None:
     from stagewright.solvers.cpsat import run_integers  # CP-SAT is slow to import
 
     unit = math.ldexp(1.0, math.frexp(search.period)[1] - TICKS)
-    model = OrderModel(in_ticks(search.problem, unit))
+    model = OrderModel(in_ticks(search.problem, unit), relaxed=True)
     # There is a pattern of ``high`` ticks and, as far as is known, none of ``low`` or less.
     low, high = math.ceil(search.bound / unit) - 1, math.ceil(search.period / unit)
     period = low + 1

@@ -10,10 +10,9 @@ from stagewright.formulations.bounds import schedule_bounds
 from stagewright.formulations.certificates import best_of
 from stagewright.formulations.every_plan import why_nothing_fits
 from stagewright.formulations.forms import Limits, OnProgress, Status, silent
-from stagewright.formulations.one_f_one_b import PATTERN_LOAD, PATTERN_MEMORY, period_bound
+from stagewright.formulations.one_f_one_b import PATTERN_LOAD, PATTERN_MEMORY, iteration_bound
 from stagewright.formulations.one_f_one_b import load_bound as load_of
 from stagewright.formulations.pattern import pattern_problem
-from stagewright.formulations.periodic_bounds import iteration_seconds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, PipelinePlan
 from stagewright.formulations.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, PlanClass
@@ -184,13 +183,14 @@ def _certified_pattern(
 ) -> PipelinePlan:
     drawn = assemble_pattern(problem, planner, proposal.stages, proposal.pattern)
     asked = pattern_problem(problem, proposal.stages)
-    periods = [
+    load = asked.iteration_seconds(load_of(asked))
+    bounds = [
+        *every_plan_bounds(problem),
         *proposal.bounds,
-        Bound(load_of(asked), PATTERN_LOAD, "schedule", PATTERNS),
-        Bound(period_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
+        Bound(load, PATTERN_LOAD, "schedule", PATTERNS),
+        Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
     ]
-    bounds = [replace(one, seconds=iteration_seconds(problem, one.seconds)) for one in periods]
-    return certify(problem, drawn, (*every_plan_bounds(problem), *bounds), ())
+    return certify(problem, drawn, bounds, ())
 
 
 def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:

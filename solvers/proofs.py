@@ -8,20 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.check import PROOF, Violation, check, refutations
+from stagewright.formulations.check import PROOF, check, refutations
 from stagewright.formulations.forms import Limits
 from stagewright.formulations.joint import JOINT_SEARCH
 from stagewright.formulations.joint_patterns import ALLOCATIONS, JointPatterns
 from stagewright.formulations.makespan_models import CP_SAT
 from stagewright.formulations.pattern import pattern_problem
 from stagewright.formulations.pattern_models import PATTERN
-from stagewright.formulations.periodic_bounds import iteration_seconds, period_bounds
+from stagewright.formulations.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, PipelinePlan
 from stagewright.formulations.plan_class import PATTERNS, class_of
 from stagewright.formulations.proofs import ROUNDING, Verdict, scheduling_of, verdicts
 from stagewright.formulations.relaxation import FILL_AND_DRAIN
 from stagewright.formulations.spp import LEMMA_1
+from stagewright.formulations.violations import Violation
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.joint_patterns import joint_optimum
 from stagewright.solvers.list_scheduling import list_schedule
@@ -147,9 +148,10 @@ def _pattern(
 ) -> Proof | None:
     if not PATTERNS.contains(class_of(plan)):
         return None
-    answer = best_pattern(pattern_problem(problem, plan.stages), limits)
+    asked = pattern_problem(problem, plan.stages)
+    answer = best_pattern(asked, limits)
     period = answer.period if answer.period is not None else inf
-    return Proof(iteration_seconds(problem, answer.bound), iteration_seconds(problem, period))
+    return Proof(asked.iteration_seconds(answer.bound), asked.iteration_seconds(period))
 
 
 def _allocations(
@@ -163,20 +165,20 @@ def _allocations(
     for size in sizes:
         low = max(
             one.seconds
-            for one in period_bounds(problem, size)
+            for one in iteration_bounds(problem, size)
             if one.plans.contains(replace(bound.plans, equal_groups=(size,)))
         )
-        if iteration_seconds(problem, low) < bound.seconds:
+        if low < bound.seconds:
             groups = _groups(problem, size)
             if groups is None:
                 return None
             question = JointPatterns(problem, groups, bound.plans.recompute)
             answer = joint_optimum(question, limits)
             low = max(low, answer.bound)
-            if answer.pattern is not None:
-                cost = min(cost, answer.pattern.period)
+            if answer.cost is not None:
+                cost = min(cost, answer.cost)
         least = min(least, low)
-    return Proof(iteration_seconds(problem, least), iteration_seconds(problem, cost))
+    return Proof(least, cost)
 
 
 def _groups(problem: PipelineProblem, size: int) -> tuple[tuple[int, ...], ...] | None:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stagewright.executor.simulate import Simulation
-    from stagewright.formulations.check import Violation
     from stagewright.formulations.forms import StopToken
     from stagewright.formulations.pipeline import PipelineProblem
     from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
     from stagewright.formulations.proofs import Verdict
+    from stagewright.formulations.violations import Violation
     from stagewright.graphs.chain import Chain, load_model, save_model
     from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
     from stagewright.graphs.jobs import Workload, load_workload

@@ -8,7 +8,7 @@ own cost model (seconds and bytes) is taken from the library.
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from math import ceil, inf, isclose
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from stagewright.formulations.plan import (
     Predicted,
     Stage,
 )
+from stagewright.graphs.chain import Layer
 
 Key = tuple[int, str]  # stage and kind: (2, "SEND_F")
 TOLERANCE = 1e-9  # of an iteration's seconds
@@ -55,6 +56,8 @@ class Line:
     stages: int
     ops: dict[Key, Op]
     memory: dict[object, tuple[float, list[Load]]] = field(default_factory=dict)
+    pause: float = 0.0
+    updates: dict[object, float] = field(default_factory=dict)  # seconds per device and iteration
 
     @property
     def tolerance(self) -> float:
@@ -72,6 +75,19 @@ class Line:
         whole = (stage, "B")
         return (whole, whole) if whole in self.ops else ((stage, "I"), (stage, "W"))
 
+    @property
+    def iteration(self) -> float:
+        return self.microbatches * self.period + self.pause
+
+    def in_run(self, key: Key, k: int) -> tuple[float, float]:
+        """Begin and end in a run, where a pause goes before every iteration's first period."""
+        begin = self.begin(key, k)
+        gone = 0
+        while (gone + 1) * self.microbatches * self.period <= begin + self.tolerance:
+            gone += 1
+        begin += gone * self.pause
+        return begin, begin + self.ops[key].seconds
+
     def begin(self, key: Key, k: int) -> float:
         return self.ops[key].start + k * self.period
 
@@ -82,7 +98,7 @@ class Line:
 def faults(line: Line) -> list[str]:
     """Everything that the pattern does wrong when it is repeated."""
     times = [*_early(line), *_at_once(line), *_reduced_at_once(line)]
-    return [*times, *_too_much(line), *_overwritten(line)]
+    return [*times, *_too_much(line), *_overwritten(line), *_hurried(line)]
 
 
 def chain_of(stages: int, ops: Mapping[Key, object]) -> list[Key]:
@@ -105,8 +121,9 @@ def _early(line: Line) -> Iterator[str]:
 
 
 def _at_once(line: Line) -> Iterator[str]:
-    for resource in {name for op in line.ops.values() for name in op.resources}:
-        users = [key for key, op in line.ops.items() if resource in op.resources]
+    repeated = {key: op for key, op in line.ops.items() if key[1] != "REDUCE_GRAD"}
+    for resource in {name for op in repeated.values() for name in op.resources}:
+        users = [key for key, op in repeated.items() if resource in op.resources]
         spans = sorted(
             (line.begin(key, k), line.end(key, k), key, k)
             for key in users
@@ -119,13 +136,19 @@ def _at_once(line: Line) -> Iterator[str]:
 
 
 def _reduced_at_once(line: Line) -> Iterator[str]:
-    """A stage's gradients of an iteration are reduced before those of the next are."""
-    for key, op in line.ops.items():
-        if key[1] == "REDUCE_GRAD" and (
-            line.begin(key, 2 * line.microbatches - 1)
-            < line.begin(key, line.microbatches - 1) + op.seconds - line.tolerance
-        ):
-            yield f"overlap: {key} of two iterations"
+    """Every device takes part in one all-reduce at a time, of whatever iterations they are."""
+    sums = {key: op for key, op in line.ops.items() if key[1] == "REDUCE_GRAD" and op.seconds > 0}
+    for device in {name for op in sums.values() for name in op.resources}:
+        spans = sorted(
+            (*line.in_run(key, (i + 1) * line.microbatches - 1), key)
+            for key, op in sums.items()
+            if device in op.resources
+            for i in range(line.count // line.microbatches)
+        )
+        for one, other in pairwise(spans):
+            if other[0] < one[1] - line.tolerance:
+                yield f"overlap: {one[2]} and {other[2]} on {device}"
+                break
 
 
 def held(line: Line, load: Load, instant: float) -> float:
@@ -168,16 +191,30 @@ def _overwritten(line: Line) -> Iterator[str]:
     """Iteration i reads W(i-1), its update makes W(i+1); two versions are there at a time.
 
     So the update of iteration i, after all its gradients were used and reduced, must come before
-    iteration i + 2, which reads W(i+1), begins.
+    iteration i + 2, which reads W(i+1), begins; in a whole pause, if there are any.
     """
     m = line.microbatches
     for s in range(line.stages):
         before = [key for key in (line.backward(s)[1], (s, "REDUCE_GRAD")) if key in line.ops]
         for i in range(2):
-            updated = max(line.end(key, (i + 1) * m - 1) for key in before)
-            if line.begin((s, "F"), (i + 2) * m) < updated - line.tolerance:
+            ready = max(line.in_run(key, (i + 1) * m - 1)[1] for key in before)
+            needed = line.in_run((s, "F"), (i + 2) * m)[0]
+            if line.pause > 0:
+                length = line.iteration
+                pauses = [(n * length - line.pause, n * length) for n in range(1, line.count)]
+            else:
+                pauses = [(needed, needed)]
+            slack = line.tolerance
+            if not any(ready <= a + slack and b <= needed + slack for a, b in pauses):
                 yield f"versions: stage {s}, iteration {i + 2} begins before update {i}"
                 break
+
+
+def _hurried(line: Line) -> Iterator[str]:
+    """The updates of a device, one after another, have time in a pause."""
+    for device, seconds in line.updates.items():
+        if seconds > line.pause + line.tolerance:
+            yield f"pause: {device} needs {seconds}"
 
 
 # --- Plans -----------------------------------------------------------------------------------
@@ -268,7 +305,7 @@ def expected_ops(
             seconds = problem.reduce_seconds(*stage.layers, _positions(problem, stage))
             size = sum(problem.chain.layers[i].parameter_bytes for i in range(*stage.layers))
             ops[s, "REDUCE_GRAD"] = Expected(
-                stage.devices[:1], seconds, (), stage.devices, stage.devices, size
+                stage.devices[:1], seconds, stage.devices, stage.devices, stage.devices, size
             )
     for s, (left, right) in enumerate(pairwise(stages)):
         if left.devices != right.devices:
@@ -334,7 +371,28 @@ def line_of(problem: PipelineProblem, plan: PipelinePlan) -> Line:
     memory: dict[object, tuple[float, list[Load]]] = {
         name: _memory(problem, plan.stages, name, split) for name in devices
     }
-    return Line(period, plan.microbatches, len(plan.stages), ops, memory)
+    updates = {name: update_seconds(problem, plan.stages, name) for name in devices}
+    pause = schedule.pause_seconds
+    return Line(period, plan.microbatches, len(plan.stages), ops, memory, pause, updates)
+
+
+def update_seconds(problem: PipelineProblem, stages: Sequence[Stage], device: str) -> float:
+    """What a device takes for its updates: the slowest kind of a stage's devices decides."""
+    total = 0.0
+    for stage in stages:
+        kinds = {problem.cluster.devices[v].kind for v in _positions(problem, stage)}
+        if device in stage.devices:
+            total += max(
+                sum(_update(problem.chain.layers[i], kind) for i in range(*stage.layers))
+                for kind in kinds
+            )
+    return total
+
+
+def _update(layer: Layer, kind: str) -> float:
+    costs = [cost for cost in layer.costs if cost.device_kind in (kind, None)]
+    own = [cost for cost in costs if cost.device_kind == kind]
+    return (own or costs)[0].update_seconds or 0.0
 
 
 def _memory(
@@ -354,10 +412,12 @@ def static(problem: PipelineProblem, stage: Stage) -> float:
     """Two versions, the gradient (two where one is reduced as the next grows), states, buffers."""
     (start, stop), replicas = stage.layers, len(stage.devices)
     weights = sum(layer.parameter_bytes for layer in problem.chain.layers[start:stop])
-    copies = 3 + problem.chain.optimizer_bytes_per_parameter_byte + (replicas > 1)
+    updated = any(cost.update_seconds for layer in problem.chain.layers for cost in layer.costs)
+    copies = 3 + problem.chain.optimizer_bytes_per_parameter_byte + (replicas > 1 or updated)
+    share = ceil(problem.chain.microbatch_size / replicas) / problem.chain.microbatch_size
     before = problem.boundary_bytes(start) if start > 0 else 0.0
     behind = problem.boundary_bytes(stop) if stop < len(problem.chain) else 0.0
-    return copies * weights + 2 * (before + behind) / replicas
+    return copies * weights + 2 * (before + behind) * share
 
 
 def _saved(problem: PipelineProblem, stage: Stage, split: bool = False) -> tuple[float, float]:
@@ -376,10 +436,10 @@ def _saved(problem: PipelineProblem, stage: Stage, split: bool = False) -> tuple
 
 
 def figures(problem: PipelineProblem, plan: PipelinePlan) -> Predicted:
-    """What a valid plan's figures are: per iteration, m periods."""
+    """What a valid plan's figures are: per iteration, m periods and a pause."""
     line = line_of(problem, plan)
-    seconds = line.period * plan.microbatches
-    busy = {name: 0.0 for stage in plan.stages for name in stage.devices}
+    seconds = line.iteration
+    busy = {name: line.updates[name] for stage in plan.stages for name in stage.devices}
     links: dict[str, float] = {}
     for (s, kind), op in expected_ops(problem, plan.stages, split_stages(plan)).items():
         size = op.bytes or 0.0
@@ -418,11 +478,13 @@ def _agree(one: Predicted, other: Predicted) -> bool:
 
 
 def pattern_line(problem: PatternProblem, pattern: Pattern) -> Line:
-    """A pattern of a :class:`PatternProblem`; all-reduces begin as the backward ends."""
+    """A pattern of a :class:`PatternProblem`; all-reduces begin as it says, or as B ends."""
     starts = {
         (job.operation.stage, str(job.operation.kind)): start
         for job, start in zip(problem.jobs, pattern.starts, strict=True)
     }
+    for s, start in enumerate(problem.reduce_starts(pattern)):
+        starts[s, "REDUCE_GRAD"] = start
     return _line(problem, pattern.period, starts)
 
 
@@ -431,13 +493,14 @@ def _line(problem: PatternProblem, period: float, starts: Mapping[Key, float]) -
     ops = {key: Op(starts[key], seconds, (where,)) for key, seconds, where in jobs}
     for s, seconds in enumerate(problem.reduce):
         if seconds > 0:
-            ops[s, "REDUCE_GRAD"] = Op(sum(ops[s, "B"][:2]), seconds)
+            start = starts.get((s, "REDUCE_GRAD"), sum(ops[s, "B"][:2]))
+            ops[s, "REDUCE_GRAD"] = Op(start, seconds, (problem.devices[s],))
     memory: dict[object, tuple[float, list[Load]]] = {}
     for v, room in enumerate(problem.room_bytes):
         mine = [s for s in range(stages) if problem.devices[s] == v]
         kept = [(s, problem.kept[s]) for s in mine]
         memory[v] = room, [Load(s, one.saved_bytes, one.working_bytes) for s, one in kept]
-    return Line(period, problem.microbatches, stages, ops, memory)
+    return Line(period, problem.microbatches, stages, ops, memory, problem.pause_seconds)
 
 
 class Timed(NamedTuple):
@@ -474,21 +537,34 @@ class Enumeration:
     resource, and how many microbatches are kept whenever something begins; the least period for
     given n is a greatest ratio of a cycle's seconds to its periods. No wait before an operation
     needs to be longer than a period: all that follows could be done a period earlier, at the same
-    places of the pattern, with less to keep. So the n are finite in number.
+    places of the pattern, with less to keep. So the n are finite in number. Where all-reduces take
+    turns that would change their turns; but then all is done within the m + 1 periods of two
+    versions. All-reduces count whole iterations, and leave a pause alone.
     """
 
     def __init__(self, problem: PatternProblem) -> None:
         assert min(*problem.forward, *problem.backward) > 0, "who comes first must be clear"
         self.problem = problem
-        self.jobs = route(problem)
+        sums = [s for s, seconds in enumerate(problem.reduce) if seconds > 0]
+        self.route = route(problem)
+        self.jobs = [
+            *self.route,
+            *(
+                Timed((s, "SUM"), problem.reduce[s], ("sums", problem.devices[s]))
+                for s in sums
+                if sum(problem.devices[r] == problem.devices[s] for r in sums) > 1
+            ),
+        ]
         self.at = {job.key: j for j, job in enumerate(self.jobs)}
         self.turns: dict[tuple[int, int], int] = {}
         self.best = inf
-        loads = dict.fromkeys({job.resource for job in self.jobs}, 0.0)
-        for job in self.jobs:
+        loads = dict.fromkeys({job.resource for job in self.route}, 0.0)
+        for job in self.route:
             loads[job.resource] += job.seconds
-        reduced = [seconds / problem.microbatches for seconds in problem.reduce]
-        self.load = max(*loads.values(), *reduced)
+        reduced = dict.fromkeys(problem.devices, 0.0)
+        for v, seconds in zip(problem.devices, problem.reduce, strict=True):
+            reduced[v] += seconds / problem.microbatches
+        self.load = max(*loads.values(), *reduced.values())
         self.eps = 1e-9 * self.load
 
     def least(self) -> float:
@@ -503,15 +579,23 @@ class Enumeration:
         return self.best
 
     def _route_edges(self) -> Iterator[Edge]:
-        for i, job in enumerate(self.jobs[:-1]):
+        for i, job in enumerate(self.route[:-1]):
             yield i, i + 1, job.seconds, 0
-            yield i + 1, i, -job.seconds, -1
+            if len(self.jobs) == len(self.route):
+                yield i + 1, i, -job.seconds, -1
 
     def _version_edges(self) -> Iterator[Edge]:
+        limit = -self.problem.microbatches - 1
         for s, reduce in enumerate(self.problem.reduce):
-            backward = self.at[s, "B"]
-            seconds = self.jobs[backward].seconds + reduce
-            yield backward, self.at[s, "F"], seconds, -self.problem.microbatches - 1
+            backward, forward = self.at[s, "B"], self.at[s, "F"]
+            seconds = self.jobs[backward].seconds
+            if self.problem.pause_seconds > 0:
+                forward = 0
+            if (s, "SUM") in self.at:
+                yield backward, self.at[s, "SUM"], seconds, 0
+                yield self.at[s, "SUM"], forward, reduce, limit
+            else:
+                yield backward, forward, seconds + reduce, limit
 
     def _branch(self, pairs: list[tuple[int, int]], edges: list[Edge], bound: float) -> None:
         if bound >= self.best - self.eps or not self._fits():
@@ -521,11 +605,15 @@ class Enumeration:
             return
         (i, j), rest = pairs[0], pairs[1:]
         children = []
-        for n in range(2 * (j - i)):
+        m = self.problem.microbatches
+        sums = i >= len(self.route)
+        every = m if sums else 1
+        turns = range(2 * (j - i)) if len(self.jobs) == len(self.route) else range(m + 1)
+        for n in range(-2, 2) if sums else turns:
             more = [
                 *edges,
-                (i, j, self.jobs[i].seconds, n),
-                (j, i, self.jobs[j].seconds, -n - 1),
+                (i, j, self.jobs[i].seconds, n * every),
+                (j, i, self.jobs[j].seconds, (-n - 1) * every),
             ]
             children.append((self._least_of(more, bound), n, more))
         for least, n, more in sorted(children, key=lambda child: child[:2]):
@@ -635,12 +723,24 @@ def has_integer_pattern(problem: PatternProblem, period: int) -> bool:
     turns the starts obey differences of whole numbers.
     """
     jobs = route(problem)
+    sums = [s for s, seconds in enumerate(problem.reduce) if seconds > 0]
+    most = (problem.microbatches + 1) * period
 
     def place(starts: dict[Key, float], ready: float) -> bool:
         if len(starts) == len(jobs):
-            line = _line(problem, period, starts)
-            late = [*_reduced_at_once(line), *_overwritten(line)]
-            return not late and not any(_too_much(line))
+            if any(_too_much(_line(problem, period, starts))):
+                return False
+            ends = [int(starts[s, "B"] + problem.backward[s]) for s in sums]
+            choices = [
+                range(end, int(starts[s, "F"]) + most + 1)
+                for s, end in zip(sums, ends, strict=True)
+            ]
+            for chosen in product(*choices):
+                begun = {(s, "REDUCE_GRAD"): float(x) for s, x in zip(sums, chosen, strict=True)}
+                line = _line(problem, period, {**starts, **begun})
+                if not [*_reduced_at_once(line), *_overwritten(line)]:
+                    return True
+            return False
         job = jobs[len(starts)]
         for start in range(int(ready), int(ready) + period):
             if all(

@@ -21,7 +21,7 @@ from plans import (
 )
 
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
-from stagewright.formulations.check import Violation, check, predict, require_valid
+from stagewright.formulations.check import check, predict, require_valid
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Bound,
@@ -33,6 +33,7 @@ from stagewright.formulations.plan import (
     Stage,
 )
 from stagewright.formulations.plan_class import EVERY_PLAN
+from stagewright.formulations.violations import Violation
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Link, uniform_servers
 

@@ -25,7 +25,7 @@ from stagewright.solvers.joint_patterns import (
     JointAnswer,
     allocations,
     joint_optimum,
-    longest_period,
+    longest_iteration,
     stages_of,
 )
 from stagewright.solvers.pattern import best_pattern
@@ -105,8 +105,8 @@ def solved(question: JointPatterns, **more: object) -> JointAnswer:
     assert answer.complete
     if answer.stages is not None:
         problem = pattern_problem(question.problem, answer.stages)
-        assert problem.evaluate(answer.pattern) == answer.period
-        assert answer.period * (1 - CLOSE) <= answer.bound <= answer.period
+        assert problem.iteration_seconds(problem.evaluate(answer.pattern)) == answer.cost
+        assert answer.cost * (1 - CLOSE) <= answer.bound <= answer.cost
         stops = [0, *(stage.layers[1] for stage in answer.stages)]
         assert [stage.layers[0] for stage in answer.stages] == stops[:-1]
         assert stops[-1] == len(question.problem.chain)
@@ -160,7 +160,9 @@ def test_groups_of_devices_split_microbatches() -> None:
 def test_equal_devices_are_taken_in_order(layers: int, devices: int, count: int) -> None:
     # Partitions of the layers into at most so many sets: Stirling numbers of the second kind.
     form = question_of(layers, devices, 1e12).form
-    found = [rows for _, rows in allocations(form, 0.0, longest_period(form)) if rows is not None]
+    found = [
+        rows for _, rows in allocations(form, 0.0, longest_iteration(form)) if rows is not None
+    ]
     assert len(found) == count
 
 
@@ -173,7 +175,7 @@ def test_unequal_devices_are_all_tried() -> None:
     form = question.form
     found = {
         stages_of(question, rows)
-        for _, rows in allocations(form, 0.0, longest_period(form))
+        for _, rows in allocations(form, 0.0, longest_iteration(form))
         if rows is not None
     }
     twins = {"gpu0": "gpu1", "gpu1": "gpu0", "gpu2": "gpu2"}
@@ -193,10 +195,12 @@ def test_unequal_devices_are_all_tried() -> None:
 def test_no_allocation_is_better_than_its_bound(problem: PipelineProblem, random) -> None:
     question = JointPatterns(problem, tuple((v,) for v in range(len(problem.cluster))))
     form = question.form
-    found = [pair for pair in allocations(form, 0.0, longest_period(form)) if pair[1] is not None]
+    found = [
+        pair for pair in allocations(form, 0.0, longest_iteration(form)) if pair[1] is not None
+    ]
     for bound, rows in random.sample(found, min(4, len(found))):
-        period = exact_period(pattern_problem(problem, stages_of(question, rows)))
-        assert bound <= period * (1 + CLOSE)
+        asked = pattern_problem(problem, stages_of(question, rows))
+        assert bound <= asked.iteration_seconds(exact_period(asked)) * (1 + CLOSE)
 
 
 def test_bounds_know_what_is_kept_together() -> None:
@@ -209,7 +213,7 @@ def test_bounds_know_what_is_kept_together() -> None:
     form = question.form
     found = [
         stages_of(question, rows)
-        for _, rows in allocations(form, 0.0, longest_period(form))
+        for _, rows in allocations(form, 0.0, longest_iteration(form))
         if rows is not None
     ]
     assert tuple(stages) not in found
@@ -258,8 +262,8 @@ def test_ten_layers_on_four_devices(memory: float) -> None:
     answer = solved(question, on_progress=steps.append)
     objectives = [step.objective for step in steps]
     assert objectives == sorted(objectives, reverse=True)
-    assert objectives[-1] == answer.period
-    assert all(step.bound <= answer.period for step in steps)
+    assert objectives[-1] == answer.cost
+    assert all(step.bound <= answer.cost for step in steps)
     assert answer.solves <= 60
 
 
@@ -267,7 +271,7 @@ def test_ten_layers_on_four_devices(memory: float) -> None:
 def test_a_bound_at_the_time_limit(seconds: float) -> None:
     question = question_of(10, 4, 4e9)
     answer = joint_optimum(question, Limits(seconds=seconds))
-    assert 0 < answer.bound <= solved(question).period
+    assert 0 < answer.bound <= solved(question).cost
     assert seconds > 0 or not answer.complete
 
 

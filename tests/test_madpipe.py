@@ -126,6 +126,15 @@ def unequal_devices(draw, layers=4, devices=3):
     return PipelineProblem(replace(model, layers=both), cluster, draw(st.sampled_from((1, 2, 8))))
 
 
+def with_samples(problem, samples):
+    """The same figures for a microbatch of so many samples."""
+    layers = tuple(
+        replace(layer, costs=tuple(replace(cost, microbatch_size=samples) for cost in layer.costs))
+        for layer in problem.chain.layers
+    )
+    return replace(problem, chain=replace(problem.chain, microbatch_size=samples, layers=layers))
+
+
 def singles(problem):
     return tuple((v,) for v in range(len(problem.cluster)))
 
@@ -410,6 +419,7 @@ def placed_of(question, stages):
 def test_tables_hold_the_figures_of_the_plan(data, problem):
     size = len(problem.cluster)
     split = data.draw(st.sampled_from((1, size)))
+    problem = with_samples(problem, 4)
     groups = (tuple(range(split)), *((v,) for v in range(split, size)))
     question = AllocationProblem(problem, groups, None, ("none", "full"))
     form, layers = question.tables, len(problem.chain)
@@ -425,10 +435,13 @@ def test_tables_hold_the_figures_of_the_plan(data, problem):
     at = (sort, one.choice, one.stop, one.start)
     assert form.seconds[at] * question.tick == pytest.approx(asked.forward[0] + asked.backward[0])
     kept = kept_bytes(problem, stage)
-    assert form.saved[at] == pytest.approx(kept.saved_bytes, abs=layers)
-    assert form.working[at] == pytest.approx(kept.working_bytes, abs=layers)
-    static = form.static[sort, one.stop, one.start]
-    assert static == pytest.approx(static_bytes(problem, stage), abs=layers + 2)
+    byte, slack = question.byte, (layers + 2) * question.byte
+    for units, size_ in (
+        (form.saved[at], kept.saved_bytes),
+        (form.working[at], kept.working_bytes),
+        (form.static[sort, one.stop, one.start], static_bytes(problem, stage)),
+    ):
+        assert units * byte <= size_ <= units * byte + slack
     reduce = form.reduce[one.group, one.stop, one.start] * question.tick
     assert reduce == pytest.approx(asked.reduce[0])
 

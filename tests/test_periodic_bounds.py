@@ -11,9 +11,14 @@ from plans import small_problem
 
 from stagewright.formulations.assembly import assemble_pattern
 from stagewright.formulations.forms import Limits
-from stagewright.formulations.one_f_one_b import least_period, one_f_one_b_star, period_bound
+from stagewright.formulations.one_f_one_b import (
+    iteration_bound,
+    least_period,
+    one_f_one_b_star,
+    period_bound,
+)
 from stagewright.formulations.pattern import PatternProblems, pattern_problem
-from stagewright.formulations.periodic_bounds import period_bounds
+from stagewright.formulations.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Stage
 from stagewright.graphs.errors import InputError
@@ -50,8 +55,8 @@ def test_no_plan_undercuts_a_bound(case: tuple[PipelineProblem, tuple[Stage, ...
     asked = pattern_problem(problem, stages)
     period = least_period(asked)
     assert period >= period_bound(asked)
-    for bound in period_bounds(problem, size):
-        assert bound.seconds <= period * (1 + 1e-12), bound.proved_by
+    for bound in iteration_bounds(problem, size):
+        assert bound.seconds <= asked.iteration_seconds(period) * (1 + 1e-12), bound.proved_by
     if period < math.inf:
         assemble_pattern(problem, "test", stages, one_f_one_b_star(asked, period))
 
@@ -61,7 +66,8 @@ def test_bounds_meet_their_closed_forms():
     problem = small_problem(devices=2)
     costs = problem.costs("fast", 1)
     work = costs.forward_seconds + costs.backward_seconds
-    found = {bound.proved_by: bound.seconds for bound in period_bounds(problem, 1)}
+    m = problem.microbatches
+    found = {bound.proved_by: bound.seconds / m for bound in iteration_bounds(problem, 1)}
     assert found["load of all devices"] == pytest.approx(work.sum() / 2)
     assert found["longest layer"] == pytest.approx(work.max())
     room = 32e9 - 5 * problem.chain.parameter_bytes.sum()
@@ -71,13 +77,13 @@ def test_bounds_meet_their_closed_forms():
 
 
 def test_recomputation_leaves_no_bound_on_activations():
-    bounds = period_bounds(small_problem(), 1, ("none", "full"))
+    bounds = iteration_bounds(small_problem(), 1, ("none", "full"))
     assert not any("memory" in one.proved_by or "flight" in one.proved_by for one in bounds)
 
 
 def test_less_memory_never_lowers_a_bound():
     plenty, little = (
-        period_bounds(small_problem(memory_bytes=memory), 1) for memory in (4e9, 1.2e9)
+        iteration_bounds(small_problem(memory_bytes=memory), 1) for memory in (4e9, 1.2e9)
     )
     assert all(a.seconds <= b.seconds for a, b in zip(plenty, little, strict=True))
     assert plenty != little
@@ -87,13 +93,13 @@ def test_search_only_improves_and_keeps_every_layer():
     problem = small_problem(memory_bytes=1.6e9)
     stages = tuple(Stage((s, s + 1), (NAMES[s],)) for s in range(6))
     figures = PatternProblems(problem)
-    last = period_bound(figures.of(stages))
+    last = iteration_bound(figures.of(stages))
     groups = tuple((name,) for name in NAMES)
     found = list(improve_allocation(figures, Moves(groups), stages, 0.0, Limits(5)))
     assert found
     for one, asked, bound in found:
         assert [layer for stage in one for layer in range(*stage.layers)] == list(range(6))
-        assert bound == period_bound(asked) < last
+        assert bound == iteration_bound(asked) < last
         last = bound
 
 
@@ -112,7 +118,7 @@ def test_offloading_and_recomputation_save_memory():
     groups = tuple((name,) for name in NAMES)
 
     def best(ways: tuple[str, ...]) -> float:
-        start = period_bound(figures.of(stages))
+        start = iteration_bound(figures.of(stages))
         steps = improve_allocation(figures, Moves(groups, ways), stages, 0.0, Limits(5))
         return min((bound for _, _, bound in steps), default=start)
 

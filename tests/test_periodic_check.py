@@ -98,10 +98,14 @@ def placed(
         for name in op.resources:
             taken.setdefault(name, []).append((start, op.seconds))
         starts[key], ready = start, start + op.seconds
-    for s, kind in ops:
-        if kind == "REDUCE_GRAD":
-            last = (s, "W" if s in split else "B")
-            starts[s, kind] = starts[last] + ops[last].seconds + wait()
+    lasts = [(s, "W" if s in split else "B") for s, kind in ops if kind == "REDUCE_GRAD"]
+    until: dict[str, float] = {}
+    for s, kind in sorted(lasts, key=lambda last: starts[last] + ops[last].seconds):
+        one = ops[s, "REDUCE_GRAD"]
+        ready = starts[s, kind] + ops[s, kind].seconds
+        free = max(until.get(str(name), 0.0) for name in one.resources)
+        starts[s, "REDUCE_GRAD"] = max(ready, free) + wait()
+        until |= {str(name): starts[s, "REDUCE_GRAD"] + one.seconds for name in one.resources}
     return starts
 
 
@@ -120,7 +124,7 @@ def built(
     problem = small_problem(layers, 6, 1, parts=True)
     ops = expected_ops(problem, stages, split)
     loads: dict[object, float] = {}
-    for op in ops.values():
+    for op in (op for (_, kind), op in ops.items() if kind != "REDUCE_GRAD"):
         for name in op.resources:
             loads[name] = loads.get(name, 0.0) + op.seconds
     period = stretch * max(loads.values())
@@ -128,9 +132,11 @@ def built(
         period *= 1.3
     ends = {key: starts[key] + op.seconds for key, op in ops.items()}
     trips = [end - starts[s, "F"] for (s, _), end in ends.items() if (s, "F") in starts]
-    reduces = [op.seconds for key, op in ops.items() if key[1] == "REDUCE_GRAD"]
+    reduces = [key for key in ops if key[1] == "REDUCE_GRAD"]
+    summing = max((ends[key] for key in reduces), default=0.0)
+    summing -= min((starts[key] for key in reduces), default=0.0)
     needed = [math.ceil(t / period - 1e-9) - 1 for t in trips]
-    needed += [math.ceil(t / period - 1e-9) for t in reduces]
+    needed += [math.ceil(summing / period - 1e-9)]
     problem = small_problem(layers, 6, max(1, *needed) + spare, parts=True)
     return problem, plan_of(problem, stages, period, starts)
 

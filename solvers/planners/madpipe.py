@@ -8,7 +8,7 @@ stages; and the joint search settles small cases, and bounds the others.
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from time import perf_counter
@@ -33,7 +33,12 @@ from stagewright.formulations.pattern import (
     static_bytes,
 )
 from stagewright.formulations.pattern_models import PATTERN, sequential
-from stagewright.formulations.periodic_bounds import LAYER, LOAD, fastest_work, period_bounds
+from stagewright.formulations.periodic_bounds import (
+    fastest_work,
+    iteration_bounds,
+    least_pause,
+    work_periods,
+)
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Stage
 from stagewright.formulations.plan_class import (
@@ -75,10 +80,9 @@ def plan_one_f_one_b_star(
     on_progress: OnProgress,
     choices: PeriodicChoices,
 ) -> PeriodicProposal | NoPlan:
-    """The least period over all contiguous partitions, a stage on every group of devices."""
+    """The shortest iteration over all contiguous partitions, a stage on every group of devices."""
     search = _Search(problem, limits, on_progress, choices)
-    for size in search.sizes:
-        search.contiguous(size)
+    search.each_size(search.contiguous)
     return search.answer("with one stage on every device")
 
 
@@ -90,26 +94,28 @@ def plan_madpipe(
 ) -> PeriodicProposal | NoPlan:
     """MadPipe's allocation and pattern, or a better one found on the way."""
     search = _Search(problem, limits, on_progress, choices)
-    for size in search.sizes:
-        search.contiguous(size)
-    for size in search.sizes:
-        search.with_special(size)
-    for size in search.sizes:
-        search.rearranged(size)
-    for size in search.sizes:
-        search.jointly(size)
+    for step in (search.contiguous, search.with_special, search.rearranged, search.jointly):
+        search.each_size(step)
     return search.answer("with several stages on one device")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """An allocation with its pattern; ``predicted_seconds`` is what it allowed before that."""
+    """An allocation with its pattern; ``predicted_seconds`` is the period it allowed before that.
+
+    ``bound_seconds`` is a bound on the period of all patterns of these stages.
+    """
 
     stages: Stages
     asked: PatternProblem
     pattern: Pattern
     predicted_seconds: float
-    bound_seconds: float  # on the patterns of these stages
+    bound_seconds: float
+
+    @property
+    def cost(self) -> float:
+        """Seconds of an iteration."""
+        return self.asked.iteration_seconds(self.pattern.period)
 
 
 @dataclass
@@ -128,7 +134,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.figures = PatternProblems(self.problem)
         self.bounds = {
-            size: list(period_bounds(self.problem, size, self.choices.ways))
+            size: list(iteration_bounds(self.problem, size, self.choices.ways))
             for size in _sizes(self.problem, self.choices)
         }
         self._require_times_and_sizes()
@@ -141,27 +147,46 @@ class _Search:
                 f"{mute[0]!r} has none"
             )
 
-    @property
-    def sizes(self) -> list[int]:
-        """Group sizes of which some plan may be better than the best, most promising first."""
-        most = self._best_seconds() * (1 - OPTIMAL_GAP)
-        open_ = [size for size in self.bounds if self._bound(size) < most]
-        return sorted(open_, key=self._bound)
+    def each_size(self, step: Callable[[int], None]) -> None:
+        """Take a step for every group size of which some plan may be better than the best.
+
+        The most promising first.
+        """
+        for size in sorted(self.bounds, key=self._bound):
+            if self._bound(size) < self._ceiling():
+                step(size)
 
     def contiguous(self, size: int) -> None:
-        """1F1B* on the best contiguous partition."""
+        """1F1B* on the best contiguous partitions.
+
+        First of the least period with any pause; then with ever shorter pauses, until these cannot
+        make up for the longer periods.
+        """
+        floor = max(least_pause(self.problem, size), _longest_update(self.problem))
         for groups in _orders(self.problem, size):
             question = AllocationProblem(self.problem, groups, None, self.choices.recomputations)
-            found = madpipe.least_period(question, self._limits())
-            self.settled &= found.bound == found.period and self._is_plain(groups)
-            if found.stages is not None:
-                asked = self.figures.of(found.stages)
-                period = least_period(asked)
-                if period < math.inf:
-                    pattern = one_f_one_b_star(asked, period)
-                    # With all-reduces 1F1B* is not proved to be the best pattern.
-                    low = period_bound(asked)
-                    self._consider(_Found(found.stages, asked, pattern, period, low))
+            pause = math.inf
+            while pause > floor * (1 + OPTIMAL_GAP) and self._left() > 0:
+                most = max(floor, pause * (1 - OPTIMAL_GAP))
+                found = madpipe.least_period(
+                    replace(question, most_update_seconds=most), self._limits()
+                )
+                self.settled &= found.bound == found.period and self._is_plain(groups)
+                if found.stages is None:
+                    break
+                pause = self._one_f_one_b(found.stages)
+                if self.problem.microbatches * found.bound + floor >= self._ceiling():
+                    break
+
+    def _one_f_one_b(self, stages: Stages) -> float:
+        """Take the pattern of 1F1B* for stages with a group each; the pause that they need."""
+        asked = self.figures.of(stages)
+        period = least_period(asked)
+        if period < math.inf:
+            # With all-reduces 1F1B* is not proved to be the best pattern.
+            pattern, low = one_f_one_b_star(asked, period), period_bound(asked)
+            self._consider(_Found(stages, asked, pattern, period, low))
+        return asked.pause_seconds
 
     def _is_plain(self, groups: Groups) -> bool:
         """Whether the groups are all there are, in their only order."""
@@ -170,30 +195,40 @@ class _Search:
     def with_special(self, size: int) -> None:
         """MadPipe: every group that differs from the others is the special one in turn.
 
-        What the allocation allows is not always reached; then so is what others allow at periods
-        between that and the best.
+        With any pause, and with none longer than that of the best plan.
         """
         for groups in _orders(self.problem, size):
             for special in _distinct(self.problem, groups):
-                if self._left() <= 0:
-                    self.settled = False
-                    return
                 question = AllocationProblem(
                     self.problem, groups, special, self.choices.recomputations
                 )
-                found = madpipe.least_period(question, self._limits())
-                self.settled &= found.bound == found.period
-                if found.stages is None:
-                    continue
-                self._schedule(found.stages)
-                for share in SHARES:
-                    best = self._best_seconds()
-                    if found.period < best * (1 - OPTIMAL_GAP) and self._left() > 0:
-                        longest = min(best, LONGEST * found.period)
-                        period = found.period + share * (longest - found.period)
-                        stages = madpipe.allocate(question, period, self._limits())
-                        if stages is not None:
-                            self._schedule(stages)
+                self._by_madpipe(question)
+                if self.best is not None and self.best.asked.pause_seconds > 0:
+                    most = max(self.best.asked.pause_seconds, _longest_update(self.problem))
+                    self._by_madpipe(replace(question, most_update_seconds=most))
+
+    def _by_madpipe(self, question: AllocationProblem) -> None:
+        """The pattern of the best allocation.
+
+        What the allocation allows is not always reached; then so is what others allow at periods
+        between that and the best.
+        """
+        if self._left() <= 0:
+            self.settled = False
+            return
+        found = madpipe.least_period(question, self._limits())
+        self.settled &= found.bound == found.period
+        if found.stages is None:
+            return
+        self._schedule(found.stages)
+        for share in SHARES:
+            best = self._best_period()
+            if found.period < best * (1 - OPTIMAL_GAP) and self._left() > 0:
+                longest = min(best, LONGEST * found.period)
+                period = found.period + share * (longest - found.period)
+                stages = madpipe.allocate(question, period, self._limits())
+                if stages is not None:
+                    self._schedule(stages)
 
     def rearranged(self, size: int) -> None:
         """Local searches in which any group may have several stages."""
@@ -207,7 +242,7 @@ class _Search:
             target = self._bound(size)
             steps = list(improve_allocation(self.figures, moves, start, target, limits))
             for stages, _, bound in steps[::-1][:SCHEDULED]:
-                if bound < self._best_seconds() * (1 - OPTIMAL_GAP):
+                if bound < self._ceiling():
                     self._schedule(stages)
 
     def _starts(self, names: tuple[tuple[str, ...], ...], moves: Moves) -> Iterator[Stages]:
@@ -263,7 +298,8 @@ class _Search:
             f"period {format_seconds(best.pattern.period)}, "
             f"the allocation allowed {format_seconds(best.predicted_seconds)}",
         )
-        bounds = (*self._overall(), Bound(best.bound_seconds, PATTERN, "schedule", PATTERNS))
+        schedules = best.asked.iteration_seconds(best.bound_seconds)
+        bounds = (*self._overall(), Bound(schedules, PATTERN, "schedule", PATTERNS))
         return PeriodicProposal(best.stages, pattern, best.predicted_seconds, bounds, notes)
 
     def _schedule(self, stages: Stages) -> None:
@@ -273,22 +309,26 @@ class _Search:
         self.seen.add(stages)
         asked = self.figures.of(stages)
         low = period_bound(asked)
-        if low >= self._best_seconds() * (1 - OPTIMAL_GAP):
+        if asked.iteration_seconds(low) >= self._ceiling():
             return
         limits = replace(self.limits, seconds=min(PATTERN_SECONDS, max(0.1, self._left())))
         answer = best_pattern(asked, limits, lower_seconds=low)
         if answer.pattern is not None:
             self._consider(_Found(stages, asked, answer.pattern, low, answer.bound))
 
-    def _best_seconds(self) -> float:
+    def _ceiling(self) -> float:
+        """What a plan must undercut to be better than the best."""
+        return math.inf if self.best is None else self.best.cost * (1 - OPTIMAL_GAP)
+
+    def _best_period(self) -> float:
         return math.inf if self.best is None else self.best.pattern.period
 
     def _consider(self, found: _Found) -> None:
-        period = found.asked.evaluate(found.pattern)
-        if self.best is None or period < self.best.pattern.period:
+        found.asked.evaluate(found.pattern)
+        if self.best is None or found.cost < self.best.cost:
             self.best = found
             least = min(self._bound(size) for size in self.bounds)
-            self.on_progress(Progress(perf_counter() - self.began, period, least))
+            self.on_progress(Progress(perf_counter() - self.began, found.cost, least))
 
     def _left(self) -> float:
         return self.limits.left(perf_counter() - self.began)
@@ -343,10 +383,7 @@ class _Search:
     def _require_period(self) -> None:
         """Refuse a period that no plan can have."""
         asked = self.choices.period_seconds
-        loads = [
-            max(bound.seconds for bound in bounds if bound.proved_by in (LOAD, LAYER))
-            for bounds in self.bounds.values()
-        ]
+        loads = [max(work_periods(self.problem, size).values()) for size in self.bounds]
         if asked is not None and asked < min(loads) * (1 - OPTIMAL_GAP):
             raise InputError(
                 f"the period {asked:.9g} s is below the load bound of {min(loads):.9g} s: "
@@ -413,16 +450,22 @@ def _stretched(asked: PatternProblem, pattern: Pattern, period: float) -> Patter
 
 
 def _sizes(problem: PipelineProblem, choices: PeriodicChoices) -> list[int]:
-    """Numbers of devices that a stage may have: all have the same, and every one has a sample."""
-    devices, samples = len(problem.cluster), problem.chain.microbatch_size
+    """Numbers of devices that a stage may have: all stages have the same number."""
+    devices, layers = len(problem.cluster), len(problem.chain)
+    most = min(devices, problem.most_replicas(0, layers))
     if choices.group_size is None:
-        return [r for r in range(1, min(devices, samples) + 1) if devices % r == 0]
-    if not 1 <= choices.group_size <= min(devices, samples):
+        return list(range(1, most + 1))
+    if not 1 <= choices.group_size <= most:
         raise InputError(
-            f"group size {choices.group_size}: a stage can have 1 to {min(devices, samples)} "
-            f"devices; the cluster has {devices}, a microbatch {samples} samples"
+            f"group size {choices.group_size}: a stage can have 1 to {most} devices; the cluster "
+            f"has {devices}, and a microbatch has samples for {problem.most_replicas(0, layers)}"
         )
     return [choices.group_size]
+
+
+def _longest_update(problem: PipelineProblem) -> float:
+    """What the update of one layer takes at most."""
+    return max(float(problem.update_per_layer(kind).max()) for kind in problem.kinds)
 
 
 def _orders(problem: PipelineProblem, size: int) -> list[Groups]:

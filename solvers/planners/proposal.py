@@ -44,8 +44,8 @@ class Proposal:
 class PeriodicChoices:
     """What a periodic plan may use, and what is asked of it.
 
-    ``group_size`` devices share every stage and split its microbatches (None: whatever is best, of
-    the numbers that divide the devices); ``recompute`` lets stages keep their input alone and
+    ``group_size`` devices share every stage and split its microbatches (None: whatever is best);
+    ``recompute`` lets stages keep their input alone and
     compute the rest again, ``offload`` lets them keep it all in the host's memory;
     ``period_seconds`` asks for a plan of exactly this period (None: of the least).
     """
@@ -78,7 +78,7 @@ class PeriodicChoices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeriodicProposal:
-    """Stages and their pattern, and what was proved; seconds are of a period.
+    """Stages and their pattern, and what was proved of the iteration.
 
     ``predicted_seconds`` is the period that the allocation seemed to allow before its pattern was
     found.

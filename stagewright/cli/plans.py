@@ -256,14 +256,15 @@ def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
 
 
 def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[str]:
-    from stagewright.formulations.periodic import latency
+    from stagewright.formulations.periodic import iteration_seconds, latency
     from stagewright.graphs.units import format_seconds
 
-    period = schedule.period_seconds
-    through = latency(schedule)
+    period, pause = schedule.period_seconds, schedule.pause_seconds
+    through, whole = latency(schedule), iteration_seconds(schedule, plan.microbatches)
+    updates = f", a pause of {format_seconds(pause)} for the updates" if pause > 0 else ""
     return [
-        f"period {format_seconds(period)}, a microbatch each: "
-        f"{format_seconds(plan.microbatches * period)} per iteration of {plan.microbatches}; "
+        f"period {format_seconds(period)}, a microbatch each{updates}: "
+        f"{format_seconds(whole)} per iteration of {plan.microbatches}; "
         "the pipeline does not drain in between",
         f"       a microbatch takes {format_seconds(through)}, {through / period:.2f} periods, "
         "from its first action to its last",
