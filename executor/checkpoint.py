@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pydantic import ConfigDict
 from torch import Tensor
 
-from stagewright.formulations.plan import Weights
+from stagewright.formulations.plan_class import Weights
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
 

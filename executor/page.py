@@ -26,6 +26,7 @@ from stagewright.executor.timeline import (
     timeline,
 )
 from stagewright.formulations.actions import ON_DEVICE, ActionKind
+from stagewright.formulations.certificates import headlines
 from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs import documents
 from stagewright.graphs.units import format_bytes, format_seconds
@@ -140,11 +141,10 @@ def _facts(plan: PipelinePlan) -> str:
         facts.append((format_seconds(shown.period_seconds), "period, for a microbatch each"))
     if plan.certificate is not None:
         certificate = plan.certificate
-        facts += [
-            (format_seconds(certificate.bound_seconds), f"bound, by {certificate.proved_by}"),
-            (f"{certificate.gap:.2%}", "gap, over every plan"),
-            (f"{certificate.schedule_gap:.2%}", "gap, over every schedule of these stages"),
-        ]
+        facts.append(
+            (format_seconds(certificate.bound_seconds), f"bound, by {certificate.proved_by}")
+        )
+        facts += [(f"{one.gap:.2%}", f"gap, over {one.plans}") for one in headlines(certificate)]
     if plan.predicted is not None:
         facts.append((f"{plan.predicted.bubble:.1%}", "of the devices' time idle"))
         peak = max(plan.predicted.peak_memory_bytes.values(), default=0.0)
@@ -335,21 +335,23 @@ def _bounds(plan: PipelinePlan) -> str:
         return ""
     cost = plan.certificate.cost_seconds
     largest = {
-        (bound.proved_by, bound.scope): bound.seconds
+        (bound.proved_by, bound.scope, bound.plans): bound.seconds
         for bound in sorted(plan.certificate.bounds, key=lambda bound: bound.seconds)
     }
-    rows = [("this plan", "cost", cost)]
-    rows += [(who, scope, seconds) for (who, scope), seconds in reversed(largest.items())]
+    rows = [("this plan", "", "cost", cost)]
+    for (who, scope, plans), seconds in reversed(largest.items()):
+        of = str(plans) if scope == "problem" else plans.schedule_phrase()
+        rows.append((who, of, scope, seconds))
     body = "".join(
         f'<tr><td class="text">{html.escape(who)}</td><td class="bar"><div class="{scope}" '
         f'style="width: {100 * min(1.0, seconds / (cost or 1.0)):.2f}%"></div></td>'
-        f"<td>{format_seconds(seconds)}</td></tr>"
-        for who, scope, seconds in rows
+        f'<td>{format_seconds(seconds)}</td><td class="text">{html.escape(of)}</td></tr>'
+        for who, of, scope, seconds in rows
     )
     return (
         "<section><h2>Cost and lower bounds</h2>"
-        '<p class="sub">of <b class="problem">every plan</b>, and of '
-        '<b class="schedule">every schedule of these stages</b></p>'
+        '<p class="sub">of <b class="problem">plans of the problem</b>, and of '
+        '<b class="schedule">schedules of these stages</b></p>'
         f'<table class="bounds"><tbody>{body}</tbody></table></section>'
     )
 
@@ -384,10 +386,12 @@ def _guarantees(plan: PipelinePlan) -> str:
     body = "".join(
         f'<tr><td class="text">{html.escape(one.theorem)}</td>'
         f"<td>{format_seconds(one.cost_seconds)}</td><td>{format_seconds(one.seconds)}</td>"
-        f"<td>{'yes' if one.holds else 'no'}</td></tr>"
+        f"<td>{'yes' if one.holds else 'no'}</td>"
+        f'<td class="text">{html.escape(one.premise)}</td></tr>'
         for one in plan.certificate.guarantees
     )
     head = '<th class="text">theorem</th><th>cost</th><th>promised at most</th><th>holds</th>'
+    head += '<th class="text">premise</th>'
     return (
         f"<section><h2>Guarantees</h2><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></section>"

@@ -32,6 +32,7 @@ from stagewright.formulations.plan import (
     PipelinePlan,
     ScheduledAction,
 )
+from stagewright.formulations.plan_class import EVERY_PLAN
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes, format_seconds
@@ -364,7 +365,9 @@ def headline(plan: PipelinePlan) -> str:
     if isinstance(plan.schedule, PeriodicSchedule):
         parts.append(f"period {format_seconds(plan.schedule.period_seconds)}")
     if plan.certificate is not None:
-        parts.append(f"gap {plan.certificate.gap:.2%}")
+        certificate = plan.certificate
+        of = "" if certificate.plans == EVERY_PLAN else " in its class"
+        parts.append(f"gap {certificate.gap:.2%}{of}")
     return " · ".join(parts)
 
 

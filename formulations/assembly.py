@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stagewright.formulations.actions import COMPUTE, ON_DEVICE, Action, ActionKind, Operation
+from stagewright.formulations.certificates import certificate
 from stagewright.formulations.check import (
     durations,
     expected_actions,
@@ -17,9 +18,7 @@ from stagewright.formulations.pattern import Pattern, pattern_problem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Bound,
-    Certificate,
     Guarantee,
-    InvalidPlan,
     PeriodicAction,
     PeriodicSchedule,
     PipelinePlan,
@@ -27,10 +26,8 @@ from stagewright.formulations.plan import (
     Schedule,
     ScheduledAction,
     Stage,
-    Weights,
 )
-
-BOUND_ROUNDING = 1e-6  # relative; a bound further above the cost is a fault of ours
+from stagewright.formulations.plan_class import Weights, class_of
 
 
 def assemble(
@@ -154,30 +151,19 @@ def certify(
     bounds: Sequence[Bound],
     guarantees: Sequence[Guarantee],
 ) -> PipelinePlan:
-    """``plan`` with its certificate, checked. ``bounds`` needs one of scope ``problem``."""
+    """``plan`` with its certificate, checked.
+
+    ``bounds`` needs one of scope ``problem`` on every plan. Those of classes without this plan are
+    listed only.
+
+    Raises
+    ------
+    InvalidPlan
+        If the plan costs less than a bound on its class: a fault of ours.
+    """
     assert plan.predicted is not None
     cost = plan.predicted.iteration_seconds
-    for bound in bounds:
-        if bound.seconds > cost * (1 + BOUND_ROUNDING):
-            raise InvalidPlan(
-                f"the cost of {cost} s is below {bound.seconds} s, a bound by {bound.proved_by}"
-            )
-    # A bound that equals the cost may exceed it by the rounding of its sums.
-    capped = [replace(bound, seconds=min(bound.seconds, cost)) for bound in bounds]
-    whole = max((b for b in capped if b.scope == "problem"), key=lambda bound: bound.seconds)
-    schedule = max(capped, key=lambda bound: bound.seconds)
-    certificate = Certificate(
-        cost,
-        whole.seconds,
-        (cost - whole.seconds) / cost if cost else 0.0,
-        whole.proved_by,
-        schedule.seconds,
-        (cost - schedule.seconds) / cost if cost else 0.0,
-        schedule.proved_by,
-        tuple(capped),
-        tuple(guarantees),
-    )
-    certified = replace(plan, certificate=certificate)
+    certified = replace(plan, certificate=certificate(class_of(plan), cost, bounds, guarantees))
     require_valid(problem, certified)
     return certified
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from stagewright.formulations.makespan import MakespanProblem
 from stagewright.formulations.plan import Bound
+from stagewright.formulations.plan_class import DISJOINT_SPLIT
 
 Floats = NDArray[np.float64]
 
@@ -24,7 +25,7 @@ def schedule_bounds(problem: MakespanProblem) -> tuple[Bound, ...]:
     ways = _Ways.of(problem)
     named = [(name, bound(problem, ways)) for name, bound in QUICK]
     named.append(("one-machine relaxation", one_machine_relaxation(problem, ways)))
-    return tuple(Bound(seconds, name, "schedule") for name, seconds in named)
+    return tuple(Bound(seconds, name, "schedule", DISJOINT_SPLIT) for name, seconds in named)
 
 
 def quick_bound(problem: MakespanProblem) -> float:

@@ -27,11 +27,11 @@ from stagewright.formulations.actions import (
     parse_action,
     parse_operation,
 )
+from stagewright.formulations.certificates import faults
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE
 from stagewright.formulations.periodic import from_first, steady_microbatches, unrolled
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
-    Certificate,
     InvalidPlan,
     PeriodicAction,
     PeriodicSchedule,
@@ -39,9 +39,9 @@ from stagewright.formulations.plan import (
     Predicted,
     ScheduledAction,
     Stage,
-    Weights,
     updates_every_round,
 )
+from stagewright.formulations.plan_class import Weights, class_of
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
 
@@ -678,8 +678,7 @@ def _broken_times(times: _Times, plan: PipelinePlan) -> Iterator[Violation]:
         yield from _overwritten(times, times.period)
     if plan.predicted is not None:
         yield from _broken_prediction(_predict(times), plan.predicted)
-    if plan.certificate is not None:
-        yield from _broken_certificate(times, plan.certificate)
+    yield from _broken_certificate(times, plan)
 
 
 def _broken_durations(times: _Times) -> Iterator[Violation]:
@@ -1043,64 +1042,14 @@ def _misstated(place: str, found: float, right: float) -> Violation:
     return Violation("predicted", f"predicted.{place}", f"says {found}, the actions give {right}")
 
 
-def _broken_certificate(times: _Times, certificate: Certificate) -> Iterator[Violation]:
+def _broken_certificate(times: _Times, plan: PipelinePlan) -> Iterator[Violation]:
     """The certificate speaks of this plan's cost, and its arithmetic is right."""
-    cost, tolerance = times.cost_seconds, times.tolerance
-    if not abs(certificate.cost_seconds - cost) <= tolerance:
-        yield Violation(
-            "certificate",
-            "certificate.cost_seconds",
-            f"says {certificate.cost_seconds}, the actions give {cost}",
-        )
-    for i, bound in enumerate(certificate.bounds):
-        if not 0 <= bound.seconds <= cost + tolerance:
-            yield Violation(
-                "certificate",
-                f"certificate.bounds[{i}]",
-                f"{bound.seconds} by {bound.proved_by} is no lower bound on {cost}",
-            )
-    for i, guarantee in enumerate(certificate.guarantees):
-        excess = guarantee.cost_seconds - guarantee.seconds
-        # Within the rounding either answer is right.
-        if not abs(excess) <= tolerance and guarantee.holds != (excess < 0):
-            yield Violation(
-                "certificate",
-                f"certificate.guarantees[{i}]",
-                f"holds is {guarantee.holds}, the cost is {guarantee.cost_seconds} and "
-                f"{guarantee.theorem} promises {guarantee.seconds}",
-            )
-    yield from _broken_gaps(certificate, cost, tolerance)
-
-
-def _broken_gaps(certificate: Certificate, cost: float, tolerance: float) -> Iterator[Violation]:
-    """Each headline bound is the best listed of its scope, and its gap follows from it."""
-    of_problem = [bound for bound in certificate.bounds if bound.scope == "problem"]
-    of_schedule = [bound for bound in certificate.bounds if bound.scope == "schedule"]
-    headlines = (
-        # A bound on every plan of the problem also bounds every schedule of these stages.
-        ("", certificate.bound_seconds, certificate.gap, certificate.proved_by,
-         of_problem, of_problem),
-        ("schedule_", certificate.schedule_bound_seconds, certificate.schedule_gap,
-         certificate.schedule_proved_by, list(certificate.bounds), of_schedule),
-    )  # fmt: skip
-    for prefix, seconds, gap, proved_by, listed, rivals in headlines:
-        if (seconds, proved_by) not in [(bound.seconds, bound.proved_by) for bound in listed]:
-            yield Violation(
-                "certificate",
-                f"certificate.{prefix}bound_seconds",
-                f"{seconds} by {proved_by} does not stand among the bounds of its scope",
-            )
-        if any(bound.seconds > seconds + tolerance for bound in rivals):
-            yield Violation(
-                "certificate",
-                f"certificate.{prefix}bound_seconds",
-                f"{seconds} is not the best of the bounds",
-            )
-        right = (cost - seconds) / cost if cost > 0 else 0.0
-        if not abs(gap - right) <= RELATIVE_TOLERANCE:
-            yield Violation(
-                "certificate", f"certificate.{prefix}gap", f"says {gap}, the bound gives {right}"
-            )
+    if plan.certificate is None:
+        return
+    for place, message in faults(
+        plan.certificate, class_of(plan), times.cost_seconds, times.tolerance
+    ):
+        yield Violation("certificate", f"certificate.{place}", message)
 
 
 def _text(kind: ActionKind, stage: int, microbatch: int) -> str:

@@ -14,6 +14,9 @@ from itertools import accumulate
 from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.pattern import Pattern, PatternProblem
 
+PATTERN_LOAD = "load of devices and links"
+PATTERN_MEMORY = "memory that 1F1B* needs"
+
 MARGIN = 1e-12  # relative; sums of the same times in another order differ by rounding
 
 

@@ -5,12 +5,14 @@ that split the microbatches.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound
+from stagewright.formulations.plan_class import EVERY_PERIODIC, WHOLE_PERIODIC
 
 Floats = NDArray[np.float64]
 
@@ -33,14 +35,17 @@ def period_bounds(
     """
     work = fastest_work(problem, size)
     reductions = _least_reductions(problem, size)
+    plans = replace(EVERY_PERIODIC, equal_groups=(size,))
     found = [
-        Bound(size * float(work.sum()) / len(problem.cluster), LOAD, "problem"),
-        Bound(float(work.max()), LAYER, "problem"),
-        Bound(float(reductions.max()) / problem.microbatches, REDUCTION, "problem"),
+        Bound(size * float(work.sum()) / len(problem.cluster), LOAD, "problem", plans),
+        Bound(float(work.max()), LAYER, "problem", plans),
+        Bound(float(reductions.max()) / problem.microbatches, REDUCTION, "problem", plans),
     ]
     if recompute == ("none",):
-        found.append(Bound(_average_memory(problem, size, work), AVERAGE_MEMORY, "problem"))
-        found.append(Bound(_layer_memory(problem, size, work), LAYER_MEMORY, "problem"))
+        plans = replace(WHOLE_PERIODIC, equal_groups=(size,))
+        average, layer = _average_memory(problem, size, work), _layer_memory(problem, size, work)
+        found.append(Bound(average, AVERAGE_MEMORY, "problem", plans))
+        found.append(Bound(layer, LAYER_MEMORY, "problem", plans))
     return tuple(found)
 
 

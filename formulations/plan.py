@@ -7,15 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from stagewright.formulations.plan_class import PlanClass, Recompute, Replication, Weights
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import MAX_MICROBATCHES
 
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
-
-
-Weights = Literal["flush", "stash", "stash+vertical-sync", "double-buffer"]
 
 
 def updates_every_round(weights: str) -> bool:
@@ -46,8 +44,8 @@ class Stage:
 
     layers: tuple[int, int]
     devices: tuple[str, ...]
-    replication: Literal["split", "round-robin"] = "split"
-    recompute: Literal["none", "full", "layer"] = "none"
+    replication: Replication = "split"
+    recompute: Recompute = "none"
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -184,7 +182,9 @@ class Bound:
     """A proved lower bound on the iteration time.
 
     ``scope`` says of what: ``problem`` bounds every plan of the problem, ``schedule`` every
-    schedule of this plan's stages.
+    schedule of this plan's stages; either only as far as the plans belong to the class ``plans``.
+    ``proved_by`` names the argument (docs/certificates.md); ``witness`` holds the numbers that it
+    needs to be checked again, such as dual prices.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -192,11 +192,17 @@ class Bound:
     seconds: float
     proved_by: str
     scope: Literal["problem", "schedule"]
+    plans: PlanClass
+    witness: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """An upper bound that a theorem promises, beside the cost that was reached."""
+    """An upper bound that a theorem promises, beside the cost that was reached.
+
+    ``premise`` says under what conditions, and in comparison to what, the theorem promises it;
+    ``stages`` are those whose times stand in its formula.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -204,16 +210,20 @@ class Guarantee:
     seconds: float
     cost_seconds: float
     holds: bool
+    premise: str
+    stages: tuple[Stage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How good the plan is, and who proved it.
+    """How good the plan is, and who proved it; a gap is (cost - bound) / cost.
 
-    ``bound_seconds`` is the best bound over every plan of the problem (of a periodic plan: over
-    every periodic plan with what the planner was allowed) and ``gap`` is (cost - bound) / cost;
-    ``schedule_bound_seconds`` and ``schedule_gap`` compare with the best schedule of the same
-    stages. ``bounds`` lists all that were computed.
+    ``bound_seconds`` is the best bound over all plans of a class that has this plan, ``plans`` the
+    class (of equal bounds, the largest). ``every_bound_seconds`` is the best bound over every plan
+    that the checker accepts. ``schedule_bound_seconds`` compares with the other schedules of the
+    same stages, as far as they belong to ``schedule_plans``. ``bounds`` lists all that were
+    computed, also those of classes without this plan: they may exceed its cost, and then no plan of
+    their class is as good.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -222,9 +232,14 @@ class Certificate:
     bound_seconds: float
     gap: float
     proved_by: str
+    plans: PlanClass
+    every_bound_seconds: float
+    every_gap: float
+    every_proved_by: str
     schedule_bound_seconds: float
     schedule_gap: float
     schedule_proved_by: str
+    schedule_plans: PlanClass
     bounds: tuple[Bound, ...]
     guarantees: tuple[Guarantee, ...] = ()
 

@@ -18,6 +18,8 @@ from stagewright.formulations.pipeline import PipelineProblem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+FILL_AND_DRAIN = "fill-and-drain relaxation, best link everywhere"
+
 
 class Relaxation(NamedTuple):
     """Tables of the relaxed problem; prefixes over the first l layers have L + 1 entries.

@@ -9,6 +9,9 @@ from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.makespan import MakespanProblem
 from stagewright.formulations.pipeline import PipelineProblem
 
+LEMMA_1 = "SPP Lemma 1, (1 + (4S-4)/M) M C + max A"
+THEOREM_1 = "SPP Theorem 1, (2 + (4V-4)/M) W"
+
 
 def makespan_problem(
     problem: PipelineProblem, stages: Sequence[StageChoice]

@@ -1,18 +1,23 @@
 """The front of all planners: run one or the portfolio, then assemble, check and certify."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic
 
 from stagewright.formulations.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.bounds import schedule_bounds
+from stagewright.formulations.certificates import best_of
 from stagewright.formulations.forms import Limits, OnProgress, Status, silent
+from stagewright.formulations.one_f_one_b import PATTERN_LOAD, PATTERN_MEMORY, period_bound
 from stagewright.formulations.one_f_one_b import load_bound as load_of
-from stagewright.formulations.one_f_one_b import period_bound
 from stagewright.formulations.pattern import pattern_problem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, PipelinePlan
+from stagewright.formulations.plan_class import DISJOINT_SPLIT, PATTERNS, PlanClass
+from stagewright.formulations.relaxation import FILL_AND_DRAIN
 from stagewright.graphs.errors import InputError
+from stagewright.solvers.every_plan import every_plan_bounds
 from stagewright.solvers.planners.auto import plan_auto
 from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import plan_exact
@@ -29,7 +34,7 @@ from stagewright.solvers.planners.proposal import (
     scheduling_of,
 )
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.relaxation import fill_and_drain_bound, load_bound
+from stagewright.solvers.relaxation import fill_and_drain_bound
 from stagewright.solvers.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
@@ -77,9 +82,11 @@ PLANNERS = {
 class Result:
     """The answer to a planning problem.
 
-    ``cost`` is the iteration in seconds, ``bound`` bounds every plan of the problem from below,
-    ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. ``reason`` says why there is no
-    plan, or how the planner went; ``attempts`` what the planners of a portfolio gave.
+    ``cost`` is the iteration in seconds, ``bound`` bounds every plan of the class ``plans`` from
+    below, ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. Of an infeasible problem
+    ``plans`` is the class that has no plan, None if that is only what the planner makes. ``reason``
+    says why there is no plan, or how the planner went; ``attempts`` what the planners of a
+    portfolio gave.
     """
 
     status: Status
@@ -92,6 +99,7 @@ class Result:
     seconds: float
     reason: str = ""
     attempts: tuple[Attempt, ...] = ()
+    plans: PlanClass | None = None
 
 
 def plan(
@@ -125,13 +133,7 @@ def plan(
     extra = (choices or PeriodicChoices(),) if info.periodic else ()
     answer = info.run(problem, limits or Limits(), on_progress, *extra)
     if isinstance(answer, NoPlan):
-        status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
-        bounds = answer.bounds
-        seconds, proved_by = max(((b.seconds, b.proved_by) for b in bounds), default=(None, None))
-        return Result(
-            status, planner, None, None, seconds, None, proved_by,
-            monotonic() - began, answer.reason, answer.attempts,
-        )  # fmt: skip
+        return _refused(problem, planner, answer, monotonic() - began)
     if isinstance(answer, PeriodicProposal):
         certified = _certified_pattern(problem, planner, answer)
         attempts: tuple[Attempt, ...] = ()
@@ -142,7 +144,25 @@ def plan(
     status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else Status.FEASIBLE
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
-        proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts,
+        proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts, proof.plans,
+    )  # fmt: skip
+
+
+def _refused(problem: PipelineProblem, planner: str, answer: NoPlan, seconds: float) -> Result:
+    """No plan: the class that has none, or the best bound on those that it may have."""
+    if answer.proved:
+        reason = f"{planner} has no plan: {answer.reason}"
+        if answer.plans is not None:
+            reason = f"{answer.plans.phrase('no')} fits: {answer.reason}"
+        return Result(
+            Status.INFEASIBLE, planner, None, None, None, None, None, seconds, reason,
+            answer.attempts, answer.plans,
+        )  # fmt: skip
+    known = (*every_plan_bounds(problem), *answer.bounds)
+    best = best_of([bound for bound in known if bound.seconds < math.inf])
+    return Result(
+        Status.NO_ANSWER, planner, None, None, best.seconds, None, best.proved_by, seconds,
+        answer.reason, answer.attempts, best.plans,
     )  # fmt: skip
 
 
@@ -153,12 +173,12 @@ def _certified_pattern(
     asked = pattern_problem(problem, proposal.stages)
     periods = [
         *proposal.bounds,
-        Bound(load_of(asked), "load of devices and links", "schedule"),
-        Bound(period_bound(asked), "memory that 1F1B* needs", "schedule"),
+        Bound(load_of(asked), PATTERN_LOAD, "schedule", PATTERNS),
+        Bound(period_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
     ]
     # An iteration is as many periods as it has microbatches.
     bounds = [replace(one, seconds=one.seconds * problem.microbatches) for one in periods]
-    return certify(problem, drawn, bounds, ())
+    return certify(problem, drawn, (*every_plan_bounds(problem), *bounds), ())
 
 
 def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:
@@ -166,12 +186,8 @@ def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> Pi
     assert drawn.predicted is not None
     cost = drawn.predicted.iteration_seconds
     bounds = [
-        Bound(load_bound(problem), "load of all devices", "problem"),
-        Bound(
-            fill_and_drain_bound(problem, cost),
-            "fill-and-drain relaxation, best link everywhere",
-            "problem",
-        ),
+        *every_plan_bounds(problem),
+        Bound(fill_and_drain_bound(problem, cost), FILL_AND_DRAIN, "problem", DISJOINT_SPLIT),
         *proposal.bounds,
     ]
     scheduling = scheduling_of(problem, proposal.stages)

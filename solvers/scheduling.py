@@ -9,6 +9,7 @@ from stagewright.formulations.forms import Limits, OnProgress, Progress, Status,
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE, MakespanProblem, Timetable
 from stagewright.formulations.makespan_models import ByIntervals
 from stagewright.formulations.plan import Bound, InvalidPlan
+from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.solvers.backend import solve
 from stagewright.solvers.forward_backward import improve
 from stagewright.solvers.list_scheduling import best_list_schedule, list_schedule
@@ -123,7 +124,7 @@ def _proved(
         note(Progress(start + step.seconds, objective, step.bound * model.unit))
 
     answer = solve(form, "cp-sat", replace(limits, seconds=left), seconds)
-    bounds = (*found.bounds, Bound(answer.bound * model.unit, CP_SAT, "schedule"))
+    bounds = (*found.bounds, Bound(answer.bound * model.unit, CP_SAT, "schedule", DISJOINT_SPLIT))
     timetable, source, rounding = found.timetable, found.source, 0.0
     if answer.values is not None and answer.objective is not None:
         other = model.invert(answer.values)

@@ -5,11 +5,16 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import get_args
 
+import numpy as np
 from hypothesis import strategies as st
 
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.certificates import certificate
+from stagewright.formulations.every_plan import LOAD, load_bound
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
+    Bound,
+    Certificate,
     PipelinePlan,
     PlannedLayer,
     Schedule,
@@ -17,8 +22,23 @@ from stagewright.formulations.plan import (
     Stage,
     Weights,
 )
+from stagewright.formulations.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, class_of
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Device, from_matrix
+
+
+def made_up_certificate(problem: PipelineProblem, plan: PipelinePlan, cost: float) -> Certificate:
+    """A certificate of a third of the load bound, the load bound, and a claim on the schedules."""
+    prices = np.ones(len(problem.kinds))
+    load = load_bound(problem, prices)
+    bounds = (
+        Bound(load / 3, LOAD, "problem", EVERY_PLAN, tuple(prices)),
+        Bound(load, LOAD, "problem", EVERY_PLAN, tuple(prices)),
+        Bound(0.9 * cost, "CP-SAT", "schedule", DISJOINT_SPLIT),
+        Bound(0.9 * cost, "integer program of the pattern", "schedule", PATTERNS),
+    )
+    return certificate(class_of(plan), cost, bounds)
+
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

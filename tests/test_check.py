@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import elaborate, make_stages, needs_of, scheduled, small_problem, valid_plan
+from plans import (
+    elaborate,
+    made_up_certificate,
+    make_stages,
+    needs_of,
+    scheduled,
+    small_problem,
+    valid_plan,
+)
 
 from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.check import Violation, check, predict, require_valid
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Bound,
-    Certificate,
     Guarantee,
     InvalidPlan,
     PipelinePlan,
@@ -25,6 +32,7 @@ from stagewright.formulations.plan import (
     ScheduledAction,
     Stage,
 )
+from stagewright.formulations.plan_class import EVERY_PLAN
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Link, uniform_servers
 
@@ -61,22 +69,7 @@ def base(name: str) -> PipelinePlan:
 def with_figures(given_problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
     """The right figures, and a made-up but consistent certificate."""
     figures = predict(given_problem, plan)
-    cost = figures.iteration_seconds
-    certificate = Certificate(
-        cost_seconds=cost,
-        bound_seconds=cost / 2,
-        gap=0.5,
-        proved_by="busiest device",
-        schedule_bound_seconds=0.9 * cost,
-        schedule_gap=(cost - 0.9 * cost) / cost,
-        schedule_proved_by="critical path",
-        bounds=(
-            Bound(cost / 4, "busiest channel", "problem"),
-            Bound(cost / 2, "busiest device", "problem"),
-            Bound(0.9 * cost, "critical path", "schedule"),
-        ),
-        guarantees=(Guarantee("Theorem 1", 2 * cost, cost, True),),
-    )
+    certificate = made_up_certificate(given_problem, plan, figures.iteration_seconds)
     return replace(plan, predicted=figures, certificate=certificate)
 
 
@@ -290,7 +283,7 @@ def bound(seconds: float, scope: str) -> Damage:
     """One more bound, of ``seconds`` times the cost."""
 
     def damage(plan: PipelinePlan) -> PipelinePlan:
-        more = Bound(seconds * plan.certificate.cost_seconds, "someone", scope)
+        more = Bound(seconds * plan.certificate.cost_seconds, "someone", scope, EVERY_PLAN)
         return certified(bounds=(*plan.certificate.bounds, more))(plan)
 
     return damage
@@ -306,17 +299,33 @@ def headline(prefix: str) -> Damage:
     return damage
 
 
-def schedule_bound_as_problem_bound(plan: PipelinePlan) -> PipelinePlan:
+def schedule_bound_as_problem_bound(plan: PipelinePlan) -> PipelinePlan | None:
     c = plan.certificate
+    if c.schedule_proved_by == c.proved_by:
+        return None
     return certified(
         bound_seconds=c.schedule_bound_seconds, gap=c.schedule_gap, proved_by=c.schedule_proved_by
     )(plan)
 
 
-def weak_headline(plan: PipelinePlan) -> PipelinePlan:
+def weak_headline(prefix: str) -> Damage:
     """A headline bound that is listed, but is not the best."""
-    weak = plan.certificate.bounds[0]
-    return certified(bound_seconds=weak.seconds, proved_by=weak.proved_by, gap=0.75)(plan)
+
+    def damage(plan: PipelinePlan) -> PipelinePlan:
+        c = plan.certificate
+        weak = c.bounds[0].seconds
+        gap = (c.cost_seconds - weak) / c.cost_seconds
+        return certified(**{f"{prefix}bound_seconds": weak, f"{prefix}gap": gap})(plan)
+
+    return damage
+
+
+def bound_of_a_class_without_the_plan(plan: PipelinePlan) -> PipelinePlan:
+    """The headline is moved to a class that the plan is not in."""
+    c = plan.certificate
+    other = replace(EVERY_PLAN, schedules=("periodic",))
+    stolen = Bound(c.bound_seconds, c.proved_by, "problem", other)
+    return certified(plans=other, bounds=(*c.bounds, stolen))(plan)
 
 
 def scaled_cost(plan: PipelinePlan) -> PipelinePlan:
@@ -326,7 +335,9 @@ def scaled_cost(plan: PipelinePlan) -> PipelinePlan:
 def guarantee(factor: float, holds: bool) -> Damage:
     def damage(plan: PipelinePlan) -> PipelinePlan:
         cost = plan.certificate.cost_seconds
-        return certified(guarantees=(Guarantee("Lemma 1", factor * cost, cost, holds),))(plan)
+        return certified(
+            guarantees=(Guarantee("Lemma 1", factor * cost, cost, holds, "always", plan.stages),)
+        )(plan)
 
     return damage
 
@@ -444,7 +455,9 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "cost forged": ("certificate", scaled_cost),
     "cost NaN": ("certificate", certified(cost_seconds=NAN)),
     "gap forged": ("certificate", certified(gap=0.0)),
-    "gap rounded off": ("certificate", certified(gap=0.5 - 1e-6)),
+    "gap rounded off": ("certificate", lambda plan: certified(
+        gap=plan.certificate.gap - 1e-6)(plan)),
+    "gap to every plan forged": ("certificate", certified(every_gap=0.0)),
     "schedule gap forged": ("certificate", certified(schedule_gap=0.0)),
     "bound above the cost": ("certificate", bound(1.01, "schedule")),
     "negative bound": ("certificate", bound(-1, "problem")),
@@ -453,7 +466,10 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "schedule bound that nobody proved": ("certificate", headline("schedule_")),
     "bound proved by another": ("certificate", certified(proved_by="an oracle")),
     "schedule bound sold as the problem's": ("certificate", schedule_bound_as_problem_bound),
-    "bound that is not the best": ("certificate", weak_headline),
+    "bound of a class without the plan": ("certificate", bound_of_a_class_without_the_plan),
+    "bound that is not the best": ("certificate", weak_headline("")),
+    "bound on every plan that is not the best": ("certificate", weak_headline("every_")),
+    "bound on every plan that nobody proved": ("certificate", headline("every_")),
     "guarantee said to hold": ("certificate", guarantee(0.5, True)),
     "guarantee said to fail": ("certificate", guarantee(2, False)),
 }  # fmt: skip

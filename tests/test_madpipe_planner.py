@@ -60,7 +60,7 @@ def solved(problem: PipelineProblem, planner: str, choices: PeriodicChoices = AL
         # What the pattern's solver has proved is in the certificate.
         solved_for = [one.seconds for one in proof.bounds if "pattern" in one.proved_by]
         assert len(solved_for) == 1
-        assert solved_for[0] <= proof.schedule_bound_seconds
+        assert solved_for[0] <= proof.schedule_bound_seconds * (1 + 1e-9)
     return result
 
 
@@ -275,10 +275,10 @@ def test_neighbouring_stages_on_a_device_are_named_in_the_proof():
     cluster = uniform_servers(1, 2, Link(5e8), memory_bytes=34e9)
     problem = PipelineProblem(rows_of(*rows), cluster, 1)
     result = solved(problem, "madpipe")
-    assert result.proved_by is not None
+    assert result.plans is not None
     # Two stages next to each other on one device would do in 7 s; the proof says that it does not
     # speak of them.
-    assert result.cost == pytest.approx(7.0) or "as one stage" in result.proved_by
+    assert result.cost == pytest.approx(7.0) or result.plans.merged
 
 
 def test_links_and_kinds_that_differ():

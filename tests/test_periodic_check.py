@@ -24,13 +24,12 @@ from periodic_oracles import (
     naive_check,
     peak,
 )
-from plans import small_problem
+from plans import made_up_certificate, small_problem
 
 from stagewright.formulations.check import check, predict, require_valid
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
     Bound,
-    Certificate,
     Guarantee,
     InvalidPlan,
     PeriodicAction,
@@ -39,6 +38,7 @@ from stagewright.formulations.plan import (
     PlannedLayer,
     Stage,
 )
+from stagewright.formulations.plan_class import EVERY_PLAN
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Link, uniform_servers
 from stagewright.graphs.errors import InputError
@@ -198,12 +198,7 @@ def base(name: str) -> tuple[PipelineProblem, PipelinePlan]:
 def with_figures(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
     """The right figures, and a made-up but consistent certificate."""
     known = figures(problem, plan)
-    cost = known.iteration_seconds
-    bounds = (Bound(cost / 2, "busiest device", "problem"), Bound(cost, "1F1B*", "schedule"))
-    certificate = Certificate(
-        cost, cost / 2, 0.5, "busiest device", cost, 0.0, "1F1B*", bounds,
-        (Guarantee("Theorem 1", 2 * cost, cost, True),),
-    )  # fmt: skip
+    certificate = made_up_certificate(problem, plan, known.iteration_seconds)
     return replace(plan, predicted=known, certificate=certificate)
 
 
@@ -417,7 +412,7 @@ def certified(**changes: Any) -> Damage:
 
 def bound_above_the_cost(plan: PipelinePlan) -> PipelinePlan:
     assert plan.certificate is not None
-    more = Bound(1.01 * plan.certificate.cost_seconds, "someone", "schedule")
+    more = Bound(1.01 * plan.certificate.cost_seconds, "someone", "schedule", EVERY_PLAN)
     return certified(bounds=(*plan.certificate.bounds, more))(plan)  # type: ignore[return-value]
 
 
@@ -522,11 +517,11 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "link left out": ("predicted", entry_of("link_bytes", 0, None)),
     "cost forged": ("certificate", certified(cost_seconds=1e-3)),
     "gap forged": ("certificate", certified(gap=0.0)),
-    "schedule gap forged": ("certificate", certified(schedule_gap=0.1)),
+    "schedule gap forged": ("certificate", certified(schedule_gap=0.2)),
     "bound above the cost": ("certificate", bound_above_the_cost),
     "bound proved by another": ("certificate", certified(proved_by="an oracle")),
     "guarantee said to hold": (
-        "certificate", certified(guarantees=(Guarantee("Lemma 1", 1e-6, 1.0, True),))),
+        "certificate", certified(guarantees=(Guarantee("Lemma 1", 1e-6, 1.0, True, "", ()),))),
 }  # fmt: skip
 
 

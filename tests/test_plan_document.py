@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 from periodic_plans import plan_by_hand
-from plans import make_stages, small_problem, valid_plan
+from plans import made_up_certificate, make_stages, small_problem, valid_plan
 
 from stagewright.executor.timeline import timeline
 from stagewright.formulations.check import check, predict
 from stagewright.formulations.plan import (
-    Bound,
-    Certificate,
     Guarantee,
     PipelinePlan,
     Stage,
@@ -32,11 +30,8 @@ def small_plan() -> PipelinePlan:
     plan = valid_plan(PROBLEM, make_stages((1, 4), (2, 1), ("round-robin", "split")))
     figures = predict(PROBLEM, plan)
     cost = figures.iteration_seconds
-    certificate = Certificate(
-        cost, cost / 3, (cost - cost / 3) / cost, "one", cost, 0.0, "two",
-        (Bound(cost / 3, "one", "problem"), Bound(cost, "two", "schedule")),
-        (Guarantee("Theorem 1", 2 * cost, cost, True),),
-    )  # fmt: skip
+    promise = Guarantee("Theorem 1", 2 * cost, cost, True, "always", plan.stages)
+    certificate = replace(made_up_certificate(PROBLEM, plan, cost), guarantees=(promise,))
     return replace(plan, predicted=figures, certificate=certificate)
 
 

@@ -139,7 +139,8 @@ class TestInfeasible:
         assert result.plan is None
         assert result.cost is None
         match = re.fullmatch(
-            r"stage (\d+) \(layers (\d+) to (\d+)\) with (\d+) microbatches in flight needs .*, "
+            planner + r" has no plan: stage (\d+) \(layers (\d+) to (\d+)\) "
+            r"with (\d+) microbatches in flight needs .*, "
             r"device '(\w+)' has 4.5 GB: (\d+) bytes short",
             result.reason,
         )
@@ -178,7 +179,10 @@ class TestInfeasible:
         cluster = from_matrix(devices, bandwidth, servers=[["g0", "g1"], ["g2"]])
         result = plan(PipelineProblem(chain(2), cluster, 2), "hetpipe", LIMITS)
         assert result.status is Status.INFEASIBLE
-        assert result.reason == "servers must have equal numbers of devices, got [1, 2]"
+        assert (
+            result.reason
+            == "hetpipe has no plan: servers must have equal numbers of devices, got [1, 2]"
+        )
 
 
 class TestDataParallel:

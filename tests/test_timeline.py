@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import elaborate, make_stages, scheduled, small_problem, valid_plan
+from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
 
 import stagewright
 from stagewright.executor.chart import png, write_png
@@ -34,8 +34,6 @@ from stagewright.formulations.actions import COMPUTE, ActionKind, parse_action
 from stagewright.formulations.check import predict
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
-    Bound,
-    Certificate,
     Guarantee,
     PipelinePlan,
     Schedule,
@@ -57,11 +55,8 @@ CHROMIUM_FLAGS = (
 def certified(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
     predicted = predict(problem, plan)
     cost = predicted.iteration_seconds
-    certificate = Certificate(
-        cost, 0.6 * cost, 0.4, "critical path", 0.8 * cost, 0.2, "cp-sat",
-        (Bound(0.6 * cost, "critical path", "problem"), Bound(0.8 * cost, "cp-sat", "schedule")),
-        (Guarantee("Lemma 1", 2 * cost, cost, True),),
-    )  # fmt: skip
+    promise = Guarantee("Lemma 1", 2 * cost, cost, True, "always", plan.stages)
+    certificate = replace(made_up_certificate(problem, plan, cost), guarantees=(promise,))
     return replace(plan, predicted=predicted, certificate=certificate)
 
 

@@ -39,7 +39,8 @@ from training_plans import (  # noqa: E402
 
 from stagewright.executor.seeding import layer_seed  # noqa: E402
 from stagewright.formulations.actions import COMPUTE, Action, parse_action  # noqa: E402
-from stagewright.formulations.plan import PipelinePlan, Stage, Weights  # noqa: E402
+from stagewright.formulations.plan import PipelinePlan, Stage  # noqa: E402
+from stagewright.formulations.plan_class import Weights  # noqa: E402
 
 LAYERS = 5
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -37,7 +37,8 @@ from stagewright.executor.program import (
 )
 from stagewright.executor.verify import Footprint, InvalidProgram, peak_bytes, verify
 from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, Stage, Weights
+from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, Stage
+from stagewright.formulations.plan_class import Weights
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

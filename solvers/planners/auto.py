@@ -8,6 +8,7 @@ from stagewright.formulations.assembly import assemble
 from stagewright.formulations.forms import Limits, OnProgress, Status
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound
+from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.gpipe import plan_gpipe
@@ -91,7 +92,7 @@ class _Portfolio:
         known = self.best.notes if self.best else ()
         notes = "; ".join(note for note in answer.notes if note not in known)
         self.attempts.append(Attempt(name, Status.FEASIBLE, cost, spent, notes))
-        # A bound on every plan holds whoever proved it, one on schedules only for its own stages.
+        # A bound on plans holds for its class whoever proved it, one on schedules for its stages.
         worse = answer
         if self.best is None or cost <= self.cost:
             worse, self.best, self.cost = self.best or answer, answer, cost
@@ -115,7 +116,7 @@ class _Portfolio:
             return NoPlan("only split stages are rescheduled")
         solved = solve_schedule(scheduling, "optimal", limits, on_progress, self.best.times)
         assert solved.timetable is not None
-        bound = Bound(solved.bound, solved.proved_by, "schedule")
+        bound = Bound(solved.bound, solved.proved_by, "schedule", DISJOINT_SPLIT)
         return replace(self.best, times=solved.timetable, bounds=(*self.best.bounds, bound))
 
     def prove(
@@ -127,7 +128,7 @@ class _Portfolio:
         attempts = tuple(self.attempts)
         if self.best is not None:
             return replace(self.best, attempts=attempts)
-        # Only these two speak of every plan; a baseline's refusal is about its own kind of plan.
+        # Only these two speak of a class; a baseline's refusal is about its own kind of plan.
         general = [self.refusals[name] for name in ("spp", "exact") if name in self.refusals]
         for refusal in general:
             if refusal.proved:

@@ -16,6 +16,7 @@ from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.makespan_models import ByIntervals
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound
+from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.backend import solve
 from stagewright.solvers.list_scheduling import best_list_schedule
@@ -87,7 +88,7 @@ def improve_exactly(
     scheduling = scheduling_of(problem, known.stages) if known else None
     seconds = known.times.makespan(scheduling) if known and scheduling else math.inf
     answer = exact(problem, limits, on_progress, seconds)
-    bounds = (Bound(answer.bound_seconds, PROVED_BY, "problem"),)
+    bounds = (Bound(answer.bound_seconds, PROVED_BY, "problem", DISJOINT_SPLIT),)
     ended = "complete" if answer.complete else "stopped at the time limit"
     notes = (f"{answer.plans} plans scheduled, {answer.proofs} by CP-SAT; {ended}",)
     if answer.stages is not None and answer.timetable is not None:
@@ -95,7 +96,7 @@ def improve_exactly(
     if known is not None:
         return replace(known, bounds=(*known.bounds, *bounds), notes=notes)
     if answer.complete:
-        return NoPlan("no partition of the layers fits in the devices' memory")
+        return NoPlan("no partition of the layers fits in memory", plans=DISJOINT_SPLIT)
     return NoPlan("no plan was found within the time limit", False, bounds)
 
 

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from time import perf_counter
 from typing import Literal
 
@@ -36,6 +36,7 @@ from stagewright.formulations.pattern_models import sequential
 from stagewright.formulations.periodic_bounds import LAYER, LOAD, fastest_work, period_bounds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Stage
+from stagewright.formulations.plan_class import PATTERNS, WHOLE_PERIODIC, PlanClass
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.graphs.units import format_bytes, format_seconds
@@ -51,7 +52,7 @@ Stages = tuple[Stage, ...]
 OPTIMAL_GAP = 1e-6  # relative
 MOST_BYTES = 1e17
 LONGEST_WAIT = 1e4  # beyond it the times of a run lose the digits of short operations
-JOINT = "search over all allocations, neighbouring layers on a device as one stage"
+JOINT = "search over all allocations"
 PATTERN = "integer program of the pattern"
 JOINT_STAGES = 20_000  # stages and groups for them, up to which the joint search may begin
 PATTERN_SECONDS = 5.0  # for one allocation's pattern
@@ -236,7 +237,14 @@ class _Search:
             self._consider(_Found(answer.stages, asked, answer.pattern, low, low))
         # Groups of devices that differ could be made up in other ways.
         if not self.choices.offload and (size == 1 or len(_distinct(self.problem, groups)) == 1):
-            self.bounds[size].append(Bound(answer.bound, JOINT, "problem"))
+            plans = replace(
+                WHOLE_PERIODIC,
+                sharing="groups",
+                recompute=self.choices.recomputations,
+                equal_groups=(size,),
+                merged=True,
+            )
+            self.bounds[size].append(Bound(answer.bound, JOINT, "problem", plans))
 
     def answer(self, kind: str) -> PeriodicProposal | NoPlan:
         """The best plan with the bounds on all others, or why there is none."""
@@ -257,7 +265,7 @@ class _Search:
             f"period {format_seconds(best.pattern.period)}, "
             f"the allocation allowed {format_seconds(best.predicted_seconds)}",
         )
-        bounds = (*self._overall(), Bound(best.bound_seconds, PATTERN, "schedule"))
+        bounds = (*self._overall(), Bound(best.bound_seconds, PATTERN, "schedule", PATTERNS))
         return PeriodicProposal(best.stages, pattern, best.predicted_seconds, bounds, notes)
 
     def _schedule(self, stages: Stages) -> None:
@@ -294,22 +302,32 @@ class _Search:
         return max(bound.seconds for bound in self.bounds[size])
 
     def _overall(self) -> tuple[Bound, ...]:
-        """Bounds that hold whatever the group size.
+        """Bounds that hold whatever the group size: the best of each size, the least of these.
 
-        Not that of the joint search where the best plan is none that it looks at.
+        One for every class that some bound is proved for.
         """
-        if self.best is not None and any(
-            one.devices == other.devices for one, other in pairwise(self.best.stages)
-        ):
-            for bounds in self.bounds.values():
-                bounds[:] = [bound for bound in bounds if bound.proved_by != JOINT]
         if len(self.bounds) == 1:
             (bounds,) = self.bounds.values()
             return tuple(bounds)
-        size = min(self.bounds, key=self._bound)
-        best = max(self.bounds[size], key=lambda bound: bound.seconds)
-        devices = "device" if size == 1 else "devices"
-        return (replace(best, proved_by=f"{best.proved_by}, stages of {size} {devices}"),)
+        sizes = tuple(sorted(self.bounds))
+        found = [bound for bounds in self.bounds.values() for bound in bounds]
+        classes = dict.fromkeys(replace(bound.plans, equal_groups=sizes) for bound in found)
+        overall = []
+        for plans in classes:
+            best = [
+                max(
+                    (
+                        bound
+                        for bound in bounds
+                        if bound.plans.contains(replace(plans, equal_groups=(size,)))
+                    ),
+                    key=lambda bound: bound.seconds,
+                )
+                for size, bounds in self.bounds.items()
+            ]
+            least = min(best, key=lambda bound: bound.seconds)
+            overall.append(replace(least, plans=plans))
+        return tuple(overall)
 
     def _require_times_and_sizes(self) -> None:
         """Refuse a model without work, and bytes that whole numbers of 64 bits cannot count."""
@@ -346,16 +364,36 @@ class _Search:
         ]
         short, stages, s = min(shortages, key=lambda one: one[0])
         proved = min(self._bound(size) for size in self.bounds) == math.inf
+        plans = self._without_plan(proved)
         if short <= 0:
-            return NoPlan(f"no plan was found {kind}", proved, self._overall())
+            return NoPlan(f"no plan was found {kind}", proved, self._overall(), plans=plans)
         stage, memory = stages[s], self.problem.memory_bytes
         has = min(float(memory[self.problem.cluster.index[name]]) for name in stage.devices)
         return NoPlan(
-            f"nothing fits {kind}: at any period, with one microbatch in flight, stage {s} (layers "
+            f"{kind}, at any period, with one microbatch in flight, stage {s} (layers "
             f"{stage.layers[0]} to {stage.layers[1] - 1}) needs {format_bytes(has + short)}, "
             f"device {stage.devices[0]!r} has {format_bytes(has)}: {short:.0f} bytes short",
-            proved or self.settled,
+            plans is not None,
             self._overall(),
+            plans=plans,
+        )
+
+    def _without_plan(self, proved: bool) -> PlanClass | None:
+        """The class that is proved to have no plan: by its bounds, or by the contiguous search."""
+        if proved:
+            empty = [bound.plans for bound in self._overall() if bound.seconds == math.inf]
+            return next(
+                one
+                for one in empty
+                if not any(other != one and other.contains(one) for other in empty)
+            )
+        if not self.settled:
+            return None
+        return replace(
+            WHOLE_PERIODIC,
+            sharing="none",
+            recompute=self.choices.recomputations,
+            equal_groups=tuple(sorted(self.bounds)),
         )
 
 

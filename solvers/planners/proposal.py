@@ -11,6 +11,7 @@ from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pattern import Pattern
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Guarantee, Stage
+from stagewright.formulations.plan_class import PlanClass
 from stagewright.formulations.spp import makespan_problem
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import MAX_DEVICES, format_bytes, require_count
@@ -92,12 +93,17 @@ class PeriodicProposal:
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """No plan, and why: ``proved`` if there is none, else the limit came first."""
+    """No plan, and why: ``proved`` if there is none, else the limit came first.
+
+    ``plans`` is the class that is proved to have no plan; None where only the planner's own kind of
+    plans was looked at.
+    """
 
     reason: str
     proved: bool = True
     bounds: tuple[Bound, ...] = ()
     attempts: tuple[Attempt, ...] = ()
+    plans: PlanClass | None = None
 
 
 def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tuple[Stage, ...]:

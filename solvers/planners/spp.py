@@ -11,7 +11,10 @@ from stagewright.formulations.forms import Limits, OnProgress, Progress
 from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Guarantee
+from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.spp import (
+    LEMMA_1,
+    THEOREM_1,
     lemma1_seconds,
     makespan_problem,
     shortest_path_seconds,
@@ -120,7 +123,8 @@ def search_stage_counts(
             best = candidate
             on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
     if best is None:
-        return NoPlan(_why_nothing_fits(search), len(set(problem.memory_bytes)) == 1)
+        plans = DISJOINT_SPLIT if len(set(problem.memory_bytes)) == 1 else None
+        return NoPlan(_why_nothing_fits(search), plans is not None, plans=plans)
     notes = _notes(search, paths, solved, best, ratio, late)
     return Searched(search, tuple(candidates), best, notes)
 
@@ -158,9 +162,7 @@ def _why_nothing_fits(search: PartitionSearch) -> str:
             scarce = middle
         else:
             enough, stages = middle, found
-    return (
-        f"nothing fits in memory; in the partition that comes nearest {shortage(problem, stages)}"
-    )
+    return f"in the partition that comes nearest {shortage(problem, stages)}"
 
 
 def _seconds(candidate: _Candidate) -> float:
@@ -214,19 +216,33 @@ def _guarantees(problem: PipelineProblem, found: Searched, cost: float) -> tuple
     """Lemma 1 and Theorem 1, where memory does not limit what is in flight: the paper's setting."""
     best = found.best
     least, cuts = min(found.search.found.values())
-    balanced = makespan_problem(problem, ByRecurrence().invert(found.search.question, cuts))
+    balanced_stages = ByRecurrence().invert(found.search.question, cuts)
+    balanced = makespan_problem(problem, balanced_stages)
     assert balanced is not None  # the recurrence places no stage that cannot hold a microbatch
     if min(*best.scheduling.in_flight, *balanced.in_flight) < problem.microbatches:
         return ()
     lemma = lemma1_seconds(best.scheduling)
     theorem = (2 + (4 * len(problem.cluster) - 4) / problem.microbatches) * least
     return (
-        Guarantee("SPP Lemma 1, for PE's schedule of the balanced partition", lemma,
-                  best.pe_seconds, best.pe_seconds <= lemma * (1 + 1e-9)),
-        Guarantee(f"SPP Theorem 1, below {theorem1_factor(problem):.4g} T* as "
-                  "(2 + (4V-4)/M) W with W <= (1+Phi) T*",
-                  theorem, cost, cost <= theorem * (1 + 1e-9)),
-    )  # fmt: skip
+        Guarantee(
+            LEMMA_1,
+            lemma,
+            best.pe_seconds,
+            best.pe_seconds <= lemma * (1 + 1e-9),
+            "for PE's schedule of these stages, whose microbatches all fit in memory",
+            named_stages(problem, best.stages),
+        ),
+        Guarantee(
+            THEOREM_1,
+            theorem,
+            cost,
+            cost <= theorem * (1 + 1e-9),
+            f"at most {theorem1_factor(problem):.4g} T*, T* the least time of plans with disjoint "
+            "devices and split replicas that use every device, where devices are of one kind, "
+            "take time in proportion to their share of a microbatch, and links have no latency",
+            named_stages(problem, balanced_stages),
+        ),
+    )
 
 
 def _notes(

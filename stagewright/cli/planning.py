@@ -22,7 +22,7 @@ from stagewright.cli.console import (
     read_problem,
     require_folder,
 )
-from stagewright.cli.plans import plan_json, print_plan
+from stagewright.cli.plans import class_json, plan_json, print_plan
 
 if TYPE_CHECKING:
     from stagewright.formulations.pipeline import PipelineProblem
@@ -99,6 +99,7 @@ def _result_json(problem: "PipelineProblem", result: "Result") -> dict[str, Any]
         "bound_seconds": result.bound,
         "gap": result.gap,
         "proved_by": result.proved_by,
+        "plans": class_json(result.plans),
         "wall_seconds": result.seconds,
         "reason": result.reason,
         "microbatches": problem.microbatches,
@@ -117,7 +118,10 @@ def _print_result(problem: "PipelineProblem", result: "Result") -> None:
     # A portfolio's reason stands beside its best attempt already.
     shown = result.reason and (result.plan is None or not result.attempts)
     reason = f": {result.reason}" if shown else ""
-    print_lines(f"{result.planner}: {result.status} after {result.seconds:.2f} s{reason}")
+    status = f"{result.status}"
+    if result.status == "optimal":
+        status += f" among {result.plans}" if str(result.plans) != "every plan" else ""
+    print_lines(f"{result.planner}: {status} after {result.seconds:.2f} s{reason}")
     rows = []
     for one in result.attempts:
         cost = "-" if one.cost_seconds is None else format_seconds(one.cost_seconds)

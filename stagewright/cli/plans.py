@@ -1,6 +1,7 @@
 """``check``, ``simulate`` and ``show``: what is done with a plan file."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from stagewright.executor.timeline import StageSummary
     from stagewright.formulations.pipeline import PipelineProblem
     from stagewright.formulations.plan import Certificate, PeriodicSchedule, PipelinePlan
+    from stagewright.formulations.plan_class import PlanClass
     from stagewright.graphs.chain import Chain
 
 
@@ -130,7 +132,11 @@ def show(
 def plan_json(plan: "PipelinePlan | None") -> dict[str, Any]:
     """What ``--json`` says of a plan; the same fields, all null, without one."""
     certificate = plan.certificate if plan else None
-    names = ("schedule_bound_seconds", "schedule_gap", "schedule_proved_by")
+    names = [
+        f"{scope}_{name}"
+        for scope in ("every", "schedule")
+        for name in ("bound_seconds", "gap", "proved_by")
+    ]
     predicted = plan.predicted if plan else None
     return {
         "planner": plan.planner if plan else None,
@@ -138,6 +144,8 @@ def plan_json(plan: "PipelinePlan | None") -> dict[str, Any]:
         "bound_seconds": certificate.bound_seconds if certificate else None,
         "gap": certificate.gap if certificate else None,
         "proved_by": certificate.proved_by if certificate else None,
+        "plans": class_json(certificate.plans if certificate else None),
+        "schedule_plans": class_json(certificate.schedule_plans if certificate else None),
         **{name: getattr(certificate, name, None) for name in names},
         "stages": [
             {"layers": stage.layers, "devices": stage.devices, "replication": stage.replication}
@@ -150,12 +158,22 @@ def plan_json(plan: "PipelinePlan | None") -> dict[str, Any]:
         "peak_memory_bytes": max(predicted.peak_memory_bytes.values()) if predicted else None,
         "peak_memory_bytes_per_device": predicted.peak_memory_bytes if predicted else None,
         "guarantees": [
-            {"theorem": one.theorem, "seconds": one.seconds, "holds": one.holds}
+            {
+                "theorem": one.theorem,
+                "premise": one.premise,
+                "seconds": one.seconds,
+                "holds": one.holds,
+            }
             for one in certificate.guarantees
         ]
         if certificate
         else None,
     }
+
+
+def class_json(plans: "PlanClass | None") -> dict[str, Any] | None:
+    """A class of plans, feature by feature, and in words."""
+    return None if plans is None else {**asdict(plans), "text": str(plans)}
 
 
 def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
@@ -211,21 +229,22 @@ def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[st
 
 
 def _certificate_lines(certificate: "Certificate") -> list[str]:
+    from stagewright.formulations.certificates import headlines
     from stagewright.graphs.units import format_seconds
 
     lines = [
         f"cost   {format_seconds(certificate.cost_seconds)} per iteration",
-        f"bound  {format_seconds(certificate.bound_seconds)} for every plan, gap "
-        f"{percent(certificate.gap)}, proved by {certificate.proved_by}",
-        f"       {format_seconds(certificate.schedule_bound_seconds)} for every schedule of these "
-        f"stages, gap {percent(certificate.schedule_gap)}, proved by "
-        f"{certificate.schedule_proved_by}",
     ]
-    for one in certificate.guarantees:
-        holds = "holds" if one.holds else "DOES NOT HOLD"
+    for i, one in enumerate(headlines(certificate)):
         lines.append(
-            f"       {one.theorem}: {format_seconds(one.cost_seconds)} <= "
-            f"{format_seconds(one.seconds)} {holds}"
+            f"{'       ' if i else 'bound  '}{format_seconds(one.seconds)} for {one.plans}, gap "
+            f"{percent(one.gap)}, proved by {one.proved_by}"
+        )
+    for promise in certificate.guarantees:
+        holds = "holds" if promise.holds else "DOES NOT HOLD"
+        lines.append(
+            f"       {promise.theorem}: {format_seconds(promise.cost_seconds)} <= "
+            f"{format_seconds(promise.seconds)} {holds}; {promise.premise}"
         )
     return lines
 
