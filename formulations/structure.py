@@ -6,7 +6,6 @@ lasts how long, on which devices and channels, and how many bytes it keeps until
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +33,12 @@ class Structure:
         return cls(tuple(stages), (False,) * len(stages))
 
 
-class Work(NamedTuple):
-    """A structure in numbers, a tuple that compiled kernels can take.
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A structure in numbers.
 
     S stages, M microbatches, V devices; N lanes: a stage has one, or one per device if its devices
-    take turns. Lists of lists are given by ``*_first``, where each begins, and all entries in one
-    row.
+    take turns.
 
     Attributes
     ----------
@@ -53,11 +52,11 @@ class Work(NamedTuple):
         s + 1 (-1: on none), shape (S, M).
     stage
         Of every lane, shape (N,).
-    members_first, members
+    members
         The devices of every lane.
-    near_first, near
+    near
         The lanes that share a device with a lane, itself among them.
-    places_first, places
+    places
         The lanes of every device.
     kept, again
         Bytes that a lane's device holds per microbatch from the start of F, and on top from the
@@ -65,8 +64,8 @@ class Work(NamedTuple):
     offloaded, offload
         Bytes that a lane's device offloads per microbatch, and the seconds that takes one way;
         shape (N,).
-    room
-        Bytes of every device that are left for microbatches, shape (V,).
+    memory, room
+        Bytes of every device, and those that are left for microbatches; shape (V,).
     alone
         Bytes that one microbatch alone may need on every device at its peak, shape (V,).
     """
@@ -76,16 +75,14 @@ class Work(NamedTuple):
     lane: Ints
     channel: Ints
     stage: Ints
-    members_first: Ints
-    members: Ints
-    near_first: Ints
-    near: Ints
-    places_first: Ints
-    places: Ints
+    members: list[list[int]]
+    near: list[list[int]]
+    places: list[list[int]]
     kept: Floats
     again: Floats
     offloaded: Floats
     offload: Floats
+    memory: Floats
     room: Floats
     alone: Floats
 
@@ -126,20 +123,19 @@ def work_of(problem: PipelineProblem, structure: Structure) -> tuple[Work, Endin
         _lane_table(stages, m),
         _channel_table(stages, m),
         np.array([s for s, _ in lanes]),
-        *_joined([list(devices) for _, devices in lanes]),
-        *_joined(near),
-        *_joined(places),
+        [list(devices) for _, devices in lanes],
+        near,
+        places,
         kept,
         again,
         offloaded,
         offload,
+        problem.memory_bytes,
         _room(problem, stages),
         np.array([_alone(places[v], kept, again, offloaded) for v in range(size)]),
     )
     everyone = tuple(tuple(problem.cluster.index[name] for name in s.devices) for s in stages)
-    endings = Endings(
-        everyone, seconds[ActionKind.REDUCE][:, 0], seconds[ActionKind.UPDATE][:, 0]
-    )
+    endings = Endings(everyone, seconds[ActionKind.REDUCE][:, 0], seconds[ActionKind.UPDATE][:, 0])
     return work, endings, seconds
 
 
@@ -171,8 +167,7 @@ def device_loads(work: Work) -> Floats:
     busy = np.zeros(len(work.room))
     every = work.seconds[:3].sum(axis=0)
     for n, s in enumerate(work.stage):
-        mine = work.members[work.members_first[n] : work.members_first[n + 1]]
-        busy[mine] += every[s, work.lane[s] == n].sum()
+        busy[work.members[n]] += every[s, work.lane[s] == n].sum()
     return busy
 
 
@@ -189,7 +184,7 @@ def structure_bound(work: Work, endings: Endings) -> float:
     reduce, update = np.nan_to_num(endings.reduce), np.nan_to_num(endings.update)
     bound = float(there[-1] + least[0, -1] + least[1, -1] + back[-1])
     for v, load in enumerate(device_loads(work)):
-        mine = work.stage[work.places[work.places_first[v] : work.places_first[v + 1]]]
+        mine = work.stage[work.places[v]]
         if not len(mine):
             continue
         first = int(mine.min())
@@ -222,11 +217,6 @@ def _channel_table(stages: Sequence[Stage], microbatches: int) -> Ints:
             if here != there:
                 channel[s, m] = known.setdefault((s, here, there), len(known))
     return channel
-
-
-def _joined(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    first = np.cumsum([0, *map(len, lists)])
-    return first, np.array([each for one in lists for each in one], dtype=np.int64)
 
 
 def _lane_bytes(

@@ -8,12 +8,12 @@ the leader wherever it still has to go, something can always be done.
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.formulations.actions import ActionKind
@@ -27,8 +27,11 @@ ForwardOrder = Literal["oldest", "deepest", "broad", "chunks"]
 BackwardOrder = Literal["oldest", "broad", "chunks", "newest"]
 Urgency = Literal["BFW", "BWF", "WBF", "FBW"]
 
-# Kinds of events; the first five are also rows of `Work.seconds`.
+# Kinds of events; the first five are also rows of `Work.seconds`, the first three of queues.
 FORWARD, BACKWARD, WEIGHTS, SEND_F, SEND_B, WRITTEN, READ, WAKE = range(8)
+READ_ROW = 3  # a lane's queue of reads from the host
+EQUAL = 1e-9  # relative; schedules that differ by less are equally long
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,12 @@ class StructureSchedule:
 
     starts: Blocks
     seconds: float
+    fullest: float  # the largest share of its memory that a device needs
 
 
 def rules_for(work: Work, thorough: bool = True) -> list[Rule]:
     """The rules that are worth trying for a structure, the most promising ones first."""
-    shared = bool((np.diff(work.places_first) > 1).any())
+    shared = max(map(len, work.places)) > 1
     urgencies: list[Urgency] = ["BFW", "BWF", "WBF"] if work.split.any() else ["BFW"]
     rules = [Rule(depth, kinds) for kinds in urgencies for depth in DEPTHS]
     rules.append(Rule(urgency="FBW"))
@@ -79,24 +83,36 @@ def rules_for(work: Work, thorough: bool = True) -> list[Rule]:
 def best_schedule(
     work: Work, endings: Endings, rules: Sequence[Rule], ceiling: float = math.inf
 ) -> StructureSchedule | None:
-    """The shortest schedule of ``rules`` if it is below ``ceiling``, else None."""
+    """The shortest schedule of ``rules`` if it is below ``ceiling``, else None.
+
+    Of schedules that are equally long the one that needs less memory.
+    """
     best: StructureSchedule | None = None
-    scale = _latencies(work)
+    lists, scale = _Lists.of(work), _latencies(work)
     for rule in rules:
-        starts = list_schedule(work, rule, scale)
-        finishes = _finish(work, endings, starts)
-        if finishes[2] < ceiling:
-            ceiling = finishes[2]
-            best = StructureSchedule(_blocks(work, starts, *finishes[:2]), ceiling)
+        run = _Run(lists, _keys(work, rule).tolist(), _limits(work, rule, scale))
+        starts = np.array(run.finish())
+        reduces, updates, seconds = _finish(work, endings, starts)
+        fullest = _fullest(work, run.peak)
+        shorter = seconds < ceiling * (1 - EQUAL)
+        if shorter or (best and seconds <= ceiling and fullest < best.fullest):
+            ceiling = min(ceiling, seconds)
+            best = StructureSchedule(_blocks(work, starts, reduces, updates), seconds, fullest)
     return best
 
 
-def list_schedule(work: Work, rule: Rule, scale: Floats) -> Floats:
-    """Start times of computations and transfers by one rule, shape (5, S, M)."""
-    turns = np.bincount(work.stage)
-    most = np.ceil(rule.depth * scale / turns - 1e-9) if rule.depth < math.inf else scale * 0 + 1e9
-    limits = np.maximum(1, np.minimum(most, work.lane.shape[1])).astype(np.int64)[work.stage]
-    return np.asarray(_list_schedule(work, _keys(work, rule), limits))
+def _fullest(work: Work, peaks: Sequence[float]) -> float:
+    """The largest share of its memory that a device needs."""
+    return float(((np.array(peaks) + work.memory - work.room) / work.memory).max())
+
+
+def _limits(work: Work, rule: Rule, scale: Floats) -> list[int]:
+    """How many microbatches may be in flight on every lane."""
+    count = work.lane.shape[1]
+    if rule.depth == math.inf:
+        return [count] * len(work.stage)
+    most = np.ceil(rule.depth * scale / np.bincount(work.stage) - ROUNDING)
+    return [int(each) for each in np.clip(most, 1, count)[work.stage]]
 
 
 def _latencies(work: Work) -> Floats:
@@ -113,7 +129,7 @@ def _keys(work: Work, rule: Rule) -> Floats:
     """The urgency of F, B or I, and W, shape (3, S, M); the least comes first."""
     stages, count = work.lane.shape
     s, m = np.arange(stages)[:, None], np.arange(count)[None, :]
-    depth = int(np.diff(work.places_first).max())
+    depth = max(map(len, work.places))
     round_ = max(1, stages // depth)
 
     def chunks(position: Ints) -> Ints:
@@ -175,422 +191,317 @@ def _blocks(work: Work, starts: Floats, reduces: Floats, updates: Floats) -> Blo
     }
 
 
-class _Run(NamedTuple):
-    """The state of a run: what has started, waits, is free, and is held in memory.
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """A structure's work as lists, which are quicker than arrays entry by entry."""
 
-    Queues hold microbatches, as heaps by urgency: 4 per lane (F, B or I, W, and reads from the
-    host), then one per channel, which is first come, first served.
+    seconds: list[list[list[float]]]
+    split: list[bool]
+    lane: list[list[int]]
+    channel: list[list[int]]
+    stage: list[int]
+    members: list[list[int]]
+    near: list[list[int]]
+    places: list[list[int]]
+    kept: list[float]
+    again: list[float]
+    offloaded: list[float]
+    offload: list[float]
+    spare: list[float]  # of every device, for others than its leader
+
+    @classmethod
+    def of(cls, work: Work) -> "_Lists":
+        return cls(
+            work.seconds.tolist(), work.split.tolist(), work.lane.tolist(), work.channel.tolist(),
+            work.stage.tolist(), work.members, work.near, work.places, work.kept.tolist(),
+            work.again.tolist(), work.offloaded.tolist(), work.offload.tolist(),
+            (work.room - work.alone).tolist(),
+        )  # fmt: skip
+
+
+class _Run:
+    """An event-driven run: what has started, what waits, what is free, what is held in memory.
+
+    Every lane has queues for F, B or I, W, and for reads from the host: heaps by urgency. Channels
+    are first come, first served.
     """
 
-    starts: Floats  # (5, S, M)
-    queue: Ints  # (queues, M)
-    length: Ints  # (queues,)
-    order: Floats  # urgencies by kind (4, S, M)
-    channel_stage: Ints  # the stage in front of a channel
-    channel_queue: Ints  # (channels, 2 M): microbatches, from M on their gradients
-    channel_ends: Ints  # (channels, 2): begin and end of what waits
-    channel_free: NDArray[np.bool_]
-    idle: NDArray[np.bool_]  # (V,)
-    leader: Ints  # (V,)
-    left: Ints  # (V, M): stages of a microbatch that a device has not finished
-    others: Floats  # (V,): bytes that are held for other microbatches than the leader
-    held: Floats  # (S, M)
-    in_flight: Ints  # (N,)
-    limits: Ints  # (N,)
-    write_free: Floats  # (V,)
-    last_read: Floats  # (V,): when the last backward began whose activations were read
-    waiting: NDArray[np.bool_]  # (S, M): a backward is due, its activations are still written
-    written: NDArray[np.bool_]  # (S, M)
-    dirty: NDArray[np.bool_]  # (N,): lanes for which something may have changed
+    def __init__(self, work: _Lists, keys: list[list[list[float]]], limits: list[int]) -> None:
+        stages, count = len(work.lane), len(work.lane[0])
+        lanes, devices = len(work.stage), len(work.places)
+        channels = 1 + max(map(max, work.channel))
+        self.work, self.limits, self.count, self.last = work, limits, count, stages - 1
+        self.keys = [*keys, keys[BACKWARD]]
+        self.starts = [[[math.nan] * count for _ in range(stages)] for _ in range(5)]
+        self.queues: list[list[list[tuple[float, int]]]] = [
+            [[] for _ in range(4)] for _ in range(lanes)
+        ]
+        self.sending: list[deque[tuple[int, int, int]]] = [deque() for _ in range(channels)]
+        self.free = [True] * channels
+        self.idle = [True] * devices
+        self.left = [[0] * count for _ in range(devices)]  # stages that are not done
+        for row in work.lane:
+            for m, n in enumerate(row):
+                for v in work.members[n]:
+                    self.left[v][m] += 1
+        self.leader = [0] * devices
+        self.held = [[0.0] * count for _ in range(stages)]
+        self.others = [0.0] * devices  # bytes held for other microbatches than the leader
+        self.total, self.peak = [0.0] * devices, [0.0] * devices
+        self.in_flight = [0] * lanes
+        self.write_free = [0.0] * devices
+        self.last_read = [-math.inf] * devices
+        self.written: set[tuple[int, int]] = set()
+        self.waiting: set[tuple[int, int]] = set()  # backwards whose activations are not written
+        self.dirty: set[int] = set()  # lanes for which something may have changed
+        self.events: list[tuple[float, int, int, int, int]] = []
+        self.number = 0
+        for v in range(devices):
+            self.lead(v)
 
+    def finish(self) -> list[list[list[float]]]:
+        """Start times of computations and transfers by kind, stage and microbatch."""
+        for m in range(self.count):
+            self.offer(FORWARD, 0, m)
+        self.start_all(0.0)
+        events, happen = self.events, (
+            self.forwarded, self.differentiated, self.weighted, self.sent_forward, self.sent_back,
+            self.is_written, self.is_read, self.wake,
+        )  # fmt: skip
+        while events:
+            now = events[0][0]
+            while events and events[0][0] <= now:
+                _, _, kind, s, m = heapq.heappop(events)
+                happen[kind](now, s, m)
+            self.start_all(now)
+        return self.starts
 
-@njit(cache=True)
-def _list_schedule(work: Work, keys: Floats, limits: Ints) -> Floats:
-    run = _new_run(work, keys, limits)
-    size = work.lane.size
-    events = [(0.0, 0, 0)]
-    events.pop()
-    for m in range(work.lane.shape[1]):
-        _offer(work, run, FORWARD, 0, m)
-    number = _start_all(work, run, events, 0.0, 0)
-    while len(events) > 0:
-        now = events[0][0]
-        while len(events) > 0 and events[0][0] <= now:
-            code = heapq.heappop(events)[2]
-            kind = min(code // size, WAKE)  # whose number of a lane may be the larger
-            rest = code - kind * size
-            s, m = rest // work.lane.shape[1], rest % work.lane.shape[1]
-            number = _happen(work, run, events, now, number, kind, s, m)
-        number = _start_all(work, run, events, now, number)
-    return run.starts
+    def push(self, time: float, kind: int, s: int, m: int) -> None:
+        self.number += 1  # among equal times, first come first served
+        heapq.heappush(self.events, (time, self.number, kind, s, m))
 
+    def offer(self, row: int, s: int, m: int) -> None:
+        """Microbatch m may do this at stage s."""
+        n = self.work.lane[s][m]
+        self.dirty.add(n)
+        heapq.heappush(self.queues[n][row], (self.keys[row][s][m], m))
 
-@njit(cache=True)
-def _new_run(work: Work, keys: Floats, limits: Ints) -> _Run:
-    stages, count = work.lane.shape
-    lanes, devices = len(work.stage), len(work.room)
-    channels = work.channel.max() + 1
-    channel_stage = np.zeros(channels, dtype=np.int64)
-    left = np.zeros((devices, count), dtype=np.int64)
-    for s in range(stages):
-        for m in range(count):
-            if work.channel[s, m] >= 0:
-                channel_stage[work.channel[s, m]] = s
-            n = work.lane[s, m]
-            for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-                left[v, m] += 1
-    order = np.zeros((4, stages, count))
-    order[:3] = keys
-    order[3] = keys[1]
-    run = _Run(
-        np.full((5, stages, count), np.nan),
-        np.zeros((4 * lanes, count), dtype=np.int64),
-        np.zeros(4 * lanes, dtype=np.int64),
-        order,
-        channel_stage,
-        np.zeros((channels, 2 * count), dtype=np.int64),
-        np.zeros((channels, 2), dtype=np.int64),
-        np.ones(channels, dtype=np.bool_),
-        np.ones(devices, dtype=np.bool_),
-        np.zeros(devices, dtype=np.int64),
-        left,
-        np.zeros(devices),
-        np.zeros((stages, count)),
-        np.zeros(lanes, dtype=np.int64),
-        limits,
-        np.zeros(devices),
-        np.full(devices, -np.inf),
-        np.zeros((stages, count), dtype=np.bool_),
-        np.zeros((stages, count), dtype=np.bool_),
-        np.zeros(lanes, dtype=np.bool_),
-    )
-    for v in range(devices):
-        _lead(work, run, v)
-    return run
-
-
-@njit(cache=True)
-def _lead(work: Work, run: _Run, v: int) -> None:
-    """The next leader of a device, if the present one is done; its bytes no longer count."""
-    count = work.lane.shape[1]
-    now = run.leader[v]
-    while now < count and run.left[v, now] == 0:
-        now += 1
-    run.leader[v] = now
-    if now < count:
-        for n in work.places[work.places_first[v] : work.places_first[v + 1]]:
-            s = work.stage[n]
-            if work.lane[s, now] == n:
-                run.others[v] -= run.held[s, now]
-
-
-@njit(cache=True)
-def _happen(
-    work: Work, run: _Run, events: list[tuple[float, int, int]], now: float, number: int,
-    kind: int, s: int, m: int,
-) -> int:  # fmt: skip
-    """What follows the end of an action; gives the number of the next event."""
-    stages, count = work.lane.shape
-    if kind == SEND_F or kind == SEND_B:
-        channel = work.channel[s, m] if kind == SEND_F else work.channel[s - 1, m]
-        run.channel_free[channel] = True
-        if kind == SEND_F:
-            _offer(work, run, FORWARD, s + 1, m)
+    def offer_backward(self, s: int, m: int) -> None:
+        """B or I is due; activations that are offloaded must be read first."""
+        if self.work.offload[self.work.lane[s][m]] == 0:
+            self.offer(BACKWARD, s, m)
+        elif (s, m) in self.written:
+            self.offer(READ_ROW, s, m)
         else:
-            _offer_backward(work, run, s - 1, m)
-        return _send(work, run, events, now, number, channel)
-    if kind == WAKE:
-        run.dirty[s * count + m] = True
-        return number
-    n = work.lane[s, m]
-    _touch(work, run, n)
-    if kind == READ:
-        _offer(work, run, BACKWARD, s, m)
-        return number
-    if kind == WRITTEN:
-        _hold(work, run, s, m, -work.offloaded[n])
-        run.written[s, m] = True
-        if run.waiting[s, m]:
-            _offer(work, run, READ, s, m)
-        return number
-    _set_idle(work, run, n, True)
-    if kind == FORWARD:
-        if work.offload[n] > 0:
-            number = _push(work, events, now + work.offload[n], number, WRITTEN, s, m)
-            for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-                run.write_free[v] = now + work.offload[n]
-        if s == stages - 1:
-            _offer_backward(work, run, s, m)
-        elif work.channel[s, m] < 0:
-            _offer(work, run, FORWARD, s + 1, m)
+            self.waiting.add((s, m))
+
+    # What follows the end of an action.
+
+    def forwarded(self, now: float, s: int, m: int) -> None:
+        n = self.released(s, m)
+        seconds = self.work.offload[n]
+        if seconds > 0:
+            self.push(now + seconds, WRITTEN, s, m)
+            for v in self.work.members[n]:
+                self.write_free[v] = now + seconds
+        if s == self.last:
+            self.offer_backward(s, m)
+        elif self.work.channel[s][m] < 0:
+            self.offer(FORWARD, s + 1, m)
         else:
-            number = _queue_send(work, run, events, now, number, work.channel[s, m], m)
-        return number
-    if kind == WEIGHTS or not work.split[s]:
-        _release(work, run, s, m)
-    if kind == BACKWARD:
-        if work.split[s]:
-            _offer(work, run, WEIGHTS, s, m)
-        if s > 0 and work.channel[s - 1, m] < 0:
-            _offer_backward(work, run, s - 1, m)
+            self.send(now, self.work.channel[s][m], (SEND_F, s, m))
+
+    def differentiated(self, now: float, s: int, m: int) -> None:
+        self.released(s, m)
+        if self.work.split[s]:
+            self.offer(WEIGHTS, s, m)
+        else:
+            self.forget(s, m)
+        if s > 0 and self.work.channel[s - 1][m] < 0:
+            self.offer_backward(s - 1, m)
         elif s > 0:
-            number = _queue_send(work, run, events, now, number, work.channel[s - 1, m], m + count)
-    return number
+            self.send(now, self.work.channel[s - 1][m], (SEND_B, s, m))
 
+    def weighted(self, now: float, s: int, m: int) -> None:
+        self.released(s, m)
+        self.forget(s, m)
 
-@njit(cache=True)
-def _push(
-    work: Work, events: list[tuple[float, int, int]], time: float, number: int,
-    kind: int, s: int, m: int,
-) -> int:  # fmt: skip
-    code = (kind * work.lane.shape[0] + s) * work.lane.shape[1] + m
-    heapq.heappush(events, (time, number, code))  # among equal times, first come first served
-    return number + 1
+    def sent_forward(self, now: float, s: int, m: int) -> None:
+        self.offer(FORWARD, s + 1, m)
+        self.next_send(now, self.work.channel[s][m])
 
+    def sent_back(self, now: float, s: int, m: int) -> None:
+        self.offer_backward(s - 1, m)
+        self.next_send(now, self.work.channel[s - 1][m])
 
-@njit(cache=True)
-def _touch(work: Work, run: _Run, n: int) -> None:
-    """What shares a device with lane n may be able to start."""
-    for other in work.near[work.near_first[n] : work.near_first[n + 1]]:
-        run.dirty[other] = True
+    def is_written(self, now: float, s: int, m: int) -> None:
+        n = self.work.lane[s][m]
+        self.dirty.update(self.work.near[n])
+        self.hold(s, m, -self.work.offloaded[n])
+        self.written.add((s, m))
+        if (s, m) in self.waiting:
+            self.offer(READ_ROW, s, m)
 
+    def is_read(self, now: float, s: int, m: int) -> None:
+        self.offer(BACKWARD, s, m)
 
-@njit(cache=True)
-def _set_idle(work: Work, run: _Run, n: int, idle: bool) -> None:
-    for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-        run.idle[v] = idle
+    def wake(self, now: float, n: int, _: int) -> None:
+        self.dirty.add(n)
 
+    def released(self, s: int, m: int) -> int:
+        """The runners are idle again; gives their lane."""
+        n = self.work.lane[s][m]
+        for v in self.work.members[n]:
+            self.idle[v] = True
+        self.dirty.update(self.work.near[n])
+        return n
 
-@njit(cache=True)
-def _hold(work: Work, run: _Run, s: int, m: int, bytes_: float) -> None:
-    """Memory of microbatch m at stage s grows by ``bytes_``."""
-    n = work.lane[s, m]
-    run.held[s, m] += bytes_
-    for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-        if run.leader[v] != m:
-            run.others[v] += bytes_
+    def send(self, now: float, channel: int, item: tuple[int, int, int]) -> None:
+        self.sending[channel].append(item)
+        if self.free[channel]:
+            self.next_send(now, channel)
 
+    def next_send(self, now: float, channel: int) -> None:
+        waiting = self.sending[channel]
+        self.free[channel] = not waiting
+        if waiting:
+            kind, s, m = waiting.popleft()
+            self.starts[kind][s][m] = now
+            self.push(now + self.work.seconds[kind][s][m], kind, s, m)
 
-@njit(cache=True)
-def _release(work: Work, run: _Run, s: int, m: int) -> None:
-    """The backward of m has ended at stage s."""
-    n = work.lane[s, m]
-    _hold(work, run, s, m, -run.held[s, m])
-    run.in_flight[n] -= 1
-    for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-        run.left[v, m] -= 1
-        if run.leader[v] == m and run.left[v, m] == 0:
-            _lead(work, run, v)
+    # Memory.
 
+    def lead(self, v: int) -> None:
+        """The next leader of a device, if the present one is done; its bytes no longer count."""
+        left, m = self.left[v], self.leader[v]
+        while m < self.count and left[m] == 0:
+            m += 1
+        self.leader[v] = m
+        if m < self.count:
+            for n in self.work.places[v]:
+                s = self.work.stage[n]
+                if self.work.lane[s][m] == n:
+                    self.others[v] -= self.held[s][m]
 
-@njit(cache=True)
-def _offer_backward(work: Work, run: _Run, s: int, m: int) -> None:
-    """B or I is due; activations that are offloaded must be read first."""
-    if work.offload[work.lane[s, m]] == 0:
-        _offer(work, run, BACKWARD, s, m)
-    elif run.written[s, m]:
-        _offer(work, run, READ, s, m)
-    else:
-        run.waiting[s, m] = True
+    def hold(self, s: int, m: int, more: float) -> None:
+        """What is held for microbatch m at stage s grows by ``more`` bytes."""
+        if more == 0:
+            return
+        self.held[s][m] += more
+        for v in self.work.members[self.work.lane[s][m]]:
+            self.total[v] += more
+            self.peak[v] = max(self.peak[v], self.total[v])
+            if self.leader[v] != m:
+                self.others[v] += more
 
+    def forget(self, s: int, m: int) -> None:
+        """The backward of m has ended at stage s."""
+        n = self.work.lane[s][m]
+        self.hold(s, m, -self.held[s][m])
+        self.in_flight[n] -= 1
+        for v in self.work.members[n]:
+            self.left[v][m] -= 1
+            if self.leader[v] == m and self.left[v][m] == 0:
+                self.lead(v)
 
-@njit(cache=True)
-def _offer(work: Work, run: _Run, kind: int, s: int, m: int) -> None:
-    """Microbatch m may do this at stage s: it waits in its lane's queue, a heap."""
-    n = work.lane[s, m]
-    row = 3 if kind == READ else kind
-    q = 4 * n + row
-    run.dirty[n] = True
-    keys, heap = run.order[row, s], run.queue[q]
-    i = run.length[q]
-    run.length[q] += 1
-    while i > 0 and keys[heap[(i - 1) // 2]] > keys[m]:
-        heap[i] = heap[(i - 1) // 2]
-        i = (i - 1) // 2
-    heap[i] = m
+    def fits(self, n: int, need: float, m: int, limited: bool) -> bool:
+        """Whether memory, and the limit in flight, let m start on lane n."""
+        leads = True
+        for v in self.work.members[n]:
+            if self.leader[v] != m:
+                leads = False
+                if need > 0 and self.others[v] + need > self.work.spare[v]:
+                    return False
+        return leads or not limited or self.in_flight[n] < self.limits[n]
 
+    # Starts.
 
-@njit(cache=True)
-def _take(work: Work, run: _Run, q: int, m: int) -> None:
-    """Microbatch m leaves its queue."""
-    keys, heap = run.order[q % 4, work.stage[q // 4]], run.queue[q]
-    run.length[q] -= 1
-    size = run.length[q]
-    i = 0
-    while heap[i] != m:
-        i += 1
-    if i == size:
-        return
-    last = heap[size]
-    while i > 0 and keys[heap[(i - 1) // 2]] > keys[last]:
-        heap[i] = heap[(i - 1) // 2]
-        i = (i - 1) // 2
-    while 2 * i + 1 < size:
-        child = 2 * i + 1
-        if child + 1 < size and keys[heap[child + 1]] < keys[heap[child]]:
-            child += 1
-        if keys[heap[child]] >= keys[last]:
-            break
-        heap[i] = heap[child]
-        i = child
-    heap[i] = last
+    def start_all(self, now: float) -> None:
+        """Start what can start, the most urgent first."""
+        while self.dirty:
+            best: tuple[float, int, int, int] | None = None
+            for n in sorted(self.dirty):
+                found = self.most_urgent(n, now)
+                if found is None:
+                    self.dirty.discard(n)
+                elif best is None or found < best:
+                    best = found
+            if best is not None:
+                self.start(now, *best[1:])
 
+    def most_urgent(self, n: int, now: float) -> tuple[float, int, int, int] | None:
+        """What lane n would start now: urgency, lane, row and microbatch."""
+        if self.work.offload[n] > 0:
+            self.read(n, now)
+        if not all(self.idle[v] for v in self.work.members[n]):
+            return None
+        found = [
+            (self.keys[row][self.work.stage[n]][m], n, row, m)
+            for row in (FORWARD, BACKWARD, WEIGHTS)
+            if self.queues[n][row] and (m := self.candidate(n, row, now)) >= 0
+        ]
+        return min(found, default=None)
 
-@njit(cache=True)
-def _queue_send(
-    work: Work, run: _Run, events: list[tuple[float, int, int]], now: float, number: int,
-    channel: int, item: int,
-) -> int:  # fmt: skip
-    run.channel_queue[channel, run.channel_ends[channel, 1]] = item
-    run.channel_ends[channel, 1] += 1
-    return _send(work, run, events, now, number, channel)
+    def candidate(self, n: int, row: int, now: float) -> int:
+        """The microbatch that a queue may start now, -1 if there is none."""
+        if row == WEIGHTS:
+            return self.queues[n][row][0][1]
+        work = self.work
+        need = work.kept[n] + work.offloaded[n] if row == FORWARD else work.again[n]
+        m = self.first_fit(n, row, need)
+        if m < 0 or work.offload[n] == 0:
+            return m
+        seconds = work.seconds[FORWARD][work.stage[n]][m]
+        earliest = max(
+            # What ends is written at once; what is read comes one after the other.
+            self.write_free[v] - seconds if row == FORWARD else self.last_read[v] + work.offload[n]
+            for v in work.members[n]
+        )
+        if earliest <= now:
+            return m
+        self.push(earliest, WAKE, n, 0)
+        return -1
 
+    def first_fit(self, n: int, row: int, need: float) -> int:
+        """The most urgent microbatch of a queue if it fits, else the leader if it waits there."""
+        m = self.queues[n][row][0][1]
+        if self.fits(n, need, m, row == FORWARD):
+            return m
+        leaders = {self.leader[v] for v in self.work.members[n]}
+        m = leaders.pop()
+        waits = not leaders and any(other == m for _, other in self.queues[n][row])
+        return m if waits else -1
 
-@njit(cache=True)
-def _send(
-    work: Work, run: _Run, events: list[tuple[float, int, int]], now: float, number: int,
-    channel: int,
-) -> int:  # fmt: skip
-    """The next transfer of a channel, if it is free and something waits."""
-    begin, end = run.channel_ends[channel]
-    if begin == end or not run.channel_free[channel]:
-        return number
-    run.channel_free[channel] = False
-    run.channel_ends[channel, 0] += 1
-    item, count = run.channel_queue[channel, begin], work.lane.shape[1]
-    s, m, kind = run.channel_stage[channel], item, SEND_F
-    if item >= count:
-        s, m, kind = s + 1, item - count, SEND_B
-    run.starts[kind, s, m] = now
-    return _push(work, events, now + work.seconds[kind, s, m], number, kind, s, m)
-
-
-@njit(cache=True)
-def _start_all(
-    work: Work, run: _Run, events: list[tuple[float, int, int]], now: float, number: int
-) -> int:
-    """Start what can start, the most urgent first."""
-    while True:
-        best, urgency = -1, np.inf
-        chosen = -1
-        for n in np.flatnonzero(run.dirty):
-            number = _read(work, run, events, now, number, n)
-            if not _is_idle(work, run, n):
-                continue
-            for row in range(3):
-                m, wake = _candidate(work, run, n, row, now)
-                if wake < np.inf:
-                    number = _push(
-                        work, events, wake, number, WAKE,
-                        n // work.lane.shape[1], n % work.lane.shape[1],
-                    )  # fmt: skip
-                if m >= 0 and run.order[row, work.stage[n], m] < urgency:
-                    best, urgency, chosen = 4 * n + row, run.order[row, work.stage[n], m], m
-        if best < 0:
-            break
-        number = _start(work, run, events, now, number, best, chosen)
-    run.dirty[:] = False
-    return number
-
-
-@njit(cache=True)
-def _is_idle(work: Work, run: _Run, n: int) -> bool:
-    for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-        if not run.idle[v]:
-            return False
-    return True
-
-
-@njit(cache=True)
-def _candidate(work: Work, run: _Run, n: int, row: int, now: float) -> tuple[int, float]:
-    """The microbatch that a queue may start now (-1: none), or when it is to be asked again."""
-    q = 4 * n + row
-    if run.length[q] == 0:
-        return -1, np.inf
-    m = run.queue[q, 0]
-    if row != WEIGHTS and not _fits(work, run, n, row, m):
-        m = _leader(work, run, q)
-        if m < 0:
-            return -1, np.inf
-    if work.offload[n] == 0 or row == WEIGHTS:
-        return m, np.inf
-    s, earliest = work.stage[n], now
-    for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-        if row == FORWARD:  # it is written as soon as it ends
-            earliest = max(earliest, run.write_free[v] - work.seconds[FORWARD, s, m])
+    def take(self, n: int, row: int, m: int) -> None:
+        queue = self.queues[n][row]
+        if queue[0][1] == m:
+            heapq.heappop(queue)
         else:
-            earliest = max(earliest, run.last_read[v] + work.offload[n])
-    if earliest > now:
-        return -1, earliest
-    return m, np.inf
+            queue.remove((self.keys[row][self.work.stage[n]][m], m))
+            heapq.heapify(queue)
 
+    def read(self, n: int, now: float) -> None:
+        """Read activations from the host for the next backwards, as far as there is memory."""
+        work = self.work
+        while (
+            self.queues[n][READ_ROW] and (m := self.first_fit(n, READ_ROW, work.offloaded[n])) >= 0
+        ):
+            self.take(n, READ_ROW, m)
+            self.hold(work.stage[n], m, work.offloaded[n])
+            self.push(now + work.offload[n], READ, work.stage[n], m)
 
-@njit(cache=True)
-def _leader(work: Work, run: _Run, q: int) -> int:
-    """The microbatch in a queue that leads on all devices of its lane, -1 if there is none."""
-    n = q // 4
-    first = work.members_first[n]
-    m = run.leader[work.members[first]]
-    for v in work.members[first : work.members_first[n + 1]]:
-        if run.leader[v] != m:
-            return -1
-    for i in range(run.length[q]):
-        if run.queue[q, i] == m:
-            return int(m)
-    return -1
-
-
-@njit(cache=True)
-def _fits(work: Work, run: _Run, n: int, row: int, m: int) -> bool:
-    """Whether limits and memory let m start: F takes what is kept, B or I what is kept again."""
-    need = work.again[n]
-    if row == FORWARD:
-        need = work.kept[n] + work.offloaded[n]
-    elif row == 3:
-        need = work.offloaded[n]
-    leads = True
-    for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-        if run.leader[v] != m:
-            leads = False
-            if need > 0 and run.others[v] + need > work.room[v] - work.alone[v]:
-                return False
-    return leads or row != FORWARD or run.in_flight[n] < run.limits[n]
-
-
-@njit(cache=True)
-def _read(
-    work: Work, run: _Run, events: list[tuple[float, int, int]], now: float, number: int, n: int
-) -> int:
-    """Begin to read activations from the host for the next backward, if there is memory."""
-    q = 4 * n + 3
-    while run.length[q] > 0:
-        m = run.queue[q, 0]
-        if not _fits(work, run, n, 3, m):
-            m = _leader(work, run, q)
-        if m < 0:
-            break
-        _take(work, run, q, m)
-        _hold(work, run, work.stage[n], m, work.offloaded[n])
-        number = _push(work, events, now + work.offload[n], number, READ, work.stage[n], m)
-    return number
-
-
-@njit(cache=True)
-def _start(
-    work: Work, run: _Run, events: list[tuple[float, int, int]], now: float, number: int,
-    q: int, m: int,
-) -> int:  # fmt: skip
-    n, row = q // 4, q % 4
-    s = work.stage[n]
-    _take(work, run, q, m)
-    _set_idle(work, run, n, False)
-    run.starts[row, s, m] = now
-    if row == FORWARD:
-        run.in_flight[n] += 1
-        _hold(work, run, s, m, work.kept[n] + work.offloaded[n])
-    elif row == BACKWARD:
-        _hold(work, run, s, m, work.again[n])
-        if work.offload[n] > 0:
-            for v in work.members[work.members_first[n] : work.members_first[n + 1]]:
-                run.last_read[v] = now
-    return _push(work, events, now + work.seconds[row, s, m], number, row, s, m)
+    def start(self, now: float, n: int, row: int, m: int) -> None:
+        work, s = self.work, self.work.stage[n]
+        self.take(n, row, m)
+        for v in work.members[n]:
+            self.idle[v] = False
+        self.starts[row][s][m] = now
+        if row == FORWARD:
+            self.in_flight[n] += 1
+            self.hold(s, m, work.kept[n] + work.offloaded[n])
+        elif row == BACKWARD:
+            self.hold(s, m, work.again[n])
+            if work.offload[n] > 0:
+                for v in work.members[n]:
+                    self.last_read[v] = now
+        self.push(now + work.seconds[row][s][m], row, s, m)

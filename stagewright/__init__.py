@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
     from stagewright.graphs.jobs import Workload, load_workload
     from stagewright.graphs.pool import Pool, parse_pool
-    from stagewright.solvers.planners.proposal import PeriodicChoices
+    from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import Result
     from stagewright.solvers.policies import AllocationResult
 
@@ -75,7 +75,7 @@ def plan(
     threads: int = 1,
     seed: int = 0,
     memory_limit_bytes: float | None = None,
-    choices: "PeriodicChoices | None" = None,
+    choices: "Choices | None" = None,
 ) -> "Result":
     """Plan one training iteration of ``chain`` on ``cluster``.
 
@@ -94,9 +94,8 @@ def plan(
     memory_limit_bytes
         What a device may use of its memory; None: all of it.
     choices
-        For the planners ``1f1b-star`` and ``madpipe`` alone: a group size, recomputation,
-        offloading, a period
-        (:class:`~stagewright.solvers.planners.proposal.PeriodicChoices`).
+        Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
+        size and a period (:class:`~stagewright.solvers.planners.proposal.Choices`).
 
     Returns
     -------
