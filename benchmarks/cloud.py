@@ -4,7 +4,9 @@ The price logs are the thesis' own (AWS and Azure, 24 February to 23 March 2020)
 leaves it open: AWS and Azure are taken in the US (as in figure 6.3), a job may start at midnight
 (UTC) of every day on which all of its strategies end within the logs, and a cost reduction is the
 mean over those days of the baseline's dollars over the strategy's. Moving is free, as there; a row
-at the end has moves that take ten minutes.
+at the end has moves that take ten minutes. A job has one GPU and pays a share of its instance, as
+there: others are packed onto the rest. The last rows are of instances that are rented whole, by a
+job of one GPU and by one of eight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,7 @@ from stagewright.formulations.switching import (
     Overheads,
     SwitchingProblem,
     offers_of,
+    shares_of,
 )
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.importers.cloud_prices import read_cloud_logs, read_model_rates
@@ -96,10 +99,19 @@ NO_LATER, OPTIMUM = "optimum, no later", "optimum"
 
 
 def runs(
-    model: str, days: float, names: Sequence[str], overheads: Overheads = NO_OVERHEADS
+    model: str,
+    days: float,
+    names: Sequence[str],
+    overheads: Overheads = NO_OVERHEADS,
+    whole_gpus: int | None = None,
 ) -> Iterator[Run]:
-    """The job on every day from which all strategies of ``names`` end within the logs."""
-    offers = offers_of(market(), rates(model))
+    """The job on every day from which all strategies of ``names`` end within the logs.
+
+    It pays a share of an instance; or, with ``whole_gpus``, whole instances for so many GPUs.
+    """
+    offers = shares_of(market(), rates(model))
+    if whole_gpus is not None:
+        offers = offers_of(market(), rates(model), whole_gpus)
     begin, end = market().from_seconds, market().until_seconds
     while begin < end:
         asked = SwitchingProblem(offers, 24 * days, begin, end, overheads)
@@ -146,7 +158,8 @@ def figure5_table(found: dict[str, Sequence[Run]]) -> Table:
         )
     return Table(
         "cloud",
-        f"Thesis figure 6.5: mean cost of 1xv100 over a strategy's, {JOB_DAYS:g} V100-days "
+        f"Thesis figure 6.5: mean cost of 1xv100 over a strategy's, {JOB_DAYS:g} V100-days, one "
+        "GPU that pays its share of an instance "
         "(printed: up to 3.5 for dynamic)",
         (
             "model", "start days", "1xv100, $", *NAMES[1:], "moves of dynamic: mean (most)",
@@ -224,5 +237,10 @@ def tables(quick: bool) -> list[Table]:
         FIGURES.mkdir(exist_ok=True)
         figure5(four).savefig(FIGURES / "cloud-figure5.png")
         figure6(by_days).savefig(FIGURES / "cloud-figure6.png")
-    moved = list(runs("Transformer", JOB_DAYS, list(STRATEGIES), MOVES))
-    return [figure5_table({**four, "Transformer, 10 min a move": moved}), figure6_table(by_days)]
+    names = list(STRATEGIES)
+    rest = {
+        "Transformer, 10 min a move": list(runs("Transformer", JOB_DAYS, names, MOVES)),
+        "Transformer, whole instances": list(runs("Transformer", JOB_DAYS, names, whole_gpus=1)),
+        "Transformer, 8 GPUs, whole": list(runs("Transformer", JOB_DAYS, names, whole_gpus=8)),
+    }
+    return [figure5_table({**four, **rest}), figure6_table(by_days)]

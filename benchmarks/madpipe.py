@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.progress import track
 
+from benchmarks.models import paper_model
 from benchmarks.report import Table, percent
 from stagewright.formulations.assembly import assemble_pattern
 from stagewright.formulations.forms import Limits, silent
@@ -28,7 +29,6 @@ from stagewright.formulations.one_f_one_b import least_period
 from stagewright.formulations.pattern import kept_bytes, pattern_problem, static_bytes
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Stage
-from stagewright.graphs.analytic import analytic_model
 from stagewright.graphs.chain import Chain
 from stagewright.graphs.cluster import Link, uniform_servers
 from stagewright.solvers.planners.madpipe import plan_madpipe
@@ -99,9 +99,7 @@ def keeps_inputs(chain: Chain, input_bytes: float) -> Chain:
 @cache
 def network_chain(network: str) -> Chain:
     """A network of the study on a V100 in fp32, as the paper counts memory."""
-    return keeps_inputs(
-        analytic_model(network, BATCH, image=IMAGE), BATCH * 3 * IMAGE * IMAGE * 4.0
-    )
+    return keeps_inputs(paper_model(network, BATCH, image=IMAGE), BATCH * 3 * IMAGE * IMAGE * 4.0)
 
 
 def problem(case: Case) -> PipelineProblem:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from rich.progress import track
 
+from benchmarks.models import paper_model
 from benchmarks.partition import peak_bytes
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
@@ -32,7 +33,6 @@ from stagewright.formulations.one_f_one_b import load_bound, period_bound
 from stagewright.formulations.pattern import PatternProblem, pattern_problem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import InvalidPlan, Stage
-from stagewright.graphs.analytic import analytic_model
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Link, uniform_servers
 from stagewright.solvers.joint_patterns import JointAnswer, joint_optimum
@@ -102,7 +102,7 @@ def _as_one(layers: Sequence[Layer]) -> Layer:
 @cache
 def network(name: str) -> Chain:
     """A network on large images, analytic on a V100."""
-    return analytic_model(name, BATCH, image=IMAGE)
+    return paper_model(name, BATCH, image=IMAGE)
 
 
 def tight_problem(chain: Chain, devices: int, share: float) -> PipelineProblem:

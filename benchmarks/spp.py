@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.models import paper_model
 from benchmarks.report import Table, percent
 from stagewright.formulations.forms import Limits
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.spp import makespan_problem
-from stagewright.graphs.analytic import analytic_model
 from stagewright.graphs.chain import Chain
 from stagewright.graphs.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.devices import accelerator
@@ -96,7 +96,7 @@ def table3_problem(case: tuple[str, str]) -> PipelineProblem:
     """The problem of a model and a testbed."""
     model, kind = case
     workload = next(workload for workload in WORKLOADS if workload.model == model)
-    chain = analytic_model(model, workload.samples[kind], kind)
+    chain = paper_model(model, workload.samples[kind], kind)
     return PipelineProblem(chain, testbed(kind), workload.microbatches)
 
 
@@ -237,7 +237,7 @@ def bert(
     servers: Sequence[int] = (4,) * 8,
 ) -> PipelineProblem:
     """Section V-B's default, BERT-large in 32 microbatches of 6, but for what a sweep changes."""
-    chain = scaled_activations(analytic_model(model, 6), activations)
+    chain = scaled_activations(paper_model(model, 6), activations)
     return PipelineProblem(chain, simulated_cluster(servers, inter_gbps), microbatches)
 
 

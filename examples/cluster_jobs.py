@@ -39,7 +39,7 @@ JOBS = 24
 
 def rate(model: str, scale: int, kind: str, bytes_per_second: float) -> float:
     """Iterations per second of data-parallel training on ``scale`` accelerators."""
-    chain = analytic_model(model, MODELS[model], [kind])
+    chain = analytic_model(model, MODELS[model], [kind], tied_copies=False)  # all in one stage
     costs = [layer.costs[0] for layer in chain.layers]
     seconds = sum(
         cost.forward_seconds

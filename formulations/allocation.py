@@ -392,6 +392,17 @@ def _pair_rows(problem: AllocationProblem, allocation: Allocation, chosen: Bools
     return np.array(found, dtype=np.int64)
 
 
+def accelerators_in_use(problem: AllocationProblem, allocation: Allocation) -> Floats:
+    """Mean number of accelerators of each type of the pool that work, shape (types,).
+
+    A pair takes its accelerators once.
+    """
+    used = np.zeros(len(problem.table.pool.accelerators))
+    scale = problem.scale[allocation.job]
+    np.add.at(used, problem.table.accelerator[allocation.worker], allocation.share * scale)
+    return used
+
+
 def check(problem: AllocationProblem, allocation: Allocation) -> None:
     """Equations 5.1 to 5.3 and the rules of pairs and placement, from the definitions.
 
@@ -407,11 +418,8 @@ def check(problem: AllocationProblem, allocation: Allocation) -> None:
     if (time > 1 + TOLERANCE).any():
         job = int(time.argmax())
         raise InvalidPlan(f"job {problem.names[job]!r} runs {time[job]:.9g} of the time")
-    # A pair takes its accelerators once.
-    used = np.zeros(len(problem.table.workers))
-    np.add.at(used, allocation.worker, allocation.share * problem.scale[allocation.job])
-    for number, accelerator in enumerate(problem.table.pool.accelerators):
-        of_type = used[problem.table.accelerator == number].sum()
+    used = accelerators_in_use(problem, allocation)
+    for of_type, accelerator in zip(used, problem.table.pool.accelerators, strict=True):
         if of_type > accelerator.count * (1 + TOLERANCE):
             raise InvalidPlan(
                 f"{of_type:.9g} accelerators {accelerator.name!r} are in use on average, there are "

@@ -189,6 +189,7 @@ def _scheduled(
             for device in stages[s].devices if m is None else stages[s].runners(m):
                 yield ScheduledAction(device, str(action), start, finish)
         else:
+            assert m is not None  # a transfer is of a microbatch
             towards = s + 1 if action.kind is ActionKind.SEND_FORWARD else s - 1
             sources, targets = stages[s].runners(m), stages[towards].runners(m)
             volume = problem.boundary_bytes(stages[min(s, towards)].layers[1])

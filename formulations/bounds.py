@@ -19,12 +19,14 @@ from stagewright.formulations.plan_class import DISJOINT_SPLIT
 
 Floats = NDArray[np.float64]
 
+ONE_MACHINE = "one-machine relaxation"
+
 
 def schedule_bounds(problem: MakespanProblem) -> tuple[Bound, ...]:
     """All bounds, in the problem's unit of time; the largest is the one to keep."""
     ways = _Ways.of(problem)
     named = [(name, bound(problem, ways)) for name, bound in QUICK]
-    named.append(("one-machine relaxation", one_machine_relaxation(problem, ways)))
+    named.append((ONE_MACHINE, one_machine_relaxation(problem, ways)))
     return tuple(Bound(seconds, name, "schedule", DISJOINT_SPLIT) for name, seconds in named)
 
 
@@ -224,3 +226,5 @@ QUICK: tuple[tuple[str, Callable[[MakespanProblem, _Ways], float]], ...] = (
     ("warm-up and drain", warm_up_and_drain),
     ("in-flight slots", in_flight_slots),
 )
+
+NAMES = (*(name for name, _ in QUICK), ONE_MACHINE)

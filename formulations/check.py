@@ -42,6 +42,7 @@ from stagewright.formulations.plan import (
     updates_every_round,
 )
 from stagewright.formulations.plan_class import Weights, class_of
+from stagewright.formulations.proofs import Verdict, verdicts
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
 
@@ -63,6 +64,8 @@ Row = tuple[ActionKind, Turn]
 
 Split = NDArray[np.bool_]
 """Per stage and microbatch, shape (S, M): whether the backward stands as I and W."""
+
+PROOF = "proof"  # the rule that a refuted bound or guarantee breaks
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -86,11 +89,25 @@ def check(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Violation, ...]
     """Every broken rule, none if ``plan`` is a valid answer to ``problem``.
 
     Times are compared with a tolerance of ``RELATIVE_TOLERANCE`` of the iteration. Rules on times
-    are read only once the structure is right. A periodic plan is unrolled for as many microbatches
-    as it takes until everything that can be at one time is, a whole period long.
+    are read only once the structure is right, and the proofs in the certificate only once the rest
+    is. A periodic plan is unrolled for as many microbatches as it takes until everything that can
+    be at one time is, a whole period long.
     """
-    found = structure(problem, plan)
-    return found or tuple(_broken_times(_read_times(problem, plan), plan))
+    found = structure(problem, plan) or tuple(_broken_times(_read_times(problem, plan), plan))
+    return found or refutations(verdicts(problem, plan))
+
+
+def refutations(found: Sequence[Verdict]) -> tuple[Violation, ...]:
+    """The bounds and guarantees that their arguments do not give, as broken rules."""
+    return tuple(
+        Violation(
+            PROOF,
+            f"certificate.{one.place}",
+            f"{one.seconds:.9g} s by {one.name!r} is refuted: {one.reason}",
+        )
+        for one in found
+        if one.verdict == "refuted"
+    )
 
 
 def require_valid(problem: PipelineProblem, plan: PipelinePlan) -> float:

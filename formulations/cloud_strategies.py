@@ -182,8 +182,8 @@ def _moving(
     problem: SwitchingProblem, now: Offer, then: Offer, at: float, copied: set[str]
 ) -> float:
     overheads, old, new = problem.overheads, now.instance, then.instance
-    paid = overheads.checkpoint_seconds * now.series.price(at) / old.gpus
-    paid += overheads.restore_seconds * then.series.price(at) / new.gpus
+    paid = overheads.checkpoint_seconds * now.price(at)
+    paid += overheads.restore_seconds * then.price(at)
     dollars = paid / HOUR
     if (old.provider, old.region) != (new.provider, new.region):
         dollars += overheads.egress_dollars

@@ -21,6 +21,7 @@ from stagewright.formulations.relaxation import Relaxation, relax
 Devices = tuple[int, ...]
 Floats = NDArray[np.float64]
 
+JOINT_SEARCH = "joint branch and bound with CP-SAT"
 MARGIN = 1e-9  # relative; differences of prefix sums are rounded
 
 

@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Records = NDArray[np.void]
 
+ALLOCATIONS = "search over all allocations"
 MODES = ("none", "full")
 
 

@@ -22,6 +22,8 @@ MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horiz
 MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least
 EXACT = 1e-12  # relative error of a time that still counts as a multiple of the unit
 
+CP_SAT = "CP-SAT"
+
 
 @dataclass(frozen=True)
 class ByIntervals:

@@ -37,6 +37,8 @@ MARGIN = 1e-12  # relative: rounding of sums of times
 BYTE_UNITS = 2**36  # in which a device's room is measured in integers
 SCALE = 2.0**10  # of rows and costs: MILP solvers allow absolute errors of 1e-6 in them
 
+PATTERN = "integer program of the pattern"
+
 
 class Affine(NamedTuple):
     """``constant + sum(sign * k[pair])``: whole periods, in terms of the orders."""

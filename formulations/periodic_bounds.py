@@ -24,6 +24,13 @@ REDUCTION = "largest all-reduce of a layer"
 AVERAGE_MEMORY = "memory of all devices, averaged over the period"
 LAYER_MEMORY = "microbatches in flight that 1F1B* keeps of one layer"
 
+NAMES = (LOAD, LAYER, REDUCTION, AVERAGE_MEMORY, LAYER_MEMORY)
+
+
+def iteration_seconds(problem: PipelineProblem, period: float) -> float:
+    """What an iteration takes at least if its period is at least ``period``."""
+    return period * problem.microbatches
+
 
 def period_bounds(
     problem: PipelineProblem, size: int, recompute: tuple[str, ...] = ("none",)

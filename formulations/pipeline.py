@@ -117,9 +117,15 @@ class PipelineProblem:
         Only for layers that know them, see :meth:`layer_with_whole_backward`.
         """
         kinds = {self.cluster.devices[v].kind for v in devices}
-        samples = self.samples(len(devices))
-        parts = [self._gradient_profiles[kind].at(samples) for kind in sorted(kinds)]
+        parts = [self.gradient_costs(kind, len(devices)) for kind in sorted(kinds)]
         return _slowest(parts, start, stop)
+
+    def gradient_costs(self, kind: str, replicas: int) -> ChainCosts:
+        """As :meth:`costs`, with the input gradient as forward, the weight gradient as backward.
+
+        Layers that know only their whole backward count 0.
+        """
+        return self._gradient_profiles[kind].at(self.samples(replicas))
 
     def layer_with_whole_backward(self, start: int, stop: int) -> str | None:
         """The first of layers [start, stop) that knows only the sum of its backward's parts."""

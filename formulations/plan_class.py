@@ -196,6 +196,7 @@ def _memory_limits(plans: PlanClass) -> Iterator[str]:
 
 EVERY_PLAN = PlanClass()
 EVERY_FINITE = PlanClass(schedules=("finite",))
+WHOLE_FINITE = replace(EVERY_FINITE, split_backward=False)
 EVERY_PERIODIC = PlanClass(
     replication=("split",), schedules=("periodic",), weights=("double-buffer",)
 )
@@ -214,5 +215,9 @@ no less time: see docs/certificates.md.
 """
 WHOLE_PERIODIC = replace(EVERY_PERIODIC, split_backward=False, recompute=("none",), offload=False)
 """Periodic plans with whole backwards that keep what they need until then."""
+SEARCHED_ALLOCATIONS = replace(
+    WHOLE_PERIODIC, sharing="groups", recompute=("none", "full"), merged=True
+)
+"""What the search over all allocations to groups of devices looks at."""
 PATTERNS = replace(EVERY_PERIODIC, sharing="groups", split_backward=False, offload=False)
 """What the patterns of given stages are compared with."""

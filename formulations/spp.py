@@ -5,13 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.bppm import StageChoice
-from stagewright.formulations.check import Blocks, durations
-from stagewright.formulations.makespan import MakespanProblem, Timetable
+from stagewright.formulations.makespan import MakespanProblem
 from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Stage
 
+LEMMA_1_PREMISE = "for PE's schedule of its stages, whose microbatches all fit in memory"
 LEMMA_1 = "SPP Lemma 1, (1 + (4S-4)/M) M C + max A"
 THEOREM_1 = "SPP Theorem 1, (2 + (4V-4)/M) W"
 
@@ -44,41 +42,6 @@ def makespan_problem(
     )
 
 
-def starts_of(problem: PipelineProblem, stages: Sequence[Stage], times: Timetable) -> Blocks:
-    """The start times of ``times`` in the form of the checker.
-
-    The all-reduce and the optimizer's step, which are one in a makespan problem, stand apart; so
-    do transfers that are none, between stages on the same devices.
-    """
-    lasting = durations(problem, stages)
-    nowhere = np.full((1, problem.microbatches), np.nan)
-    reduced = np.nan_to_num(lasting[ActionKind.REDUCE])
-    starts = {
-        ActionKind.FORWARD: times.forward,
-        ActionKind.BACKWARD: times.backward,
-        ActionKind.SEND_FORWARD: np.concatenate([times.send_forward, nowhere]),
-        ActionKind.SEND_BACKWARD: np.concatenate([nowhere, times.send_backward]),
-        ActionKind.REDUCE: times.reduce[:, None],
-        ActionKind.UPDATE: times.reduce[:, None] + reduced,
-    }
-    return {
-        kind: np.where(np.isnan(seconds), np.nan, starts.get(kind, np.nan))
-        for kind, seconds in lasting.items()
-    }
-
-
-def timetable_of(starts: Blocks) -> Timetable:
-    """The other way round, for split stages on disjoint devices with whole backwards."""
-    begun = np.fmin(starts[ActionKind.REDUCE], starts[ActionKind.UPDATE])[:, 0]
-    return Timetable(
-        starts[ActionKind.FORWARD],
-        starts[ActionKind.BACKWARD],
-        starts[ActionKind.SEND_FORWARD][:-1],
-        starts[ActionKind.SEND_BACKWARD][1:],
-        np.where(np.isnan(begun), starts[ActionKind.BACKWARD].max(axis=1), begun),
-    )
-
-
 def lemma1_seconds(problem: MakespanProblem) -> float:
     """Lemma 1: PE ends within (1 + (4|S| - 4) / M) M C + max A, without in-flight limits.
 
@@ -88,6 +51,26 @@ def lemma1_seconds(problem: MakespanProblem) -> float:
     channels = np.add(problem.send_forward, problem.send_backward)
     largest = max([*stages, *channels])
     return float((problem.microbatches + 4 * len(stages) - 4) * largest + max(problem.reduce))
+
+
+def theorem1_seconds(problem: PipelineProblem, balanced: MakespanProblem) -> float:
+    """Theorem 1's figure, from the balanced stages: (2 + (4V - 4) / M) W.
+
+    W is the largest time of a stage, with what follows it, or of a channel over all microbatches.
+    """
+    stages = np.add(balanced.forward, balanced.backward) * balanced.microbatches
+    channels = np.add(balanced.send_forward, balanced.send_backward) * balanced.microbatches
+    largest = max([*(stages + np.array(balanced.reduce)), *channels])
+    return float((2 + (4 * len(problem.cluster) - 4) / problem.microbatches) * largest)
+
+
+def theorem1_premise(problem: PipelineProblem) -> str:
+    """What Theorem 1 compares with, and where that holds."""
+    return (
+        f"at most {theorem1_factor(problem):.4g} T*, T* the least time of plans with disjoint "
+        "devices and split replicas that use every device, where devices are of one kind, take "
+        "time in proportion to their share of a microbatch, and links have no latency"
+    )
 
 
 def theorem1_factor(problem: PipelineProblem) -> float:

@@ -1,9 +1,10 @@
 """On which cloud instance a training job runs when: problem, plan and its cost.
 
 Narayanan, PhD thesis (2021), section 6.3.2: prices of spot instances change, so a job can be moved
-between instances, zones, regions and clouds. A job runs on one GPU; of an instance with several it
-pays its part (the thesis: others are packed onto the rest). Times are seconds since 1970 (UTC).
-Work is counted in reference hours, for example V100-hours, and rates in reference hours per hour.
+between instances, zones, regions and clouds. Instances are rented whole: a job of N GPUs has
+ceil(N / k) instances of k GPUs each and pays all of them (:func:`offers_of`). Times are seconds
+since 1970 (UTC). Work is counted in reference hours, for example hours on N V100s, and rates in
+reference hours per hour; a job on several instances is taken for as fast as on one.
 
 A stay on an instance begins with ``restore_seconds`` (boot, load the checkpoint) and, unless the
 job ends with it, ends with ``checkpoint_seconds`` (write it): both are paid and do no work. Between
@@ -13,12 +14,12 @@ instance may be preempted is left to the rates (:func:`stagewright.graphs.prices
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagewright.formulations.plan import InvalidPlan
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.prices import HOUR, Instance, Market, PriceSeries
-from stagewright.graphs.units import require_amount
+from stagewright.graphs.prices import HOUR, MAX_GPUS, Instance, Market, PriceSeries
+from stagewright.graphs.units import require_amount, require_count
 
 TOLERANCE = 1e-9
 """By how much the work of a valid plan may fall short, relatively: rounding."""
@@ -49,12 +50,21 @@ NO_OVERHEADS = Overheads()
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A GPU that can be rented: its instance's prices, and the work it does in an hour."""
+    """What a job can rent: an instance's prices, and the work that the job does there in an hour.
+
+    ``instances`` is how many of them it pays; a part of one where others pay for the rest.
+    """
 
     series: PriceSeries
     rate: float
+    instances: float = 1.0
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.instances) and self.instances > 0):
+            raise InputError(
+                f"the job must pay for more than zero of {self.instance.key!r}, got "
+                f"{self.instances:g}"
+            )
         if not (math.isfinite(self.rate) and self.rate > 0):
             raise InputError(
                 f"the rate on {self.instance.key!r} must be more than zero, got {self.rate:g}"
@@ -66,12 +76,16 @@ class Offer:
         return self.series.instance
 
     def dollars(self, begin: float, end: float) -> float:
-        """Dollars for one of the instance's GPUs from ``begin`` to ``end``."""
-        return self.series.dollars(begin, end) / self.instance.gpus
+        """Dollars that the job pays from ``begin`` to ``end``."""
+        return self.series.dollars(begin, end) * self.instances
+
+    def price(self, at_seconds: float) -> float:
+        """Dollars per hour that the job pays at a time."""
+        return self.series.price(at_seconds) * self.instances
 
     def dollars_per_work(self, at_seconds: float) -> float:
-        """Price of one GPU over its rate: the inverse of cost-normalised throughput (6.3.1)."""
-        return self.series.price(at_seconds) / self.instance.gpus / self.rate
+        """Price over rate: the inverse of cost-normalised throughput (6.3.1)."""
+        return self.price(at_seconds) / self.rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +118,34 @@ class SwitchingProblem:
             offer.series.require_cover(self.start_seconds, self.deadline_seconds)
 
 
-def offers_of(market: Market, rates: Mapping[str, float]) -> tuple[Offer, ...]:
-    """An offer per instance whose kind of GPU has a rate.
+def offers_of(market: Market, rates: Mapping[str, float], gpus: int = 1) -> tuple[Offer, ...]:
+    """For a job of ``gpus`` GPUs an offer per instance whose kind of GPU has a rate, rented whole.
 
     Raises
     ------
     InputError
-        If a rate is for a kind that no instance has, or no instance is left.
+        If a rate is for a kind that no instance has, no instance is left, or the number of GPUs
+        is none.
     """
+    require_count(gpus, "gpus", MAX_GPUS)
+    return tuple(
+        replace(offer, instances=float(-(-gpus // offer.instance.gpus)))
+        for offer in _single(market, rates)
+    )
+
+
+def shares_of(market: Market, rates: Mapping[str, float]) -> tuple[Offer, ...]:
+    """For a job of one GPU the same offers, of which it pays a share of an instance: one GPU's.
+
+    The thesis's assumption (6.3.2): other jobs are packed onto the rest of the instance and pay it.
+    """
+    return tuple(
+        replace(offer, instances=1 / offer.instance.gpus) for offer in _single(market, rates)
+    )
+
+
+def _single(market: Market, rates: Mapping[str, float]) -> tuple[Offer, ...]:
+    """An offer of one instance for each whose kind of GPU has a rate."""
     kinds = {series.instance.gpu for series in market.series}
     for kind in rates:
         if kind not in kinds:
@@ -132,7 +166,7 @@ def _listed(kinds: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """The job has one GPU of an offer (its position in the problem) from begin to end."""
+    """The job has an offer (its position in the problem) from begin to end."""
 
     offer: int
     begin_seconds: float

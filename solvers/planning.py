@@ -9,13 +9,15 @@ from typing import get_args
 from stagewright.formulations.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.bounds import schedule_bounds
 from stagewright.formulations.certificates import best_of
+from stagewright.formulations.every_plan import why_nothing_fits
 from stagewright.formulations.forms import Limits, OnProgress, Status, silent
 from stagewright.formulations.one_f_one_b import PATTERN_LOAD, PATTERN_MEMORY, period_bound
 from stagewright.formulations.one_f_one_b import load_bound as load_of
 from stagewright.formulations.pattern import pattern_problem
+from stagewright.formulations.periodic_bounds import iteration_seconds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, PipelinePlan
-from stagewright.formulations.plan_class import DISJOINT_SPLIT, PATTERNS, PlanClass
+from stagewright.formulations.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, PlanClass
 from stagewright.formulations.relaxation import FILL_AND_DRAIN
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.every_plan import every_plan_bounds
@@ -187,6 +189,9 @@ def _run(
 
 def _refused(problem: PipelineProblem, planner: str, answer: NoPlan, seconds: float) -> Result:
     """No plan: the class that has none, or the best bound on those that it may have."""
+    nowhere = why_nothing_fits(problem)
+    if nowhere is not None:
+        answer = replace(answer, reason=nowhere, proved=True, plans=EVERY_PLAN)
     if answer.proved:
         reason = f"{planner} has no plan: {answer.reason}"
         if answer.plans is not None:
@@ -213,8 +218,7 @@ def _certified_pattern(
         Bound(load_of(asked), PATTERN_LOAD, "schedule", PATTERNS),
         Bound(period_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
     ]
-    # An iteration is as many periods as it has microbatches.
-    bounds = [replace(one, seconds=one.seconds * problem.microbatches) for one in periods]
+    bounds = [replace(one, seconds=iteration_seconds(problem, one.seconds)) for one in periods]
     return certify(problem, drawn, (*every_plan_bounds(problem), *bounds), ())
 
 

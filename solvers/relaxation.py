@@ -44,6 +44,16 @@ def fill_and_drain_bound(problem: PipelineProblem, incumbent: float) -> float:
     return low
 
 
+def is_fill_and_drain_bound(problem: PipelineProblem, seconds: float) -> bool:
+    """Whether the relaxation proves that no plan takes less than ``seconds``."""
+    if seconds <= load_bound(problem):
+        return True
+    layers, size = len(problem.chain), len(problem.cluster)
+    if (layers * size) ** 2 / 4 > STEPS:
+        return False
+    return not _fits_under(relax(problem), size, seconds)
+
+
 @njit(cache=True, error_model="numpy")
 def _fits_under(form: Relaxation, size: int, limit: float) -> bool:
     """Whether some relaxed plan on ``size`` devices lasts no longer than ``limit``, rounding aside.

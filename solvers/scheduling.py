@@ -7,7 +7,7 @@ from typing import Literal
 from stagewright.formulations.bounds import schedule_bounds
 from stagewright.formulations.forms import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.makespan import RELATIVE_TOLERANCE, MakespanProblem, Timetable
-from stagewright.formulations.makespan_models import ByIntervals
+from stagewright.formulations.makespan_models import CP_SAT, ByIntervals
 from stagewright.formulations.plan import Bound, InvalidPlan
 from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.solvers.backend import solve
@@ -17,7 +17,6 @@ from stagewright.solvers.list_scheduling import best_list_schedule, list_schedul
 ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
 
 IMPROVEMENT = 0.2  # share of the time limit after which CP-SAT takes over
-CP_SAT = "CP-SAT"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -201,14 +201,14 @@ def _renamed(plan: Plan, kept: list[int]) -> Plan:
 
 
 def _price_rows(problem: SwitchingProblem) -> tuple[Floats, Floats]:
-    """Moments (E,), the start and all price changes, and dollars per hour of a GPU (n, E)."""
+    """Moments (E,), the start and all price changes, and dollars per hour of each offer (n, E)."""
     begin, end = problem.start_seconds, problem.deadline_seconds
     changes = {at for offer in problem.offers for at in offer.series.seconds if begin < at < end}
     times = np.array([begin, *sorted(changes)])
     prices = np.empty((len(problem.offers), len(times)))
     for row, offer in zip(prices, problem.offers, strict=True):
         at = np.searchsorted(np.array(offer.series.seconds), times, side="right") - 1
-        row[:] = np.array(offer.series.dollars_per_hour)[at] / offer.instance.gpus
+        row[:] = np.array(offer.series.dollars_per_hour)[at] * offer.instances
     return times, prices
 
 

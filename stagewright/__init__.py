@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagewright.executor.simulate import Simulation
     from stagewright.formulations.check import Violation
     from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
+    from stagewright.formulations.proofs import Verdict
     from stagewright.graphs.chain import Chain, load_model, save_model
     from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
     from stagewright.graphs.jobs import Workload, load_workload
@@ -34,6 +35,7 @@ __all__ = [
     "InputError",
     "allocate",
     "check",
+    "check_proofs",
     "load_cluster",
     "load_model",
     "load_plan",
@@ -124,6 +126,22 @@ def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Vi
     return check_plan(problem, plan)
 
 
+def check_proofs(
+    plan: "PipelinePlan", chain: "Chain", cluster: "Cluster", time_limit: float = 60.0
+) -> "tuple[Verdict, ...]":
+    """What becomes of every bound and guarantee of a valid plan when it is proved again.
+
+    ``verified``, ``refuted``, or ``claimed`` where the search behind it does not end within
+    ``time_limit`` seconds. :func:`check` verifies those that need no search.
+    """
+    from stagewright.formulations.forms import Limits
+    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.solvers.proofs import check_with_proofs
+
+    problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
+    return check_with_proofs(problem, plan, Limits(time_limit))[1]
+
+
 def simulate(
     plan: "PipelinePlan",
     chain: "Chain",
@@ -144,7 +162,7 @@ def simulate(
 def allocate(
     workload: "Workload",
     pool: "Pool",
-    policy: str = "max-min",
+    policy: str = "water-filling",
     *,
     space_sharing: bool = False,
     placement: bool = False,
@@ -158,7 +176,8 @@ def allocate(
     workload, pool
         See :func:`load_workload` and :func:`parse_pool`.
     policy
-        One that ``stagewright policies`` lists.
+        One that ``stagewright policies`` lists. With the default no job can have more without
+        another having less; ``max-min`` is faster and may leave accelerators idle.
     space_sharing
         Two jobs may run on the same accelerators at once.
     placement

@@ -43,7 +43,7 @@ def made_up_certificate(problem: PipelineProblem, plan: PipelinePlan, cost: floa
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
-REDUCE = ActionKind.REDUCE
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 
 def small_problem(
@@ -52,13 +52,14 @@ def small_problem(
     microbatches: int = 4,
     memory_bytes: float = 16e9,
     parts: bool = False,
+    updates: bool = False,
 ) -> PipelineProblem:
     """Uneven layers on servers of two devices; every third device is of a slower kind.
 
     Links are slower from a later device to an earlier one. With ``parts`` the layers know the two
-    parts of their backward.
+    parts of their backward, with ``updates`` the optimizer's step takes time on most of them.
     """
-    chain = Chain("small", "test", 6, tuple(_layer(i, parts) for i in range(layers)))
+    chain = Chain("small", "test", 6, tuple(_layer(i, parts, updates) for i in range(layers)))
     machines = [
         Device(f"g{v}", "slow" if v % 3 == 2 else "fast", memory_bytes) for v in range(devices)
     ]
@@ -70,12 +71,15 @@ def small_problem(
     return PipelineProblem(chain, cluster, microbatches)
 
 
-def _layer(i: int, parts: bool) -> Layer:
+def _layer(i: int, parts: bool, updates: bool) -> Layer:
     seconds, size = 0.01 * (1 + i * 7 % 5), 1e7 * (1 + i * 3 % 4)
     costs = (
         LayerCost(6, seconds, 5 * size, size, backward_seconds=2.1 * seconds, device_kind="fast"),
         LayerCost(6, 1.3 * seconds, 5 * size, size, 2.5 * seconds, device_kind="slow"),
     )
+    if updates:
+        step = 0.008 * (i % 3)
+        costs = (replace(costs[0], update_seconds=step), replace(costs[1], update_seconds=2 * step))
     return Layer(
         f"layer{i}", 3e7 * (1 + i * 5 % 3), tuple(map(_in_parts, costs)) if parts else costs
     )
@@ -124,7 +128,7 @@ def valid_plan(
     position = {m: i for i, m in enumerate(order or range(problem.microbatches))}
     finish: dict[Action, float] = {}
     free: dict[object, float] = {}
-    waiting = _all_actions(stages, problem.microbatches, split)
+    waiting = _all_actions(problem, stages, split, weights)
     every = set(waiting)
     needs = {action: needs_of(stages, action, every) for action in waiting}
     entries: list[ScheduledAction] = []
@@ -152,7 +156,7 @@ def valid_plan(
         )
         waiting.remove(action)
         start = earliest(action) + wait()
-        finish[action] = start + _seconds(problem, stages, action)
+        finish[action] = start + _seconds(problem, stages, action, weights)
         for resource in _resources(stages, action):
             free[resource] = finish[action]
         entries += _entries(problem, stages, action, start, finish[action])
@@ -198,7 +202,7 @@ def elaborate(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, Pi
     inner = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
     bounds = [0, *sorted(inner), layers]
     microbatches = draw(st.integers(1, 5))
-    problem = small_problem(layers, 4, microbatches, parts=True)
+    problem = small_problem(layers, 4, microbatches, parts=True, updates=draw(st.booleans()))
     weights = draw(st.sampled_from(get_args(Weights)))
     most = 1 if weights.startswith("stash") else 3
     groups = st.lists(st.sampled_from(["g0", "g1", "g2"]), min_size=1, max_size=most, unique=True)
@@ -231,15 +235,22 @@ def _limit(problem: PipelineProblem, stage: Stage) -> int:
 
 
 def _all_actions(
-    stages: Sequence[Stage], microbatches: int, split: Collection[tuple[int, int]]
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    split: Collection[tuple[int, int]],
+    weights: Weights,
 ) -> list[Action]:
-    found = []
+    found, microbatches = [], problem.microbatches
     for s, m in product(range(len(stages)), range(microbatches)):
         found += [Action(s, kind, m) for kind in ((F, I, W) if (s, m) in split else (F, B))]
     for s, m in product(range(len(stages) - 1), range(microbatches)):
         if stages[s].runners(m) != stages[s + 1].runners(m):
             found += [Action(s, SEND_F, m), Action(s + 1, SEND_B, m)]
-    return found + [Action(s, REDUCE) for s, stage in enumerate(stages) if len(stage.devices) > 1]
+    for s, stage in enumerate(stages):
+        found += [Action(s, REDUCE)] if len(stage.devices) > 1 else []
+        step = 0.0 if weights.startswith("stash") else _update_seconds(problem, stage)
+        found += [Action(s, UPDATE)] if step > 0 else []
+    return found
 
 
 def needs_of(stages: Sequence[Stage], action: Action, every: Collection[Action]) -> list[Action]:
@@ -247,6 +258,8 @@ def needs_of(stages: Sequence[Stage], action: Action, every: Collection[Action])
     s, m = action.stage, action.microbatch
     if action.kind is REDUCE:
         return [a for a in every if a.stage == s and a.kind in (B, W)]
+    if action.kind is UPDATE:
+        return [a for a in every if a.stage == s and a.kind in (B, W, REDUCE)]
     gradient = (Action(s, B, m), Action(s, I, m))
     if action.kind in (B, I) and s == len(stages) - 1:
         wanted = [Action(s, F, m)]
@@ -264,20 +277,34 @@ def needs_of(stages: Sequence[Stage], action: Action, every: Collection[Action])
 def _resources(stages: Sequence[Stage], action: Action) -> Sequence[object]:
     s, m = action.stage, action.microbatch
     if action.kind is REDUCE:
-        return ()
+        return [("all-reduce", name) for name in stages[s].devices]
+    if action.kind is UPDATE:
+        return stages[s].devices
     if action.kind in COMPUTE:
         return stages[s].runners(m)
     left = s if action.kind is SEND_F else s - 1
     return [(left, stages[left].runners(m), stages[left + 1].runners(m))]
 
 
-def _seconds(problem: PipelineProblem, stages: Sequence[Stage], action: Action) -> float:
+def _update_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    return problem.update_seconds(
+        *stage.layers, [problem.cluster.index[name] for name in stage.devices]
+    )
+
+
+def _seconds(
+    problem: PipelineProblem, stages: Sequence[Stage], action: Action, weights: Weights
+) -> float:
     stage, index = stages[action.stage], problem.cluster.index
     if action.kind is REDUCE:
         return problem.reduce_seconds(*stage.layers, [index[name] for name in stage.devices])
     if action.kind in COMPUTE:
         devices = [index[name] for name in stage.runners(action.microbatch)]
-        return _compute_seconds(problem, stage, devices)[action.kind]
+        ends = action.kind in (B, W) and weights.startswith("stash")
+        step = _update_seconds(problem, stage) if ends else 0.0
+        return _compute_seconds(problem, stage, devices)[action.kind] + step
+    if action.kind is UPDATE:
+        return _update_seconds(problem, stage)
     left = action.stage if action.kind is SEND_F else action.stage - 1
     one, other = (
         [index[name] for name in stages[s].runners(action.microbatch)] for s in (left, left + 1)
@@ -301,6 +328,8 @@ def _entries(
     if action.kind is REDUCE:
         size, group = problem.gradient_bytes(*stage.layers), stage.devices
         return [ScheduledAction(group[0], text, start, finish, group, group, size)]
+    if action.kind is UPDATE:
+        return [ScheduledAction(name, text, start, finish) for name in stage.devices]
     sources = stage.runners(action.microbatch)
     if action.kind in COMPUTE:
         return [ScheduledAction(name, text, start, finish) for name in sources]

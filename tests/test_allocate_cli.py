@@ -81,6 +81,21 @@ def test_the_example_of_the_thesis(jobs: Path):
     }
 
 
+def test_what_is_in_use_is_shown(jobs: Path):
+    there = ("--jobs", jobs, "--cluster", "v100=2,k80=4")
+    found = as_json("allocate", *there)
+    used = dict.fromkeys(("v100", "k80"), 0.0)
+    for one in found["allocation"]:
+        used[one["accelerator"]] += one["share"]
+    assert found["utilisation"] == {
+        "v100": pytest.approx(used["v100"] / 2),
+        "k80": pytest.approx(used["k80"] / 4),
+    }
+    assert found["utilisation"]["v100"] == pytest.approx(1.0)
+    k80 = f"{found['utilisation']['k80']:.2%}"
+    assert f"in use: v100 100.00%, k80 {k80}\n" in answered("allocate", *there)
+
+
 def test_sharing_accelerators_is_shown_and_helps(jobs: Path):
     there = ("--jobs", jobs, "--cluster", "v100=1,k80=1")
     shared = as_json("allocate", *there, "--space-sharing")
@@ -103,7 +118,7 @@ def test_rounds_realise_an_allocation_file(jobs: Path, tmp_path: Path):
     there = ("--jobs", jobs, "--cluster", "v100=1,k80=1")
     file = tmp_path / "allocation.json"
     answered("allocate", *there, "--output", file)
-    assert load_allocation(file).policy == "max-min"
+    assert load_allocation(file).policy == "water-filling"
     found = as_json("rounds", *there, "--allocation", file, "--rounds", 300)
     assert len(found["rounds"]) == 300
     assert found["largest_shortfall"] < 0.02

@@ -157,7 +157,7 @@ def test_a_policys_allocation_with_more_of_anything_is_rejected(
     case: Case, seed: int, excess: float
 ):
     """Every job is made to run more than all of the time, through each of its entries."""
-    allocation = allocate(case.problem).allocation
+    allocation = allocate(case.problem, "max-min").allocation
     assert allocation is not None
     entry = np.random.default_rng(seed).integers(len(allocation.share))
     share = allocation.share.copy()
@@ -336,7 +336,7 @@ def linear_program(problem: AllocationProblem, need: np.ndarray) -> float:
 def test_groups_of_like_jobs_lose_nothing(case: Case):
     problem = case.problem
     fair = linear_program(problem, problem.weight * problem.equal_throughput() / problem.scale)
-    assert allocate(problem).objective == pytest.approx(fair, rel=1e-7)
+    assert allocate(problem, "max-min").objective == pytest.approx(fair, rel=1e-7)
     fast = linear_program(problem, problem.steps)
     assert allocate(problem, "makespan").objective == pytest.approx(1 / fast, rel=1e-7)
 
@@ -373,7 +373,7 @@ def test_pairs_by_hand(models: str, weights: tuple[int, ...], count: int, expect
         for n, (model, weight) in enumerate(zip(models, weights, strict=True))
     )
     problem = of_one_accelerator(jobs, count)
-    result = allocate(problem)
+    result = allocate(problem, "max-min")
     assert result.allocation is not None
     check(problem, result.allocation)
     reached = throughput(problem, result.allocation) / (problem.weight * problem.equal_throughput())
@@ -397,7 +397,7 @@ def test_the_thesis_example():
     )
     jobs = tuple(Job(name, name, 1.0) for name in rates)
     problem = problem_of(Workload(jobs, throughputs), parse_pool("v100=1,k80=1"))
-    result = allocate(problem)
+    result = allocate(problem, "max-min")
     assert result.allocation is not None
     expected = [[0.4545, 0.0], [0.4545, 0.0909], [0.0909, 0.9091]]
     np.testing.assert_allclose(result.allocation.dense(3, 2), expected, atol=1e-4)
@@ -418,7 +418,7 @@ def test_sharing_incentive(case: Case):
     np.testing.assert_allclose(apart, problem.isolated_throughput())
     check(problem, allocation_of_shares(np.where(problem.rates > 0, share, 0.0)))
     normalised = problem.scale * apart / (problem.weight * problem.equal_throughput())
-    assert at_least(allocate(problem).objective, normalised.min())
+    assert at_least(allocate(problem, "max-min").objective, normalised.min())
     assert at_least((problem.steps / apart).max(), allocate(problem, "makespan").objective)
     together = replace(problem, isolated_seconds=problem.elapsed_seconds)
     assert at_least(1.0, allocate(together, "finish-time-fairness").objective)
@@ -434,7 +434,9 @@ def at_least(value: float | None, least: float | None) -> bool:
 @given(random_case(space_sharing=True))
 def test_colocation_never_hurts(case: Case):
     alone = problem_of(case.workload, case.pool, placement=case.placement)
-    assert at_least(allocate(case.problem).objective, allocate(alone).objective)
+    assert at_least(
+        allocate(case.problem, "max-min").objective, allocate(alone, "max-min").objective
+    )
     assert at_least(
         allocate(alone, "makespan").objective, allocate(case.problem, "makespan").objective
     )
@@ -464,7 +466,9 @@ def test_the_cluster_twice_is_never_less_fair(case: Case):
     )
     larger = problem_of(case.workload, twice, space_sharing=case.space_sharing)
     assume((larger.rates == case.problem.rates).all())  # nobody fits where they did not
-    assert at_least(allocate(larger).objective, allocate(case.problem).objective)
+    assert at_least(
+        allocate(larger, "max-min").objective, allocate(case.problem, "max-min").objective
+    )
 
 
 @settings(parent=small, max_examples=8)
@@ -474,7 +478,9 @@ def test_rates_in_another_unit_change_times_alone(case: Case):
     faster = replace(
         case.problem, table=replace(table, alone=2 * table.alone, paired=2 * table.paired)
     )
-    assert allocate(faster).objective == pytest.approx(allocate(case.problem).objective)
+    assert allocate(faster, "max-min").objective == pytest.approx(
+        allocate(case.problem, "max-min").objective
+    )
     assert allocate(faster, "las").objective == pytest.approx(
         allocate(case.problem, "las").objective
     )

@@ -130,15 +130,90 @@ def test_gpt_by_its_sizes():
     assert chain.layers[0].parameter_bytes == (100 + 32) * 64 * WIDTH
 
 
-def test_saved_bytes_of_a_transformer_layer():
-    # s b h (34 + 5 a s / h) bytes in half precision (Korthikanti et al. 2022, equation 1).
+@pytest.mark.parametrize(
+    ("attention", "per_score", "per_row"), [("materialized", 5, 0), ("fused", 0, 4)]
+)
+def test_saved_bytes_of_a_transformer_layer(attention, per_score, per_row):
+    # s b h (34 + 5 a s / h) bytes in half precision (Korthikanti et al. 2022, equation 1); a fused
+    # kernel keeps a log-sum-exp in fp32 per row in place of the second part.
     sequence, samples, hidden, heads = 128, 4, 256, 8
     chain = analytic_model(
-        "gpt", samples, "a100", precision="fp16", layers=1, hidden=hidden, heads=heads,
-        sequence=sequence, vocabulary=100,
+        "gpt", samples, "a100", precision="fp16", attention=attention, layers=1, hidden=hidden,
+        heads=heads, sequence=sequence, vocabulary=100,
     )  # fmt: skip
-    expected = sequence * samples * hidden * (34 + 5 * heads * sequence / hidden)
+    rows = samples * heads * sequence
+    expected = 34 * sequence * samples * hidden + per_score * rows * sequence + per_row * rows
     assert costs(chain)[1].saved_bytes == expected
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert-large", "transformer"])
+def test_fused_attention_keeps_memory_in_proportion_to_the_sequence(name):
+    def saved(sequence, attention):
+        chain = analytic_model(name, 1, attention=attention, sequence=sequence)
+        return sum(cost.saved_bytes for cost in costs(chain))
+
+    assert saved(8192, "fused") == pytest.approx(2 * saved(4096, "fused"), rel=1e-6)
+    assert saved(8192, "materialized") > 3 * saved(4096, "materialized")
+
+
+def test_relative_positions_leave_one_matrix_of_scores():
+    sequence, heads = 384, 16
+    one = analytic_model("xlnet-large", 1, sequence=sequence, heads=heads)
+    two = analytic_model("xlnet-large", 1, sequence=sequence, heads=heads, attention="materialized")
+    scores = heads * sequence * sequence
+    # Softmax, mask and what the mask is put on, against the bias and a log-sum-exp per row.
+    fewer = scores * (WIDTH + 1 + WIDTH) - scores * WIDTH - 4 * heads * sequence
+    assert costs(two)[1].saved_bytes - costs(one)[1].saved_bytes == fewer
+
+
+def test_fused_attention_computes_its_scores_again():
+    chain = analytic_model(
+        "gpt", 1, "a100", layers=1, efficiency=Efficiency(matmul=1.0, memory=1.0),
+        hidden=1024, heads=8, sequence=4096,
+    )  # fmt: skip
+    before = analytic_model(
+        "gpt", 1, "a100", layers=1, efficiency=Efficiency(matmul=1.0, memory=1.0),
+        hidden=1024, heads=8, sequence=4096, attention="materialized",
+    )  # fmt: skip
+    flops = 4 * 4096 * 4096 * 1024 / 19.5e12
+    scores = 8 * 4096 * 4096 * WIDTH / 1555e9
+    fused, materialized = costs(chain)[1], costs(before)[1]
+    # Mask, softmax and dropout read and write the scores; the backward has five products, not four.
+    assert materialized.forward_seconds - fused.forward_seconds == pytest.approx(6 * scores)
+    assert materialized.input_gradient_seconds - fused.input_gradient_seconds == pytest.approx(
+        6 * scores - flops / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "copies"), [("gpt", {"logits"}), ("transformer", {"target", "logits"})]
+)
+def test_a_tied_table_counts_where_its_copies_stand(name, copies):
+    chain, once = analytic_model(name), analytic_model(name, tied_copies=False)
+    works = {work.name: work for work in named_model(name).layers(1, {})}
+    for layer, single in zip(chain.layers, once.layers, strict=True):
+        work = works[layer.name]
+        assert single.parameter_bytes == work.parameters * WIDTH
+        assert (work.tied_parameters > 0) == (layer.name in copies)
+        assert layer.parameter_bytes == (work.parameters + work.tied_parameters) * WIDTH
+        assert layer.costs[0].forward_seconds == single.costs[0].forward_seconds
+    assert "tied weights copied to every layer that uses them" in chain.source
+    assert "tied weights in their first layer" in once.source
+
+
+@pytest.mark.parametrize(("state", "passes"), [(0, 3), (1, 5), (2, 7)])
+def test_an_update_moves_weights_gradients_and_state(state, passes):
+    chain = analytic_model("gpt", device="a100", optimizer_state=state)
+    assert chain.optimizer_bytes_per_parameter_byte == state
+    for layer in chain.layers:
+        moved = passes * layer.parameter_bytes
+        assert layer.costs[0].update_seconds == pytest.approx(moved / (0.75 * 1555e9))
+    half = analytic_model("gpt", device="a100", optimizer_state=state, precision="fp16")
+    # Masters and state in fp32 are read and written, gradients read, weights written.
+    elements = half.layers[1].parameter_bytes / 2
+    moved = (2 * 4 * (1 + state) + 2 + 2) * elements
+    assert half.layers[1].costs[0].update_seconds == pytest.approx(moved / (0.75 * 1555e9))
+    assert half.optimizer_bytes_per_parameter_byte == 2 * (1 + state)
 
 
 def test_shapes_of_vgg():
@@ -207,8 +282,9 @@ def test_labels_and_gradients(name):
         assert cost.backward_seconds is None
         assert cost.device_kind == "v100"
         assert cost.forward_seconds > 0
-        if layer.parameter_bytes == 0 and layer.name not in ("target", "logits"):
+        if layer.parameter_bytes == 0:
             assert cost.weight_gradient_seconds == 0
+            assert cost.update_seconds == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -233,7 +309,8 @@ def test_a_convolution_takes_its_flops_over_the_reached_peak():
 
 def test_throughputs_are_near_published_ones():
     # NVIDIA DeepLearningExamples, one V100 of 16 GB in fp32; ours leaves out the optimizer.
-    assert 4 / seconds(analytic_model("bert-large")) == pytest.approx(9.85, rel=0.1)
+    bert = analytic_model("bert-large", attention="materialized")
+    assert 4 / seconds(bert) == pytest.approx(9.85, rel=0.1)
     assert 32 / seconds(analytic_model("resnet50")) == pytest.approx(367, rel=0.1)
 
 
@@ -278,6 +355,8 @@ def test_several_devices(tmp_path):
         (("gpt",), {"hidden": 2.5}, "hidden must be a positive integer, got 2.5"),
         (("gpt",), {"hidden": 100, "heads": 3}, "must be a multiple of heads"),
         (("gpt",), {"precision": "int8"}, "precision must be fp32 or fp16"),
+        (("gpt",), {"attention": "none"}, "attention must be fused or materialized, got 'none'"),
+        (("gpt",), {"optimizer_state": 3}, "optimizer_state must be 0, 1 or 2, got 3"),
         (("vgg19",), {"image": 16}, "image is too small: 1 pixels"),
     ],
 )

@@ -146,6 +146,8 @@ FIRST_COST = ("layers", 0, "costs", 0)
         ((*FIRST_COST, "forward_seconds"), -1, r"forward_seconds must be finite and not negative"),
         ((*FIRST_COST, "forward_seconds"), 1e6, "times are seconds"),
         ((*FIRST_COST, "forward_seconds"), "fast", r"forward_seconds: .*got 'fast'"),
+        ((*FIRST_COST, "update_seconds"), -1, r"update_seconds must be finite and not negative"),
+        (("layers", 0, "min_samples"), 0, "min_samples must be at least 1, got 0"),
         ((*FIRST_COST, "backward_seconds"), None, "give either backward_seconds or both"),
         ((*FIRST_COST, "input_gradient_seconds"), 1, "give either backward_seconds or both"),
         ((*FIRST_COST, "microbatch_size"), 4, "two costs for one device kind and size"),

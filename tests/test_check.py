@@ -1081,7 +1081,7 @@ def test_a_layer_that_knows_only_its_whole_backward_is_named() -> None:
         (restaged(0, recompute="some"), "recompute: stage 0: recompute 'some'"),
         (lambda plan: replace(plan, weights="mirror"), "use one of 'flush', 'stash', "),
         (lambda plan: replace(plan, weights="stash"), "stage 0: 'stash' on 2 devices needs an all"),
-        (also("0F0", "UPDATE"), "UPDATE belongs to programs, not to plans"),
+        (also("0F0", "UPDATE"), "the optimizer's step takes no time here"),
         (also("0F0", "SEND_F", sources=("g0", "g1"), targets=("g0", "g1"), bytes=1.0),
          "the same devices run this microbatch in both stages"),
         (also("0I1", "B"), "the backward stands as I and W"),

@@ -600,6 +600,11 @@ def test_model_writes_an_analytic_profile(tmp_path: Path) -> None:
     small = ["--layers", 2, "--hidden", 64, "--heads", 4, "--sequence", 32, "--vocabulary", 1000]
     gpt = json.loads(answered("model", "gpt", *small, "--device", "v100,p100"))
     assert {cost["device_kind"] for cost in gpt["layers"][0]["costs"]} == {"v100", "p100"}
+    older = json.loads(answered("model", "gpt", *small, "--attention", "materialized"))
+    kept = [chain["layers"][1]["costs"][0]["saved_bytes"] for chain in (gpt, older)]
+    assert kept[0] < kept[1]
+    sgd = json.loads(answered("model", "gpt", *small, "--optimizer-state", 0))
+    assert sgd["optimizer_bytes_per_parameter_byte"] == 0
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_all_strategies_stand_beside_the_optimum(prices: Path):
     dollars = {name: one["dollars"] for name, one in found["strategies"].items()}
     assert dollars == pytest.approx(
         {
-            "1xv100": 18, "gpu-type": 13.5, "multi-gpu": 12, "multi-cloud": 12, "dynamic": 9,
-            "rolling": 9, "optimal": 3,
+            "1xv100": 18, "gpu-type": 13.5, "multi-gpu": 13.5, "multi-cloud": 13.5,
+            "dynamic": 5.8, "rolling": 5.8, "optimal": 3,
         }
     )  # fmt: skip
     assert found["status"] == "optimal"
@@ -64,9 +64,22 @@ def test_all_strategies_stand_beside_the_optimum(prices: Path):
     assert (stay["begin"], stay["end"]) == ("2020-02-24T04:00:00Z", "2020-02-24T19:00:00Z")
 
 
+def test_a_job_of_several_gpus_rents_whole_instances(prices: Path):
+    options = (prices, "--rates", RATES, "--v100-hours", 6)
+    found = answered_json(*options, "--gpus", 4)
+    dollars = {name: one["dollars"] for name, one in found["strategies"].items()}
+    # Four instances of one V100, the p3.8xlarge, from the fourth hour on four NC6.
+    assert (dollars["1xv100"], dollars["multi-gpu"]) == pytest.approx((4 * 18, 6 * 8))
+    assert dollars["optimal"] == pytest.approx(4 * 3)
+    assert (found["gpus"], found["plan"][0]["count"]) == (4, 4)
+    text = answered(*options, "--gpus", 5, "--strategy", "multi-gpu")
+    assert "6 V100-hours on 5 GPUs, 4 kinds of instance" in text
+    assert re.search(r"aws/us-east-1/p2.xlarge +5 ", text)
+
+
 def test_the_table_says_how_much_cheaper_and_what_is_proved(prices: Path):
     text = answered(prices, "--rates", RATES, "--v100-hours", 6)
-    assert re.search(r"dynamic +9\.00 +2\.00x +0\.38 +1 *\n", text)
+    assert re.search(r"dynamic +5\.80 +3\.10x +0\.62 +1 *\n", text)
     assert "optimal: no plan costs less than 3.00 dollars, gap 0.00%" in text
     assert re.search(r"azure/us-east/NC6 +1 +2020-02-24T04:00:00Z", text)
 
@@ -92,7 +105,7 @@ def test_overheads_places_pictures_and_the_prices_as_a_file(prices: Path, tmp_pa
         "--checkpoint-seconds", 60, "--restore-seconds", 1800, "--egress-dollars", 1,
         "--dataset-dollars", 1, "--plot", picture, "--save-prices", written,
     )  # fmt: skip
-    assert found["strategies"]["optimal"]["dollars"] == pytest.approx(6.5 * 2)
+    assert found["strategies"]["optimal"]["dollars"] == pytest.approx(15.5 * 0.9)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert {one.instance.provider for one in load_market(written).series} == {"aws"}
 
@@ -126,6 +139,7 @@ def test_rates_from_a_throughput_table(prices: Path, tmp_path: Path):
         (["--rates", RATES, "--deadline-hours", "-1"], "--deadline-hours must be more than zero"),
         (["--rates", RATES, "--v100-hours", "0"], "--v100-hours must be more than zero"),
         (["--rates", RATES, "--restore-seconds", "-1"], "restore_seconds must be finite"),
+        (["--rates", RATES, "--gpus", "0"], "--gpus must be at least 1, got 0"),
         (["--rates", RATES, "--preempted", "600"], "--preempted needs a folder of logs"),
         (["--rates", RATES, "--plot", "nowhere/x.png"], "does not exist"),
     ],

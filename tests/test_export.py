@@ -273,14 +273,26 @@ def test_plans_that_nobody_can_run_are_invalid():
 # ---------------------------------------------------------------- torchtitan and NeMo
 
 
-def titan_config(files):
+def titan_config(files, layers=8):
+    """What the module makes of torchtitan's configuration for a model of so many layers."""
     space = {}
     exec(files["stagewright_parallelism.py"], space)
-    return vars(space["configure"](SimpleNamespace(parallelism=SimpleNamespace())).parallelism)
+    spec = SimpleNamespace(model=SimpleNamespace(layers=[None] * layers))
+    config = SimpleNamespace(parallelism=SimpleNamespace(), model_spec=spec)
+    return vars(space["configure"](config).parallelism)
 
 
-MODULES = [["embedding", "layers.0", "layers.1"], ["layers.2", "layers.3"],
-           ["layers.4"], ["layers.5", "layers.6", "layers.7", "head"]]  # fmt: skip
+def kept_by_torchtitan(names, layers):
+    """The modules of a decoder that a stage keeps, as torchtitan cuts it (b5bcd76).
+
+    Names that the decoder does not have are ignored, and modules without a name are dropped.
+    """
+    has = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "lm_head"]
+    return [module for module in has if module in names]
+
+
+MODULES = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3"],
+           ["layers.4"], ["layers.5", "layers.6", "layers.7", "norm", "lm_head"]]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -314,20 +326,97 @@ def test_torchtitan_gets_stages_and_schedule(placement, name, alone):
 def test_layers_that_the_plan_names_need_no_model():
     plan = make_plan((0, 1))
     refuses("does not name its layers: give the model file", plan, "torchtitan")
-    named = replace(plan, layers=(PlannedLayer("a", 1.0), PlannedLayer("b.0", 1.0)))
-    parts = titan_config(export(named, "torchtitan"))["module_fqns_per_model_part"]
-    assert parts == [["a"], ["b.0"]]
+    named = replace(plan, layers=(PlannedLayer("wte", 1.0), PlannedLayer("logits", 1.0)))
+    parts = titan_config(export(named, "torchtitan"), 0)["module_fqns_per_model_part"]
+    assert parts == [["tok_embeddings"], ["norm", "lm_head"]]
     refuses("'net' with 3 layers, the plan is for 'net' with 2", named, "torchtitan",
-            make_model("a", "b.0", "c"))  # fmt: skip
+            make_model("embedding", "h.0", "head"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output"),
+        ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm",
+         "lm_head"),
+        ("wte", "wpe", "drop", "h.0", "h.1", "h.2", "ln_f", "lm_head", "loss"),
+        ("embedding", "layer1", "layer2", "layer3", "logits"),
+        ("embedding", "blocks.0", "blocks.1", "blocks.2", "head"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("to", ["torchtitan", "nemo", "megatron"])
+def test_every_module_is_on_one_stage(names, to):
+    first_block = next(i for i, name in enumerate(names) if name[-1].isdigit())
+    middle = first_block + 2  # the second stage begins with the last block
+    plan = make_plan((0, 1), cuts=[(0, middle), (middle, len(names))])
+    files = export(plan, to, make_model(*names))
+    if to == "megatron":
+        assert megatron_arguments(files)["--pipeline-model-parallel-layout"] == "Et*2|tL"
+        assert megatron_arguments(files)["--num-layers"] == "3"
+        return
+    if to == "torchtitan":
+        parts = titan_config(files, 3)["module_fqns_per_model_part"]
+        assert [kept_by_torchtitan(part, 3) for part in parts] == parts
+    else:
+        section = read_yaml(files["stagewright_nemo.yaml"])[0]["distributed"]["pipeline"]
+        parts = section["module_fqns_per_model_part"]
+        assert all(part.pop() == "model.rotary_emb" for part in parts)
+        assert "for a decoder of 3 layers (num_hidden_layers)" in files["stagewright_nemo.yaml"]
+        parts = [
+            [name.removeprefix("model.").replace("embed_tokens", "tok_embeddings") for name in part]
+            for part in parts
+        ]
+    assert parts == [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "lm_head"]]
+
+
+def test_a_norm_and_a_head_may_be_on_two_stages():
+    plan = make_plan((0, 1), cuts=[(0, 3), (3, 4)])
+    files = export(plan, "torchtitan", make_model("embedding", "layers.0", "norm", "lm_head"))
+    parts = titan_config(files, 1)["module_fqns_per_model_part"]
+    assert parts == [["tok_embeddings", "layers.0", "norm"], ["lm_head"]]
+
+
+def test_torchtitans_model_must_have_as_many_layers():
+    files = export(make_plan((0, 1, 2, 3), cuts=GPT_CUTS), "torchtitan", gpt(8))
+    for layers in (7, 9):
+        with pytest.raises(ValueError, match=f"the plan is for 8 layers, the model has {layers}"):
+            titan_config(files, layers)
 
 
 def test_torchtitan_refusals():
-    options = make_model("a", "b", "c")
-    refuses("all stages are on one rank", make_plan((0,)), "torchtitan", make_model("a"))
+    options = make_model("embedding", "layers.0", "head")
+    refuses("all stages are on one rank", make_plan((0,), cuts=[(0, 3)]), "torchtitan", options)
     refuses("on ranks 0, 0, 1: torchtitan knows", make_plan((0, 0, 1), random_rows((0, 0, 1), 2, 0),
             microbatches=2), "torchtitan", options)  # fmt: skip
-    refuses("layer 'b 2' is not the name of a module", make_plan((0, 1)), "torchtitan",
-            make_model("a", "b 2"))  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["torchtitan", "nemo"])
+def test_layers_without_a_module_there_are_refused_by_name(to):
+    plan = make_plan((0, 1), cuts=[(0, 2), (2, 4)])
+    for names, message in {
+        ("embedding", "layers.0", "conv 2", "head"): "layer 'conv 2' cannot be told: .*torch-csv",
+        ("embedding", "layers.0.mlp", "layers.1", "head"): "layer 'layers.0.mlp' cannot be told",
+        ("embedding", "layers.0", "layers.2", "head"): "layer 'layers.2' should be number 1",
+        ("embedding", "layers.3", "layers.4", "head"): "layer 'layers.3' should be number 1",
+        ("embedding", "layers.0", "pooler", "head"): "layer 'pooler' has no module in",
+        ("embedding", "layers.0", "head", "norm"): "layer 'norm' stands too late",
+        ("wte", "layers.0", "layers.1", "norm"): "'wte' to 'norm'.*neither end can be missing",
+        ("layers.0", "layers.1", "norm", "head"): "'layers.0' to 'head'.*neither end",
+        ("wte", "embedding", "wpe", "head"): "stage 1 begins with layer 'wpe'.*whole embedding on",
+    }.items():
+        refuses(message, plan, to, make_model(*names))
+    alone = make_plan((0, 1), cuts=[(0, 3), (3, 4)])
+    options = make_model("embedding", "layers.0", "head", "loss")
+    refuses("stage 1 has no module of .*, only 'loss'", alone, to, options)
+
+
+NEMO_MODULES = [
+    ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.rotary_emb"],
+    ["model.layers.2", "model.layers.3", "model.rotary_emb"],
+    ["model.layers.4", "model.rotary_emb"],
+    ["model.layers.5", "model.layers.6", "model.layers.7", "model.norm", "lm_head",
+     "model.rotary_emb"],
+]  # fmt: skip
 
 
 def test_nemo_gets_stages_and_schedule():
@@ -344,7 +433,7 @@ def test_nemo_gets_stages_and_schedule():
                 "pipeline": {
                     "pp_schedule": "PipelineScheduleMulti",
                     "pp_microbatch_size": 8,
-                    "module_fqns_per_model_part": MODULES,
+                    "module_fqns_per_model_part": NEMO_MODULES,
                     "pp_schedule_csv": "schedule.csv",
                 },
             },
@@ -354,7 +443,7 @@ def test_nemo_gets_stages_and_schedule():
 
 
 def test_nemo_refusals():
-    twice, options = make_plan((0, 1), replicas=2), make_model("a", "b")
+    twice, options = make_plan((0, 1), replicas=2), make_model("embedding", "head")
     refuses("stage 0 is on 2 devices .* --partition-only", twice, "nemo", options)
     alone = export(twice, "nemo", replace(options, partition_only=True))
     section = read_yaml(alone["stagewright_nemo.yaml"])[0]
@@ -410,8 +499,9 @@ def test_megatron_refuses_layers_by_name():
     for names, message in {
         ("embedding", "layers.0", "conv", "head"): "layer 'conv' cannot be told",
         ("embedding", "layers.0", "wte", "head"): "layer 'wte' stands too late",
-        ("wte", "wpe", "embed", "head"): "stage 1 begins with layer 'embed'.*whole of the embedd",
-        ("embedding", "norm", "ln_f", "head"): "stage 1 begins with layer 'ln_f'.*the output",
+        ("wte", "wpe", "embed", "head"): "stage 1 begins with layer 'embed'.*whole embedding on",
+        ("embedding", "norm", "ln_f", "head"): "stage 1 begins with layer 'ln_f'.*whole norm on",
+        ("embedding", "layers.0", "layers.2", "head"): "layer 'layers.2' should be number 1",
         ("layers.0", "layers.1", "layers.2", "head"): "layers 'layers.0' to 'head'.*neither end",
         ("embedding", "layers.1", "layers.2", "layers.3"): "neither end",
     }.items():

@@ -11,6 +11,7 @@ from stagewright.formulations.bounds import blocks_of
 from stagewright.formulations.forms import Limits, Status
 from stagewright.formulations.makespan import InvalidPlan, MakespanProblem, Timetable
 from stagewright.formulations.makespan_models import (
+    CP_SAT,
     ByDisjunctions,
     ByIntervals,
     block_starts,
@@ -21,7 +22,7 @@ from stagewright.solvers import scheduling
 from stagewright.solvers.backend import BACKENDS, solve
 from stagewright.solvers.forward_backward import dispatch, improve
 from stagewright.solvers.list_scheduling import LIST_KINDS, best_list_schedule, list_schedule
-from stagewright.solvers.scheduling import CP_SAT, solve_schedule
+from stagewright.solvers.scheduling import solve_schedule
 
 TIMES = ("forward", "backward", "send_forward", "send_backward", "reduce")
 LIMITS = Limits(seconds=20, threads=2)

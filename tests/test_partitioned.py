@@ -130,7 +130,7 @@ def test_placement_is_solved_in_parts_too():
     rates = tuple(Rate(f"m{n}", 3, "v100", 4.0 + n / 10, 2.0) for n in range(12))
     jobs = tuple(Job(str(n), f"m{n}", 10.0, 3) for n in range(12))
     problem = problem_of(Workload(jobs, Throughputs(rates)), parse_pool("v100=4x4"), placement=True)
-    best = allocate(problem).objective
+    best = allocate(problem, "max-min").objective
     result = allocate_partitioned(problem, "max-min", 3, spread=in_process)
     assert best is not None
     assert result.objective is not None

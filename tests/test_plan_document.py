@@ -13,7 +13,6 @@ from plans import made_up_certificate, make_stages, small_problem, valid_plan
 from stagewright.executor.timeline import timeline
 from stagewright.formulations.check import check, predict
 from stagewright.formulations.plan import (
-    Guarantee,
     PipelinePlan,
     Stage,
     json_schema,
@@ -30,15 +29,19 @@ def small_plan() -> PipelinePlan:
     plan = valid_plan(PROBLEM, make_stages((1, 4), (2, 1), ("round-robin", "split")))
     figures = predict(PROBLEM, plan)
     cost = figures.iteration_seconds
-    promise = Guarantee("Theorem 1", 2 * cost, cost, True, "always", plan.stages)
-    certificate = replace(made_up_certificate(PROBLEM, plan, cost), guarantees=(promise,))
+    certificate = made_up_certificate(PROBLEM, plan, cost)
     return replace(plan, predicted=figures, certificate=certificate)
 
 
 @pytest.fixture
 def data() -> dict[str, Any]:
     """A plan document as plain data, to be damaged."""
-    found: dict[str, Any] = json.loads(documents.to_json(small_plan()))
+    plan = small_plan()
+    assert plan.certificate is not None
+    cost = plan.certificate.cost_seconds
+    promise = Guarantee("Theorem 1", 2 * cost, cost, True, "always", plan.stages)
+    promised = replace(plan, certificate=replace(plan.certificate, guarantees=(promise,)))
+    found: dict[str, Any] = json.loads(documents.to_json(promised))
     return found
 
 
@@ -221,7 +224,7 @@ def test_a_damaged_periodic_document_is_refused(
     [
         ("forward", "'forward' is no operation; write for example 2F"),
         ("0F3", "'0F3' is no operation; write for example 2F"),
-        ("0UPDATE", "0UPDATE belongs to programs, not to plans"),
+        ("0USE", "0USE belongs to programs, not to plans"),
         ("7F", "7F is of stage 7, the plan has 3 stages"),
     ],
 )

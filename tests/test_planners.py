@@ -33,7 +33,12 @@ HEURISTICS = ("spp", *BASELINES)
 GB = 1e9
 
 hard_problem = partial(
-    random_problem, latency=True, symmetric=False, tight_memory=True, kinds=("a", "b"), sizes=(3, 2, 1)
+    random_problem,
+    latency=True,
+    symmetric=False,
+    tight_memory=True,
+    kinds=("a", "b"),
+    sizes=(3, 2, 1),
 )
 PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 slow = settings(max_examples=10, deadline=None, derandomize=True)
@@ -124,7 +129,7 @@ class TestInfeasible:
             # 4 layers of 2 GB of states and 1 GB per microbatch in flight; 2 microbatches.
             ("dp", 2, (0, 0, 3, 1, 8 * GB + 2 * GB)),  # half of every microbatch
             ("gpipe", 2, (0, 0, 1, 2, 4 * GB + 4 * GB)),
-            ("pipedream", 1, (0, 0, 3, 1, 8 * GB + 4 * GB)),
+            ("pipedream", 2, (0, 0, 3, 1, 8 * GB + 2 * GB)),
             ("hetpipe", 2, (0, 0, 1, 1, 4 * GB + 2 * GB)),
         ],
     )
@@ -159,11 +164,11 @@ class TestInfeasible:
         assert result.reason
 
     def test_spp_names_the_partition_that_comes_nearest(self):
-        """4 layers of 2 GB of states on two devices of 3 GB: two layers each lack 1 GB."""
-        problem = PipelineProblem(chain(4, parameters=GB), servers(1, 2, memory=3 * GB), 2)
+        """3 layers of 2 GB of states on two devices of 3.5 GB: two layers lack half a GB."""
+        problem = PipelineProblem(chain(3, parameters=GB), servers(1, 2, memory=3.5 * GB), 2)
         reason = plan(problem, "spp", LIMITS).reason
-        assert "stage 0 (layers 0 to 1) with 1 microbatches in flight needs 4 GB" in reason
-        assert "device 's0g0' has 3 GB: 1000000000 bytes short" in reason
+        assert "with 1 microbatches in flight needs 4 GB" in reason
+        assert "has 3.5 GB: 500000000 bytes short" in reason
 
     def test_auto_tells_of_every_planner(self):
         problem = PipelineProblem(chain(4, parameters=GB), servers(1, 2, memory=3 * GB), 2)
@@ -298,9 +303,8 @@ class TestSpp:
         share = (4 * len(problem.cluster) - 4) / problem.microbatches
         assert theorem.seconds >= (2 + share) * least / ROUNDING
         assert lemma.cost_seconds >= result.cost / ROUNDING
-        if "refined" not in result.reason:
-            scheduling = scheduling_of(problem, result.plan.stages)
-            assert lemma.seconds == pytest.approx(lemma1_seconds(scheduling))
+        scheduling = scheduling_of(problem, lemma.stages)
+        assert lemma.seconds == pytest.approx(lemma1_seconds(scheduling))
 
     def test_they_are_absent_when_memory_binds(self):
         """Two stages with 2 GB of states; the first holds 2 of 8 microbatches of 1 GB."""

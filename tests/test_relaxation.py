@@ -21,7 +21,12 @@ ROUNDING = 1e-9  # relative, of sums of floats
 GB = 1e9
 
 hard_problem = partial(
-    random_problem, latency=True, symmetric=False, tight_memory=True, kinds=("a", "b"), sizes=(3, 2, 1)
+    random_problem,
+    latency=True,
+    symmetric=False,
+    tight_memory=True,
+    kinds=("a", "b"),
+    sizes=(3, 2, 1),
 )
 PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 quick = settings(max_examples=40, deadline=None, derandomize=True)

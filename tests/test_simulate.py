@@ -88,7 +88,9 @@ def test_a_straggler_delays_and_its_slack_says_by_how_much(
 
 def test_a_single_device_by_hand() -> None:
     layer = Layer("l", 1e6, (LayerCost(840, 1.0, 1e6, 1e6, 2.0),))
-    problem = PipelineProblem(Chain("c", "test", 840, (layer,)), uniform_servers(1, 1, Link(1e9)), 3)
+    problem = PipelineProblem(
+        Chain("c", "test", 840, (layer,)), uniform_servers(1, 1, Link(1e9)), 3
+    )
     plan = valid_plan(problem, [Stage((0, 1), ("s0g0",))])
     found = simulate(problem, plan, stragglers={"s0g0": 2.0})
     assert found.iteration_seconds == 18

@@ -19,6 +19,7 @@ from stagewright.formulations.switching import (
     SwitchingProblem,
     evaluate,
     offers_of,
+    shares_of,
 )
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.prices import HOUR, Market
@@ -55,10 +56,30 @@ def test_a_plan_is_paid_by_its_prices_and_works_outside_its_overheads():
     assert (found.switches, found.seconds) == (1, 4.5 * HOUR)
 
 
-def test_an_instance_with_several_gpus_is_paid_by_part():
-    offer = Offer(series([8.0], name="big", gpus=8), 1.0)
+@given(st.integers(1, 20), st.integers(1, 16))
+def test_instances_are_rented_whole_until_there_are_gpus_enough(gpus: int, size: int):
+    market = Market((series([8.0], name="big", gpus=size),))
+    (offer,) = offers_of(market, {"v100": 1.0}, gpus)
+    asked = SwitchingProblem((offer,), 0.5, START, at(1))
+    dollars = rented = 0.0
+    while rented < gpus:
+        rented += size
+        dollars += 8.0
+    assert offer.price(START) == pytest.approx(dollars)
+    assert evaluate(asked, stays((0, 0, 0.5))).dollars == pytest.approx(0.5 * dollars)
+
+
+def test_a_share_of_an_instance_is_paid_by_gpu():
+    (offer,) = shares_of(Market((series([8.0], name="big", gpus=8),)), {"v100": 1.0})
     asked = SwitchingProblem((offer,), 0.5, START, at(1))
     assert evaluate(asked, stays((0, 0, 0.5))).dollars == pytest.approx(0.5)
+
+
+def test_a_job_of_no_gpus_and_an_offer_of_no_instances_are_refused():
+    with pytest.raises(InputError, match="gpus must be at least 1, got 0"):
+        offers_of(_market(), {"v100": 1.0}, 0)
+    with pytest.raises(InputError, match="more than zero of 'aws/us-east-1/a', got 0"):
+        Offer(series([1.0]), 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +212,11 @@ def problems(draw: st.DrawFn, hours: int = 4, offers: int = 2) -> SwitchingProbl
     ]
     places = [draw(st.sampled_from(PLACES)) for _ in rows]
     work = draw(st.sampled_from([0.5, 1.0, 1.75, 2.5]))
-    return problem(rows, work, draw(OVERHEADS), places=places)
+    made = problem(rows, work, draw(OVERHEADS), places=places)
+    rented = tuple(
+        replace(one, instances=draw(st.sampled_from([0.25, 1, 3]))) for one in made.offers
+    )
+    return replace(made, offers=rented)
 
 
 def brute_force(asked: SwitchingProblem, slots: int) -> float:
@@ -300,7 +325,7 @@ def _market() -> Market:
 
 
 def test_each_strategy_picks_what_it_sees_and_dynamic_follows_the_prices():
-    offers = offers_of(_market(), {"v100": 1.0, "k80": 0.4})
+    offers = shares_of(_market(), {"v100": 1.0, "k80": 0.4})
     asked = SwitchingProblem(offers, 6.0, START, at(40))
     found = {name: follow(asked, name, Home()).outcome for name in STRATEGIES}
     dollars = {name: one.dollars for name, one in found.items() if one is not None}
@@ -313,6 +338,20 @@ def test_each_strategy_picks_what_it_sees_and_dynamic_follows_the_prices():
     assert found["dynamic"] is not None
     assert found["dynamic"].switches == 1
     assert follow(asked, "dynamic", Home()).plan == stays((1, 0, 4), (3, 4, 9))
+
+
+def test_a_large_instance_pays_only_for_a_job_that_fills_it():
+    rates = {"v100": 1.0, "k80": 0.4}
+    dollars = {}
+    for gpus in (1, 4, 5):
+        asked = SwitchingProblem(offers_of(_market(), rates, gpus), 6.0, START, at(40))
+        outcomes = {name: follow(asked, name, Home()).outcome for name in STRATEGIES}
+        dollars[gpus] = {name: one.dollars for name, one in outcomes.items() if one is not None}
+    # One GPU: a p3.8xlarge costs 8 an hour, the work of an hour on a k80 2.25.
+    assert dollars[1]["multi-gpu"] == dollars[1]["gpu-type"] == pytest.approx(13.5)
+    # Four GPUs fill it; five need two of them, and are cheaper on five p2.xlarge.
+    assert dollars[4]["multi-gpu"] == pytest.approx(6 * 8)
+    assert dollars[5]["multi-gpu"] == dollars[5]["gpu-type"] == pytest.approx(5 * 13.5)
 
 
 def test_dynamic_keeps_its_deadline_and_the_others_tell_that_they_miss_it():

@@ -30,7 +30,7 @@ from stagewright.executor.timeline import (
     timeline,
     write_trace,
 )
-from stagewright.formulations.actions import COMPUTE, ActionKind, parse_action
+from stagewright.formulations.actions import ON_DEVICE, ActionKind, parse_action
 from stagewright.formulations.check import predict
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
@@ -71,7 +71,7 @@ def plan() -> PipelinePlan:
 @pytest.fixture(scope="module")
 def wide_plan() -> PipelinePlan:
     problem = small_problem(devices=72)
-    stages = make_stages((3, 6), (66, 6), ("split", "split"))
+    stages = make_stages((3, 6), (66, 6), ("round-robin", "split"))
     return certified(problem, valid_plan(problem, stages))
 
 
@@ -89,7 +89,7 @@ def test_every_action_is_drawn_once_on_its_row(case: tuple[PipelineProblem, Pipe
     computed = Counter(
         (timed.device, timed.action, timed.start_seconds, timed.finish_seconds)
         for timed in plan.actions
-        if parse_action(timed.action).kind in COMPUTE
+        if parse_action(timed.action).kind in ON_DEVICE
     )
     assert drawn == computed
     assert sum(len(row.blocks) for row in rows) == len(plan.actions)
@@ -276,7 +276,7 @@ def test_a_browser_draws_the_page(
         (ScheduledAction("g0", "7F0", 0.0, 1.0), "7F0 is of stage 7, the plan has 1 stages"),
         (ScheduledAction("g9", "0F0", 0.0, 1.0), "'g9', which is no device of stage 0"),
         (ScheduledAction("g0", "forward", 0.0, 1.0), "'forward' is no action"),
-        (ScheduledAction("g0", "0UPDATE", 0.0, 1.0), "0UPDATE belongs to programs, not to plans"),
+        (ScheduledAction("g0", "0USE0", 0.0, 1.0), "0USE0 belongs to programs, not to plans"),
     ],
 )
 def test_actions_that_fit_no_stage_are_refused(action: ScheduledAction, message: str) -> None:

@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy.optimize import linprog
-from strategies_allocation import random_case, random_workload
+from strategies_allocation import Case, random_case, random_workload
 
+import stagewright
 from stagewright.formulations.allocation import (
     AllocationProblem,
+    accelerators_in_use,
     allocation_of_shares,
     problem_of,
+    server_rows,
     throughput,
 )
 from stagewright.formulations.forms import Floats, Limits, LinearProgram, Status
@@ -170,12 +173,15 @@ class Dense:
 
     def __init__(self, problem: AllocationProblem) -> None:
         jobs, workers = problem.rates.shape
+        types, servers = problem.table.counts, server_rows(problem.table)
         rates, times, uses = [], [], []
 
         def add(worker: int, members: tuple[int, ...], speeds: tuple[float, ...]) -> None:
-            rate, time, use = np.zeros(jobs), np.zeros(jobs), np.zeros(workers)
+            rate, time, use = np.zeros(jobs), np.zeros(jobs), np.zeros(len(types) + len(servers))
             rate[list(members)], time[list(members)] = speeds, 1.0
-            use[worker] = problem.scale[members[0]]
+            use[problem.table.accelerator[worker]] = problem.scale[members[0]]
+            for row, (place, parts, _) in enumerate(servers, start=len(types)):
+                use[row] = parts[problem.kind[members[0]]] if place == worker else 0.0
             rates.append(rate)
             times.append(time)
             uses.append(use)
@@ -192,7 +198,7 @@ class Dense:
                 add(int(table.worker[row]), (low, high), tuple(both))
         self.rate = np.array(rates).T
         self.rows = np.vstack([np.array(times).T, np.array(uses).T])
-        self.limits = np.concatenate([np.ones(jobs), problem.table.counts])
+        self.limits = np.concatenate([np.ones(jobs), types, [most for _, _, most in servers]])
 
     def most(self, cost: Floats, floor: Floats, need: Floats | None = None) -> float:
         """The largest cost @ throughput + theta with throughput >= floor + theta * need."""
@@ -247,6 +253,37 @@ def test_no_job_can_gain_unless_another_loses(problem: AllocationProblem):
     # The worst-off job has what max-min fairness gives it.
     assert result.objective == pytest.approx(allocate(problem, "max-min").objective, rel=1e-6)
     assert result.objective == pytest.approx(max_min.objective(problem, result.allocation))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(random_case())
+def test_the_default_leaves_nothing_to_give_away(case: Case):
+    result = stagewright.allocate(
+        case.workload, case.pool, space_sharing=case.space_sharing, placement=case.placement
+    )
+    assert result.status is Status.OPTIMAL, result.notes
+    assert result.allocation is not None
+    reached = throughput(case.problem, result.allocation)
+    # No job can be given more without another getting less than it has.
+    dense = Dense(case.problem)
+    for job in range(len(reached)):
+        gain = dense.most(np.eye(len(reached))[job], reached) - reached[job]
+        assert gain <= 1e-4, case.problem.names[job]
+
+
+def test_the_default_uses_what_max_min_leaves_idle():
+    rates = (Rate("slow", 1, "gpu", 1.0), Rate("quick", 1, "gpu", 1.0), Rate("quick", 1, "old", 1))
+    jobs = (Job("slow", "slow", 1.0, weight=4.0), *(Job(str(n), "quick", 1.0) for n in range(4)))
+    workload = Workload(jobs, Throughputs((*rates, Rate("slow", 1, "old", 0.0))))
+    pool = parse_pool("gpu=1,old=16")
+    result = stagewright.allocate(workload, pool)
+    assert result.allocation is not None
+    problem = problem_of(workload, pool)
+    assert_allclose(throughput(problem, result.allocation), 1.0, atol=1e-6)
+    assert_allclose(accelerators_in_use(problem, result.allocation), [1.0, 4.0], atol=1e-6)
+    first = allocate(problem, "max-min").allocation
+    assert first is not None
+    assert accelerators_in_use(problem, first)[1] < 3.9
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

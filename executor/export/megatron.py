@@ -8,6 +8,7 @@ Stage s is chunk s // P of rank s mod P. The order of the computations is Megatr
 import re
 import shlex
 
+from stagewright.executor.export.decoder import modules
 from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
 from stagewright.executor.export.pipelines import (
     Pipeline,
@@ -22,13 +23,8 @@ from stagewright.graphs.errors import InputError
 
 NAME = "Megatron-LM"
 
-_MEANING = "an embedding ('embedding'), numbered blocks ('layers.0'), and an output ('head')"
-_ORDER = "EtL"
-_SYMBOLS = {
-    "E": re.compile(r"(.*[._])?(embed\w*|\w*embeddings?|wte|wpe|drop)"),
-    "t": re.compile(r"(.*[._])?(blocks?|layers?|h)[._]?\d+"),
-    "L": re.compile(r"(.*[._])?(\w*norm(_f)?|ln_f|pooler|\w*head|logits|output|loss)"),
-}
+_OUTPUT = ("norm", "pooler", "head", "loss")
+_SYMBOLS = {"embedding": "E", "block": "t{}", **dict.fromkeys(_OUTPUT, "L")}
 
 
 def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
@@ -36,7 +32,8 @@ def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
     ranks = pipeline(plan, NAME)
     count, stages = len(ranks.devices), len(plan.stages)
     _require_loop(plan, ranks)
-    layout = _layout(stage_layers(plan, options))
+    parts = modules(stage_layers(plan, options), _SYMBOLS, NAME)
+    layout = ["".join(part[0] for part in stage) for stage in parts]
     if not options.partition_only:
         require_plain(plan, NAME)
         known = one_forward_one_backward(count, stages // count, plan.microbatches)
@@ -77,40 +74,6 @@ def _require_loop(plan: PipelinePlan, ranks: Pipeline) -> None:
             f"{stages} stages on {count} ranks with {plan.microbatches} microbatches: {NAME} "
             "interleaves on at least 2 ranks, with a multiple of their number of microbatches"
         )
-
-
-def _layout(stages: tuple[tuple[str, ...], ...]) -> list[str]:
-    """Per stage the symbols of its layers, where embedding and output are one symbol each."""
-    layout: list[str] = []
-    before = "E"
-    for s, names in enumerate(stages):
-        symbols = ""
-        for name in names:
-            symbol = _symbol(name)
-            if _ORDER.index(symbol) < _ORDER.index(before):
-                raise InputError(f"layer {name!r} stands too late: {NAME} has {_MEANING}")
-            if symbol == "t" or symbol not in symbols:
-                if symbol == before != "t" and layout:
-                    raise InputError(
-                        f"stage {s} begins with layer {name!r}: {NAME} has the whole of "
-                        f"{'the embedding' if symbol == 'E' else 'the output'} on one stage"
-                    )
-                symbols += symbol
-            before = symbol
-        layout.append(symbols)
-    if (layout[0][0], before) != ("E", "L"):
-        raise InputError(
-            f"layers {stages[0][0]!r} to {stages[-1][-1]!r}: {NAME} has {_MEANING}, "
-            "and neither end can be missing"
-        )
-    return layout
-
-
-def _symbol(layer: str) -> str:
-    for symbol, pattern in _SYMBOLS.items():
-        if pattern.fullmatch(layer):
-            return symbol
-    raise InputError(f"layer {layer!r} cannot be told: {NAME} has {_MEANING}")
 
 
 def _shortened(symbols: str) -> str:

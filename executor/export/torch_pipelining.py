@@ -4,6 +4,9 @@ The file is what ``_PipelineScheduleRuntime._load_csv(..., "compute_only")`` rea
 row per rank, computations only. Any stage may stand on any rank; torch adds the transfers.
 """
 
+from collections.abc import Mapping
+
+from stagewright.executor.export.decoder import modules
 from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
 from stagewright.executor.export.pipelines import (
     Order,
@@ -19,6 +22,25 @@ from stagewright.graphs.errors import InputError
 
 SCHEDULE = "schedule.csv"
 
+Names = Mapping[str, str]
+
+# A loss is no module of theirs.
+TORCHTITAN: Names = {
+    "embedding": "tok_embeddings",
+    "block": "layers.{}",
+    "norm": "norm",
+    "head": "lm_head",
+    "loss": "",
+}
+NEMO: Names = {
+    "embedding": "model.embed_tokens",
+    "block": "model.layers.{}",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "loss": "",
+}
+ROTARY = "model.rotary_emb"  # every stage of a Hugging Face decoder needs it
+
 F = ActionKind.FORWARD
 
 
@@ -30,8 +52,10 @@ def schedule(plan: PipelinePlan, options: Options) -> dict[str, str]:
 def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
     """A module that sets ``config.parallelism``, with the schedule file.
 
-    Names of torchtitan's main branch of August 2026 (b5bcd76); 0.2.2 has a batch's
-    ``pipeline_parallel_microbatch_size`` in place of ``num_pp_microbatches``.
+    Names of torchtitan's main branch of August 2026 (b5bcd76), for its decoders: Llama 3, Qwen 3,
+    DeepSeek-V3, gpt-oss. 0.2.2 has a batch's ``pipeline_parallel_microbatch_size`` in place of
+    ``num_pp_microbatches``, and ``output`` in place of ``lm_head``. torchtitan silently drops the
+    layers that no stage names, so the module that is written counts them first.
     """
     ranks = pipeline(plan, "torchtitan")
     fields = {
@@ -45,13 +69,18 @@ def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
     if files:
         fields["pipeline_parallel_schedule_csv"] = SCHEDULE
     lines = [f"    config.parallelism.{name} = {value!r}" for name, value in fields.items()]
-    parts = "".join(f"        {part!r},\n" for part in _modules(plan, options))
+    stages = _modules(plan, options, TORCHTITAN, "torchtitan")
+    parts = "".join(f"        {part!r},\n" for part in stages)
+    blocks = sum(name.startswith("layers.") for part in stages for name in part)
     text = (
         '"""The pipeline that Stagewright planned, for torchtitan: call configure(config).\n\n'
         "A microbatch of the plan is one of torchtitan's: give its tokens per replica as\n"
         'training.num_tokens_per_microbatch_per_dp_rank.\n"""\n\n\n'
         "def configure(config):\n"
         '    """Set the stages and their schedule; its path is seen from where the job starts."""\n'
+        "    layers = len(config.model_spec.model.layers)\n"
+        f"    if layers != {blocks}:\n"
+        f'        raise ValueError(f"the plan is for {blocks} layers, the model has {{layers}}")\n'
         + "\n".join(lines)
         + f"\n    config.parallelism.module_fqns_per_model_part = [\n{parts}    ]\n"
         "    return config\n"
@@ -60,7 +89,10 @@ def torchtitan(plan: PipelinePlan, options: Options) -> dict[str, str]:
 
 
 def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
-    """The ``distributed`` section of a NeMo AutoModel recipe (0.5.0), with the schedule file."""
+    """The ``distributed`` section of a NeMo AutoModel recipe (0.5.0), with the schedule file.
+
+    Its modules are those of Hugging Face's decoders, such as Llama's: ``model.layers.0``.
+    """
     ranks = pipeline(plan, "NeMo AutoModel")
     if ranks.replicas > 1 and not options.partition_only:
         # Its mesh refuses dp_replicate_size == dp_size.
@@ -74,10 +106,11 @@ def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
             "at least as many microbatches as ranks"
         )
     samples = samples_per_replica(plan, options, ranks.replicas)
+    parts = _modules(plan, options, NEMO, "NeMo AutoModel")
     section = {
         "pp_schedule": _schedule_name(ranks, options, "NeMo AutoModel"),
         "pp_microbatch_size": samples,
-        "module_fqns_per_model_part": _modules(plan, options),
+        "module_fqns_per_model_part": [[*part, ROTARY] for part in parts],
     }
     files = {} if options.partition_only else {SCHEDULE: _csv(plan, ranks)}
     if files:
@@ -94,10 +127,11 @@ def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
             "pipeline": section,
         },
     }
+    blocks = sum(name.startswith("model.layers.") for part in parts for name in part)
     head = (
         "# The pipeline that Stagewright planned: merge it into a recipe of NeMo AutoModel.\n"
-        "# Modules that every stage needs and that are no layer of the plan, such as\n"
-        "# model.rotary_emb, must be added to every list.\n"
+        f"# It is for a decoder of {blocks} layers (num_hidden_layers). Other modules that every\n"
+        "# stage needs must be added to every list.\n"
     )
     return {**files, "stagewright_nemo.yaml": head + to_yaml(config)}
 
@@ -164,13 +198,9 @@ def _schedule_name(ranks: Pipeline, options: Options, framework: str) -> str:
     )
 
 
-def _modules(plan: PipelinePlan, options: Options) -> list[list[str]]:
-    """Per stage its layers, which must be spelled like modules."""
-    stages = stage_layers(plan, options)
-    for name in (name for stage in stages for name in stage):
-        if not all(part.isidentifier() or part.isdecimal() for part in name.split(".")):
-            raise InputError(
-                f"layer {name!r} is not the name of a module, such as 'layers.0'; capture the "
-                "model, or rename its layers"
-            )
-    return [list(stage) for stage in stages]
+def _modules(plan: PipelinePlan, options: Options, names: Names, framework: str) -> list[list[str]]:
+    """Per stage the framework's own modules; a head without a norm before it counts as both."""
+    parts = modules(stage_layers(plan, options), names, framework)
+    if not any(names["norm"] in part for part in parts):
+        parts[-1].insert(parts[-1].index(names["head"]), names["norm"])
+    return parts

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.models.language import bert, gpt, transformer, xlnet
+from stagewright.graphs.models.language import Attention, bert, gpt, transformer, xlnet
 from stagewright.graphs.models.operations import LayerWork
 from stagewright.graphs.models.vision import densenet, inception_v3, resnet, vgg
 from stagewright.graphs.units import MAX_LAYERS, require_count
+
+ATTENTION = "attention"  # the builders' parameter that is no size
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,19 @@ class NamedModel:
     def sizes(self) -> tuple[str, ...]:
         """The sizes that a caller may choose."""
         names = list(inspect.signature(self.build).parameters)[1:]
-        return tuple(name for name in names if name not in self.fixed)
+        return tuple(name for name in names if name not in (*self.fixed, ATTENTION))
 
-    def layers(self, samples: int, sizes: Mapping[str, int]) -> tuple[LayerWork, ...]:
+    @property
+    def attends(self) -> bool:
+        """Whether there is attention in it, fused or not."""
+        return ATTENTION in inspect.signature(self.build).parameters
+
+    def layers(
+        self, samples: int, sizes: Mapping[str, int], attention: Attention = "fused"
+    ) -> tuple[LayerWork, ...]:
         """The layers for a microbatch of ``samples``.
+
+        ``attention`` does not apply to networks for images.
 
         Raises
         ------
@@ -41,7 +52,8 @@ class NamedModel:
                 raise InputError(f"{name} must be a positive integer, got {value!r}")
             if name == "layers":
                 require_count(value, name, MAX_LAYERS)
-        return self.build(samples, **self.fixed, **sizes)
+        chosen = {ATTENTION: attention} if self.attends else {}
+        return self.build(samples, **self.fixed, **sizes, **chosen)
 
 
 MODELS: dict[str, NamedModel] = {

@@ -1,7 +1,11 @@
 """Language models: Transformer, BERT, XLNet, GPT.
 
-Tied tables (logits that reuse the embedding) are counted once, where they are first used.
+Attention is ``fused`` (one kernel that keeps no matrix of scores) or ``materialized`` (an operation
+after the other, as in 2019). Tied tables (logits that reuse the embedding) are parameters where
+they are first used, and tied parameters of every later layer.
 """
+
+from typing import Literal
 
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.models.operations import (
@@ -11,10 +15,13 @@ from stagewright.graphs.models.operations import (
     dropout,
     elementwise,
     embedding,
+    fused_attention,
     layer,
     norm,
     product,
 )
+
+Attention = Literal["fused", "materialized"]
 
 
 def gpt(
@@ -25,6 +32,7 @@ def gpt(
     heads: int = 24,
     sequence: int = 2048,
     vocabulary: int = 51200,
+    attention: Attention = "fused",
 ) -> tuple[LayerWork, ...]:
     """GPT: learned positions, norms before each half, logits tied to the embedding.
 
@@ -42,7 +50,7 @@ def gpt(
     ]
     block = [
         norm(width, hidden),
-        *_self_attention(samples, sequence, hidden, heads),
+        *_self_attention(samples, sequence, hidden, heads, attention),
         norm(width, hidden),
         *_feed_forward(rows, hidden, 4 * hidden),
     ]
@@ -62,6 +70,7 @@ def bert(
     heads: int = 16,
     sequence: int = 384,
     vocabulary: int = 30522,
+    attention: Attention = "fused",
 ) -> tuple[LayerWork, ...]:
     """BERT for question answering: embeddings, transformer layers, pooler, span head.
 
@@ -79,7 +88,7 @@ def bert(
         dropout(width),
     ]
     block = [
-        *_self_attention(samples, sequence, hidden, heads),
+        *_self_attention(samples, sequence, hidden, heads, attention),
         norm(width, hidden),
         *_feed_forward(rows, hidden, 4 * hidden),
         norm(width, hidden),
@@ -102,6 +111,7 @@ def xlnet(
     heads: int = 16,
     sequence: int = 384,
     vocabulary: int = 32000,
+    attention: Attention = "fused",
 ) -> tuple[LayerWork, ...]:
     """XLNet for question answering: one stream, relative positions in every attention.
 
@@ -112,7 +122,7 @@ def xlnet(
     width = rows * hidden
     start = [embedding(rows, vocabulary, hidden), dropout(width)]
     block = [
-        *_relative_attention(samples, sequence, hidden, heads),
+        *_relative_attention(samples, sequence, hidden, heads, attention),
         norm(width, hidden),
         *_feed_forward(rows, hidden, 4 * hidden),
         norm(width, hidden),
@@ -132,6 +142,7 @@ def transformer(
     heads: int = 8,
     sequence: int = 256,
     vocabulary: int = 37000,
+    attention: Attention = "fused",
 ) -> tuple[LayerWork, ...]:
     """The encoder-decoder Transformer, with one table for both embeddings and the logits.
 
@@ -144,18 +155,18 @@ def transformer(
     width = rows * hidden
     lookup = [elementwise(width, operands=2), dropout(width)]
     encoder = [
-        *_self_attention(samples, sequence, hidden, heads),
+        *_self_attention(samples, sequence, hidden, heads, attention),
         norm(width, hidden),
         *_feed_forward(rows, hidden, 4 * hidden),
         norm(width, hidden),
     ]
     decoder = [
         *encoder,
-        *_cross_attention(samples, sequence, hidden, heads),
+        *_cross_attention(samples, sequence, hidden, heads, attention),
         norm(width, hidden),
     ]
     source = embedding(rows, vocabulary, hidden)
-    target = embedding(rows, 0, hidden)  # the same table
+    target = embedding(rows, vocabulary, hidden, tied=True)
     return (
         layer("source", width, [source, *lookup], differentiable=False),
         *(layer(f"encoder{i}", width, encoder) for i in range(1, layers + 1)),
@@ -166,47 +177,65 @@ def transformer(
     )
 
 
-def _self_attention(samples: int, sequence: int, hidden: int, heads: int) -> list[Operation]:
+def _self_attention(
+    samples: int, sequence: int, hidden: int, heads: int, attention: Attention
+) -> list[Operation]:
     rows = samples * sequence
     return [
         dense(rows, hidden, 3 * hidden),
-        *_attend(samples, sequence, hidden, heads),
+        *_attend(samples, sequence, hidden, heads, attention),
         *_projection(rows, hidden, hidden),
     ]
 
 
-def _cross_attention(samples: int, sequence: int, hidden: int, heads: int) -> list[Operation]:
+def _cross_attention(
+    samples: int, sequence: int, hidden: int, heads: int, attention: Attention
+) -> list[Operation]:
     rows = samples * sequence
     return [
         dense(rows, hidden, hidden),
         dense(rows, hidden, 2 * hidden),
-        *_attend(samples, sequence, hidden, heads),
+        *_attend(samples, sequence, hidden, heads, attention),
         *_projection(rows, hidden, hidden),
     ]
 
 
-def _relative_attention(samples: int, sequence: int, hidden: int, heads: int) -> list[Operation]:
+def _relative_attention(
+    samples: int, sequence: int, hidden: int, heads: int, attention: Attention
+) -> list[Operation]:
     """Transformer-XL's attention: the scores get a part from 2s relative positions.
 
-    Its three biases and two segment embeddings per head are 5h parameters.
+    Its three biases and two segment embeddings per head are 5h parameters. That part is a bias of
+    fused attention, and a matrix of the scores' size stays.
     """
     rows, head = samples * sequence, _head_width(hidden, heads)
     scores = samples * heads * sequence * sequence
     biases = Operation("memory", 0.0, 4 * rows * hidden, parameters=5 * hidden)
+    if attention == "fused":  # the shift of the relative part writes the bias
+        kernel = fused_attention(samples, heads, sequence, head, bias=True)
+        attended = [elementwise(scores), kernel]
+    else:
+        attended = [
+            elementwise(scores, operands=2),
+            *_attend(samples, sequence, hidden, heads, attention),
+        ]
     return [
         dense(rows, hidden, 3 * hidden, bias=False),
         dense(2 * sequence, hidden, hidden, bias=False),
         biases,
         product(samples * heads, sequence, head, 2 * sequence),
-        elementwise(scores, operands=2),
-        *_attend(samples, sequence, hidden, heads),
+        *attended,
         *_projection(rows, hidden, hidden, bias=False),
     ]
 
 
-def _attend(samples: int, sequence: int, hidden: int, heads: int) -> list[Operation]:
+def _attend(
+    samples: int, sequence: int, hidden: int, heads: int, attention: Attention
+) -> list[Operation]:
     """Scores, mask, softmax, dropout, and the weighted values."""
     head = _head_width(hidden, heads)
+    if attention == "fused":
+        return [fused_attention(samples, heads, sequence, head)]
     scores = samples * heads * sequence * sequence
     return [
         product(samples * heads, sequence, head, sequence),

@@ -5,7 +5,8 @@ an operation moves are the elements that it reads and writes once each. What aut
 the backward is counted per tensor, once, at the operation that reads it (at a softmax: that
 writes it); dropout masks take one byte per element. The gradient with respect to each operand of
 a product costs what its forward costs; that of any other operation costs its forward once, and
-its few weights (a norm's) come out of the same pass.
+its few weights (a norm's) come out of the same pass. Fused attention is one operation, see
+:func:`fused_attention`.
 """
 
 from collections.abc import Sequence
@@ -19,16 +20,18 @@ Kind = Literal["matmul", "convolution", "memory"]
 class Operation:
     """One operation on a microbatch; elements unless the name says bytes.
 
-    ``input_gradients`` and ``weight_gradients`` tell how many times the forward's cost the two
-    parts of the backward take.
+    ``tied_parameters`` are those that an earlier layer has too. ``saved_bytes`` are kept beside
+    the ``saved`` elements at any precision: masks, indices, statistics. ``input_gradients`` and
+    ``weight_gradients`` tell how many times the forward's cost the two parts of the backward take.
     """
 
     kind: Kind
     flops: float
     moved: float
     parameters: float = 0.0
+    tied_parameters: float = 0.0
     saved: float = 0.0
-    mask_bytes: float = 0.0
+    saved_bytes: float = 0.0
     input_gradients: float = 1.0
     weight_gradients: float = 0.0
 
@@ -53,20 +56,26 @@ class LayerWork:
 
     @property
     def parameters(self) -> float:
-        """Number of parameters."""
+        """Number of parameters, each counted in the first layer that uses it."""
         return sum(operation.parameters for operation in self.operations)
+
+    @property
+    def tied_parameters(self) -> float:
+        """Number of parameters that an earlier layer has too."""
+        return sum(operation.tied_parameters for operation in self.operations)
 
 
 def dense(
     rows: int, inputs: int, outputs: int, *, bias: bool = True, tied: bool = False
 ) -> Operation:
-    """A linear layer on ``rows`` vectors; ``tied`` weights are counted at their first use."""
+    """A linear layer on ``rows`` vectors; ``tied`` weights are those of an earlier layer."""
     weights = inputs * outputs
     return Operation(
         "matmul",
         2.0 * rows * weights,
         rows * inputs + weights + rows * outputs,
         parameters=0 if tied else weights + (outputs if bias else 0),
+        tied_parameters=weights if tied else 0,
         saved=rows * inputs,
         weight_gradients=1,
     )
@@ -84,13 +93,39 @@ def product(batch: int, rows: int, inner: int, columns: int) -> Operation:
     )
 
 
-def embedding(rows: int, entries: int, width: int) -> Operation:
-    """A look-up of ``rows`` vectors in a table; their ids have no gradient."""
+def fused_attention(
+    batch: int, heads: int, sequence: int, head: int, *, bias: bool = False
+) -> Operation:
+    """Scores, softmax, dropout and weighted values in one kernel (FlashAttention, 2022).
+
+    No matrix of scores is kept: queries, keys and values are, and a log-sum-exp per row in fp32
+    (the output counts where the projection reads it). The backward computes the scores again: five
+    products of the forward's size, which has two. A ``bias`` on the scores is a matrix of their
+    size, which is read and kept.
+    """
+    rows = batch * heads * sequence
+    added = rows * sequence if bias else 0
+    return Operation(
+        "matmul",
+        4.0 * rows * sequence * head,
+        4 * rows * head + added,
+        saved=3 * rows * head + added,
+        saved_bytes=4 * rows,
+        input_gradients=2.5,
+    )
+
+
+def embedding(rows: int, entries: int, width: int, *, tied: bool = False) -> Operation:
+    """A look-up of ``rows`` vectors in a table, ``tied`` if an earlier layer has it.
+
+    Their ids have no gradient.
+    """
     return Operation(
         "memory",
         0.0,
         2 * rows * width,
-        parameters=entries * width,
+        parameters=0 if tied else entries * width,
+        tied_parameters=entries * width if tied else 0,
         input_gradients=0,
         weight_gradients=1,
     )
@@ -102,15 +137,15 @@ def norm(elements: int, width: int, *, passes: int = 2) -> Operation:
 
 
 def elementwise(
-    elements: float, *, operands: int = 1, saved: float = 0.0, mask_bytes: float = 0.0
+    elements: float, *, operands: int = 1, saved: float = 0.0, saved_bytes: float = 0.0
 ) -> Operation:
     """Any operation that reads ``operands`` tensors and writes one."""
-    return Operation("memory", 0.0, (operands + 1) * elements, saved=saved, mask_bytes=mask_bytes)
+    return Operation("memory", 0.0, (operands + 1) * elements, saved=saved, saved_bytes=saved_bytes)
 
 
 def dropout(elements: float) -> Operation:
     """Dropout, with its mask."""
-    return elementwise(elements, mask_bytes=elements)
+    return elementwise(elements, saved_bytes=elements)
 
 
 def layer(

@@ -133,7 +133,7 @@ class Tape:
         )
         inputs, outputs = self.samples * shape.elements, self.samples * result.elements
         self.operations.append(
-            Operation("memory", 0.0, inputs + outputs, saved=inputs, mask_bytes=8 * outputs)
+            Operation("memory", 0.0, inputs + outputs, saved=inputs, saved_bytes=8 * outputs)
         )
         return result
 

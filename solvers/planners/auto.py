@@ -12,7 +12,7 @@ from stagewright.formulations.forms import Limits, OnProgress, Status
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Predicted
 from stagewright.formulations.plan_class import DISJOINT_SPLIT
-from stagewright.formulations.spp import starts_of, timetable_of
+from stagewright.formulations.starts import starts_of, timetable_of
 from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general

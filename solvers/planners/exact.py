@@ -11,7 +11,7 @@ import numpy as np
 from stagewright.formulations.bounds import schedule_bounds
 from stagewright.formulations.bppm import StageChoice
 from stagewright.formulations.forms import Limits, OnProgress, Progress, Status, silent
-from stagewright.formulations.joint import JointPlanning, Prefix
+from stagewright.formulations.joint import JOINT_SEARCH, JointPlanning, Prefix
 from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.makespan_models import ByIntervals
 from stagewright.formulations.pipeline import PipelineProblem
@@ -34,7 +34,6 @@ PRECISION = 2e-7  # relative; plans that are better by less are not looked for
 FIRST_SECONDS = 1.0  # CP-SAT's first time limit for a schedule; every further turn has
 GROWTH = 4.0  # times the last one's
 STEPS = 2e7  # entries of the tables of bounds beyond which only the load is looked at
-PROVED_BY = "joint branch and bound with CP-SAT"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +92,7 @@ def improve_exactly(
     """The joint optimum, or the best plan found in time; never worse than the one known."""
     seconds = cost_of(problem, known) if known else math.inf
     answer = exact(problem, limits, on_progress, seconds)
-    bounds = (Bound(answer.bound_seconds, PROVED_BY, "problem", DISJOINT_SPLIT),)
+    bounds = (Bound(answer.bound_seconds, JOINT_SEARCH, "problem", DISJOINT_SPLIT),)
     ended = "complete" if answer.complete else "stopped at the time limit"
     notes = (f"{answer.plans} plans scheduled, {answer.proofs} by CP-SAT; {ended}",)
     if answer.stages is not None and answer.timetable is not None:

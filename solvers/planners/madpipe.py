@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.forms import Limits, OnProgress, Progress
-from stagewright.formulations.joint_patterns import JointPatterns
+from stagewright.formulations.joint_patterns import ALLOCATIONS, JointPatterns
 from stagewright.formulations.madpipe import AllocationProblem
 from stagewright.formulations.one_f_one_b import (
     least_period,
@@ -32,11 +32,16 @@ from stagewright.formulations.pattern import (
     kept_bytes,
     static_bytes,
 )
-from stagewright.formulations.pattern_models import sequential
+from stagewright.formulations.pattern_models import PATTERN, sequential
 from stagewright.formulations.periodic_bounds import LAYER, LOAD, fastest_work, period_bounds
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Stage
-from stagewright.formulations.plan_class import PATTERNS, WHOLE_PERIODIC, PlanClass
+from stagewright.formulations.plan_class import (
+    PATTERNS,
+    SEARCHED_ALLOCATIONS,
+    WHOLE_PERIODIC,
+    PlanClass,
+)
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.graphs.units import format_bytes, format_seconds
@@ -52,8 +57,6 @@ Stages = tuple[Stage, ...]
 OPTIMAL_GAP = 1e-6  # relative
 MOST_BYTES = 1e17
 LONGEST_WAIT = 1e4  # beyond it the times of a run lose the digits of short operations
-JOINT = "search over all allocations"
-PATTERN = "integer program of the pattern"
 JOINT_STAGES = 20_000  # stages and groups for them, up to which the joint search may begin
 PATTERN_SECONDS = 5.0  # for one allocation's pattern
 # Periods between what an allocation allows and the best so far, at which others are asked for.
@@ -244,14 +247,9 @@ class _Search:
             self._consider(_Found(answer.stages, asked, answer.pattern, low, low))
         # Groups of devices that differ could be made up in other ways.
         if not self.choices.offload and (size == 1 or len(_distinct(self.problem, groups)) == 1):
-            plans = replace(
-                WHOLE_PERIODIC,
-                sharing="groups",
-                recompute=self.choices.periodic_recomputations,
-                equal_groups=(size,),
-                merged=True,
-            )
-            self.bounds[size].append(Bound(answer.bound, JOINT, "problem", plans))
+            recompute = self.choices.periodic_recomputations
+            plans = replace(SEARCHED_ALLOCATIONS, recompute=recompute, equal_groups=(size,))
+            self.bounds[size].append(Bound(answer.bound, ALLOCATIONS, "problem", plans))
 
     def answer(self, kind: str) -> PeriodicProposal | NoPlan:
         """The best plan with the bounds on all others, or why there is none."""

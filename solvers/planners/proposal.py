@@ -16,7 +16,8 @@ from stagewright.formulations.pattern import Pattern
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Guarantee, Stage
 from stagewright.formulations.plan_class import RECOMPUTE, PlanClass, Recompute
-from stagewright.formulations.spp import makespan_problem, starts_of
+from stagewright.formulations.spp import makespan_problem
+from stagewright.formulations.starts import starts_of
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import MAX_DEVICES, format_bytes, require_count
 

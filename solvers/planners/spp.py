@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
+import numpy as np
+
 from stagewright.formulations.bounds import quick_bound
 from stagewright.formulations.bppm import BalancedPartition, ByRecurrence, StageChoice
 from stagewright.formulations.forms import Limits, OnProgress, Progress
@@ -14,11 +16,14 @@ from stagewright.formulations.plan import Guarantee
 from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.spp import (
     LEMMA_1,
+    LEMMA_1_PREMISE,
     THEOREM_1,
+    cheapest_work,
     lemma1_seconds,
     makespan_problem,
     shortest_path_seconds,
-    theorem1_factor,
+    theorem1_premise,
+    theorem1_seconds,
 )
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.list_scheduling import best_list_schedule, list_schedule
@@ -68,11 +73,18 @@ class Searched:
 def plan_spp(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
-    """SPP's plan (:func:`search_stage_counts`), and a short local search that the paper lacks."""
+    """SPP's plan (:func:`search_stage_counts`), and two things that the paper lacks.
+
+    SPP uses every device, which is bad where all-reduces cost more than they save: half of the
+    devices are tried too, and half of these, and so on. Then follows a short local search.
+    """
+    began = monotonic()
     found = search_stage_counts(problem, limits, on_progress)
     if isinstance(found, NoPlan):
         return found
-    starts = sorted(found.candidates, key=_seconds)[:REFINED_STARTS]
+    left = replace(limits, seconds=limits.seconds - (monotonic() - began))
+    candidates = [*found.candidates, *_on_fewer_devices(problem, found, left, on_progress)]
+    starts = sorted(candidates, key=_seconds)[:REFINED_STARTS]
     refined = _refined(problem, starts, limits, on_progress)
     return replace(
         refined,
@@ -81,20 +93,43 @@ def plan_spp(
     )
 
 
+def _on_fewer_devices(
+    problem: PipelineProblem, found: Searched, limits: Limits, on_progress: OnProgress
+) -> list[_Candidate]:
+    """Candidates on the first half of the order, its first half, and so on, while one may win."""
+    began, best = monotonic(), found.best
+    work = problem.microbatches * float(cheapest_work(problem).sum())
+    candidates: list[_Candidate] = []
+    size = len(found.search.question.order) // 2
+    while size >= 1 and work / size < best.seconds and monotonic() - began < limits.seconds:
+        left = replace(limits, seconds=limits.seconds - (monotonic() - began))
+        fewer = search_stage_counts(problem, left, on_progress, size, best)
+        if isinstance(fewer, Searched):
+            candidates += fewer.candidates
+            best = fewer.best
+        size //= 2
+    return candidates
+
+
 def search_stage_counts(
-    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    problem: PipelineProblem,
+    limits: Limits,
+    on_progress: OnProgress,
+    size: int | None = None,
+    known: _Candidate | None = None,
 ) -> Searched | NoPlan:
     """Order the devices, then partition and schedule for every stage count that can still win.
 
     A number of stages is dismissed when its bottleneck W, or the least time in which a microbatch
     passes so many stages, is at least the best makespan found. Every partition is scheduled by PE
     and by the other list rules, and the shortest schedule is kept, so that Lemma 1 and Theorem 1
-    hold for it.
+    hold for it. ``size`` asks for the first devices of the order only, ``known`` is a candidate
+    that has to be beaten.
     """
     began = monotonic()
     # Every device of the order gets a stage; beyond these no layer can be split among more.
     usable = int(problem.replicas_per_layer.sum())
-    order = recursive_device_order(problem.cluster)[:usable]
+    order = recursive_device_order(problem.cluster)[: min(usable, size or usable)]
     if monotonic() - began > limits.seconds:
         return NoPlan("the time limit came before any partition was found", proved=False)
     search = PartitionSearch(BalancedPartition(problem, order))
@@ -104,7 +139,7 @@ def search_stage_counts(
         # 1F1B's warm-up does not fit in memory: a single microbatch in flight may, at some loss.
         search = PartitionSearch(BalancedPartition(problem, order, held=1))
         candidates = _first_candidates(problem, search)
-    best = min(candidates, key=_seconds, default=None)
+    best = min([*candidates, *([known] if known else [])], key=_seconds, default=None)
     paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
     solved: list[int] = []
     late = False
@@ -124,8 +159,9 @@ def search_stage_counts(
             best = candidate
             on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
     if best is None:
-        plans = DISJOINT_SPLIT if len(set(problem.memory_bytes)) == 1 else None
-        return NoPlan(_why_nothing_fits(search), plans is not None, plans=plans)
+        proved = _is_proof(problem)
+        plans = DISJOINT_SPLIT if proved else None
+        return NoPlan(_why_nothing_fits(search), proved, plans=plans)
     notes = _notes(search, paths, solved, best, ratio, late)
     return Searched(search, tuple(candidates), best, notes)
 
@@ -148,6 +184,20 @@ def _refined(
         for start in starts
     ]
     return min(ends, key=lambda end: cost_of(problem, end))
+
+
+def _is_proof(problem: PipelineProblem) -> bool:
+    """Whether no stages fit at all if none fit on all the devices in their order.
+
+    So it is where devices have the same memory and more devices in a stage never need more of it.
+    """
+    size = len(problem.cluster)
+    saved = [problem.saved_per_layer(r) for r in range(1, size + 1)]
+    return bool(
+        len(set(problem.memory_bytes)) == 1
+        and problem.replicas_per_layer.min() >= size
+        and (np.diff(saved, axis=0) <= 0).all()
+    )
 
 
 def _why_nothing_fits(search: PartitionSearch) -> str:
@@ -210,21 +260,22 @@ def _schedule(
 def _guarantees(problem: PipelineProblem, found: Searched, cost: float) -> tuple[Guarantee, ...]:
     """Lemma 1 and Theorem 1, where memory does not limit what is in flight: the paper's setting."""
     best = found.best
-    least, cuts = min(found.search.found.values())
+    if len(found.search.question.order) < len(problem.cluster):
+        return ()  # no partition uses every device
+    _, cuts = min(found.search.found.values())
     balanced_stages = ByRecurrence().invert(found.search.question, cuts)
     balanced = makespan_problem(problem, balanced_stages)
     assert balanced is not None  # the recurrence places no stage that cannot hold a microbatch
     if min(*best.scheduling.in_flight, *balanced.in_flight) < problem.microbatches:
         return ()
-    lemma = lemma1_seconds(best.scheduling)
-    theorem = (2 + (4 * len(problem.cluster) - 4) / problem.microbatches) * least
+    lemma, theorem = lemma1_seconds(best.scheduling), theorem1_seconds(problem, balanced)
     return (
         Guarantee(
             LEMMA_1,
             lemma,
             best.pe_seconds,
             best.pe_seconds <= lemma * (1 + 1e-9),
-            "for PE's schedule of these stages, whose microbatches all fit in memory",
+            LEMMA_1_PREMISE,
             named_stages(problem, best.stages),
         ),
         Guarantee(
@@ -232,9 +283,7 @@ def _guarantees(problem: PipelineProblem, found: Searched, cost: float) -> tuple
             theorem,
             cost,
             cost <= theorem * (1 + 1e-9),
-            f"at most {theorem1_factor(problem):.4g} T*, T* the least time of plans with disjoint "
-            "devices and split replicas that use every device, where devices are of one kind, "
-            "take time in proportion to their share of a microbatch, and links have no latency",
+            theorem1_premise(problem),
             named_stages(problem, balanced_stages),
         ),
     )

@@ -104,6 +104,10 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+DEFAULT = "water-filling"
+"""Of the policies without a goal of their own the one that leaves nothing to give away."""
+
+
 def policy_named(name: str) -> Policy:
     """The policy, or an InputError that lists them."""
     if name not in POLICIES:
@@ -113,7 +117,7 @@ def policy_named(name: str) -> Policy:
 
 def allocate(
     problem: AllocationProblem,
-    policy: str = "max-min",
+    policy: str = DEFAULT,
     limits: Limits | None = None,
     *,
     budget_dollars: float | None = None,
@@ -144,4 +148,12 @@ def allocate(
     return replace(result, policy=policy, seconds=perf_counter() - began)
 
 
-__all__ = ["POLICIES", "AllocationResult", "Policy", "Status", "allocate", "policy_named"]
+__all__ = [
+    "DEFAULT",
+    "POLICIES",
+    "AllocationResult",
+    "Policy",
+    "Status",
+    "allocate",
+    "policy_named",
+]

@@ -58,7 +58,7 @@ Budget = Annotated[
 def allocate(
     jobs: JobsFile,
     cluster: Accelerators,
-    policy: PolicyName = "max-min",
+    policy: PolicyName = "water-filling",
     space_sharing: SpaceSharing = False,
     placement: Placement = False,
     budget: Budget = None,
@@ -79,7 +79,7 @@ def allocate(
     if output is not None and plan is not None:
         save_allocation(plan, output)
     if as_json:
-        print_json(_allocation_json(result, plan))
+        print_json(_allocation_json(problem, result, plan))
     else:
         _print_allocation(problem, result)
         if output is not None and plan is not None:
@@ -177,7 +177,9 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _allocation_json(result: "AllocationResult", plan: "AllocationPlan | None") -> dict[str, Any]:
+def _allocation_json(
+    problem: "AllocationProblem", result: "AllocationResult", plan: "AllocationPlan | None"
+) -> dict[str, Any]:
     return {
         "status": result.status,
         "policy": result.policy,
@@ -187,8 +189,21 @@ def _allocation_json(result: "AllocationResult", plan: "AllocationPlan | None") 
         "wall_seconds": result.seconds,
         "proved_by": result.proved_by,
         "notes": list(result.notes),
+        "utilisation": _utilisation(problem, result),
         "allocation": None if plan is None else [_share_json(share) for share in plan.shares],
     }
+
+
+def _utilisation(
+    problem: "AllocationProblem", result: "AllocationResult"
+) -> dict[str, float] | None:
+    """The part of each type's accelerators that works; None without an allocation."""
+    from stagewright.formulations.allocation import accelerators_in_use
+
+    if result.allocation is None:
+        return None
+    parts = accelerators_in_use(problem, result.allocation) / problem.table.counts
+    return dict(zip(problem.table.pool.names, parts.tolist(), strict=True))
 
 
 def _share_json(share: "Share") -> dict[str, Any]:
@@ -227,6 +242,8 @@ def _print_allocation(problem: "AllocationProblem", result: "AllocationResult") 
     ]
     head = ("<job", "<model", "scale", *(worker.name for worker in workers), "steps/s")
     print_table(head, rows)
+    parts = (_utilisation(problem, result) or {}).items()
+    print_lines("in use: " + ", ".join(f"{name} {percent(part)}" for name, part in parts))
     if len(problem) > SHOWN_JOBS:
         print_lines(f"{len(problem) - SHOWN_JOBS} more jobs; --json or --output has all of them")
 
@@ -234,7 +251,7 @@ def _print_allocation(problem: "AllocationProblem", result: "AllocationResult") 
 def rounds(
     jobs: JobsFile,
     cluster: Accelerators,
-    policy: PolicyName = "max-min",
+    policy: PolicyName = "water-filling",
     allocation: Annotated[
         Path | None,
         typer.Option(help="Realise this allocation file instead of a policy's.", metavar="FILE"),
@@ -267,7 +284,7 @@ def rounds(
     else:
         result = solve(problem, policy, limits, budget_dollars=budget)
         if result.allocation is None:
-            return _no_allocation(result, as_json)
+            return _no_allocation(problem, result, as_json)
         target = result.allocation
     mechanism = Mechanism(problem.table, require_seconds(round_seconds, "--round-seconds"))
     mechanism.reset(problem, target, range(len(problem)))
@@ -292,9 +309,9 @@ def rounds(
     return 0
 
 
-def _no_allocation(result: "AllocationResult", as_json: bool) -> int:
+def _no_allocation(problem: "AllocationProblem", result: "AllocationResult", as_json: bool) -> int:
     if as_json:
-        print_json(_allocation_json(result, None))
+        print_json(_allocation_json(problem, result, None))
     else:
         print_lines(f"{result.policy}: {result.status}, no allocation", *result.notes)
     return 1

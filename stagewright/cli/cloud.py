@@ -3,7 +3,6 @@
 import datetime
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,12 +55,17 @@ def cloud(
     throughputs: Annotated[
         Path | None, typer.Option(help="A throughput table, JSON, as Gavel has it.", metavar="FILE")
     ] = None,
-    v100_hours: Annotated[float, typer.Option(help="The work: hours on one V100.")] = 96.0,
+    v100_hours: Annotated[
+        float, typer.Option(help="The work: hours on as many V100s as the job has GPUs.")
+    ] = 96.0,
+    gpus: Annotated[
+        int, typer.Option(help="GPUs of the job; instances are rented whole.", metavar="N")
+    ] = 1,
     strategy: Annotated[
         str,
         typer.Option(
-            help="1xv100, gpu-type, multi-gpu, multi-cloud, dynamic; rolling (planned on forecasts "
-            "that prices stay), optimal (knows all prices); or all."
+            help="1xv100 (instances of one V100), gpu-type, multi-gpu, multi-cloud, dynamic; "
+            "rolling (planned on forecasts that prices stay), optimal (knows all prices); or all."
         ),
     ] = ALL,
     start: Annotated[
@@ -109,9 +113,12 @@ def cloud(
     as_json: JsonFlag = False,
 ) -> int:
     """Compare ways of renting cloud GPUs for a job, and plan where it runs when."""
-    from stagewright.formulations.switching import Overheads
+    from stagewright.formulations.switching import Overheads, offers_of
+    from stagewright.graphs.prices import MAX_GPUS
+    from stagewright.graphs.units import require_count
 
     require_folder(plot, save_prices)
+    require_count(gpus, "--gpus", MAX_GPUS)
     names = _names(strategy)
     at_home = _home(home)
     overheads = Overheads(checkpoint_seconds, restore_seconds, egress_dollars, dataset_dollars)
@@ -122,7 +129,7 @@ def cloud(
 
         save_market(market, save_prices)
     per_gpu = _rates(rates, model, throughputs, market)
-    offers = _offers(market, per_gpu, overheads, prices, preempted)
+    offers = _offers(offers_of(market, per_gpu, gpus), overheads, prices, preempted)
     problem = _problem(offers, v100_hours, start, deadline_hours, overheads)
     with progress("planning"):
         answers = _answers(problem, names, at_home)
@@ -134,9 +141,9 @@ def cloud(
 
         write_price_png(problem, shown.plan, f"{shown.name}: {v100_hours:g} V100-hours", plot)
     if as_json:
-        print_json(_document(problem, answers))
+        print_json(_document(problem, gpus, answers))
     else:
-        _print(problem, answers)
+        _print(problem, gpus, answers)
     return 1 if shown.outcome is None else 0
 
 
@@ -221,21 +228,19 @@ def _spelled_rates(text: str) -> dict[str, float]:
 
 
 def _offers(
-    market: "Market",
-    rates: Mapping[str, float],
+    offers: "tuple[Offer, ...]",
     overheads: "Overheads",
     paths: list[Path],
     checkpoint_every_seconds: float | None,
 ) -> "tuple[Offer, ...]":
     """The offers; with preemptions, at the rates that are left of them.
 
-    A kind of instance that no log tells of is taken for never preempted.
+    A job on several instances stops when one of them is preempted. A kind of instance that no log
+    tells of is taken for never preempted.
     """
-    from stagewright.formulations.switching import offers_of
     from stagewright.graphs.importers.cloud_prices import read_availability
     from stagewright.graphs.prices import Preemptions, useful_share
 
-    offers = offers_of(market, rates)
     if checkpoint_every_seconds is None:
         return offers
     logs = [read_availability(path) for path in paths if path.is_dir()]
@@ -245,7 +250,7 @@ def _offers(
     found = []
     for offer in offers:
         one = offer.instance
-        mean = seen.of(one.provider, one.gpu, one.gpus).mean_seconds
+        mean = seen.of(one.provider, one.gpu, one.gpus).mean_seconds / offer.instances
         share = useful_share(
             mean, checkpoint_every_seconds, overheads.checkpoint_seconds, overheads.restore_seconds
         )
@@ -327,13 +332,14 @@ def _answers(problem: "SwitchingProblem", names: list[str], home: "Home") -> lis
     return answers
 
 
-def _document(problem: "SwitchingProblem", answers: list[Answer]) -> dict[str, Any]:
+def _document(problem: "SwitchingProblem", gpus: int, answers: list[Answer]) -> dict[str, Any]:
     shown = answers[-1]
     result = shown.result
     feasible = "feasible" if shown.outcome else "infeasible"
     return {
         "status": feasible if result is None else result.status,
         "v100_hours": problem.work_hours,
+        "gpus": gpus,
         "start": _iso(problem.start_seconds),
         "deadline": _iso(problem.deadline_seconds),
         "instances": len(problem.offers),
@@ -357,6 +363,7 @@ def _document(problem: "SwitchingProblem", answers: list[Answer]) -> dict[str, A
         else [
             {
                 "instance": row.key,
+                "count": row.count,
                 "begin": _iso(row.begin),
                 "end": _iso(row.end),
                 "dollars": row.dollars,
@@ -369,7 +376,7 @@ def _document(problem: "SwitchingProblem", answers: list[Answer]) -> dict[str, A
 @dataclass(frozen=True, slots=True)
 class _Row:
     key: str
-    gpus: int
+    count: int
     begin: float
     end: float
     dollars: float
@@ -379,8 +386,8 @@ def _stays(problem: "SwitchingProblem", plan: "Plan") -> list[_Row]:
     rows = []
     for stay in plan:
         offer, begin, end = problem.offers[stay.offer], stay.begin_seconds, stay.end_seconds
-        one = offer.instance
-        rows.append(_Row(one.key, one.gpus, begin, end, offer.dollars(begin, end)))
+        count = round(offer.instances)
+        rows.append(_Row(offer.instance.key, count, begin, end, offer.dollars(begin, end)))
     return rows
 
 
@@ -392,9 +399,10 @@ def _reason(answer: Answer) -> str | None:
     return f"{answer.name} does not end before the deadline"
 
 
-def _print(problem: "SwitchingProblem", answers: list[Answer]) -> None:
+def _print(problem: "SwitchingProblem", gpus: int, answers: list[Answer]) -> None:
+    size = "one GPU" if gpus == 1 else f"{gpus} GPUs"
     print_lines(
-        f"{problem.work_hours:g} V100-hours on one GPU of {len(problem.offers)} instances, "
+        f"{problem.work_hours:g} V100-hours on {size}, {len(problem.offers)} kinds of instance, "
         f"{_iso(problem.start_seconds)} to {_iso(problem.deadline_seconds)}"
     )
     first = answers[0]
@@ -414,10 +422,10 @@ def _print(problem: "SwitchingProblem", answers: list[Answer]) -> None:
         print_lines(f"{shown.name}: {_reason(shown)}")
         return
     print_table(
-        ("<instance", "GPUs", "<from", "<to", "hours", "dollars for one GPU"),
+        ("<instance", "rented", "<from", "<to", "hours", "dollars"),
         [
             (
-                row.key, str(row.gpus), _iso(row.begin), _iso(row.end),
+                row.key, str(row.count), _iso(row.begin), _iso(row.end),
                 f"{(row.end - row.begin) / 3600:.2f}", f"{row.dollars:.2f}",
             )
             for row in _stays(problem, shown.plan)

@@ -35,6 +35,13 @@ class Precision(StrEnum):
     FP16 = "fp16"
 
 
+class Attention(StrEnum):
+    """How an analytic profile counts attention."""
+
+    FUSED = "fused"
+    MATERIALIZED = "materialized"
+
+
 def import_(
     file: Annotated[Path, typer.Argument(help="The profile to read.", show_default=False)],
     source: Annotated[Source, typer.Option("--from", help="The profile's format.")],
@@ -96,6 +103,16 @@ def model(
     precision: Annotated[
         Precision, typer.Option(help="Of weights and activations.")
     ] = Precision.FP32,
+    attention: Annotated[
+        Attention,
+        typer.Option(
+            help="One kernel that keeps no matrix of scores, or one operation after another."
+        ),
+    ] = Attention.FUSED,
+    optimizer_state: Annotated[
+        int,
+        typer.Option(help="State per parameter: SGD 0, with momentum 1, Adam 2.", min=0, max=2),
+    ] = 2,
     layers: Annotated[int | None, typer.Option(help="gpt: transformer layers.")] = None,
     hidden: Annotated[int | None, typer.Option(help="gpt: hidden size.")] = None,
     heads: Annotated[int | None, typer.Option(help="gpt: attention heads.")] = None,
@@ -120,7 +137,15 @@ def model(
     }
     sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
     kinds = device.split(",")
-    chain = analytic_model(name, microbatch_size, kinds, precision=precision.value, **sizes)
+    chain = analytic_model(
+        name,
+        microbatch_size,
+        kinds,
+        precision=precision.value,
+        attention=attention.value,
+        optimizer_state=optimizer_state,
+        **sizes,
+    )
     return hand_out(chain, output, as_json)
 
 

@@ -123,10 +123,8 @@ def _print_result(problem: "PipelineProblem", result: "Result") -> None:
     # A portfolio's reason stands beside its best attempt already.
     shown = result.reason and (result.plan is None or not result.attempts)
     reason = f": {result.reason}" if shown else ""
-    status = f"{result.status}"
-    if result.status == "optimal":
-        status += f" among {result.plans}" if str(result.plans) != "every plan" else ""
-    print_lines(f"{result.planner}: {status} after {result.seconds:.2f} s{reason}")
+    of = " in its class" if result.status == "optimal" and str(result.plans) != "every plan" else ""
+    print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
     rows = []
     for one in result.attempts:
         cost = "-" if one.cost_seconds is None else format_seconds(one.cost_seconds)

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.console import (
+    DEFAULT_THREADS,
     ClusterFile,
     JsonFlag,
     ModelFile,
     PlanFile,
     Seed,
+    Threads,
+    TimeLimit,
     percent,
     print_json,
     print_lines,
     print_table,
     progress,
+    read_limits,
     read_problem,
     require_folder,
 )
@@ -29,31 +33,64 @@ if TYPE_CHECKING:
     from stagewright.formulations.pipeline import PipelineProblem
     from stagewright.formulations.plan import Certificate, PeriodicSchedule, PipelinePlan
     from stagewright.formulations.plan_class import PlanClass
+    from stagewright.formulations.proofs import Verdict
     from stagewright.graphs.chain import Chain
 
 
-def check(plan: PlanFile, model: ModelFile, cluster: ClusterFile, as_json: JsonFlag = False) -> int:
-    """Check every rule of a plan again, from the definitions; exit code 1 if one is broken."""
-    from stagewright.formulations.check import check as broken_rules
+def check(
+    plan: PlanFile,
+    model: ModelFile,
+    cluster: ClusterFile,
+    proofs: Annotated[
+        bool, typer.Option("--proofs", help="Run the searches behind the bounds again.")
+    ] = False,
+    time_limit: TimeLimit = 60.0,
+    threads: Threads = DEFAULT_THREADS,
+    as_json: JsonFlag = False,
+) -> int:
+    """Check a plan's rules and proofs again, from the definitions; exit code 1 if one is broken."""
     from stagewright.formulations.check import predict
     from stagewright.graphs.units import format_seconds
+    from stagewright.solvers.proofs import check_with_proofs
 
+    limits = read_limits(time_limit, threads, 0)
     answer, problem = _read_plan(plan, model, cluster)
-    violations = broken_rules(problem, answer)
+    with progress("checking"):
+        violations, verdicts = check_with_proofs(problem, answer, limits if proofs else None)
     cost = None if violations else predict(problem, answer).iteration_seconds
     if as_json:
         found = [
             {"rule": one.rule, "place": one.place, "message": one.message} for one in violations
         ]
         status = "invalid" if violations else "valid"
-        print_json({"status": status, "cost_seconds": cost, "violations": found})
-    elif cost is not None:
+        print_json(
+            {
+                "status": status,
+                "cost_seconds": cost,
+                "violations": found,
+                "proofs": [asdict(one) for one in verdicts],
+            }
+        )
+        return 1 if violations else 0
+    if verdicts:
+        _print_verdicts(verdicts)
+    if cost is not None:
         print_lines(f"{plan}: valid, {format_seconds(cost)} per iteration")
     else:
         rows = [(one.rule, one.place, one.message) for one in violations]
         rules = f"{len(rows)} broken rule{'s' if len(rows) > 1 else ''}"
         print_table(("<rule", "<place", "<what was found"), rows, f"{plan}: {rules}")
     return 1 if violations else 0
+
+
+def _print_verdicts(verdicts: "Sequence[Verdict]") -> None:
+    from stagewright.graphs.units import format_seconds
+
+    rows = []
+    for one in verdicts:
+        said = ": ".join(filter(None, (one.verdict, one.reason)))
+        rows.append((one.place, format_seconds(one.seconds), one.name, said))
+    print_table(("<place", "seconds", "<by", "<verdict"), rows)
 
 
 def simulate(

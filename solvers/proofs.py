@@ -1,0 +1,201 @@
+"""The proofs of searches, run again: what :mod:`stagewright.formulations.proofs` has to believe."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.formulations.check import PROOF, Violation, check, refutations
+from stagewright.formulations.forms import Limits
+from stagewright.formulations.joint import JOINT_SEARCH
+from stagewright.formulations.joint_patterns import ALLOCATIONS, JointPatterns
+from stagewright.formulations.makespan_models import CP_SAT
+from stagewright.formulations.pattern import pattern_problem
+from stagewright.formulations.pattern_models import PATTERN
+from stagewright.formulations.periodic_bounds import iteration_seconds, period_bounds
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import Bound, PipelinePlan
+from stagewright.formulations.plan_class import PATTERNS, class_of
+from stagewright.formulations.proofs import ROUNDING, Verdict, scheduling_of, verdicts
+from stagewright.formulations.relaxation import FILL_AND_DRAIN
+from stagewright.formulations.spp import LEMMA_1
+from stagewright.graphs.ordering import recursive_device_order
+from stagewright.solvers.joint_patterns import joint_optimum
+from stagewright.solvers.list_scheduling import list_schedule
+from stagewright.solvers.pattern import best_pattern
+from stagewright.solvers.planners.exact import exact
+from stagewright.solvers.relaxation import fill_and_drain_bound, is_fill_and_drain_bound
+from stagewright.solvers.scheduling import solve_schedule
+
+MARGIN = 1e-6  # relative; the searches look for nothing better by less
+
+
+class Proof(NamedTuple):
+    """What a search proved: no plan takes less than ``bound``, and one takes ``cost`` (inf: none).
+
+    Both in seconds of an iteration. ``complete``: the argument gives ``bound`` and no more.
+    """
+
+    bound: float
+    cost: float = inf
+    complete: bool = False
+
+
+Rerun = Callable[[PipelineProblem, PipelinePlan, Bound, Limits], Proof | None]
+
+
+def check_with_proofs(
+    problem: PipelineProblem, plan: PipelinePlan, limits: Limits | None
+) -> tuple[tuple[Violation, ...], tuple[Verdict, ...]]:
+    """Every broken rule, and what became of each bound and guarantee of an otherwise valid plan.
+
+    With ``limits`` the searches behind the bounds run again.
+    """
+    broken = check(problem, plan)
+    if any(one.rule != PROOF for one in broken) or plan.certificate is None:
+        return broken, ()
+    if limits is None:
+        return broken, verdicts(problem, plan)
+    found = prove(problem, plan, limits)
+    return refutations(found), found
+
+
+def prove(problem: PipelineProblem, plan: PipelinePlan, limits: Limits) -> tuple[Verdict, ...]:
+    """The certificate of a valid plan with the searches' proofs run again, within ``limits``.
+
+    A bound stays claimed if its search does not get so far in the time that is left.
+    """
+    assert plan.certificate is not None
+    ends = monotonic() + limits.seconds
+    found = []
+    for one in verdicts(problem, plan):
+        left = replace(limits, seconds=max(0.0, ends - monotonic()))
+        kind, number = one.place.rstrip("]").split("[")
+        if one.verdict != "claimed":
+            found.append(one)
+        elif kind == "bounds":
+            found.append(_again(problem, plan, one, plan.certificate.bounds[int(number)], left))
+        else:
+            found.append(_guarantee_again(problem, plan, one, int(number)))
+    return tuple(found)
+
+
+def _again(
+    problem: PipelineProblem, plan: PipelinePlan, claim: Verdict, bound: Bound, limits: Limits
+) -> Verdict:
+    proof = RERUNS[bound.proved_by](problem, plan, bound, limits)
+    if proof is None:
+        return replace(claim, verdict="refuted", reason="the argument does not apply")
+    if bound.seconds <= proof.bound * (1 + MARGIN):
+        return replace(claim, verdict="verified", reason="proved again")
+    if bound.seconds > proof.cost * (1 + MARGIN):
+        reason = f"a plan that it bounds takes {proof.cost:.9g} s"
+        return replace(claim, verdict="refuted", reason=reason)
+    if proof.complete:
+        reason = f"the argument gives {proof.bound:.9g} s"
+        return replace(claim, verdict="refuted", reason=reason)
+    return replace(
+        claim, reason=f"not finished: {proof.bound:.9g} s proved in {limits.seconds:.3g} s"
+    )
+
+
+def _guarantee_again(
+    problem: PipelineProblem, plan: PipelinePlan, claim: Verdict, number: int
+) -> Verdict:
+    """Lemma 1: the cost is that of PE's schedule."""
+    assert plan.certificate is not None
+    stated = plan.certificate.guarantees[number]
+    scheduling = scheduling_of(problem, stated.stages)
+    assert stated.theorem == LEMMA_1
+    assert scheduling is not None
+    times = list_schedule(scheduling, "pe")
+    seconds = inf if times is None else times.makespan(scheduling)
+    if abs(seconds - stated.cost_seconds) <= ROUNDING * seconds:
+        return replace(claim, verdict="verified", reason="PE's schedule made again")
+    return replace(claim, verdict="refuted", reason=f"PE's schedule takes {seconds:.9g} s")
+
+
+def _fill_and_drain(
+    problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
+) -> Proof:
+    """One pass of the dynamic program settles it."""
+    if is_fill_and_drain_bound(problem, bound.seconds * (1 - ROUNDING)):
+        return Proof(bound.seconds)
+    return Proof(fill_and_drain_bound(problem, bound.seconds), complete=True)
+
+
+def _joint(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits) -> Proof:
+    answer = exact(problem, limits)
+    return Proof(answer.bound_seconds, answer.cost_seconds or inf)
+
+
+def _schedule(
+    problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
+) -> Proof | None:
+    scheduling = scheduling_of(problem, plan.stages)
+    if scheduling is None:
+        return None
+    answer = solve_schedule(scheduling, "optimal", limits)
+    return Proof(answer.bound, answer.cost or inf)
+
+
+def _pattern(
+    problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
+) -> Proof | None:
+    if not PATTERNS.contains(class_of(plan)):
+        return None
+    answer = best_pattern(pattern_problem(problem, plan.stages), limits)
+    period = answer.period if answer.period is not None else inf
+    return Proof(iteration_seconds(problem, answer.bound), iteration_seconds(problem, period))
+
+
+def _allocations(
+    problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
+) -> Proof | None:
+    """The search for every size of groups, or the cheap bounds where they are as good."""
+    sizes = bound.plans.equal_groups
+    if sizes is None:
+        return None
+    least = cost = inf
+    for size in sizes:
+        low = max(
+            one.seconds
+            for one in period_bounds(problem, size)
+            if one.plans.contains(replace(bound.plans, equal_groups=(size,)))
+        )
+        if iteration_seconds(problem, low) < bound.seconds:
+            groups = _groups(problem, size)
+            if groups is None:
+                return None
+            question = JointPatterns(problem, groups, bound.plans.recompute)
+            answer = joint_optimum(question, limits)
+            low = max(low, answer.bound)
+            if answer.pattern is not None:
+                cost = min(cost, answer.pattern.period)
+        least = min(least, low)
+    return Proof(iteration_seconds(problem, least), iteration_seconds(problem, cost))
+
+
+def _groups(problem: PipelineProblem, size: int) -> tuple[tuple[int, ...], ...] | None:
+    """Groups of ``size`` devices; None where it matters which devices are together."""
+    cluster = problem.cluster
+    order = recursive_device_order(cluster)
+    apart = ~np.eye(len(order), dtype=bool)
+    links = np.stack([cluster.bandwidth[apart], cluster.latency[apart]])
+    machines = {(device.kind, device.memory_bytes) for device in cluster.devices}
+    if size > 1 and (len(machines) > 1 or (links != links[:, :1]).any()):
+        return None
+    last = len(order) - len(order) % size
+    return tuple(tuple(sorted(order[i : i + size])) for i in range(0, last, size))
+
+
+RERUNS: dict[str, Rerun] = {
+    FILL_AND_DRAIN: _fill_and_drain,
+    JOINT_SEARCH: _joint,
+    CP_SAT: _schedule,
+    PATTERN: _pattern,
+    ALLOCATIONS: _allocations,
+}
