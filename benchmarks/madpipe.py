@@ -32,7 +32,7 @@ from stagewright.formulations.plan import Stage
 from stagewright.graphs.chain import Chain
 from stagewright.graphs.cluster import Link, uniform_servers
 from stagewright.solvers.planners.madpipe import plan_madpipe
-from stagewright.solvers.planners.proposal import NoPlan, PeriodicChoices
+from stagewright.solvers.planners.proposal import Choices, NoPlan
 from stagewright.solvers.warm_up import compile_kernels
 
 Floats = NDArray[np.float64]
@@ -151,7 +151,7 @@ def madpipe(asked: PipelineProblem) -> Planned:
     """MadPipe with a device to a stage: the period its allocation allows, and the plan's."""
     compile_kernels()
     began = perf_counter()
-    found = plan_madpipe(asked, LIMITS, silent, PeriodicChoices(group_size=1))
+    found = plan_madpipe(asked, LIMITS, silent, Choices(group_size=1))
     seconds = perf_counter() - began
     if isinstance(found, NoPlan):
         return Planned(Periods(None, None), None, seconds)

@@ -39,7 +39,7 @@ from stagewright.solvers.joint_patterns import JointAnswer, joint_optimum
 from stagewright.solvers.madpipe import AllocationAnswer, by_grid, least_period
 from stagewright.solvers.pattern import PatternAnswer, best_pattern
 from stagewright.solvers.planners.madpipe import plan_madpipe
-from stagewright.solvers.planners.proposal import NoPlan, PeriodicChoices
+from stagewright.solvers.planners.proposal import Choices, NoPlan
 from stagewright.solvers.warm_up import compile_kernels
 
 T = TypeVar("T")
@@ -489,7 +489,7 @@ def compare(case: JointCase) -> JointOutcome:
 
     optimum, seconds = timed(lambda: joint_optimum(JointPatterns(problem, groups), JOINT_LIMITS))
     planned, planner_seconds = _once(
-        lambda: plan_madpipe(problem, PLANNER_LIMITS, silent, PeriodicChoices(group_size=1))
+        lambda: plan_madpipe(problem, PLANNER_LIMITS, silent, Choices(group_size=1))
     )
     return JointOutcome(
         case,

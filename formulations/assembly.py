@@ -4,16 +4,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stagewright.formulations.actions import COMPUTE, ON_DEVICE, Action, ActionKind, Operation
+import numpy as np
+
+from stagewright.formulations.actions import COMPUTE, ON_DEVICE, ActionKind, Operation
 from stagewright.formulations.certificates import certificate
 from stagewright.formulations.check import (
+    Blocks,
     durations,
     expected_actions,
     predict,
     require_valid,
     updated_stages,
 )
-from stagewright.formulations.makespan import Timetable
 from stagewright.formulations.pattern import Pattern, pattern_problem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import (
@@ -31,9 +33,11 @@ from stagewright.formulations.plan_class import Weights, class_of
 
 
 def assemble(
-    problem: PipelineProblem, planner: str, stages: Sequence[Stage], times: Timetable
+    problem: PipelineProblem, planner: str, stages: Sequence[Stage], starts: Blocks
 ) -> PipelinePlan:
-    """The checked plan of ``stages`` with the start times of all microbatches, uncertified.
+    """The checked plan of ``stages`` with the start times of all actions, uncertified.
+
+    A backward is split where ``starts`` has its input gradient.
 
     Raises
     ------
@@ -41,7 +45,7 @@ def assemble(
         If a planner's answer breaks a rule of the problem: a fault of ours.
     """
     actions = sorted(
-        _scheduled(problem, stages, times),
+        _scheduled(problem, stages, starts),
         key=lambda entry: (entry.start_seconds, entry.finish_seconds, entry.action),
     )
     plan = _uncertified(problem, planner, stages, Schedule(tuple(actions)), "flush")
@@ -167,21 +171,19 @@ def certify(
 
 
 def _scheduled(
-    problem: PipelineProblem, stages: Sequence[Stage], times: Timetable
+    problem: PipelineProblem, stages: Sequence[Stage], starts: Blocks
 ) -> Iterator[ScheduledAction]:
-    seconds = durations(problem, stages)
+    split = ~np.isnan(starts[ActionKind.INPUT_GRADIENT])
+    seconds = durations(problem, stages, split)
     updated = updated_stages(problem, stages, "flush")
-    for action in expected_actions(stages, problem.microbatches, updated=updated):
+    for action in expected_actions(stages, problem.microbatches, split, updated):
         s, m = action.stage, action.microbatch
-        start = _start(times, action)
-        if action.kind is ActionKind.UPDATE and len(stages[s].devices) > 1:
-            start += float(seconds[ActionKind.REDUCE][s, 0])
-        lasting = seconds[action.kind][s, m or 0]  # an all-reduce has one column
-        finish = start + float(lasting)
+        start = float(starts[action.kind][s, m or 0])  # an all-reduce has one column
+        finish = start + float(seconds[action.kind][s, m or 0])
         if action.kind is ActionKind.REDUCE:
             group, volume = stages[s].devices, problem.gradient_bytes(*stages[s].layers)
             yield ScheduledAction(group[0], str(action), start, finish, group, group, volume)
-        elif action.kind in ON_DEVICE:
+        elif m is None or action.kind in ON_DEVICE:
             for device in stages[s].devices if m is None else stages[s].runners(m):
                 yield ScheduledAction(device, str(action), start, finish)
         else:
@@ -190,15 +192,3 @@ def _scheduled(
             sources, targets = stages[s].runners(m), stages[towards].runners(m)
             volume = problem.boundary_bytes(stages[min(s, towards)].layers[1])
             yield ScheduledAction(sources[0], str(action), start, finish, sources, targets, volume)
-
-
-def _start(times: Timetable, action: Action) -> float:
-    s, m = action.stage, action.microbatch
-    if m is None:
-        return float(times.reduce[s])
-    if action.kind is ActionKind.SEND_FORWARD:
-        return float(times.send_forward[s, m])
-    if action.kind is ActionKind.SEND_BACKWARD:
-        return float(times.send_backward[s - 1, m])
-    rows = times.forward if action.kind is ActionKind.FORWARD else times.backward
-    return float(rows[s, m])

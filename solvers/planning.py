@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
+from typing import get_args
 
 from stagewright.formulations.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.bounds import schedule_bounds
@@ -22,18 +23,21 @@ from stagewright.solvers.every_plan import every_plan_bounds
 from stagewright.solvers.planners.auto import plan_auto
 from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import plan_exact
+from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.gpipe import plan_gpipe
 from stagewright.solvers.planners.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.madpipe import plan_madpipe, plan_one_f_one_b_star
 from stagewright.solvers.planners.pipedream import plan_pipedream
 from stagewright.solvers.planners.proposal import (
     Attempt,
+    Choices,
     NoPlan,
-    PeriodicChoices,
     PeriodicProposal,
     Proposal,
+    Recomputation,
     scheduling_of,
 )
+from stagewright.solvers.planners.recomputing import plan_recomputing
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound
 from stagewright.solvers.reporting import reporting
@@ -50,7 +54,9 @@ class PlannerInfo:
     summary: str
     source: str
     run: Callable[..., Proposal | PeriodicProposal | NoPlan]
-    periodic: bool = False  # takes PeriodicChoices as well
+    periodic: bool = False
+    recompute: tuple[Recomputation, ...] = get_args(Recomputation)
+    offload: bool = False
 
 
 PLANNERS = {
@@ -70,12 +76,18 @@ PLANNERS = {
                     "Park et al., ATC 2020, with a synchronous barrier", plan_hetpipe),
         PlannerInfo("1f1b-star", "the best periodic plan with a stage on every device; "
                     "asynchronous, two versions of the weights", "MadPipe 4.1",
-                    plan_one_f_one_b_star, periodic=True),
+                    plan_one_f_one_b_star, periodic=True, recompute=("none", "full", "auto"),
+                    offload=True),
         PlannerInfo("madpipe", "periodic plans for little memory: some devices have several "
                     "stages; asynchronous, two versions of the weights",
-                    "Beaumont et al., ScaDL 2022", plan_madpipe, periodic=True),
+                    "Beaumont et al., ScaDL 2022", plan_madpipe, periodic=True,
+                    recompute=("none", "full", "auto"), offload=True),
+        PlannerInfo("general", "local search over all finite plans: several stages on a device, "
+                    "any replication, I and W, recomputation, offloading",
+                    "list schedules within memory", plan_general, offload=True),
         PlannerInfo("auto", "all but the asynchronous ones within the time limit, then the "
-                    "best plan's schedule improved by CP-SAT", "portfolio", plan_auto),
+                    "best plan's schedule improved by CP-SAT", "portfolio", plan_auto,
+                    offload=True),
     )
 }  # fmt: skip
 
@@ -109,7 +121,7 @@ def plan(
     planner: str = "auto",
     limits: Limits | None = None,
     on_progress: OnProgress = silent,
-    choices: PeriodicChoices | None = None,
+    choices: Choices | None = None,
 ) -> Result:
     """Plan ``problem``; infeasible, out of time and interrupted are answers, not errors.
 
@@ -120,28 +132,23 @@ def plan(
     Raises
     ------
     InputError
-        If ``planner`` is not one of PLANNERS, or takes no ``choices``, or these ask for a period
-        that no plan has.
+        If ``planner`` is not one of PLANNERS, or cannot honour ``choices``, or these ask for a
+        period that no plan has.
     """
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
     info = PLANNERS[planner]
-    if choices is not None and not info.periodic:
-        periodic = " and ".join(repr(one.name) for one in PLANNERS.values() if one.periodic)
-        raise InputError(
-            f"planner {planner!r} makes plans of one iteration; a period, a group size and "
-            f"recomputation are for {periodic}"
-        )
+    asked = choices or Choices()
+    _require_honoured(info, asked)
     compile_kernels()
     began = monotonic()
-    extra = (choices or PeriodicChoices(),) if info.periodic else ()
     limits = limits or Limits()
     nowhere = why_nothing_fits(problem)
     if nowhere is not None:
         nothing = NoPlan(nowhere, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
     report = reporting(problem, on_progress, info.periodic)
-    answer = info.run(problem, limits, report, *extra)
+    answer = _run(info, problem, limits, report, asked)
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
     if isinstance(answer, PeriodicProposal):
@@ -156,6 +163,36 @@ def plan(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
         proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts, proof.plans,
     )  # fmt: skip
+
+
+def _require_honoured(info: PlannerInfo, choices: Choices) -> None:
+    """Refuse what the planner cannot honour, and name those that can."""
+    every = PLANNERS.values()
+    wrong = []
+    if choices.recompute is not None and choices.recompute not in info.recompute:
+        able = [one.name for one in every if choices.recompute in one.recompute]
+        wrong.append((f"recompute {choices.recompute!r}", able))
+    if choices.offload and not info.offload:
+        wrong.append(("offloading", [one.name for one in every if one.offload]))
+    if (choices.group_size, choices.period_seconds) != (None, None) and not info.periodic:
+        asked = "a period" if choices.group_size is None else "a group size"
+        wrong.append((asked, [one.name for one in every if one.periodic]))
+    for what, able in wrong:
+        raise InputError(f"planner {info.name!r} does not know {what}: use {' or '.join(able)}")
+
+
+def _run(
+    info: PlannerInfo,
+    problem: PipelineProblem,
+    limits: Limits,
+    on_progress: OnProgress,
+    choices: Choices,
+) -> Proposal | PeriodicProposal | NoPlan:
+    if info.periodic:
+        return info.run(problem, limits, on_progress, choices)
+    if info.name in ("auto", "general"):
+        return info.run(problem, limits, on_progress, choices)
+    return plan_recomputing(info.run, problem, limits, on_progress, choices.recompute or "none")
 
 
 def _refused(
@@ -194,7 +231,7 @@ def _certified_pattern(
 
 
 def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:
-    drawn = assemble(problem, planner, proposal.stages, proposal.times)
+    drawn = assemble(problem, planner, proposal.stages, proposal.starts)
     assert drawn.predicted is not None
     cost = drawn.predicted.iteration_seconds
     bounds = [

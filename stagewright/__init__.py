@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
     from stagewright.graphs.jobs import Workload, load_workload
     from stagewright.graphs.pool import Pool, parse_pool
-    from stagewright.solvers.planners.proposal import PeriodicChoices
+    from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import Result
     from stagewright.solvers.policies import AllocationResult
 
@@ -79,7 +79,7 @@ def plan(
     threads: int = 1,
     seed: int = 0,
     memory_limit_bytes: float | None = None,
-    choices: "PeriodicChoices | None" = None,
+    choices: "Choices | None" = None,
     stop: "StopToken | None" = None,
 ) -> "Result":
     """Plan one training iteration of ``chain`` on ``cluster``.
@@ -99,9 +99,8 @@ def plan(
     memory_limit_bytes
         What a device may use of its memory; None: all of it.
     choices
-        For the planners ``1f1b-star`` and ``madpipe`` alone: a group size, recomputation,
-        offloading, a period
-        (:class:`~stagewright.solvers.planners.proposal.PeriodicChoices`).
+        Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
+        size and a period (:class:`~stagewright.solvers.planners.proposal.Choices`).
     stop
         Ends the search within about a second once it is set, by another thread or a signal
         handler: a :class:`threading.Event`, or what has its ``is_set()``. The best checked plan so
@@ -120,13 +119,13 @@ def plan(
     """
     from stagewright.formulations.forms import Limits, require_limits
     from stagewright.graphs.units import require_type
-    from stagewright.solvers.planners.proposal import PeriodicChoices
+    from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import plan as solve
 
     limits = require_limits(Limits(time_limit, threads, seed, stop))
     require_type(planner, str, "planner")
     if choices is not None:
-        require_type(choices, PeriodicChoices, "choices")
+        require_type(choices, Choices, "choices")
     problem = _problem(chain, cluster, microbatches, memory_limit_bytes)
     return solve(problem, planner, limits, choices=choices)
 

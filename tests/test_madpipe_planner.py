@@ -23,10 +23,10 @@ from stagewright.graphs import documents
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.errors import InputError
-from stagewright.solvers.planners.proposal import PeriodicChoices
+from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planning import Result, plan
 
-ALONE = PeriodicChoices(group_size=1)
+ALONE = Choices(group_size=1)
 
 
 def chain_of(
@@ -45,7 +45,7 @@ def problem_of(chain: Chain, devices: int, memory: float, microbatches: int = 8)
     return PipelineProblem(chain, cluster, microbatches)
 
 
-def solved(problem: PipelineProblem, planner: str, choices: PeriodicChoices = ALONE) -> Result:
+def solved(problem: PipelineProblem, planner: str, choices: Choices = ALONE) -> Result:
     result = plan(problem, planner, Limits(5), choices=choices)
     if result.plan is not None:
         assert check(problem, result.plan) == ()
@@ -134,7 +134,7 @@ def test_more_memory_never_hurts():
 
 def test_groups_that_split_microbatches_are_found_when_memory_allows():
     problem = problem_of(chain_of([0.03] * 5, [1e8] * 5, output=4e8), 4, 16e9)
-    result = solved(problem, "madpipe", PeriodicChoices())
+    result = solved(problem, "madpipe", Choices())
     assert result.plan is not None
     assert max(len(stage.devices) for stage in result.plan.stages) > 1
     assert result.cost is not None
@@ -147,7 +147,7 @@ def test_recomputation_and_offloading_make_room():
     hosted = tuple(replace(one, host_bytes_per_second=100e9) for one in devices.cluster.devices)
     problem = replace(devices, cluster=replace(devices.cluster, devices=hosted))
     plain = solved(problem, "madpipe")
-    again = solved(problem, "madpipe", replace(ALONE, recompute=True))
+    again = solved(problem, "madpipe", replace(ALONE, recompute="full"))
     away = solved(problem, "madpipe", replace(ALONE, offload=True))
     assert plain.cost is not None
     assert again.cost is not None
@@ -192,9 +192,9 @@ def test_choices_are_for_periodic_planners_and_refused_when_they_make_no_sense()
     with pytest.raises(InputError, match="'1f1b-star' and 'madpipe'"):
         plan(problem, "spp", choices=ALONE)
     with pytest.raises(InputError, match="group size 9"):
-        plan(problem, "madpipe", choices=PeriodicChoices(group_size=9))
+        plan(problem, "madpipe", choices=Choices(group_size=9))
     with pytest.raises(InputError, match="'g0' has none"):
-        plan(problem, "madpipe", choices=PeriodicChoices(offload=True))
+        plan(problem, "madpipe", choices=Choices(offload=True))
 
 
 def rows_of(*rows: tuple[float, float, float, float, float], samples: int = 2) -> Chain:
@@ -208,7 +208,7 @@ def rows_of(*rows: tuple[float, float, float, float, float], samples: int = 2) -
 
 def test_fewer_layers_than_moves_need():
     problem = problem_of(rows_of((1, 2, 0, 1e6, 1e6), (1, 2, 0, 1e6, 1e6)), 3, 1e9)
-    assert solved(problem, "madpipe", PeriodicChoices(group_size=2)).cost is not None
+    assert solved(problem, "madpipe", Choices(group_size=2)).cost is not None
 
 
 def test_layers_without_time_stand_between_the_others():
@@ -247,7 +247,7 @@ def test_models_without_time_and_absurd_sizes_are_refused():
 )  # fmt: skip
 def test_choices_of_other_types_are_refused(wrong: dict[str, Any]):
     with pytest.raises(InputError):
-        PeriodicChoices(**wrong)
+        Choices(**wrong)
 
 
 def test_nothing_is_called_infeasible_because_more_is_allowed():
@@ -266,7 +266,7 @@ def test_groups_of_devices_that_differ_prove_nothing_of_other_groups():
     devices = (Device("d0", "b", 0.9e9), Device("d1", "b", 17e9), Device("d2", "b", 17e9))
     cluster = from_matrix(devices, [[1e9] * 3] * 3)
     problem = PipelineProblem(rows_of((2, 2, 1e8, 1e9, 1)), cluster, 4)
-    result = plan(problem, "madpipe", Limits(3), choices=PeriodicChoices(group_size=2))
+    result = plan(problem, "madpipe", Limits(3), choices=Choices(group_size=2))
     assert result.status is not Status.INFEASIBLE
 
 
@@ -283,8 +283,8 @@ def test_neighbouring_stages_on_a_device_are_named_in_the_proof():
 
 def test_links_and_kinds_that_differ():
     problem = replace(small_problem(microbatches=6), memory_limit_bytes=1.5e9)
-    contiguous = solved(problem, "1f1b-star", PeriodicChoices())
-    madpipe = solved(problem, "madpipe", PeriodicChoices())
+    contiguous = solved(problem, "1f1b-star", Choices())
+    madpipe = solved(problem, "madpipe", Choices())
     assert contiguous.cost is not None
     assert madpipe.cost is not None
     assert madpipe.cost <= contiguous.cost

@@ -4,17 +4,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
+import numpy as np
+
+from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.assembly import assemble
-from stagewright.formulations.forms import Limits, OnProgress, Progress, Status
+from stagewright.formulations.forms import Limits, OnProgress, Status
 from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound
+from stagewright.formulations.plan import Bound, Predicted
 from stagewright.formulations.plan_class import DISJOINT_SPLIT
+from stagewright.formulations.starts import starts_of, timetable_of
 from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import improve_exactly
+from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.gpipe import plan_gpipe
 from stagewright.solvers.planners.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.pipedream import plan_pipedream
-from stagewright.solvers.planners.proposal import Attempt, NoPlan, Proposal, scheduling_of
+from stagewright.solvers.planners.proposal import (
+    Attempt,
+    Choices,
+    NoPlan,
+    Proposal,
+    scheduling_of,
+)
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound
@@ -30,20 +41,26 @@ HEURISTICS: tuple[tuple[str, Planner], ...] = (
     ("hetpipe", plan_hetpipe),
 )
 GOOD_ENOUGH = 1e-6  # relative gap
+EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
 
 
 def plan_auto(
-    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    problem: PipelineProblem,
+    limits: Limits,
+    on_progress: OnProgress,
+    choices: Choices | None = None,
 ) -> Proposal | NoPlan:
     """The best checked plan of the portfolio within ``limits.seconds``.
 
     SPP comes first and may use half of the time, the baselines take little. What is left goes to a
     local search on the best plan's stages, to CP-SAT on its schedule, and to the joint reference.
     """
-    portfolio = _Portfolio(problem, limits, on_progress)
+    portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     for name, run in HEURISTICS:
         if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 2)
+    if portfolio.left() > 0:
+        portfolio.consider("general", portfolio.search, portfolio.left() / 2)
     if portfolio.is_open():
         portfolio.consider("refined", portfolio.refine, portfolio.left() / 2)
     if portfolio.is_open():
@@ -60,9 +77,12 @@ class _Portfolio:
     problem: PipelineProblem
     limits: Limits
     on_progress: OnProgress
+    choices: Choices
     began: float = field(default_factory=monotonic)
     best: Proposal | None = None
     cost: float = float("inf")
+    proposals: list[Proposal] = field(default_factory=list)
+    fullest: float = 1.0
     attempts: list[Attempt] = field(default_factory=list)
     refusals: dict[str, NoPlan] = field(default_factory=dict)
 
@@ -86,7 +106,7 @@ class _Portfolio:
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        predicted = assemble(self.problem, name, answer.stages, answer.times).predicted
+        predicted = assemble(self.problem, name, answer.stages, answer.starts).predicted
         assert predicted is not None
         cost = predicted.iteration_seconds
         known = self.best.notes if self.best else ()
@@ -94,17 +114,37 @@ class _Portfolio:
         self.attempts.append(Attempt(name, Status.FEASIBLE, cost, spent, notes))
         # A bound on plans holds for its class whoever proved it, one on schedules for its stages.
         worse = answer
-        if self.best is None or cost <= self.cost:
+        fullest = fullest_share(self.problem, predicted)
+        self.proposals.append(answer)
+        if self.best is None or self._wins(answer, cost, fullest):
             worse, self.best, self.cost = self.best or answer, answer, cost
+            self.fullest = fullest
         shared = [bound for bound in worse.bounds if bound.scope == "problem"]
         self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
+
+    def _wins(self, answer: Proposal, cost: float, fullest: float) -> bool:
+        """Whether ``answer`` is shorter; or as short with less memory, or then with fewer stages.
+
+        What was best and only got further bounds replaces itself.
+        """
+        assert self.best is not None
+        if abs(cost - self.cost) > EQUAL * self.cost:
+            return cost < self.cost
+        if abs(fullest - self.fullest) > EQUAL:
+            return fullest < self.fullest
+        return len(answer.stages) <= len(self.best.stages)
+
+    def search(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        return plan_general(problem, limits, on_progress, self.choices, self.proposals)
 
     def refine(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
         assert self.best is not None
         if scheduling_of(problem, self.best.stages) is None:
-            return NoPlan("only split stages are refined")
+            return NoPlan("only split stages on disjoint devices are refined")
         return refine(problem, self.best, limits, on_progress)
 
     def reschedule(
@@ -113,15 +153,14 @@ class _Portfolio:
         assert self.best is not None
         scheduling = scheduling_of(problem, self.best.stages)
         if scheduling is None:
-            return NoPlan("only split stages are rescheduled")
-
-        def without_bound(step: Progress) -> None:
-            on_progress(replace(step, bound=0.0))  # that of the schedules of these stages
-
-        solved = solve_schedule(scheduling, "optimal", limits, without_bound, self.best.times)
+            return NoPlan("only split stages on disjoint devices are rescheduled")
+        split = ~np.isnan(self.best.starts[ActionKind.INPUT_GRADIENT])
+        known = None if split.any() else timetable_of(self.best.starts)
+        solved = solve_schedule(scheduling, "optimal", limits, on_progress, known)
         assert solved.timetable is not None
         bound = Bound(solved.bound, solved.proved_by, "schedule", DISJOINT_SPLIT)
-        return replace(self.best, times=solved.timetable, bounds=(*self.best.bounds, bound))
+        starts = starts_of(problem, self.best.stages, solved.timetable)
+        return replace(self.best, starts=starts, bounds=(*self.best.bounds, bound))
 
     def prove(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
@@ -139,3 +178,12 @@ class _Portfolio:
                 return replace(refusal, attempts=attempts)
         bounds = tuple(bound for refusal in general for bound in refusal.bounds)
         return NoPlan(f"{self.limits.end} came before any plan was found", False, bounds, attempts)
+
+
+def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
+    """The largest share of its memory that a device needs at its peak."""
+    index = problem.cluster.index
+    return max(
+        peak / float(problem.memory_bytes[index[name]])
+        for name, peak in predicted.peak_memory_bytes.items()
+    )

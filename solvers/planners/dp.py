@@ -5,7 +5,13 @@ from stagewright.formulations.forms import Limits, OnProgress
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.list_scheduling import list_schedule
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, shortage
+from stagewright.solvers.planners.proposal import (
+    NoPlan,
+    Proposal,
+    named_stages,
+    proposal_of,
+    shortage,
+)
 
 
 def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -> Proposal | NoPlan:
@@ -21,4 +27,4 @@ def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -
         return NoPlan(shortage(problem, whole))
     times = list_schedule(scheduling, "1f1b")
     assert times is not None  # 1F1B keeps every limit
-    return Proposal(named_stages(problem, whole), times)
+    return proposal_of(problem, named_stages(problem, whole), times)

@@ -20,7 +20,13 @@ from stagewright.formulations.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.backend import solve
 from stagewright.solvers.list_scheduling import best_list_schedule
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, scheduling_of
+from stagewright.solvers.planners.proposal import (
+    NoPlan,
+    Proposal,
+    cost_of,
+    named_stages,
+    proposal_of,
+)
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import load_bound
 
@@ -85,14 +91,15 @@ def improve_exactly(
     problem: PipelineProblem, known: Proposal | None, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
     """The joint optimum, or the best plan found in time; never worse than the one known."""
-    scheduling = scheduling_of(problem, known.stages) if known else None
-    seconds = known.times.makespan(scheduling) if known and scheduling else math.inf
+    seconds = cost_of(problem, known) if known else math.inf
     answer = exact(problem, limits, on_progress, seconds)
     bounds = (Bound(answer.bound_seconds, JOINT_SEARCH, "problem", DISJOINT_SPLIT),)
     ended = "complete" if answer.complete else f"stopped by {limits.end}"
     notes = (f"{answer.plans} plans scheduled, {answer.proofs} by CP-SAT; {ended}",)
     if answer.stages is not None and answer.timetable is not None:
-        return Proposal(named_stages(problem, answer.stages), answer.timetable, bounds, notes=notes)
+        return proposal_of(
+            problem, named_stages(problem, answer.stages), answer.timetable, bounds, notes
+        )
     if known is not None:
         return replace(known, bounds=(*known.bounds, *bounds), notes=notes)
     if answer.complete:

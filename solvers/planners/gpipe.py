@@ -7,7 +7,13 @@ from stagewright.formulations.forms import Limits, OnProgress
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.list_scheduling import list_schedule
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, shortage
+from stagewright.solvers.planners.proposal import (
+    NoPlan,
+    Proposal,
+    named_stages,
+    proposal_of,
+    shortage,
+)
 
 
 def plan_gpipe(
@@ -23,4 +29,4 @@ def plan_gpipe(
     times = list_schedule(scheduling, "gpipe") if scheduling else None
     if times is None:
         return NoPlan(shortage(problem, stages, held=problem.microbatches))
-    return Proposal(named_stages(problem, stages), times)
+    return proposal_of(problem, named_stages(problem, stages), times)

@@ -13,7 +13,7 @@ from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Stage
 from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.list_scheduling import list_schedule
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, shortage
+from stagewright.solvers.planners.proposal import NoPlan, Proposal, proposal_of, shortage
 
 Floats = NDArray[np.float64]
 
@@ -53,7 +53,7 @@ def plan_hetpipe(
         )
         for s in range(len(cuts) - 1)
     )
-    return Proposal(named, _interleave(problem.microbatches, pipelines))
+    return proposal_of(problem, named, _interleave(problem.microbatches, pipelines))
 
 
 def _partition(problem: PipelineProblem, server: Sequence[int]) -> list[int]:

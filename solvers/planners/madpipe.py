@@ -54,7 +54,7 @@ from stagewright.solvers import madpipe
 from stagewright.solvers.allocation_search import Moves, disturbed, improve_allocation, interleaved
 from stagewright.solvers.joint_patterns import joint_optimum
 from stagewright.solvers.pattern import best_pattern
-from stagewright.solvers.planners.proposal import NoPlan, PeriodicChoices, PeriodicProposal
+from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
 
 Groups = tuple[tuple[int, ...], ...]
 Stages = tuple[Stage, ...]
@@ -78,7 +78,7 @@ def plan_one_f_one_b_star(
     problem: PipelineProblem,
     limits: Limits,
     on_progress: OnProgress,
-    choices: PeriodicChoices,
+    choices: Choices,
 ) -> PeriodicProposal | NoPlan:
     """The shortest iteration over all contiguous partitions, a stage on every group of devices."""
     search = _Search(problem, limits, on_progress, choices)
@@ -90,7 +90,7 @@ def plan_madpipe(
     problem: PipelineProblem,
     limits: Limits,
     on_progress: OnProgress,
-    choices: PeriodicChoices,
+    choices: Choices,
 ) -> PeriodicProposal | NoPlan:
     """MadPipe's allocation and pattern, or a better one found on the way."""
     search = _Search(problem, limits, on_progress, choices)
@@ -125,7 +125,7 @@ class _Search:
     problem: PipelineProblem
     limits: Limits
     on_progress: OnProgress
-    choices: PeriodicChoices
+    choices: Choices
     began: float = field(default_factory=perf_counter)
     best: _Found | None = None
     seen: set[Stages] = field(default_factory=set)
@@ -134,7 +134,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.figures = PatternProblems(self.problem)
         self.bounds = {
-            size: list(iteration_bounds(self.problem, size, self.choices.ways))
+            size: list(iteration_bounds(self.problem, size, self.choices.periodic_ways))
             for size in _sizes(self.problem, self.choices)
         }
         self._require_times_and_sizes()
@@ -164,7 +164,9 @@ class _Search:
         """
         floor = max(least_pause(self.problem, size), _longest_update(self.problem))
         for groups in _orders(self.problem, size):
-            question = AllocationProblem(self.problem, groups, None, self.choices.recomputations)
+            question = AllocationProblem(
+                self.problem, groups, None, self.choices.periodic_recomputations
+            )
             pause = math.inf
             while pause > floor * (1 + OPTIMAL_GAP) and self._left() > 0:
                 most = max(floor, pause * (1 - OPTIMAL_GAP))
@@ -200,7 +202,7 @@ class _Search:
         for groups in _orders(self.problem, size):
             for special in _distinct(self.problem, groups):
                 question = AllocationProblem(
-                    self.problem, groups, special, self.choices.recomputations
+                    self.problem, groups, special, self.choices.periodic_recomputations
                 )
                 self._by_madpipe(question)
                 if self.best is not None and self.best.asked.pause_seconds > 0:
@@ -233,7 +235,7 @@ class _Search:
     def rearranged(self, size: int) -> None:
         """Local searches in which any group may have several stages."""
         names = tuple(_named(self.problem, group) for group in _orders(self.problem, size)[0])
-        moves, end = Moves(names, self.choices.ways), self._left() * (1 - SEARCHING)
+        moves, end = Moves(names, self.choices.periodic_ways), self._left() * (1 - SEARCHING)
         for attempt, start in enumerate(self._starts(names, moves)):
             left = self._left() - end
             if left <= 0:
@@ -263,11 +265,16 @@ class _Search:
     def jointly(self, size: int) -> None:
         """The joint search: small cases are settled, for larger ones it gives a bound."""
         groups = _orders(self.problem, size)[0]
-        stages = len(groups) * len(self.choices.recomputations) * len(self.problem.chain) ** 2 / 2
+        stages = (
+            len(groups)
+            * len(self.choices.periodic_recomputations)
+            * len(self.problem.chain) ** 2
+            / 2
+        )
         if stages > JOINT_STAGES or self._left() <= 0:
             return
         known = None if self.best is None else (self.best.stages, self.best.pattern)
-        question = JointPatterns(self.problem, groups, self.choices.recomputations)
+        question = JointPatterns(self.problem, groups, self.choices.periodic_recomputations)
         answer = joint_optimum(question, self._limits(), incumbent=known)
         if answer.stages is not None and answer.pattern is not None:
             asked = self.figures.of(answer.stages)
@@ -275,7 +282,7 @@ class _Search:
             self._consider(_Found(answer.stages, asked, answer.pattern, low, low))
         # Groups of devices that differ could be made up in other ways.
         if not self.choices.offload and (size == 1 or len(_distinct(self.problem, groups)) == 1):
-            recompute = self.choices.recomputations
+            recompute = self.choices.periodic_recomputations
             plans = replace(SEARCHED_ALLOCATIONS, recompute=recompute, equal_groups=(size,))
             self.bounds[size].append(Bound(answer.bound, ALLOCATIONS, "problem", plans))
 
@@ -393,7 +400,7 @@ class _Search:
     def _no_plan(self, kind: str) -> NoPlan:
         """Infeasible: the stage that is shortest of memory in the best contiguous partition."""
         shortages = [
-            _shortage(self.problem, groups, self.choices.recomputations)
+            _shortage(self.problem, groups, self.choices.periodic_recomputations)
             for size in self.bounds
             for groups in _orders(self.problem, size)
         ]
@@ -427,7 +434,7 @@ class _Search:
         return replace(
             WHOLE_PERIODIC,
             sharing="none",
-            recompute=self.choices.recomputations,
+            recompute=self.choices.periodic_recomputations,
             equal_groups=tuple(sorted(self.bounds)),
         )
 
@@ -449,7 +456,7 @@ def _stretched(asked: PatternProblem, pattern: Pattern, period: float) -> Patter
     return Pattern(period, tuple(start * stretch for start in pattern.starts))
 
 
-def _sizes(problem: PipelineProblem, choices: PeriodicChoices) -> list[int]:
+def _sizes(problem: PipelineProblem, choices: Choices) -> list[int]:
     """Numbers of devices that a stage may have: all stages have the same number."""
     devices, layers = len(problem.cluster), len(problem.chain)
     most = min(devices, problem.most_replicas(0, layers))

@@ -13,7 +13,13 @@ from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.spp import makespan_problem
 from stagewright.graphs.cluster import Cluster
 from stagewright.solvers.list_scheduling import list_schedule
-from stagewright.solvers.planners.proposal import NoPlan, Proposal, named_stages, shortage
+from stagewright.solvers.planners.proposal import (
+    NoPlan,
+    Proposal,
+    named_stages,
+    proposal_of,
+    shortage,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -58,7 +64,7 @@ def plan_pipedream(
         return NoPlan(shortage(problem, stages))
     times = list_schedule(scheduling, "1f1b")
     assert times is not None  # 1F1B keeps every limit
-    return Proposal(named_stages(problem, stages), times)
+    return proposal_of(problem, named_stages(problem, stages), times)
 
 
 def partition(problem: PipelineProblem) -> tuple[StageChoice, ...]:

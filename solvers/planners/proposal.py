@@ -3,16 +3,21 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+import numpy as np
+
+from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.bppm import StageChoice
+from stagewright.formulations.check import Blocks, durations
 from stagewright.formulations.forms import Status
 from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pattern import Pattern
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Guarantee, Stage
-from stagewright.formulations.plan_class import PlanClass
+from stagewright.formulations.plan_class import RECOMPUTE, PlanClass, Recompute
 from stagewright.formulations.spp import makespan_problem
+from stagewright.formulations.starts import starts_of
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import MAX_DEVICES, format_bytes, require_count
 
@@ -30,50 +35,75 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """Stages, start times, and what the planner proved on the way; ``notes`` say how it went."""
+    """Stages, start times, and what the planner proved on the way; ``notes`` say how it went.
+
+    Backwards are split where ``starts`` has their input gradients.
+    """
 
     stages: tuple[Stage, ...]
-    times: Timetable
+    starts: Blocks
     bounds: tuple[Bound, ...] = ()
     guarantees: tuple[Guarantee, ...] = ()
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PeriodicChoices:
-    """What a periodic plan may use, and what is asked of it.
+Recomputation = Literal["none", "full", "layer", "auto"]
 
-    ``group_size`` devices share every stage and split its microbatches (None: whatever is best);
-    ``recompute`` lets stages keep their input alone and
-    compute the rest again, ``offload`` lets them keep it all in the host's memory;
-    ``period_seconds`` asks for a plan of exactly this period (None: of the least).
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a plan may use, and what is asked of it.
+
+    Attributes
+    ----------
+    recompute
+        ``none``: nothing is recomputed. ``full``, ``layer``: stages keep their input alone, or the
+        input of every layer, and recompute the rest; with ``auto``, ``general``, ``madpipe`` and
+        ``1f1b-star`` those stages where it helps, with the other planners all. ``auto``: any of
+        these, whatever is best. None: ``auto`` for the planners ``auto`` and ``general``, where
+        it is faster or nothing fits without; ``none`` for the others.
+    offload
+        Stages may keep activations in the host's memory.
+    group_size
+        Periodic planners: so many devices share every stage and split its microbatches (None:
+        whatever is best).
+    period_seconds
+        Periodic planners: a plan of exactly this period (None: of the least).
     """
 
-    group_size: int | None = None
-    recompute: bool = False
+    recompute: Recomputation | None = None
     offload: bool = False
+    group_size: int | None = None
     period_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
             require_count(self.group_size, "group size", MAX_DEVICES)
-        for name in ("recompute", "offload"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.recompute not in (None, *get_args(Recomputation)):
+            known = ", ".join(get_args(Recomputation))
+            raise InputError(f"recompute must be one of {known}, got {self.recompute!r}")
+        if not isinstance(self.offload, bool):
+            raise InputError(f"offload must be True or False, got {self.offload!r}")
         period = self.period_seconds
         if period is not None and not (isinstance(period, int | float) and 0 < period < math.inf):
             raise InputError(f"the period must be a positive number of seconds, got {period!r}")
 
     @property
-    def recomputations(self) -> tuple[Literal["none", "full"], ...]:
-        """What stages may compute again."""
-        return ("none", "full") if self.recompute else ("none",)
+    def recomputations(self) -> tuple[Recompute, ...]:
+        """What stages may recompute."""
+        return tuple(way for way in RECOMPUTE if way == "none" or self.recompute in (way, "auto"))
 
     @property
-    def ways(self) -> tuple[str, ...]:
-        """What stages may do about what they keep."""
-        return (*self.recomputations, "offload") if self.offload else self.recomputations
+    def periodic_recomputations(self) -> tuple[Literal["none", "full"], ...]:
+        """What the stages of periodic plans may recompute: no planner of them knows ``layer``."""
+        return ("none", "full") if self.recompute in ("full", "auto") else ("none",)
+
+    @property
+    def periodic_ways(self) -> tuple[str, ...]:
+        """What the stages of periodic plans may do about what they keep."""
+        known = self.periodic_recomputations
+        return (*known, "offload") if self.offload else known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +136,29 @@ class NoPlan:
     plans: PlanClass | None = None
 
 
+def proposal_of(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    times: Timetable,
+    bounds: tuple[Bound, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Proposal:
+    """The proposal of a timetable, as planners of whole backwards make them."""
+    starts = starts_of(problem, stages, times)
+    return Proposal(tuple(stages), starts, bounds, notes=notes)
+
+
+def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:
+    """When the last action of a proposal ends."""
+    split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
+    lasting = durations(problem, proposal.stages, split)
+    return max(
+        float(np.nanmax(proposal.starts[kind] + seconds))
+        for kind, seconds in lasting.items()
+        if not np.isnan(seconds).all()
+    )
+
+
 def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tuple[Stage, ...]:
     """Split stages with device names in place of positions."""
     devices = problem.cluster.devices
@@ -115,8 +168,16 @@ def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tu
 
 
 def scheduling_of(problem: PipelineProblem, stages: Sequence[Stage]) -> MakespanProblem | None:
-    """The makespan problem of split stages; None for round-robin ones, which have none."""
-    if any(stage.replication != "split" for stage in stages):
+    """The makespan problem of plain stages, None if they are others.
+
+    Plain stages are split, on disjoint devices, and keep what they save.
+    """
+    devices = [name for stage in stages for name in stage.devices]
+    plain = all(
+        stage.replication == "split" and stage.recompute == "none" and not stage.offload
+        for stage in stages
+    )
+    if not plain or len({*devices}) < len(devices):
         return None
     return makespan_problem(problem, choices_of(problem, stages))
 

@@ -12,7 +12,13 @@ from stagewright.formulations.makespan import Timetable
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.spp import makespan_problem
 from stagewright.solvers.list_scheduling import best_list_schedule
-from stagewright.solvers.planners.proposal import Proposal, choices_of, named_stages
+from stagewright.solvers.planners.proposal import (
+    Proposal,
+    choices_of,
+    cost_of,
+    named_stages,
+    proposal_of,
+)
 
 Stages = tuple[StageChoice, ...]
 
@@ -33,10 +39,8 @@ def refine(
     a device of a stage idle. Most of them are dismissed by a bound on their schedules.
     """
     began = monotonic()
-    stages, times = choices_of(problem, known.stages), known.times
-    scheduling = makespan_problem(problem, stages)
-    assert scheduling is not None
-    seconds = times.makespan(scheduling)
+    stages, seconds = choices_of(problem, known.stages), cost_of(problem, known)
+    times: Timetable | None = None
     steps = looked = 0
     queue = _neighbours(stages)
     while (neighbour := next(queue, None)) is not None:
@@ -48,12 +52,10 @@ def refine(
             stages, (times, seconds), steps = neighbour, found, steps + 1
             queue = _neighbours(stages)
             on_progress(Progress(monotonic() - began, seconds, 0.0))
-    if steps == 0:
+    if times is None:
         return known
     notes = (*known.notes, f"stages refined in {steps} steps")
-    return replace(
-        known, stages=named_stages(problem, stages), times=times, guarantees=(), notes=notes
-    )
+    return proposal_of(problem, named_stages(problem, stages), times, known.bounds, notes)
 
 
 def _schedule(

@@ -31,8 +31,9 @@ from stagewright.solvers.partition import PartitionSearch
 from stagewright.solvers.planners.proposal import (
     NoPlan,
     Proposal,
+    cost_of,
     named_stages,
-    scheduling_of,
+    proposal_of,
     shortage,
 )
 from stagewright.solvers.planners.refine import refine
@@ -87,7 +88,7 @@ def plan_spp(
     refined = _refined(problem, starts, limits, on_progress)
     return replace(
         refined,
-        guarantees=_guarantees(problem, found, _makespan(problem, refined)),
+        guarantees=_guarantees(problem, found, cost_of(problem, refined)),
         notes=(*found.notes, *refined.notes),
     )
 
@@ -174,14 +175,14 @@ def _refined(
     ends = [
         refine(
             problem,
-            Proposal(named_stages(problem, start.stages), start.times),
+            proposal_of(problem, named_stages(problem, start.stages), start.times),
             limits,
             on_progress,
             REFINING_ATTEMPTS,
         )
         for start in starts
     ]
-    return min(ends, key=lambda end: _makespan(problem, end))
+    return min(ends, key=lambda end: cost_of(problem, end))
 
 
 def _nothing_found(search: PartitionSearch) -> NoPlan:
@@ -223,12 +224,6 @@ def _why_nothing_fits(search: PartitionSearch) -> str:
 
 def _seconds(candidate: _Candidate) -> float:
     return candidate.seconds
-
-
-def _makespan(problem: PipelineProblem, proposal: Proposal) -> float:
-    scheduling = scheduling_of(problem, proposal.stages)
-    assert scheduling is not None
-    return proposal.times.makespan(scheduling)
 
 
 def _first_candidates(problem: PipelineProblem, search: PartitionSearch) -> list[_Candidate]:

@@ -1,7 +1,7 @@
 """``plan`` and ``planners``: from a model and a cluster to a certified plan."""
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -26,6 +26,7 @@ from stagewright.cli.plans import class_json, plan_json, print_plan
 
 if TYPE_CHECKING:
     from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.solvers.planners.proposal import Recomputation
     from stagewright.solvers.planning import Result
 
 
@@ -49,12 +50,17 @@ def plan(
         typer.Option(help="Periodic planners: devices that share a stage; else the best number."),
     ] = None,
     recompute: Annotated[
-        bool,
-        typer.Option("--recompute", help="Periodic planners: stages may keep their input alone."),
-    ] = False,
+        str | None,
+        typer.Option(
+            help="none; full or layer: stages keep their input, or every layer's, and recompute "
+            "the rest; auto: whatever is best. Default: auto for the planners auto and general, "
+            "none for the others.",
+            metavar="<none|full|layer|auto>",
+        ),
+    ] = None,
     offload: Annotated[
         bool,
-        typer.Option("--offload", help="Periodic planners: stages may use the host's memory."),
+        typer.Option("--offload", help="Stages may keep activations in the host's memory."),
     ] = False,
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
@@ -74,14 +80,13 @@ def plan(
     problem = read_problem(model, cluster, microbatches, most)
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.formulations.plan import save_plan
-    from stagewright.solvers.planners.proposal import PeriodicChoices
+    from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import plan as solve
 
-    choices = PeriodicChoices(group_size, recompute, offload, period)
-    asked = None if choices == PeriodicChoices() else choices
+    choices = Choices(cast("Recomputation | None", recompute), offload, group_size, period)
     with interruptible() as stop, progress("planning", stop) as on_progress:
         limits = replace(limits, stop=stop)
-        result = solve(problem, planner, limits, on_progress=on_progress, choices=asked)
+        result = solve(problem, planner, limits, on_progress=on_progress, choices=choices)
     if output is not None and result.plan is not None:
         save_plan(result.plan, output)
     if as_json:

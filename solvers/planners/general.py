@@ -1,0 +1,193 @@
+"""Search over all finite plans: stages anywhere, any replication, I and W, less memory.
+
+Structures come from the plans that are known and from balanced pipelines; the best of them are
+varied, then improved by hill climbing with restarts. A structure is scheduled only if a bound says
+that it may win.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+import numpy as np
+
+from stagewright.formulations.actions import ActionKind
+from stagewright.formulations.check import Blocks
+from stagewright.formulations.forms import Limits, OnProgress, Progress
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.structure import Structure, misfit, structure_bound, work_of
+from stagewright.graphs.ordering import recursive_device_order
+from stagewright.solvers.every_plan import every_plan_bounds
+from stagewright.solvers.planners.moves import Moves
+from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
+from stagewright.solvers.planners.seeds import pipelines
+from stagewright.solvers.structure_scheduling import EQUAL, best_schedule, rules_for
+
+STARTS = 6  # structures that hill climbing begins from
+KICKS = 3  # random moves between a local optimum and the next start
+RESTARTS = 12  # without improvement, then the search ends
+SLACK = 1.5  # a seed that costs so many times the best is not varied
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How good a structure is, the least is best: bytes short, seconds, memory, stages."""
+
+    short: float
+    seconds: float
+    fullest: float
+    stages: int
+
+    def beats(self, other: "Score") -> bool:
+        """Whether this one is better by more than rounding."""
+        if self.short != other.short or self.short > 0:
+            return self.short < other.short
+        if abs(self.seconds - other.seconds) > EQUAL * other.seconds:
+            return self.seconds < other.seconds
+        return (round(self.fullest, 9), self.stages) < (round(other.fullest, 9), other.stages)
+
+
+NOTHING = Score(math.inf, math.inf, math.inf, 0)
+
+
+def plan_general(
+    problem: PipelineProblem,
+    limits: Limits,
+    on_progress: OnProgress,
+    choices: Choices | None = None,
+    known: Sequence[Proposal] = (),
+) -> Proposal | NoPlan:
+    """The best plan found that is not worse than the ``known`` ones."""
+    asked = choices or Choices()
+    if asked.recompute is None:
+        asked = replace(asked, recompute="auto")
+    search = _Search(problem, limits, on_progress, asked)
+    search.run(known)
+    return search.answer()
+
+
+@dataclass
+class _Search:
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    choices: Choices
+    began: float = field(default_factory=monotonic)
+    best: Score = NOTHING
+    structure: Structure | None = None
+    starts: Blocks | None = None
+    reason: str = "no structure was tried"
+    scores: dict[Structure, Score] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shuffle = random.Random(self.limits.seed)
+        self.moves = Moves(self.problem, self.choices)
+        self.enough = max(bound.seconds for bound in every_plan_bounds(self.problem))
+
+    def run(self, known: Sequence[Proposal]) -> None:
+        self._begin_with(known)
+        order = recursive_device_order(self.problem.cluster)
+        seeds = [self._read(one) for one in known]
+        self._try_all(pipelines(self.problem, order))
+        for seed in self._promising(STARTS):
+            self._try_all(self.moves.variants(seed))
+        if not math.isfinite(self.best.seconds):
+            for seed in list(self.scores):
+                self._try_all(self.moves.variants(seed))
+        for start in dict.fromkeys([*self._promising(STARTS), *seeds]):
+            self._climb(start)
+        self._restart()
+
+    def answer(self) -> Proposal | NoPlan:
+        if self.structure is None or self.starts is None:
+            return NoPlan(self.reason, proved=False)
+        notes = (f"{len(self.scores)} structures looked at",)
+        return Proposal(self.structure.stages, self.starts, notes=notes)
+
+    def _begin_with(self, known: Sequence[Proposal]) -> None:
+        for one in known:
+            structure, seconds = self._read(one), cost_of(self.problem, one)
+            score = Score(0.0, seconds, math.inf, len(one.stages))
+            if score.beats(self.best):
+                self.best, self.structure, self.starts = score, structure, one.starts
+
+    def _read(self, proposal: Proposal) -> Structure:
+        split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
+        return Structure(proposal.stages, tuple(split.all(axis=1).tolist()))
+
+    def _over(self) -> bool:
+        late = self.limits.left(monotonic() - self.began) <= 0
+        return late or self.best.seconds <= self.enough * (1 + EQUAL)
+
+    def _try_all(self, structures: Iterable[Structure]) -> None:
+        for structure in structures:
+            if self._over():
+                return
+            if self.moves.allows(structure):
+                self._score(structure, self.best.seconds * SLACK)
+
+    def _promising(self, count: int) -> list[Structure]:
+        """The best structures so far."""
+        ranked = sorted(
+            self.scores, key=lambda one: (self.scores[one].short, self.scores[one].seconds)
+        )
+        return [one for one in ranked if self.scores[one].seconds < math.inf][:count] or (
+            ranked[:count]
+        )
+
+    def _score(self, structure: Structure, ceiling: float) -> Score:
+        """The structure's score, with the shortest list schedule if that is below ``ceiling``."""
+        if structure not in self.scores:
+            self.scores[structure] = self._scheduled(structure, ceiling)
+        return self.scores[structure]
+
+    def _scheduled(self, structure: Structure, ceiling: float) -> Score:
+        work, endings, _ = work_of(self.problem, structure)
+        count = len(structure.stages)
+        problem = misfit(self.problem, structure, work)
+        if problem is not None:
+            if self.structure is None and self.reason:
+                self.reason = problem
+            short = float(np.maximum(work.alone - work.room, 0.0).sum())
+            return Score(max(short, 1.0), math.inf, math.inf, count)
+        if structure_bound(work, endings) >= ceiling:
+            return Score(0.0, math.inf, math.inf, count)
+        found = best_schedule(work, endings, rules_for(work), ceiling)
+        if found is None:
+            return Score(0.0, math.inf, math.inf, count)
+        score = Score(0.0, found.seconds, found.fullest, count)
+        if score.beats(self.best):
+            self.best, self.structure, self.starts = score, structure, found.starts
+            self.on_progress(Progress(monotonic() - self.began, found.seconds, self.enough))
+        return score
+
+    def _climb(self, structure: Structure) -> None:
+        """To a structure that no neighbour beats."""
+        score = self.scores.get(structure, NOTHING)
+        queue = self._unseen(structure)
+        while not self._over() and (neighbour := next(queue, None)) is not None:
+            found = self._score(neighbour, score.seconds * (1 + EQUAL))
+            if found.beats(score):
+                structure, score = neighbour, found
+                queue = self._unseen(structure)
+
+    def _unseen(self, structure: Structure) -> Iterator[Structure]:
+        for neighbour in self.moves.neighbours(structure, self.shuffle):
+            if neighbour not in self.scores:
+                yield neighbour
+
+    def _restart(self) -> None:
+        """Climb from random places near the best, until that no longer helps."""
+        idle = 0
+        while idle < RESTARTS and not self._over():
+            before = self.best
+            start = self.structure or next(iter(self._promising(1)), None)
+            for _ in range(KICKS if start else 0):
+                start = next(self.moves.neighbours(start, self.shuffle), start)
+            if start is None:
+                return
+            self._score(start, math.inf)
+            self._climb(start)
+            idle = 0 if self.best.beats(before) else idle + 1

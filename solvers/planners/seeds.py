@@ -1,0 +1,98 @@
+"""Structures to begin a search from: pipelines of every length, folded onto the devices."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan import Stage
+from stagewright.formulations.structure import Structure
+
+Floats = NDArray[np.float64]
+
+MOST_ROUNDS = 4  # stages that a group of devices gets
+EVERY_LENGTH = 16  # groups up to which every number of them is tried; then divisors and halves
+
+
+def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Structure]:
+    """Balanced pipelines on groups of neighbours in ``order``, in one round or several.
+
+    A round goes through the groups in the same direction as the one before (interleaved), or back
+    (in a V). Groups of several devices split microbatches, or take turns.
+    """
+    layers = len(problem.chain)
+    for length in _lengths(len(order), layers):
+        groups = [tuple(int(v) for v in part) for part in np.array_split(np.array(order), length)]
+        for rounds in range(1, MOST_ROUNDS + 1 if length > 1 else 2):
+            if rounds * length <= layers:
+                yield from _folded(problem, groups, groups * rounds)
+        if 2 * length - 1 <= layers and length > 1:
+            yield from _folded(problem, groups, groups + groups[-2::-1])
+
+
+def _lengths(devices: int, layers: int) -> list[int]:
+    most = min(devices, layers)
+    if most <= EVERY_LENGTH:
+        return list(range(1, most + 1))
+    divisors = [n for n in range(1, most + 1) if devices % n == 0]
+    return sorted({*divisors, most, most // 2})
+
+
+def _folded(
+    problem: PipelineProblem, groups: Sequence[tuple[int, ...]], placed: Sequence[tuple[int, ...]]
+) -> Iterator[Structure]:
+    """Balanced stages on the groups ``placed``, once per kind of replication."""
+    several = any(len(group) > 1 for group in groups)
+    names = [device.name for device in problem.cluster.devices]
+    for turns in (False, True) if several else (False,):
+        cuts = balanced_cuts(problem, placed, turns)
+        if cuts is None:
+            continue
+        yield Structure.whole([
+            Stage(
+                (cuts[s], cuts[s + 1]),
+                tuple(names[v] for v in group),
+                "round-robin" if turns and len(group) > 1 else "split",
+            )
+            for s, group in enumerate(placed)
+        ])  # fmt: skip
+
+
+def balanced_cuts(
+    problem: PipelineProblem, placed: Sequence[tuple[int, ...]], turns: bool
+) -> list[int] | None:
+    """Cuts that minimise the slowest stage; None if a group is too large for a microbatch."""
+    layers = len(problem.chain)
+    best = np.append(0.0, np.full(layers, np.inf))
+    choices: list[NDArray[np.int64]] = []
+    tables: dict[tuple[str, ...], Floats] = {}
+    for group in placed:
+        key = tuple(sorted(problem.cluster.devices[v].kind for v in group))
+        if key not in tables:
+            tables[key] = _stage_seconds(problem, group, turns)
+        through = np.maximum(best[:, None], tables[key])
+        choices.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    if not np.isfinite(best[layers]):
+        return None
+    cuts = [layers]
+    for row in reversed(choices):
+        cuts.append(int(row[cuts[-1]]))
+    return cuts[::-1]
+
+
+def _stage_seconds(problem: PipelineProblem, group: tuple[int, ...], turns: bool) -> Floats:
+    """Seconds per microbatch of layers [start, stop) on a group, inf where that cannot be."""
+    shares = 1 if turns else len(group)
+    layers = len(problem.chain)
+    kinds = {problem.cluster.devices[v].kind for v in group}
+    tables = []
+    for kind in sorted(kinds):
+        costs = problem.costs(kind, shares)
+        work = np.append(0.0, np.cumsum(costs.forward_seconds + costs.backward_seconds))
+        tables.append(work[None, :] - work[:, None])
+    seconds = np.max(tables, axis=0) / (len(group) if turns else 1)
+    too_many = np.append(0, np.cumsum(problem.replicas_per_layer < shares))
+    possible = too_many[None, :] == too_many[:, None]
+    return np.where(possible & ~np.tri(layers + 1, dtype=bool), seconds, np.inf)
