@@ -37,6 +37,7 @@ from stagewright.solvers.planners.proposal import (
 )
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound
+from stagewright.solvers.reporting import reporting
 from stagewright.solvers.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
@@ -111,7 +112,9 @@ def plan(
     on_progress: OnProgress = silent,
     choices: PeriodicChoices | None = None,
 ) -> Result:
-    """Plan ``problem``; infeasible and out of time are answers, not errors.
+    """Plan ``problem``; infeasible, out of time and interrupted are answers, not errors.
+
+    ``on_progress`` is told the best plan's iteration and the best bound on every plan so far.
 
     The first use on a machine compiles the kernels; that does not count towards the limit.
 
@@ -133,9 +136,12 @@ def plan(
     compile_kernels()
     began = monotonic()
     extra = (choices or PeriodicChoices(),) if info.periodic else ()
-    answer = info.run(problem, limits or Limits(), on_progress, *extra)
+    limits = limits or Limits()
+    report = reporting(problem, on_progress, info.periodic)
+    answer = info.run(problem, limits, report, *extra)
     if isinstance(answer, NoPlan):
-        return _refused(problem, planner, answer, monotonic() - began)
+        status = Status.INFEASIBLE if answer.proved else limits.status(found=False)
+        return _refused(problem, planner, answer, status, monotonic() - began)
     if isinstance(answer, PeriodicProposal):
         certified = _certified_pattern(problem, planner, answer)
         attempts: tuple[Attempt, ...] = ()
@@ -143,14 +149,16 @@ def plan(
         certified, attempts = _certified(problem, planner, answer), answer.attempts
     proof = certified.certificate
     assert proof is not None
-    status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else Status.FEASIBLE
+    status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
         proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts, proof.plans,
     )  # fmt: skip
 
 
-def _refused(problem: PipelineProblem, planner: str, answer: NoPlan, seconds: float) -> Result:
+def _refused(
+    problem: PipelineProblem, planner: str, answer: NoPlan, status: Status, seconds: float
+) -> Result:
     """No plan: the class that has none, or the best bound on those that it may have."""
     nowhere = why_nothing_fits(problem)
     if nowhere is not None:
@@ -166,7 +174,7 @@ def _refused(problem: PipelineProblem, planner: str, answer: NoPlan, seconds: fl
     known = (*every_plan_bounds(problem), *answer.bounds)
     best = best_of([bound for bound in known if bound.seconds < math.inf])
     return Result(
-        Status.NO_ANSWER, planner, None, None, best.seconds, None, best.proved_by, seconds,
+        status, planner, None, None, best.seconds, None, best.proved_by, seconds,
         answer.reason, answer.attempts, best.plans,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from stagewright.formulations.assembly import assemble
-from stagewright.formulations.forms import Limits, OnProgress, Status
+from stagewright.formulations.forms import Limits, OnProgress, Progress, Status
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound
 from stagewright.formulations.plan_class import DISJOINT_SPLIT
@@ -67,7 +67,7 @@ class _Portfolio:
     refusals: dict[str, NoPlan] = field(default_factory=dict)
 
     def left(self) -> float:
-        return self.limits.seconds - (monotonic() - self.began)
+        return self.limits.left(monotonic() - self.began)
 
     def is_open(self) -> bool:
         """Whether there is a plan that time and bounds allow to improve."""
@@ -114,7 +114,11 @@ class _Portfolio:
         scheduling = scheduling_of(problem, self.best.stages)
         if scheduling is None:
             return NoPlan("only split stages are rescheduled")
-        solved = solve_schedule(scheduling, "optimal", limits, on_progress, self.best.times)
+
+        def without_bound(step: Progress) -> None:
+            on_progress(replace(step, bound=0.0))  # that of the schedules of these stages
+
+        solved = solve_schedule(scheduling, "optimal", limits, without_bound, self.best.times)
         assert solved.timetable is not None
         bound = Bound(solved.bound, solved.proved_by, "schedule", DISJOINT_SPLIT)
         return replace(self.best, times=solved.timetable, bounds=(*self.best.bounds, bound))
@@ -134,4 +138,4 @@ class _Portfolio:
             if refusal.proved:
                 return replace(refusal, attempts=attempts)
         bounds = tuple(bound for refusal in general for bound in refusal.bounds)
-        return NoPlan("the time limit came before any plan was found", False, bounds, attempts)
+        return NoPlan(f"{self.limits.end} came before any plan was found", False, bounds, attempts)

@@ -291,7 +291,7 @@ class _Search:
             self.on_progress(Progress(perf_counter() - self.began, period, least))
 
     def _left(self) -> float:
-        return self.limits.seconds - (perf_counter() - self.began)
+        return self.limits.left(perf_counter() - self.began)
 
     def _limits(self) -> Limits:
         return replace(self.limits, seconds=max(0.1, self._left()))
