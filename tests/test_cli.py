@@ -173,6 +173,7 @@ def test_check_accepts_a_valid_plan(files: Path) -> None:
         "status": "valid",
         "cost_seconds": pytest.approx(plan.predicted.iteration_seconds),
         "violations": [],
+        "proofs": [],
     }
 
 

@@ -82,7 +82,7 @@ def plan_spp(
     found = search_stage_counts(problem, limits, on_progress)
     if isinstance(found, NoPlan):
         return found
-    left = replace(limits, seconds=limits.seconds - (monotonic() - began))
+    left = replace(limits, seconds=limits.left(monotonic() - began))
     candidates = [*found.candidates, *_on_fewer_devices(problem, found, left, on_progress)]
     starts = sorted(candidates, key=_seconds)[:REFINED_STARTS]
     refined = _refined(problem, starts, limits, on_progress)
@@ -101,8 +101,8 @@ def _on_fewer_devices(
     work = problem.microbatches * float(cheapest_work(problem).sum())
     candidates: list[_Candidate] = []
     size = len(found.search.question.order) // 2
-    while size >= 1 and work / size < best.seconds and monotonic() - began < limits.seconds:
-        left = replace(limits, seconds=limits.seconds - (monotonic() - began))
+    while size >= 1 and work / size < best.seconds and limits.left(monotonic() - began) > 0:
+        left = replace(limits, seconds=limits.left(monotonic() - began))
         fewer = search_stage_counts(problem, left, on_progress, size, best)
         if isinstance(fewer, Searched):
             candidates += fewer.candidates
