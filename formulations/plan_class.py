@@ -197,6 +197,7 @@ def _memory_limits(plans: PlanClass) -> Iterator[str]:
 EVERY_PLAN = PlanClass()
 EVERY_FINITE = PlanClass(schedules=("finite",))
 WHOLE_FINITE = replace(EVERY_FINITE, split_backward=False)
+DISJOINT_WHOLE = replace(WHOLE_FINITE, sharing="none")
 EVERY_PERIODIC = PlanClass(
     replication=("split",), schedules=("periodic",), weights=("double-buffer",)
 )

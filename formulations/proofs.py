@@ -34,6 +34,7 @@ from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plan_class import (
     DISJOINT_SPLIT,
+    DISJOINT_WHOLE,
     EVERY_FINITE,
     EVERY_PERIODIC,
     EVERY_PLAN,
@@ -42,7 +43,7 @@ from stagewright.formulations.plan_class import (
     PlanClass,
     class_of,
 )
-from stagewright.formulations.relaxation import FILL_AND_DRAIN
+from stagewright.formulations.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.spp import (
     LEMMA_1,
     LEMMA_1_PREMISE,
@@ -227,6 +228,7 @@ ARGUMENTS: dict[str, Argument] = {
     every_plan.WAY: Argument("problem", EVERY_FINITE, _finite(every_plan.way_bound)),
     every_plan.LAYER_WAY: Argument("problem", EVERY_FINITE, _finite(every_plan.layer_way_bound)),
     FILL_AND_DRAIN: Argument("problem", DISJOINT_SPLIT),
+    WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
     CP_SAT: Argument("schedule", DISJOINT_SPLIT),
     **{name: Argument("schedule", DISJOINT_SPLIT, _of_schedule) for name in OF_SCHEDULES},

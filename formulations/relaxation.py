@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FILL_AND_DRAIN = "fill-and-drain relaxation, best link everywhere"
+WIDE_FILL_AND_DRAIN = "fill-and-drain relaxation, also of devices that take turns"
 
 
 class Relaxation(NamedTuple):

@@ -16,8 +16,15 @@ from stagewright.formulations.one_f_one_b import load_bound as load_of
 from stagewright.formulations.pattern import pattern_problem
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, PipelinePlan
-from stagewright.formulations.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, PlanClass
-from stagewright.formulations.relaxation import FILL_AND_DRAIN
+from stagewright.formulations.plan_class import (
+    DISJOINT_SPLIT,
+    DISJOINT_WHOLE,
+    EVERY_PLAN,
+    PATTERNS,
+    PlanClass,
+    class_of,
+)
+from stagewright.formulations.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.every_plan import every_plan_bounds
 from stagewright.solvers.planners.auto import plan_auto
@@ -230,13 +237,24 @@ def _certified_pattern(
     return certify(problem, drawn, bounds, ())
 
 
+def _fill_and_drain(problem: PipelineProblem, plans: PlanClass, cost: float) -> tuple[Bound, ...]:
+    """The relaxation's bound on the smaller of its classes that contains ``plans``."""
+    for wider, name, known in (
+        (False, FILL_AND_DRAIN, DISJOINT_SPLIT),
+        (True, WIDE_FILL_AND_DRAIN, DISJOINT_WHOLE),
+    ):
+        if known.contains(plans):
+            return (Bound(fill_and_drain_bound(problem, cost, wider), name, "problem", known),)
+    return ()
+
+
 def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:
     drawn = assemble(problem, planner, proposal.stages, proposal.starts)
     assert drawn.predicted is not None
     cost = drawn.predicted.iteration_seconds
     bounds = [
         *every_plan_bounds(problem),
-        Bound(fill_and_drain_bound(problem, cost), FILL_AND_DRAIN, "problem", DISJOINT_SPLIT),
+        *_fill_and_drain(problem, class_of(drawn), cost),
         *proposal.bounds,
     ]
     scheduling = scheduling_of(problem, proposal.stages)

@@ -20,7 +20,7 @@ from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, PipelinePlan
 from stagewright.formulations.plan_class import PATTERNS, class_of
 from stagewright.formulations.proofs import ROUNDING, Verdict, scheduling_of, verdicts
-from stagewright.formulations.relaxation import FILL_AND_DRAIN
+from stagewright.formulations.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.spp import LEMMA_1
 from stagewright.formulations.violations import Violation
 from stagewright.graphs.ordering import recursive_device_order
@@ -123,9 +123,10 @@ def _fill_and_drain(
     problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
 ) -> Proof:
     """One pass of the dynamic program settles it."""
-    if is_fill_and_drain_bound(problem, bound.seconds * (1 - ROUNDING)):
+    wide = bound.proved_by == WIDE_FILL_AND_DRAIN
+    if is_fill_and_drain_bound(problem, bound.seconds * (1 - ROUNDING), wide):
         return Proof(bound.seconds)
-    return Proof(fill_and_drain_bound(problem, bound.seconds), complete=True)
+    return Proof(fill_and_drain_bound(problem, bound.seconds, wide), complete=True)
 
 
 def _joint(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits) -> Proof:
@@ -196,6 +197,7 @@ def _groups(problem: PipelineProblem, size: int) -> tuple[tuple[int, ...], ...] 
 
 RERUNS: dict[str, Rerun] = {
     FILL_AND_DRAIN: _fill_and_drain,
+    WIDE_FILL_AND_DRAIN: _fill_and_drain,
     JOINT_SEARCH: _joint,
     CP_SAT: _schedule,
     PATTERN: _pattern,

@@ -29,7 +29,7 @@ def compile_kernels() -> None:
     problem = PipelineProblem(chain, cluster, 2)
     plan_spp(problem, Limits(), silent)
     partition(problem)
-    fill_and_drain_bound(problem, 10.0)
+    fill_and_drain_bound(problem, 10.0, wide=True)
     exact(problem, Limits(seconds=1.0))
     allocation = AllocationProblem(problem, ((0,), (1,)), special=0)
     least_period(allocation, Limits(seconds=1.0))

@@ -11,6 +11,7 @@ from stagewright.formulations.every_plan import why_nothing_fits
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan_class import (
     DISJOINT_SPLIT,
+    DISJOINT_WHOLE,
     EVERY_FINITE,
     EVERY_PLAN,
     WHOLE_FINITE,
@@ -29,6 +30,7 @@ LANGUAGES = {
     EVERY_PLAN: Language(),
     EVERY_FINITE: Language(),
     WHOLE_FINITE: Language(split_backward=False),
+    DISJOINT_WHOLE: Language(False, split_backward=False),
     DISJOINT_SPLIT: Language(False, frozenset({"split"}), False, NONE, False),
 }
 
@@ -52,6 +54,7 @@ def test_no_plan_undercuts_a_bound_on_its_class(seed):
         return
     for bound in every_plan_bounds(problem):
         assert bound.seconds <= optimum[bound.plans] * SLACK, bound
-    if optimum[DISJOINT_SPLIT] < inf:
-        bound = fill_and_drain_bound(problem, 1.0)
-        assert bound <= optimum[DISJOINT_SPLIT] * SLACK
+    for plans in (DISJOINT_SPLIT, DISJOINT_WHOLE):
+        if optimum[plans] < inf:
+            bound = fill_and_drain_bound(problem, 1.0, wide=plans == DISJOINT_WHOLE)
+            assert bound <= optimum[plans] * SLACK
