@@ -249,12 +249,9 @@ def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:
 
 
 def _alone(lanes: Sequence[int], kept: Floats, again: Floats, offloaded: Floats) -> float:
-    """The most that a microbatch alone needs on a device of ``lanes``, in the stages' order.
-
-    What is offloaded may still be written while the next stage computes.
-    """
+    """The most that a microbatch alone needs on a device of ``lanes``, in the stages' order."""
     if not lanes:
         return 0.0
     mine = list(lanes)
     peak = float((np.cumsum(kept[mine]) + again[mine]).max())
-    return peak + float(np.sort(offloaded[mine])[-2:].sum())
+    return peak + float(offloaded[mine].max())

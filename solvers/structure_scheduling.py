@@ -207,6 +207,7 @@ class _Lists:
     again: list[float]
     offloaded: list[float]
     offload: list[float]
+    room: list[float]
     spare: list[float]  # of every device, for others than its leader
 
     @classmethod
@@ -215,7 +216,7 @@ class _Lists:
             work.seconds.tolist(), work.split.tolist(), work.lane.tolist(), work.channel.tolist(),
             work.stage.tolist(), work.members, work.near, work.places, work.kept.tolist(),
             work.again.tolist(), work.offloaded.tolist(), work.offload.tolist(),
-            (work.room - work.alone).tolist(),
+            work.room.tolist(), (work.room - work.alone).tolist(),
         )  # fmt: skip
 
 
@@ -408,6 +409,8 @@ class _Run:
         """Whether memory, and the limit in flight, let m start on lane n."""
         leads = True
         for v in self.work.members[n]:
+            if need > 0 and self.total[v] + need > self.work.room[v]:
+                return False  # until a W, or a transfer to the host, is done
             if self.leader[v] != m:
                 leads = False
                 if need > 0 and self.others[v] + need > self.work.spare[v]:
@@ -467,10 +470,9 @@ class _Run:
         m = self.queues[n][row][0][1]
         if self.fits(n, need, m, row == FORWARD):
             return m
-        leaders = {self.leader[v] for v in self.work.members[n]}
-        m = leaders.pop()
-        waits = not leaders and any(other == m for _, other in self.queues[n][row])
-        return m if waits else -1
+        m = self.leader[self.work.members[n][0]]
+        waits = any(other == m for _, other in self.queues[n][row])
+        return m if waits and self.fits(n, need, m, row == FORWARD) else -1
 
     def take(self, n: int, row: int, m: int) -> None:
         queue = self.queues[n][row]

@@ -13,6 +13,7 @@ from plans import made_up_certificate, make_stages, small_problem, valid_plan
 from stagewright.executor.timeline import timeline
 from stagewright.formulations.check import check, predict
 from stagewright.formulations.plan import (
+    Guarantee,
     PipelinePlan,
     Stage,
     json_schema,

@@ -239,7 +239,9 @@ class _Search:
         if stages > JOINT_STAGES or self._left() <= 0:
             return
         known = None if self.best is None else (self.best.stages, self.best.pattern)
-        question = JointPatterns(self.problem, groups, ways)
+        question = JointPatterns(
+            self.problem, groups, self.choices.periodic_recomputations
+        )
         answer = joint_optimum(question, self._limits(), incumbent=known)
         if answer.stages is not None and answer.pattern is not None:
             asked = self.figures.of(answer.stages)
