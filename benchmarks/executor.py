@@ -34,7 +34,7 @@ from stagewright.executor.capture import capture
 from stagewright.executor.compare import Comparison, Pair, compare
 from stagewright.executor.export import export
 from stagewright.executor.export.pipelines import one_forward_one_backward
-from stagewright.executor.interpreter import Boundary, Interpreter, Rank
+from stagewright.executor.interpreter import Boundary, Interpreter, Joint, Rank
 from stagewright.executor.links import describe, measure_links
 from stagewright.executor.lower import lower
 from stagewright.executor.profiling import Machine, measure_layers
@@ -152,6 +152,11 @@ class Nothing(StageComputation):
     def __init__(self) -> None:
         super().__init__((), "none", CPU, None)
 
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """The only output is."""
+        return (True,)
+
     def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
         """Outputs that are the inputs."""
         return inputs
@@ -203,7 +208,7 @@ def empty_interpreter(rank: int, kind: type[InterpreterKind]) -> InterpreterKind
         single_output=True,
         scale=1.0,
         seed=0,
-        sum_tied=lambda: None,
+        joint=Joint(None, frozenset(), sum_tied=lambda: None, squares=lambda: 0.0),
     )
 
 
@@ -554,7 +559,7 @@ def profiled(hidden: int) -> Chain:
         (1, SAMPLES),
         machine=Machine(CPU),
         loss=loss_of,
-        optimizer_state=0.0,
+        optimizer=SGD,
     )
 
 

@@ -38,7 +38,8 @@ run stagewright show demo-output/periodic.json --png demo-output/periodic.png
 # the plan, and the parameters are compared with those of the model in one piece.
 network=(--model examples.models:transformer --data examples.models:batches)
 transformer=demo-output/transformer
-run stagewright profile "${network[@]}" --microbatch-sizes 1,2,4 --dtype float64 -o $transformer.json
+run stagewright profile "${network[@]}" --microbatch-sizes 1,2,4 --dtype float64 \
+    --optimizer sgd:lr=0.1,momentum=0.9 -o $transformer.json
 run stagewright profile-links --ranks 4 -o $transformer.links.json
 run stagewright plan --model $transformer.json --cluster $transformer.links.json \
     --microbatches 4 --time-limit "$seconds" -o $transformer.plan.json

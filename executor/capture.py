@@ -21,10 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
+from stagewright.executor.python_state import attributes_kept, described, snapshot
 from stagewright.graphs.errors import InputError
 
+CONSTANT = "_tensor_constant"  # what torch.fx calls a tensor without a name
 CURE = "pass a list of modules, one per layer"
+CALL = nn.Module.__call__  # torch.fx replaces it while it traces
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Functions that make tensors from sizes; torch.fx sees those alone that are given a tensor.
 MAKERS = (
@@ -48,13 +52,19 @@ class CapturedLayer:
 class LayeredModel:
     """The layers in order. The first takes ``input_count`` tensors; the last one's are the output.
 
-    ``single_output``: the model returns a tensor itself, where the last layer returns a tuple of
-    one.
+    ``returns_one``: the model returns a tensor itself, where the last layer returns a tuple of
+    one. It is None for a list of modules, of which this is known once the last one was called.
     """
 
     layers: tuple[CapturedLayer, ...]
     input_count: int
-    single_output: bool
+    returns_one: bool | None
+
+    @property
+    def single_output(self) -> bool:
+        """Whether the loss is given a tensor, and not a tuple of them."""
+        last = self.layers[-1].module
+        return last.result.is_one if isinstance(last, _Listed) else bool(self.returns_one)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -79,7 +89,7 @@ class LayeredModel:
 
 
 def capture(model: nn.Module | Sequence[nn.Module]) -> LayeredModel:
-    """Split ``model``, a module or a list of modules, into layers; it is set to training mode.
+    """Split ``model``, a module or a list of modules, into layers; every module keeps its mode.
 
     The layers share the parameters and buffers of ``model``, which may live on any device, meta
     included. Of a module's arguments, those without a default are the inputs.
@@ -87,19 +97,28 @@ def capture(model: nn.Module | Sequence[nn.Module]) -> LayeredModel:
     Raises
     ------
     InputError
-        If the module cannot be traced: its path of execution depends on data.
+        If the module cannot be traced, because its path of execution depends on data, or if the
+        layers would not do all that it does: keep Python state, call its hooks.
     """
     if isinstance(model, list | tuple | nn.ModuleList):
-        return _capture_list(list(model))
+        return _require_whole_gradients(_capture_list(list(model)))
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch module or a list")
-    model.train()
-    graph = _Tracer().capture(model)
+    _require_plain_tensors(model)
+    _require_no_backward_hooks(model)
+    graph = _trace_twice(model)
     _replace_in_place(model, graph)
-    return _cut(model, graph)
+    return _require_whole_gradients(_cut(model, graph))
 
 
 # A list of modules
+
+
+@dataclass(slots=True)
+class _Result:
+    """Whether a module's last result was a tensor, and not a tuple of them."""
+
+    is_one: bool = True
 
 
 class _Listed(nn.Module):
@@ -108,11 +127,26 @@ class _Listed(nn.Module):
     def __init__(self, number: int, module: nn.Module) -> None:
         super().__init__()
         self.number = str(number)
+        self.result = _Result()
         self.add_module(self.number, module)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         result = self.get_submodule(self.number)(*values)
-        return tuple(result) if isinstance(result, list | tuple) else (result,)
+        self.result.is_one = isinstance(result, Tensor)
+        results = (result,) if self.result.is_one else result
+        if type(results) not in (list, tuple) or not all(isinstance(r, Tensor) for r in results):
+            raise InputError(
+                f"layer {self.number!r} returns a {_kind(result)}; it may return a tensor or a "
+                "tuple of them"
+            )
+        return tuple(results)
+
+
+def _kind(result: Any) -> str:
+    if type(result) not in (list, tuple):
+        return type(result).__name__
+    kinds = ", ".join(type(one).__name__ for one in result)
+    return f"{type(result).__name__} of {kinds or 'nothing'}"
 
 
 def _capture_list(modules: list[nn.Module]) -> LayeredModel:
@@ -122,15 +156,106 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
         if not isinstance(module, nn.Module):
             kind = type(module).__name__
             raise InputError(f"entry {number} of the list of modules is a {kind}, not a module")
-        module.train()
+        _require_plain_tensors(module, f"{number}.")
         if _is_in_place(_first(module)):  # a cut may stand before it
             _first(module).inplace = False
     layers = [CapturedLayer(str(i), _Listed(i, module)) for i, module in enumerate(modules)]
-    inputs = _inputs(type(modules[0]).forward, type(modules[0]).__name__)
-    return LayeredModel(tuple(layers), max(1, len(inputs)), single_output=True)
+    inputs = _inputs(modules[0])
+    return LayeredModel(tuple(layers), max(1, len(inputs)), returns_one=None)
+
+
+# What a model may not have
+
+
+def _require_plain_tensors(model: nn.Module, prefix: str = "") -> None:
+    """Refuse what would not hold for the copy of a parameter that trains in its place."""
+    for name, one in model.named_parameters():
+        if is_lazy(one):
+            raise InputError(
+                f"parameter {prefix + name!r} has no shape yet; call the model once before"
+            )
+        if one._post_accumulate_grad_hooks:
+            raise InputError(
+                f"parameter {prefix + name!r} has a hook that runs after its gradient is "
+                "accumulated; gradients are summed up over microbatches and devices first: remove "
+                "the hook"
+            )
+
+
+def _require_no_backward_hooks(model: nn.Module) -> None:
+    """Refuse backward hooks of modules that are cut into layers."""
+    for name, module in model.named_modules():
+        if (module is model or _holds_blocks(module)) and (
+            module._backward_hooks or module._backward_pre_hooks
+        ):
+            path = f" {name!r}" if name else ""
+            raise InputError(
+                f"{type(module).__name__}{path} has a backward hook, but is cut into layers; put "
+                "the hook on a module within, or pass a list of modules"
+            )
+
+
+def _require_whole_gradients(model: LayeredModel) -> LayeredModel:
+    """``model``, unless a parameter has a hook that would be given its gradient layer by layer."""
+    users = Counter(id(one) for layer in model.layers for one in layer.module.parameters())
+    for names, one in model.parameters_by_name().items():
+        if one._backward_hooks and users[id(one)] > 1:
+            raise InputError(
+                f"parameter {names[0]!r} has a hook and is used in {users[id(one)]} layers, each "
+                "of which would call it with a part of the gradient; remove the hook"
+            )
+    return model
 
 
 # Tracing
+
+
+def _trace_twice(model: nn.Module) -> fx.Graph:
+    """The graph of ``model``, if it does not depend on how often the model was called."""
+    before = snapshot(model)
+    with attributes_kept(model):
+        graph = _Tracer().capture(model)
+        once, constants = snapshot(model), _constants(model)
+        try:
+            again = _Tracer().capture(model)
+        except InputError as error:
+            raise InputError(
+                f"{type(model).__name__} can be traced once but not twice: its forward reads what "
+                f"an earlier one has left; {CURE}"
+            ) from error
+        moving = before.changed(once) & once.changed(snapshot(model))
+        if moving:
+            raise InputError(
+                f"the forward changes {described(model, min(moving))}: it would keep the value "
+                "that it has when it is traced"
+            )
+        if _text(graph, model) != _text(again, model):
+            raise InputError(
+                f"{type(model).__name__} computes something else when it is traced again: its "
+                "forward depends on Python state, which would keep its first value; keep what "
+                "changes in a buffer"
+            )
+    for name, constant in constants.items():
+        setattr(model, name, constant)
+    return graph
+
+
+def _constants(model: nn.Module) -> dict[str, Any]:
+    """The tensors without a name that torch.fx found in a forward."""
+    return {name: value for name, value in vars(model).items() if name.startswith(CONSTANT)}
+
+
+def _text(graph: fx.Graph, model: nn.Module) -> list[str]:
+    """The graph's nodes by number, and its constants by value."""
+    number: dict[fx.Node, str] = {node: f"node {i}" for i, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        target = node.target
+        if node.op == "get_attr" and str(target).startswith(CONSTANT):
+            target = repr(getattr(model, str(target)).tolist())
+        given = fx.node.map_arg((node.args, node.kwargs), lambda one: number.get(one, "left"))
+        lines.append(f"{node.op} {target} {given}")
+    return lines
 
 
 class _Tracer(fx.Tracer):
@@ -174,11 +299,8 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        names = _inputs(root_fn, type(self.root).__name__)
-        return root_fn, [
-            self.root,
-            *(self.create_proxy("placeholder", name, (), {}) for name in names),
-        ]
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in _inputs(self.root)]
+        return _called, [self.root, *inputs]
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self.modes:  # torch.fx would leave it out without a word
@@ -197,15 +319,23 @@ class _Tracer(fx.Tracer):
         return super().to_bool(obj) if passing is None else passing
 
 
-def _inputs(forward: Callable[..., Any], owner: str) -> list[str]:
-    """The arguments without a default, by name; ``forward`` takes the module itself first."""
-    _, *parameters = inspect.signature(forward).parameters.values()
-    wanted = [one for one in parameters if one.default is inspect.Parameter.empty]
+def _called(module: nn.Module, *inputs: Any) -> Any:
+    """Call ``module`` with its forward hooks, which torch.fx passes over in the root."""
+    return CALL(module, *inputs)
+
+
+def _inputs(module: nn.Module) -> list[str]:
+    """The arguments of a module's forward that have no default, by name."""
+    wanted = [
+        one
+        for one in inspect.signature(module.forward).parameters.values()
+        if one.default is inspect.Parameter.empty
+    ]
     for one in wanted:
         if one.kind is inspect.Parameter.KEYWORD_ONLY:
             raise InputError(
-                f"{owner}.forward needs {one.name!r} by keyword, inputs are passed by position; "
-                "give it a default"
+                f"{type(module).__name__}.forward needs {one.name!r} by keyword, inputs are passed "
+                "by position; give it a default"
             )
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [one.name for one in wanted if one.kind in by_position]
@@ -327,7 +457,7 @@ def _results(
     returned = graph.output_node().args[0]
     results = tuple(returned) if isinstance(returned, list | tuple) else (returned,)
     nodes = tuple(one for one in results if isinstance(one, fx.Node) and one not in remade)
-    if len(nodes) < len(results) or not nodes:
+    if len(nodes) < len(results) or not nodes or hasattr(returned, "_fields"):
         raise InputError(
             f"{type(model).__name__} returns {returned}; it may return a tensor or a tuple of them"
         )

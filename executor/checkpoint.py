@@ -1,15 +1,17 @@
 """Checkpoints of a run, with torch.distributed.checkpoint.
 
 A folder of checkpoints holds ``step-00000010`` and the like, complete by construction: a
-checkpoint is written as ``.step-00000010.partial`` and renamed when all ranks have written. The
+checkpoint is written as ``.step-00000010.partial`` and renamed when all ranks have written. Its
+``SHA256SUMS``, in the format of ``sha256sum``, tells whether it still is what was written. The
 tensors go by the names of the unsplit model, so that any plan of the same model can go on from
 them. All ranks must see the folder. Checkpoints are pickles: load only your own.
 """
 
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 FORMAT: Literal["stagewright-checkpoint"] = "stagewright-checkpoint"
 VERSION: Literal[1] = 1
 HEADER = "stagewright.json"
+SUMS = "SHA256SUMS"
 KEPT = 2  # complete checkpoints in a folder
 MODEL = "model."  # what the keys of parameters and buffers start with
 
@@ -89,12 +92,23 @@ def save(
         raise OSError(f"{path}: the checkpoint cannot be written: {_cause(error)}") from None
     if is_first:  # all have written
         documents.write_text(partial / HEADER, documents.to_json(header))
+    sums = _shared_sums(partial, group)
+    if is_first:
+        documents.write_text(partial / SUMS, _as_text(sums))
         _sync(partial)
-        partial.rename(path)
-        _sync(folder)
-        for old in _complete(folder)[:-KEPT]:
-            shutil.rmtree(old.rename(_partial(old)))
+        _publish(partial, path)
     return path
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Give a checkpoint that is written its name, and remove those that it replaces."""
+    folder = path.parent
+    for damaged in (one for one in _complete(folder) if _steps(one) >= _steps(path)):
+        _remove(damaged)  # the run has gone on from an older one
+    partial.rename(path)
+    _sync(folder)
+    for old in _complete(folder)[:-KEPT]:
+        _remove(old)
 
 
 def latest(folder: Path) -> Path | None:
@@ -102,31 +116,97 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(_complete(folder)), None)
 
 
-def find(folder: Path | None, resume: bool, goal: Header) -> Path | None:
-    """The checkpoint in ``folder`` from which to reach ``goal``; a run that begins finds none.
+def candidates(folder: Path | None, resume: bool) -> list[Path]:
+    """The complete checkpoints in ``folder`` to resume, the newest first; none for a new run.
 
     Raises
     ------
     InputError
-        If there is none to resume, or one that must not be overwritten; if nothing is left to do;
-        if the weights are updated in another way.
+        If there is none to resume, or one that must not be overwritten.
     """
     if folder is None:
-        return None
+        return []
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is no folder for checkpoints")
-    newest = latest(folder)
-    if not resume:
-        if newest is not None:
-            raise InputError(
-                f"{folder} holds {newest.name} of an earlier run; "
-                "add --resume to go on from it, or name another folder"
-            )
-        return None
-    if newest is None:
+    found = _complete(folder)[::-1]
+    if resume and not found:
         raise InputError(f"there is no complete checkpoint in {folder}; leave out --resume")
-    _require_reachable(newest, goal)
-    return newest
+    if found and not resume:
+        raise InputError(
+            f"{folder} holds {found[0].name} of an earlier run; "
+            "add --resume to go on from it, or name another folder"
+        )
+    return found
+
+
+def find(
+    folder: Path | None,
+    resume: bool,
+    goal: Header,
+    tell: Callable[[str], None] = lambda _: None,
+    group: dist.ProcessGroup | None = None,
+) -> Path | None:
+    """The newest whole checkpoint in ``folder`` from which to reach ``goal``; None for a new run.
+
+    Every rank of ``group`` calls it. What is damaged is passed over, which ``tell`` is told in a
+    line.
+
+    Raises
+    ------
+    InputError
+        As `candidates`; if all are damaged; if nothing is left to do; if the weights are updated in
+        another way.
+    """
+    faults: list[str] = []
+    for path in candidates(folder, resume):
+        fault = _fault(path, group)
+        if fault is None:
+            for line in faults:
+                tell(f"{line}; going on from {path.name}")
+            _require_reachable(path, goal)
+            return path
+        faults.append(f"{path} is damaged ({fault})")
+    if faults:
+        raise InputError(f"{'; '.join(faults)}; no whole checkpoint is left")
+    return None
+
+
+def _fault(path: Path, group: dist.ProcessGroup | None) -> str | None:
+    """What of a checkpoint is not as it was written, in words; the same on every rank."""
+    try:
+        written = (path / SUMS).read_text(errors="replace")
+    except OSError as error:
+        return f"{SUMS}: {error.strerror}"
+    found = _as_text(_shared_sums(path, group))
+    odd = set(written.splitlines()) ^ set(found.splitlines())
+    if odd:
+        return f"{min(line.rpartition('  ')[2] for line in odd)} does not match {SUMS}"
+    return None if written == found else f"{SUMS} is not as it was written"
+
+
+def _shared_sums(path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint but `SUMS`; every rank reads a share of them."""
+    names = [sorted(one.name for one in path.iterdir() if one.name != SUMS)]
+    if not dist.is_initialized():
+        return {name: _digest(path / name) for name in names[0]}
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    dist.broadcast_object_list(names, group=group, group_src=0)
+    shares: list[dict[str, str]] = [{}] * world
+    own = {name: _digest(path / name) for name in names[0][rank::world]}
+    dist.all_gather_object(shares, own, group)
+    return {name: digest for share in shares for name, digest in share.items()}
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:  # the others wait for an answer
+        return f"unreadable: {error.strerror}"
+
+
+def _as_text(sums: Mapping[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
 def _require_reachable(path: Path, goal: Header) -> None:
@@ -152,7 +232,7 @@ def read_kinds(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     try:
         entries = FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # a damaged pickle may raise whatever it likes
-        raise InputError(f"{_damaged(path)} ({type(error).__name__}: {error})") from None
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from None
     return {
         key: (entry.size, entry.properties.dtype)
         for key, entry in entries.items()
@@ -180,7 +260,7 @@ def read(
         reader = FileSystemReader(path)
         state_dict_loader.load(tensors, storage_reader=reader, process_group=group)
     except CheckpointException as error:
-        raise InputError(f"{_damaged(path)} ({_cause(error)})") from None
+        raise InputError(f"{path} is damaged ({_cause(error)})") from None
     return tensors
 
 
@@ -219,15 +299,20 @@ def _kind(kind: tuple[torch.Size, torch.dtype] | None) -> str:
 def _complete(folder: Path) -> list[Path]:
     """The complete checkpoints by their steps."""
     paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(paths, key=_steps)
+
+
+def _steps(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _damaged(path: Path) -> str:
-    return f"{path} is damaged; remove it to go on from an older checkpoint"
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; one that is removed in part is no complete one."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.old.partial")))
 
 
 def _cause(error: "CheckpointException") -> str:

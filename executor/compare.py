@@ -19,9 +19,16 @@ from numpy.typing import NDArray
 
 from stagewright.executor.program import moved_action
 from stagewright.executor.timeline import drawn, iteration_seconds
-from stagewright.executor.trace import Trace, TracedStep
+from stagewright.executor.trace import Trace, TracedStep, planned_updates
 from stagewright.executor.unrolling import unroll_run
-from stagewright.formulations.actions import COMPUTE, PLANNED, Action, ActionKind, parse_action
+from stagewright.formulations.actions import (
+    COMPUTE,
+    ON_DEVICE,
+    PLANNED,
+    Action,
+    ActionKind,
+    parse_action,
+)
 from stagewright.formulations.periodic import steady_microbatches
 from stagewright.formulations.plan import (
     PeriodicSchedule,
@@ -94,8 +101,9 @@ class Comparison:
 
     An action that several devices share lasts as long as on the slowest of them, as in the cost
     model. ``iteration_seconds`` compares with the median of the ``steps`` counted steps, which
-    took ``least_seconds`` to ``most_seconds``. ``update_seconds`` is the median of what the
-    optimizer took, which is not predicted.
+    took ``least_seconds`` to ``most_seconds``. ``update_seconds`` is what the optimizer's steps
+    take on the device where they take longest, measured in the median; nothing is predicted where
+    the profile did not tell, or an update belongs to a backward.
 
     Of a periodic plan ``steps`` counts iterations, and an iteration takes as many measured periods
     as it has microbatches; as many microbatches in a row took the least and the most seconds.
@@ -106,7 +114,7 @@ class Comparison:
     iteration_seconds: Pair
     least_seconds: float
     most_seconds: float
-    update_seconds: float
+    update_seconds: Pair
     steps: int
     period: PeriodComparison | None = None
 
@@ -127,13 +135,14 @@ def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
         period, measured = _compare_period(plan, plan.schedule, trace)
         count, seconds = len(_iterations(plan, trace)), plan.microbatches * period.seconds.measured
     iteration = Pair(iteration_seconds(plan), seconds)
+    updates = [step.update_seconds / (step.iterations or 1) for step in steps]
     return Comparison(
         _compare_kinds(_pair_actions(entries)),
         _compare_stages(plan, entries, iteration),
         iteration,
         min(measured),
         max(measured),
-        float(np.median([step.update_seconds / (step.iterations or 1) for step in steps])),
+        Pair(_predicted_update(plan), float(np.median(updates))),
         count,
         period,
     )
@@ -158,7 +167,7 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
 
     Within a stage nothing tells the layers, sizes and device kinds apart: all their forward times
     are multiplied by the stage's measured / predicted forward time, and likewise the backward
-    times, by parts where the plan has them in parts.
+    times, by parts where the plan has them in parts, and the time of the optimizer's step.
     """
     times = _StageTimes(_pair_actions(_pair_entries(plan, trace)))
     _require_model(chain, plan)
@@ -186,7 +195,8 @@ def _require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
     expected = cache(lambda iterations: Counter(map(_entry, _run(plan, iterations).actions)))
     for step in trace.steps:
         _require_same_kind(plan, step)
-        planned, found = expected(step.iterations), Counter(map(_entry, step.actions))
+        found = Counter(map(_entry, _planned(plan, step.actions)))
+        planned = expected(step.iterations)
         for word, odd in (("lacks", planned - found), ("has", found - planned)):
             if odd:
                 device, action = min(odd)
@@ -195,6 +205,24 @@ def _require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
                     f"step {step.step} of the trace {word} {action} on {device!r}, {contrast}: "
                     "give the plan that was run"
                 )
+
+
+def _planned(plan: PipelinePlan, actions: Iterable[ScheduledAction]) -> Iterable[ScheduledAction]:
+    """What a run did, but for the optimizer's steps that the plan does not hold."""
+    held = planned_updates(plan)
+    return (
+        timed
+        for timed in actions
+        if timed.action in held or parse_action(timed.action).kind is not ActionKind.UPDATE
+    )
+
+
+def _predicted_update(plan: PipelinePlan) -> float:
+    held, by_device = planned_updates(plan), defaultdict[str, float](float)
+    for timed in plan.actions if held else ():
+        if timed.action in held:
+            by_device[timed.device] += timed.finish_seconds - timed.start_seconds
+    return max(by_device.values(), default=0.0)
 
 
 def _require_same_kind(plan: PipelinePlan, step: TracedStep) -> None:
@@ -247,14 +275,14 @@ def _cut(plan: PipelinePlan, run: TracedStep) -> Iterable[Sequence[ScheduledActi
 
 
 def _numbered(plan: PipelinePlan, run: TracedStep) -> list[tuple[int, ScheduledAction]]:
-    """A run's actions with their microbatches; an all-reduce has the last of its iteration."""
-    sums: Counter[str] = Counter()
+    """A run's actions with their microbatches; what has none has the last of its iteration."""
+    sums: Counter[Entry] = Counter()
     numbered = []
     for timed in sorted(run.actions, key=lambda timed: timed.start_seconds):
         microbatch = parse_action(timed.action).microbatch
         if microbatch is None:
-            sums[timed.action] += 1
-            microbatch = sums[timed.action] * plan.microbatches - 1
+            sums[_entry(timed)] += 1
+            microbatch = sums[_entry(timed)] * plan.microbatches - 1
         numbered.append((microbatch, timed))
     return numbered
 
@@ -350,7 +378,7 @@ def _compare_stages(
     work = _sum_by(
         (parsed[text].stage, pair)
         for (_, text), pair in entries.items()
-        if parsed[text].kind in COMPUTE
+        if parsed[text].kind in ON_DEVICE
     )
     compared = []
     for s, stage in enumerate(plan.stages):
@@ -394,12 +422,13 @@ def _require_model(chain: Chain, plan: PipelinePlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """Measured / predicted for the parts of one stage's computations."""
+    """Measured / predicted for the parts of one stage's computations, and its update."""
 
     forward: float
     backward: float
     input_gradient: float
     weight_gradient: float
+    update: float
 
     @classmethod
     def of(cls, s: int, times: _StageTimes) -> "_Factors":
@@ -413,6 +442,7 @@ class _Factors:
             backward,
             factor(ActionKind.INPUT_GRADIENT, otherwise=backward),
             factor(ActionKind.WEIGHT_GRADIENT, otherwise=backward),
+            factor(ActionKind.UPDATE),
         )
 
     def on(self, cost: LayerCost) -> LayerCost:
@@ -422,6 +452,7 @@ class _Factors:
             backward_seconds=_times(cost.backward_seconds, self.backward),
             input_gradient_seconds=_times(cost.input_gradient_seconds, self.input_gradient),
             weight_gradient_seconds=_times(cost.weight_gradient_seconds, self.weight_gradient),
+            update_seconds=_times(cost.update_seconds, self.update),
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stagewright.executor.capture import LayeredModel, capture
 from stagewright.executor.seeding import module_seed
+from stagewright.executor.twins import twin
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
 
@@ -164,16 +165,9 @@ def _place(
             dtype if tensor.is_floating_point() else None,
             copy=copied,
         )
-        new[id(tensor)] = _like(tensor, values)
+        new[id(tensor)] = twin(tensor, values)
     _replace(layered, new)
     return layered
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """``values`` as a parameter, if ``tensor`` is one."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(values, requires_grad=tensor.requires_grad)
-    return values
 
 
 # Making parameters module by module
@@ -220,7 +214,7 @@ def _draw(name: str, module: nn.Module, empty: Mapping[str, Tensor], seed: int) 
     if reset is not None:
         for registered, field, tensor in _registered([module]):
             if field in empty:
-                registered[field] = _like(tensor, _unset(tensor))
+                registered[field] = twin(tensor, _unset(tensor))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             reset()

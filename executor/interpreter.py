@@ -6,18 +6,20 @@ needs and for nothing else.
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.executor.loss_graph import require_from_outputs
+from stagewright.executor.losses import Loss, read_loss
 from stagewright.executor.program import (
     RECEIVES,
     SENDS,
@@ -33,11 +35,11 @@ from stagewright.executor.seeding import layer_seed
 from stagewright.executor.shapes import Value
 from stagewright.executor.shares import Rows
 from stagewright.executor.stage import Gradients, StageComputation, Tensors
+from stagewright.executor.totals import Total, begin_total
 from stagewright.executor.trace import RankAction
 from stagewright.executor.weights import TiedSums, Weights
 from stagewright.formulations.actions import COMPUTE, VERSIONED, Action, ActionKind
 from stagewright.formulations.plan import PipelinePlan, updates_every_round
-from stagewright.graphs.errors import InputError
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -45,12 +47,11 @@ SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 RECV_F, RECV_B = ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 
-Loss = Callable[..., Tensor]
 Batch = Tensor | tuple[Tensor, ...]
 
 
 class NonFiniteLoss(ArithmeticError):  # noqa: N818 - named as InvalidPlan is
-    """The loss of a microbatch is nan or infinite."""
+    """The loss of a microbatch is nan or infinite, or that of a mini-batch counts nothing."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
@@ -153,6 +154,25 @@ class _Arrival:
         return seconds
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Joint:
+    """What the ranks do together for an update.
+
+    ``group`` are the processes that sum up what the losses count, None for one alone: all of them,
+    or those of a split last stage where every microbatch is an update of its own. ``stages`` are
+    updated together, at the end of an iteration. ``sum_tied`` sums up the gradients of parameters
+    that several stages have; ``tied`` does so where the next gradients are made meanwhile.
+    ``squares`` is this rank's part of the squared norm of all gradients.
+    """
+
+    group: dist.ProcessGroup | None
+    stages: frozenset[int]
+    sum_tied: Callable[[], None]
+    squares: Callable[[], float]
+    clip_norm: float = inf
+    tied: TiedSums | None = None
+
+
 @dataclass(slots=True)
 class _Leaving:
     """What a computation made for other ranks, and how many sends of it are still to come."""
@@ -178,10 +198,8 @@ class Interpreter:
         In a microbatch.
     scale
         What a microbatch's mean loss counts in an update.
-    sum_tied
-        Sums up the gradients of parameters that several stages have.
-    tied
-        Does so where the next gradients are made meanwhile.
+    joint
+        What the ranks do together.
     """
 
     def __init__(
@@ -198,14 +216,13 @@ class Interpreter:
         single_output: bool,
         scale: float,
         seed: int,
-        sum_tied: Callable[[], None],
-        tied: TiedSums | None = None,
+        joint: Joint,
     ) -> None:
         self._rank, self._plan = rank, rank.plan
         self._computations, self._weights, self._groups = computations, weights, groups
         self._boundaries, self._samples = boundaries, samples
         self._loss, self._single_output, self._scale = loss, single_output, scale
-        self._seed, self._sum_tied, self._tied = seed, sum_tied, tied
+        self._seed, self._joint = seed, joint
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
         self._lanes = lanes
         self._rows = {s: [_as_index(lane) for lane in lanes[s]] for s in (0, self._last)}
@@ -223,19 +240,32 @@ class Interpreter:
         self._arrivals: defaultdict[Action, list[_Arrival]] = defaultdict(list)
         self._leaving: dict[Action, _Leaving] = {}
         self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
-        self._losses: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._losses: dict[int, tuple[Tensor, list[Tensor], Tensor | None]] = {}
         self._values: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor | None] = {}
+        # By microbatch that is an update of its own; else by stage, of the iterations to come.
+        self._of_microbatch: dict[int, Total] = {}
+        self._of_iteration: defaultdict[int, deque[Total]] = defaultdict(deque)
+        self._factors: dict[int, float] = {}
+        self._every_round = updates_every_round(rank.plan.weights)
+        self._first_together = next(
+            (
+                one.action.stage
+                for one in rank.row
+                if one.action.kind is ActionKind.UPDATE and one.action.stage in joint.stages
+            ),
+            None,
+        )
         # One for every message that may be under way; they start when a run is traced.
         self._watchers = ThreadPoolExecutor(len(rank.row) + 1)
         self._reducing: dict[int, tuple[float, Callable[[], float]]] = {}
         # By iteration, until its last forward: the mini-batch, and how many forwards read it yet.
         self._batches: dict[int, tuple[Tensors, Batch]] = {}
         self._unread: dict[int, int] = {}
-        self._reads = sum(
-            rank.runs(s, m)
-            for s in {0, self._last} & computations.keys()
-            for m in range(self._count)
-        )
+        self._reads = sum(map(self._runs_of, {0, self._last} & computations.keys()))
+        self._unjudged: dict[int, int] = {}
+        self._counted: dict[int, list[Tensor | None]] = {}  # by iteration, until its gradients are
+        self._given: Counter[int] = Counter()
         self._older_sends: list[Action] = []
         self._begun = self._first_step = self._later = 0
 
@@ -245,11 +275,11 @@ class Interpreter:
         targets: Batch,
         step: int,
         records: list[RankAction] | None = None,
-    ) -> list[float]:
-        """One iteration: this rank's part of the mean losses of the mini-batches that ended.
+    ) -> list[tuple[float, float]]:
+        """One iteration: this rank's part of the losses of the mini-batches that ended.
 
-        Without a periodic program that is the one of this mini-batch, 0 without the last stage;
-        else it may be none, and is none without the last stage.
+        A loss is a sum and its count, or a mean and 0. Without a periodic program there is the one
+        of this mini-batch; else it may be none. There is none without the last stage.
 
         ``inputs`` and ``targets`` are whole mini-batches on the device, empty where this rank does
         not need them. What happened when is added to ``records``, in seconds of this process's
@@ -266,6 +296,7 @@ class Interpreter:
             self._first_step = step
         self._batches[self._begun] = inputs, targets
         self._unread[self._begun] = self._reads
+        self._await_losses(self._begun)
         position, self._later = self._place(self._begun)
         self._begun += 1
         self._carry_out(self._calls[position], records)
@@ -276,8 +307,8 @@ class Interpreter:
         self._older_sends = list(self._sent)
         return self._ended()
 
-    def finish(self, records: list[RankAction] | None = None) -> list[float]:
-        """End what is under way: this rank's part of the mean losses that were still open."""
+    def finish(self, records: list[RankAction] | None = None) -> list[tuple[float, float]]:
+        """End what is under way: this rank's part of the losses that were still open."""
         if self._begun == 0:
             return []
         position, self._later = self._place(self._begun - 1)
@@ -287,6 +318,7 @@ class Interpreter:
         for weights in self._weights.values():
             weights.begin()
         self._older_sends.clear()
+        self._given.clear()
         self._begun = 0
         return self._forgotten(list(self._batches))
 
@@ -309,22 +341,28 @@ class Interpreter:
                 _explain_memory(error, moved(one, self._later, self._count), step)
                 raise
 
-    def _ended(self) -> list[float]:
+    def _ended(self) -> list[tuple[float, float]]:
         """The losses of iterations whose last forward is done; their mini-batches are forgotten."""
         done = [i for i, reads in self._unread.items() if reads == 0]
         return self._forgotten(done)
 
-    def _forgotten(self, iterations: Sequence[int]) -> list[float]:
+    def _forgotten(self, iterations: Sequence[int]) -> list[tuple[float, float]]:
         for i in iterations:
             del self._batches[i], self._unread[i]
-        return [self._mean_loss(i) for i in iterations if self._last in self._computations]
+        return [self._loss_of(i) for i in iterations if self._last in self._computations]
 
-    def _mean_loss(self, iteration: int) -> float:
+    def _loss_of(self, iteration: int) -> tuple[float, float]:
         """The part of a mini-batch's loss that this rank has; its microbatches' are forgotten."""
         own = self._losses_of(iteration)
         self._require_finite(*own)
-        values = {m: float(self._values.pop(m)) for m in own}
-        return sum(self._share(self._last, m) * value for m, value in values.items()) / self._count
+        value = count = 0.0
+        for m in own:
+            counted, found = self._counts.pop(m), float(self._values.pop(m))
+            if counted is None:
+                value += self._share(self._last, m) * found / self._count
+            else:
+                value, count = value + found, count + float(counted)
+        return value, count
 
     def _losses_of(self, iteration: int) -> list[int]:
         """The microbatches of an iteration whose loss is known here."""
@@ -341,13 +379,15 @@ class Interpreter:
             if arrival.peer is not None:
                 times = (arrival.posted_seconds, arrived)
                 records.append(RankAction(number, str(needed), *times, arrival.peer))
-        s = action.stage
+        s, own_seconds = action.stage, 0.0
         if action.kind is ActionKind.UPDATE and s in self._groups:
             since, reduced = self._reducing.pop(s)
             name, size = f"{s}{ActionKind.REDUCE}", float(self._weights[s].gradient_bytes)
             records.append(RankAction(number, name, since, reduced(), bytes=size))
+        if action.kind is ActionKind.UPDATE:  # to wait for others is no part of the step
+            own_seconds = self._agree(s)
         before = len(self._sent.get(action, ()))
-        start = time.perf_counter()
+        start = time.perf_counter() - own_seconds
         call()
         if action.kind is ActionKind.REDUCE:
             self._reducing[s] = (start, self._watch(self._weights[s].under_way()))
@@ -377,6 +417,10 @@ class Interpreter:
             return time.perf_counter()
 
         return waited
+
+    def _runs_of(self, s: int) -> int:
+        """The microbatches of an iteration that this rank works on in stage ``s``."""
+        return sum(self._rank.runs(s, m) for m in range(self._count))
 
     def _count_sends(self) -> Counter[tuple[int, ActionKind, int]]:
         """Per stage, kind, and microbatch of an iteration: the ranks to which this one sends."""
@@ -441,13 +485,14 @@ class Interpreter:
         iteration, place = divmod(m, self._count)
 
         def seed(i: int) -> int:
-            return layer_seed(self._seed, self._first_step + iteration, place, lane, first + i)
+            return layer_seed(self._seed, self._first_step + iteration, place, first + i)
 
         outputs = self._computations[s].forward(m, inputs, seed, (s, place) in self._in_two)
         if s in (0, self._last):
             self._unread[iteration] -= 1
         if s == self._last:
             self._judge(lane, m, outputs)
+            self._judged(iteration)
         else:
             self._pass(Action(s, SEND_F, m), outputs)
 
@@ -464,21 +509,80 @@ class Interpreter:
 
     def _reduce(self, s: int) -> None:
         # Devices that take turns bring a microbatch each to a round.
-        every_round = updates_every_round(self._plan.weights)
-        share = 1 / self._plan.stages[s].turns if every_round else 1.0
+        share = 1 / self._plan.stages[s].turns if self._every_round else 1.0
         self._weights[s].reduce(self._groups.get(s), share)
-        if self._tied is not None:
-            self._tied.give(s)
+        if self._joint.tied is not None:
+            self._joint.tied.give(s)
+        if self._clips and self._rank.periodic is not None:
+            iteration = self._given[s]
+            self._given[s] += 1
+            if all(self._given[one] > iteration for one in self._weights):
+                self._begin_totals(iteration)
 
     def _update(self, s: int) -> None:
+        if s not in self._factors:
+            self._agree(s)
+        self._weights[s].update(self._factors.pop(s))
+
+    # What the ranks agree on before an update
+
+    @property
+    def _clips(self) -> bool:
+        return self._joint.clip_norm < inf
+
+    def _await_losses(self, iteration: int) -> None:
+        """Begin the sum over ranks of what the losses count, where this rank has none of them."""
+        self._unjudged[iteration] = self._runs_of(self._last)
+        if self._unjudged[iteration] == 0:
+            self._all_judged(iteration)
+
+    def _judged(self, iteration: int) -> None:
+        self._unjudged[iteration] -= 1
+        if self._unjudged[iteration] == 0:
+            self._all_judged(iteration)
+
+    def _all_judged(self, iteration: int) -> None:
+        del self._unjudged[iteration]
+        if not self._every_round:
+            self._counted[iteration] = [self._counts[m] for m in self._losses_of(iteration)]
+            if not self._clips:
+                self._begin_totals(iteration)
+
+    def _begin_totals(self, iteration: int) -> float:
+        """Bring this rank's part of an iteration's totals; the seconds of computing it."""
+        squares = seconds = 0.0
+        if self._clips:
+            for weights in self._weights.values():
+                weights.wait()
+            start = time.perf_counter()
+            squares = self._joint.squares()
+            seconds = time.perf_counter() - start
+        total = begin_total(self._counted.pop(iteration), squares, self._joint.group)
+        for s in self._weights:
+            self._of_iteration[s].append(total)
+        return seconds
+
+    def _agree(self, s: int) -> float:
+        """Wait for what the update of a stage needs of others; the seconds of computing for it."""
         # Of a periodic plan, iteration i makes version i + 2 from the newest, i + 1.
         iteration = 0 if self._rank.periodic is None else self._weights[s].newest - 1
         self._require_finite(*self._losses_of(iteration))
-        if self._tied is not None:
-            self._tied.take(s)
-        elif s == min(self._weights):
-            self._sum_tied()
-        self._weights[s].update()
+        seconds = 0.0
+        if self._joint.tied is not None:
+            self._joint.tied.take(s)
+        elif s == self._first_together:
+            self._joint.sum_tied()
+            seconds = self._begin_totals(iteration) if self._clips else 0.0
+        self._factors[s] = 1.0 if self._every_round else self._factor(s, iteration)
+        return seconds
+
+    def _factor(self, s: int, iteration: int) -> float:
+        total = self._of_iteration[s].popleft()
+        if total.counted() == 0:
+            raise NonFiniteLoss(
+                f"the loss of step {self._first_step + iteration + 1} has a sum over a count of 0"
+            )
+        return total.factor(self._joint.clip_norm)
 
     # The two ends of the pipeline
 
@@ -492,19 +596,25 @@ class Interpreter:
 
     def _judge(self, lane: int, m: int, outputs: Tensors) -> None:
         """The loss of a microbatch; the microbatch's backward begins with the loss's."""
-        leaves = [one.detach().requires_grad_(one.is_floating_point()) for one in outputs]
+        leaves = [
+            one.detach().requires_grad_(trained)
+            for one, trained in zip(outputs, self._computations[self._last].trained, strict=True)
+        ]
         _, whole = self._batches[m // self._count]
         if isinstance(whole, tuple):
             targets: Batch = tuple(self._samples_of(one, self._last, lane, m) for one in whole)
         else:
             targets = self._samples_of(whole, self._last, lane, m)
         with torch.enable_grad(), self._computations[self._last].cast():
-            loss = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
-        _require_loss(loss)
-        self._values[m] = loss.detach()
-        self._losses[m] = (loss, leaves)
+            found = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
+        loss, count = read_loss(found)
+        require_from_outputs(loss, leaves)
+        self._values[m], self._counts[m] = loss.detach(), count
+        self._losses[m] = (loss, leaves, count)
         if self._rank.device.type == "cpu":  # a GPU would have to be waited for
             self._require_finite(m)
+        if self._every_round:
+            self._of_microbatch[m] = begin_total([count], 0.0, self._joint.group)
 
     def _require_finite(self, *microbatches: int) -> None:
         for m in microbatches:
@@ -521,11 +631,22 @@ class Interpreter:
             # What the gradient answers has arrived.
             self._release(Action(s, SEND_F, m))
             return gradients
-        loss, leaves = self._losses.pop(m)
+        loss, leaves, count = self._losses.pop(m)
         wanted = [one for one in leaves if one.requires_grad]
-        scale = torch.full_like(loss, self._share(s, m) * self._scale)
+        scale = torch.full_like(loss, self._loss_scale(m, count))
         found = iter(torch.autograd.grad(loss, wanted, scale, allow_unused=True))
         return [next(found) if one.requires_grad else None for one in leaves]
+
+    def _loss_scale(self, m: int, count: Tensor | None) -> float:
+        """What the gradient of a microbatch's loss begins with.
+
+        A sum is divided by its count as soon as all of that is known: here where a microbatch is an
+        update of its own, else before the update.
+        """
+        total = self._of_microbatch.pop(m).counted() if self._every_round else 1.0
+        if count is None:
+            return self._share(self._last, m) * self._scale
+        return 1 / total if total else 0.0
 
     def _share(self, s: int, m: int) -> float:
         """The share that this rank has of the samples of a microbatch."""
@@ -641,14 +762,6 @@ def _as_index(rows: Rows) -> slice | list[int]:
     if rows == tuple(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return list(rows)
-
-
-def _require_loss(loss: object) -> None:
-    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
-        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(
-            f"the loss must be a tensor of one number that depends on the output, got {found}"
-        )
 
 
 def _explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: int) -> None:

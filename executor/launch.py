@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn
 
@@ -50,6 +51,21 @@ def require_torch() -> None:
         ) from None
     if installed.split(".")[:2] != [str(major), str(minor)]:
         raise InputError(f"running a plan needs {supported}, installed is {installed}")
+    if is_rank():
+        _silence_torch()
+    try:
+        import_module("torch")
+    except Exception as error:  # a library that is missing or broken; torch raises many kinds
+        told = " ".join(str(error).split())
+        raise InputError(
+            f"torch {installed} is installed but cannot be imported ({type(error).__name__}: "
+            f"{told}); install it again"
+        ) from error
+
+
+def _silence_torch() -> None:
+    """Let failures of ranks be told in our one line alone; read when torch is loaded."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def is_rank() -> bool:
@@ -139,7 +155,7 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
         if name not in os.environ:
             raise InputError(f"RANK is set, but {name} is not; start with torchrun, or unset RANK")
     _end_with_parent()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
+    _silence_torch()
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore

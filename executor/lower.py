@@ -7,19 +7,21 @@
 3. `with_early_sends`, `with_early_receives`: what may be under way is posted before computations
    that it need not wait for.
 4. `with_reductions`: the all-reduce of a stage behind its last backward, in the plan's order.
-5. `with_updates`: the optimizer's steps.
+5. `with_updates`: the optimizer's steps, where the plan has them.
 6. `with_versions`: which version of the weights a computation uses, and what is kept for it.
 """
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from stagewright.executor.program import (
     RECEIVES,
     SENDS,
+    Families,
     Instruction,
     Program,
     plan_devices,
@@ -56,8 +58,13 @@ Rows = list[list[Instruction]]
 Node = tuple[tuple[float, bool], list[tuple[int, Instruction]]]  # when, and what on which ranks
 
 
-def lower(plan: PipelinePlan) -> Program:
+def lower(plan: PipelinePlan, families: Families = ()) -> Program:
     """The program that carries out one iteration of ``plan``.
+
+    Parameters
+    ----------
+    families
+        Stages whose updates need something of each other's gradients.
 
     Raises
     ------
@@ -70,7 +77,7 @@ def lower(plan: PipelinePlan) -> Program:
     rows = with_early_sends(plan, rows)
     rows = with_early_receives(plan, rows)
     rows = with_reductions(plan, rows)
-    rows = with_updates(plan, rows)
+    rows = with_updates(plan, rows, families)
     rows = with_versions(plan, rows)
     return Program(plan_devices(plan), tuple(map(tuple, rows)))
 
@@ -308,19 +315,52 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
     return out
 
 
-def with_updates(plan: PipelinePlan, rows: Rows) -> Rows:
-    """Add the optimizer's steps: at the iteration's end, or behind every round of backwards.
+def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Rows:
+    """Add the optimizer's steps: where the plan has them, or behind every round of backwards.
 
-    A round is a microbatch, or as many as the stage's devices take in turn: one for each device.
+    A round is a microbatch, or as many as the stage's devices take in turn: one for each device. A
+    step that is not in the plan, or that needs the gradients of a family, is at the iteration's
+    end.
     """
     if updates_every_round(plan.weights):
         _require_whole_rounds(plan)
         every = range(len(plan.stages))
         return [list(_behind_backwards(row, ActionKind.UPDATE, every)) for row in rows]
-    return [
-        [*row, *(Instruction(Action(s, ActionKind.UPDATE)) for s in stages_on(plan, device))]
-        for device, row in zip(plan_devices(plan), rows, strict=True)
-    ]
+    together, start = set().union(*families), _starts(plan)
+    planned = {
+        s: inf if s in together else start.get(Action(s, ActionKind.UPDATE), inf)
+        for s in range(len(plan.stages))
+    }
+    out = []
+    for device, row in zip(plan_devices(plan), rows, strict=True):
+        due = sorted(stages_on(plan, device), key=lambda s: (planned[s], s))
+        before = [(_place_of_update(row, s, start, planned[s]), s) for s in due]
+        out.append(
+            [
+                one
+                for i in range(len(row) + 1)
+                for one in (
+                    *(Instruction(Action(s, ActionKind.UPDATE)) for at, s in before if at == i),
+                    *row[i : i + 1],
+                )
+            ]
+        )
+    return out
+
+
+def _place_of_update(
+    row: list[Instruction], stage: int, start: Mapping[Action, float], seconds: float
+) -> int:
+    """The position in ``row`` of the first computation that an update at ``seconds`` precedes."""
+    own = (i for i, one in enumerate(row) if _ends_backward(one, stage) or _reduces(one, stage))
+    for i in range(max(own, default=-1) + 1, len(row)):
+        if row[i].action.kind in COMPUTE and start[row[i].action] >= seconds:
+            return i
+    return len(row)
+
+
+def _reduces(instruction: Instruction, stage: int) -> bool:
+    return instruction.action == Action(stage, ActionKind.REDUCE)
 
 
 def _require_whole_rounds(plan: PipelinePlan) -> None:

@@ -112,7 +112,7 @@ def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | Periodic
     """The program of a plan: by `lower`, or of a periodic one by `lower_periodic`."""
     if isinstance(plan.schedule, PeriodicSchedule):
         return lower_periodic(plan, families)
-    return lower(plan)
+    return lower(plan, families)
 
 
 def _require_weights(plan: PipelinePlan) -> None:

@@ -10,6 +10,10 @@ processes do not lengthen; otherwise elapsed time counts.
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
 copies of it. ``output_bytes`` counts all values that pass from a layer to the next. The parameters
 of a layer are counted in each layer that uses them.
+
+``update_seconds`` is the update of a layer's parameters by an optimizer for them alone, as the
+executor does it. What the optimizer takes for a single number is counted once for all layers, as a
+stage has one optimizer for its layers.
 """
 
 import os
@@ -18,7 +22,8 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,10 +32,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from stagewright.executor.capture import LayeredModel
-from stagewright.executor.shapes import SavedStorages
+from stagewright.executor.loss_graph import (
+    backward_nodes,
+    require_from_outputs,
+    require_no_parameters,
+)
+from stagewright.executor.losses import Loss, cross_entropy, read_loss
+from stagewright.executor.shapes import SavedStorages, propagate, values_of
+from stagewright.executor.weights import MakeOptimizer, Weights
 from stagewright.graphs.chain import Chain, Layer, LayerCost
 from stagewright.graphs.errors import InputError
 
@@ -38,7 +49,6 @@ WARM_UP = 2  # rounds
 DIGITS = 4  # significant ones of a time
 
 Floats = NDArray[np.float64]
-Loss = Callable[[Any, Any], Tensor]
 Values = tuple[Tensor, ...]
 
 
@@ -92,26 +102,32 @@ def measure_layers(
     microbatch_sizes: Sequence[int],
     *,
     machine: Machine,
-    loss: Loss = F.cross_entropy,
+    loss: Loss = cross_entropy,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    clips: bool = False,
     rounds: int = 9,
     autocast: torch.dtype | None = None,
     name: str = "model",
-    optimizer_state: float = 2.0,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Chain:
     """Measure ``model``, which is on the machine's device, with samples of ``batch``.
 
     ``batch`` is (inputs, targets): tensors, or tuples of tensors, of which dimension 0 counts the
     samples. The loss is part of the last layer. ``autocast`` is the type that mixed precision
-    computes in, None for the parameters' own type.
+    computes in, None for the parameters' own type. An update ``clips`` if the norm of the gradients
+    is taken, too.
 
     Raises
     ------
     InputError
-        If the batch has too few samples, or the model does not run on it.
+        If the batch has too few samples, or a run would refuse the model or the loss, or the
+        optimizer does not take its parameters.
     """
     inputs, targets = _on_device(batch, model, machine.device)
     _require_samples(inputs, microbatch_sizes)
+    require_no_parameters(loss)
+    for size in microbatch_sizes:  # as a run does before it starts
+        propagate(model.layers, values_of(inputs, size), machine.device, autocast)
     measured = []
     with _threads(machine.threads):
         for size in microbatch_sizes:
@@ -121,8 +137,11 @@ def measure_layers(
                 on_progress(f"microbatch size {size}, round {i + 1} of {len(seconds)}")
                 seconds[i] = [run.times(machine) for run in runs]
             measured.append((seconds[WARM_UP:], [run.bytes() for run in runs]))
+        min_samples = [_min_samples(run) for run in runs] if min(microbatch_sizes) > 1 else None
+        on_progress("the optimizer's step")
+        updates, state = _measure_updates(model, optimizer, clips, machine, rounds)
     costs = [
-        _costs(size, machine.device_kind, times, bytes_)
+        _costs(size, machine.device_kind, times, bytes_, updates)
         for size, (times, bytes_) in zip(microbatch_sizes, measured, strict=True)
     ]
     return Chain(
@@ -130,10 +149,15 @@ def measure_layers(
         source=_source(machine, autocast or _dtype(model), [times for times, _ in measured]),
         microbatch_size=max(microbatch_sizes),
         layers=tuple(
-            Layer(layer.name, float(_parameter_bytes(layer.module)), of_layer)
-            for layer, of_layer in zip(model.layers, zip(*costs, strict=True), strict=True)
+            Layer(layer.name, float(_parameter_bytes(layer.module)), of_layer, least)
+            for layer, of_layer, least in zip(
+                model.layers,
+                zip(*costs, strict=True),
+                min_samples or [None] * len(model),
+                strict=True,
+            )
         ),
-        optimizer_bytes_per_parameter_byte=optimizer_state,
+        optimizer_bytes_per_parameter_byte=state,
     )
 
 
@@ -171,15 +195,28 @@ class _Run:
     autocast: torch.dtype | None
 
     def forward(self) -> Values:
-        mixed, device = self.autocast is not None, self.inputs[0].device.type
-        with torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False):
+        with self._cast():
             return self.end(self.module(*self.inputs))
+
+    def _cast(self) -> torch.autocast:
+        mixed, device = self.autocast is not None, self.inputs[0].device.type
+        return torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False)
+
+    def require_loss(self) -> None:
+        """Refuse what ``end`` makes of the layer's outputs if a run would."""
+        with self._cast():
+            outputs = self.module(*self.inputs)
+            leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
+            require_from_outputs(self.end(leaves)[0], leaves)
 
     def times(self, machine: Machine) -> tuple[float, float, float]:
         """Seconds of forward, input gradient and whole backward, once."""
         inputs = [value for value in self.inputs if value.requires_grad]
         parameters = [one for one in self.module.parameters() if one.requires_grad]
         forward, outputs = machine.timed(self.forward)
+        if any(map(_has_reentrant_checkpoint, outputs)):  # its backward stays whole
+            whole = self._whole_backward(machine, outputs)
+            return forward, whole, whole
         whole = self._backward(machine, outputs, [*inputs, *parameters])
         if not parameters:
             return forward, whole, whole
@@ -198,6 +235,15 @@ class _Run:
         )
         return seconds
 
+    def _whole_backward(self, machine: Machine, outputs: Sequence[Tensor]) -> float:
+        """Into the gradients of all leaves: the only way for a reentrant checkpoint."""
+        roots = [value for value in outputs if value.requires_grad]
+        gradients = [torch.randn_like(value) for value in roots]
+        seconds, _ = machine.timed(lambda: torch.autograd.backward(roots, gradients))
+        for one in (*self.inputs, *self.module.parameters()):
+            one.grad = None
+        return seconds
+
     def bytes(self) -> tuple[int, int]:
         """Bytes that autograd keeps from forward to backward, and bytes that leave the layer."""
         kept = SavedStorages([*self.module.parameters(), *self.module.buffers()])
@@ -212,8 +258,8 @@ def _runs(
     """Every layer with its inputs, which need a gradient where they do in training."""
 
     def end_in_loss(outputs: Values) -> Values:
-        single = model.single_output and len(outputs) == 1
-        return (loss(outputs[0] if single else outputs, targets),)
+        total, _ = read_loss(loss(outputs[0] if model.single_output else outputs, targets))
+        return (total,)
 
     runs = []
     for i, layer in enumerate(model.layers):
@@ -221,6 +267,8 @@ def _runs(
         end = end_in_loss if last else lambda outputs: outputs
         run = _Run(layer.module, values, end, autocast)
         try:
+            if last:
+                run.require_loss()
             results = run.forward()
         except InputError:
             raise
@@ -229,9 +277,66 @@ def _runs(
             raise InputError(f"layer {layer.name!r} does not run on the data: {reason}") from error
         values = tuple(value.detach().requires_grad_(value.requires_grad) for value in results)
         runs.append(run)
-    if values[0].numel() != 1:
-        raise InputError(f"the loss has shape {tuple(values[0].shape)}; it must be one number")
     return runs
+
+
+def _min_samples(run: _Run) -> int | None:
+    """2 for a layer that runs on some samples, but not on one of them, as batch norms do."""
+    count = len(run.inputs[0])
+    one = tuple(value[:1] if value.shape[:1] == (count,) else value for value in run.inputs)
+    try:
+        replace(run, inputs=one, end=lambda outputs: outputs).forward()
+    except Exception:  # whatever the layer's code raises
+        return 2
+    return None
+
+
+# The optimizer
+
+
+def _measure_updates(
+    model: LayeredModel, optimizer: MakeOptimizer, clips: bool, machine: Machine, rounds: int
+) -> tuple[list[float], float]:
+    """Seconds of the update of each layer, and bytes of state per byte of parameters."""
+
+    def times(weights: Weights) -> float:
+        def update() -> None:
+            if clips:
+                weights.squares()
+            weights.update(0.5 if clips else 1.0)
+
+        return float(
+            np.median([machine.timed(update)[0] for _ in range(WARM_UP + rounds)][WARM_UP:])
+        )
+
+    number = nn.Linear(1, 1, bias=False, device=machine.device, dtype=_dtype(model))
+    least = times(_weights(number, optimizer))
+    seconds, state = [], 0
+    for layer in model.layers:
+        try:
+            weights = _weights(deepcopy(layer.module), optimizer)
+            seconds.append(times(weights) if weights.names else 0.0)
+        except (ValueError, RuntimeError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(
+                f"the optimizer does not take layer {layer.name!r}: {reason}"
+            ) from error
+        state += weights.state_bytes
+    share = least / max(1, sum(one > 0 for one in seconds))
+    whole = sum(_parameter_bytes(layer.module) for layer in model.layers)
+    return [max(0.0, one - least) + share if one else 0.0 for one in seconds], state / (whole or 1)
+
+
+def _weights(module: nn.Module, optimizer: MakeOptimizer) -> Weights:
+    """A layer's parameters with an optimizer of their own, each by its first name."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    primary = {name: first.setdefault(id(one), name) for name, one in named}
+    return Weights([module], primary, (), optimizer, versions=1)
+
+
+def _has_reentrant_checkpoint(output: Tensor) -> bool:
+    return any(node.name() == "CheckpointFunctionBackward" for node in backward_nodes(output))
 
 
 # Samples
@@ -240,17 +345,18 @@ def _runs(
 def _on_device(
     batch: tuple[Any, Any], model: LayeredModel, device: torch.device
 ) -> tuple[Values, Any]:
-    """Inputs and targets on ``device``; what is floating in the type of the parameters."""
+    """Inputs and targets on ``device``; floating inputs in the type of the parameters."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(map(moved, value))
         if not isinstance(value, Tensor):
             raise InputError(f"the data holds a {type(value).__name__} where a tensor must be")
-        return value.to(device, _dtype(model) if value.is_floating_point() else None)
+        return value.to(device)
 
     inputs, targets = map(moved, batch)
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    inputs = tuple(one.to(_dtype(model)) if one.is_floating_point() else one for one in inputs)
     if len(inputs) != model.input_count:
         raise InputError(
             f"the data has {len(inputs)} input tensors per mini-batch, the model takes "
@@ -298,12 +404,16 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _costs(
-    size: int, kind: str, times: Floats, bytes_: Sequence[tuple[int, int]]
+    size: int,
+    kind: str,
+    times: Floats,
+    bytes_: Sequence[tuple[int, int]],
+    updates: Sequence[float],
 ) -> list[LayerCost]:
     """The medians of ``times``, shape (rounds, layers, 3), as costs of the layers."""
     costs = []
-    for (forward, of_inputs, whole), (saved, output) in zip(
-        np.median(times, axis=0), bytes_, strict=True
+    for (forward, of_inputs, whole), (saved, output), update in zip(
+        np.median(times, axis=0), bytes_, updates, strict=True
     ):
         # A difference of two medians may come out below zero for a layer that has little of W.
         input_gradient = min(of_inputs, whole)
@@ -313,6 +423,7 @@ def _costs(
                 forward_seconds=_rounded(forward),
                 input_gradient_seconds=_rounded(input_gradient),
                 weight_gradient_seconds=_rounded(whole - input_gradient),
+                update_seconds=_rounded(update),
                 saved_bytes=float(saved),
                 output_bytes=float(output),
                 device_kind=kind,

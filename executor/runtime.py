@@ -1,6 +1,5 @@
 """The executor: one process per device carries out its row of a plan's program."""
 
-import copy
 import os
 import platform
 import time
@@ -8,25 +7,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from math import inf, isfinite
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stagewright.executor.capture import CapturedLayer, LayeredModel
+from stagewright.executor.draws import whole_draws
 from stagewright.executor.initialise import Model, initialise, total_bytes
-from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Loss, OutOfMemory, Rank
+from stagewright.executor.interpreter import Batch, Boundary, Interpreter, Joint, OutOfMemory, Rank
 from stagewright.executor.launch import require_torch
+from stagewright.executor.loss_graph import require_no_parameters
+from stagewright.executor.losses import Loss, cross_entropy
 from stagewright.executor.periodic import lower_any
 from stagewright.executor.program import Families, Program, stages_on
 from stagewright.executor.shapes import LayerTrace, Value, propagate, values_of
 from stagewright.executor.shares import Rows, pieces, rows
-from stagewright.executor.stage import Part, StageComputation
+from stagewright.executor.stage import Part, Share, StageComputation
 from stagewright.executor.trace import RankAction, Trace, traced_step
+from stagewright.executor.twins import twins
 from stagewright.executor.verify import peak_bytes, verify
-from stagewright.executor.weights import MakeOptimizer, TiedSums, Weights
+from stagewright.executor.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
 from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, updates_every_round
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import format_bytes
@@ -74,9 +78,15 @@ class Executor:
         A module, a list of modules, or a function without arguments that makes one. Every rank
         keeps the layers of its own stages alone.
     loss
-        ``loss(output, targets)``: a mean over samples, one number.
+        ``loss(output, targets)``: a mean over samples, one number; or a pair ``(sum, count)``,
+        which is normalised over the whole mini-batch, whatever the plan. With ``stash`` weights,
+        where a microbatch is a mini-batch of its own, it is normalised over each. By default
+        cross-entropy, without the labels that are -100.
     optimizer
         Makes an optimizer for a list of parameters; there is one for each stage.
+    clip_norm
+        The most that the norm of all gradients together may be: larger ones are scaled, as
+        ``torch.nn.utils.clip_grad_norm_`` does for the whole model.
     seed
         Of the parameters, where ``module`` is a function, and of all that its layers draw.
     dtype
@@ -116,9 +126,10 @@ class Executor:
         self,
         plan: PipelinePlan,
         module: Model | Callable[[], Model],
-        loss: Loss = nn.functional.cross_entropy,
+        loss: Loss = cross_entropy,
         optimizer: MakeOptimizer = OPTIMIZER,
         *,
+        clip_norm: float | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -126,6 +137,9 @@ class Executor:
         trace: bool = False,
     ) -> None:
         require_torch()
+        require_clip_norm(plan, clip_norm)
+        require_no_parameters(loss)
+        self._clip_norm = inf if clip_norm is None else clip_norm
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed, self._dtype = loss, seed, dtype
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -141,7 +155,7 @@ class Executor:
         self._modules = self._split_modules()
         self._weights = self._make_weights(optimizer)
         self._groups, self._tied_groups = self._make_groups()
-        self._tied_sums = self._make_tied_sums()
+        self._joint = self._make_joint()
         self._interpreters: dict[object, Interpreter] = {}
         self._running: Interpreter | None = None  # of a periodic plan
         self._trace = trace
@@ -247,7 +261,9 @@ class Executor:
             self._running = found
         return found
 
-    def _carried_out(self, run: Callable[[list[RankAction] | None], list[float]]) -> list[float]:
+    def _carried_out(
+        self, run: Callable[[list[RankAction] | None], list[tuple[float, float]]]
+    ) -> list[float]:
         """What ``run`` does on this rank; the losses of all ranks of the last stage together.
 
         It gets the place for what happened when, None without a trace.
@@ -257,10 +273,11 @@ class Executor:
         self._failed = True
         # What layers draw differs from rank to rank; what the caller draws must not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            losses = run(None if recording is None else recording.records)
+            found = run(None if recording is None else recording.records)
         self._failed = False
-        if last in self._groups:
-            losses = [self._summed(loss, self._groups[last]) for loss in losses]
+        group = self._groups.get(last)
+        parts = [self._summed(part, group) for part in found]
+        losses = [value / count if count else value for value, count in parts]
         if recording is not None:
             recording.losses += losses
         return losses
@@ -425,7 +442,7 @@ class Executor:
             seed=self._seed,
             device=self._rank.device,
             dtype=self._parameter_type,
-            agree=lambda fits: self._summed(float(not fits), self._rank.group) == 0,
+            agree=lambda fits: self._summed((float(not fits),), self._rank.group) == (0.0,),
         )
         _require_same_model(self.plan, model)
         self._names = [*model.parameters_by_name(), *model.buffers_by_name()]
@@ -441,6 +458,9 @@ class Executor:
         self._shared_buffers = [name for name in shared if name in buffers]
         self._tied = [name for name in shared if name not in buffers]
         _require_updated_together(self.plan, self._tied, self._stages_of)
+        if self._clip_norm < inf and isinstance(self.plan.schedule, PeriodicSchedule):
+            _require_not_shared(self._tied, self._stages_of)
+        _require_whole_gradients(self.plan, model, self._stages_of)
         return model
 
     def _split_modules(self) -> dict[int, list[CapturedLayer]]:
@@ -450,13 +470,17 @@ class Executor:
         for s in self._stages:
             start, stop = self.plan.stages[s].layers
             if found:
-                layers[start:stop] = copy.deepcopy(layers[start:stop])
+                copies = twins([layer.module for layer in layers[start:stop]])
+                layers[start:stop] = [
+                    CapturedLayer(layer.name, module)
+                    for layer, module in zip(layers[start:stop], copies, strict=True)
+                ]
             found[s] = layers[start:stop]
         self._model = replace(self._model, layers=tuple(layers))
         return found
 
     def _make_weights(self, optimizer: MakeOptimizer) -> dict[int, Weights]:
-        return {
+        made = {
             s: Weights(
                 [layer.module for layer in layers],
                 self._primary,
@@ -467,12 +491,20 @@ class Executor:
             )
             for s, layers in self._modules.items()
         }
+        for weights in made.values() if len(self.plan.stages) > 1 else ():
+            name = weights.optimizer and clips_by_itself(weights.optimizer)
+            if name:
+                raise InputError(
+                    f"the optimizer {name} clips by the norm of one stage's gradients alone; give "
+                    "one that does not, and clip_norm for that of all"
+                )
+        return made
 
     def _find_families(self) -> set[frozenset[int]]:
-        """In a periodic plan, the stages that have a trained parameter in common."""
-        if not isinstance(self.plan.schedule, PeriodicSchedule):
-            return set()
-        return {frozenset(self._stages_of[name]) for name in self._tied}
+        """Stages that have a trained parameter in common, and all that have a norm in common."""
+        found = {frozenset(self._stages_of[name]) for name in self._tied}
+        everything = frozenset(range(len(self.plan.stages)))
+        return found | {everything} if self._clip_norm < inf else found
 
     def _reduces_beside(self, s: int) -> bool:
         """Whether a stage's gradients are summed up with others' while the next ones are made."""
@@ -531,7 +563,9 @@ class Executor:
             for count, values in entering.items()
         }
         self._require_constant_buffers(traces[samples])
-        computations = {s: self._computation(s, lanes[s], entering, traces) for s in self._stages}
+        computations = {
+            s: self._computation(s, lanes[s], samples, entering, traces) for s in self._stages
+        }
         self._require_fit(computations)
         boundaries = []
         for s, stage in enumerate(plan.stages[:-1]):
@@ -549,21 +583,22 @@ class Executor:
             single_output=self._model.single_output,
             scale=1.0 if updates_every_round(plan.weights) else 1 / plan.microbatches,
             seed=self._seed,
-            sum_tied=self._sum_tied,
-            tied=self._tied_sums,
+            joint=self._joint,
         )
 
     def _computation(
         self,
         s: int,
         lanes: Sequence[Rows],
+        samples: int,
         entering: Mapping[int, tuple[Value, ...]],
         traces: Mapping[int, tuple[LayerTrace, ...]],
     ) -> StageComputation:
         """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
         stage = self.plan.stages[s]
         start, stop = stage.layers
-        count = len(lanes[stage.devices.index(self._name) if len(lanes) > 1 else 0])
+        lane = stage.devices.index(self._name) if len(lanes) > 1 else 0
+        count = len(lanes[lane])
         trace = traces[count][start:stop]
         inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
         inputs += [one.outputs for one in trace[:-1]]
@@ -571,12 +606,14 @@ class Executor:
         trained = {self._primary[name] for one in traces[count] for name in one.trained}
         self._weights[s].leave_out(trained)
         parts = [Part(*each) for each in zip(self._modules[s], inputs, trace, strict=True)]
+        of_stage = {one: found[start:stop] for one, found in traces.items()}
         return StageComputation(
             parts,
             stage.recompute,
             self._rank.device,
             self._autocast,
             offload=stage.offload,
+            share=_share(lanes[lane], lane, samples, of_stage),
         )
 
     def _require_constant_buffers(self, trace: Sequence[LayerTrace]) -> None:
@@ -621,8 +658,29 @@ class Executor:
             for one in found:
                 one.copy_(total)
 
+    def _make_joint(self) -> Joint:
+        return Joint(
+            self._make_count_group(),
+            frozenset[int]().union(*self._families),
+            self._sum_tied,
+            self._squares,
+            self._clip_norm,
+            self._make_tied_sums(),
+        )
+
+    def _make_count_group(self) -> dist.ProcessGroup | None:
+        """The processes that together normalise a loss; gloo's, as numbers lie on the host."""
+        devices: Sequence[str] = self._rank.devices
+        if updates_every_round(self.plan.weights):
+            devices = self.plan.stages[-1].runners(0)
+        if len(devices) == 1:
+            return None
+        ranks = [self._rank.devices.index(name) for name in devices]
+        group = dist.new_group(sorted(ranks), timeout=self._timeout, backend="gloo")
+        return group if self.rank in ranks else None
+
     def _make_tied_sums(self) -> TiedSums | None:
-        if not self._families:
+        if not isinstance(self.plan.schedule, PeriodicSchedule):
             return None
         sharing = {
             name: [s for s in self._stages_of[name] if s in self._stages] for name in self._tied
@@ -630,12 +688,38 @@ class Executor:
         own = {name: stages for name, stages in sharing.items() if stages}
         return TiedSums(self._weights, own, self._tied_groups)
 
-    def _summed(self, value: float, group: dist.ProcessGroup | None) -> float:
+    def _squares(self) -> float:
+        """The squared norm of gradients, each parameter on one rank: the first that has it."""
+        first = {s for s in self._stages if self._first_rank(s) == self.rank}
+        tied = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for name in self._tied
+            if (s := self._stages_of[name][0]) in first
+            and (gradient := self._weights[s].gradient(name)) is not None
+        ]
+        return sum(self._weights[s].squares() for s in first) + float(sum(tied))
+
+    def _summed(
+        self, values: tuple[float, ...], group: dist.ProcessGroup | None
+    ) -> tuple[float, ...]:
         if group is None:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device=self._rank.wire)
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self._rank.wire)
         dist.all_reduce(total, group=group)
-        return float(total)
+        return tuple(total.tolist())
+
+
+def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
+    """Refuse a norm that is none, and one for weights that change stage by stage."""
+    if clip_norm is None:
+        return
+    if not (isfinite(clip_norm) and clip_norm > 0):
+        raise InputError(f"clip_norm must be a positive number, got {clip_norm:g}")
+    if updates_every_round(plan.weights):
+        raise InputError(
+            f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
+            "updates at its own times; plan with 'flush' weights"
+        )
 
 
 def _device(given: torch.device | str | None) -> torch.device:
@@ -709,6 +793,26 @@ def _require_updated_together(
         )
 
 
+def _require_not_shared(tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]) -> None:
+    for name in tied:
+        raise InputError(
+            f"clip_norm: parameter {name!r} is shared by stages {_and(stages_of[name])} of a "
+            "periodic plan, where its gradient is not known in time; put its layers into one stage"
+        )
+
+
+def _require_whole_gradients(
+    plan: PipelinePlan, model: LayeredModel, stages_of: Mapping[str, Sequence[int]]
+) -> None:
+    for names, one in model.parameters_by_name().items():
+        for s in stages_of[names[0]] if one._backward_hooks else ():
+            if len(plan.stages[s].runners(0)) > 1:
+                raise InputError(
+                    f"parameter {names[0]!r} has a hook, which each of the devices that split the "
+                    f"microbatches of stage {s} would call with a part of the gradient; remove it"
+                )
+
+
 def _and(stages: Sequence[int]) -> str:
     return " and ".join(map(str, stages))
 
@@ -780,6 +884,28 @@ def _boundary(
                 "cut elsewhere, or leave these stages on one device each"
             )
     return Boundary(values, by_sample, pieces([len(lane) for lane in below], len(above)))
+
+
+def _share(
+    rows: Rows, lane: int, samples: int, traces: Mapping[int, Sequence[LayerTrace]]
+) -> Share | None:
+    """The samples of a microbatch that a device works on, None if it is all of them in order.
+
+    ``traces`` of the stage's layers, by the number of samples.
+    """
+    if rows == tuple(range(samples)):
+        return None
+    fewer = min(traces)
+    pairs = zip(traces[samples], traces[fewer], strict=True)
+    return Share(
+        rows,
+        samples,
+        lane,
+        tuple(
+            None if one.draws_again else whole_draws(one.draws, samples, other.draws, fewer)
+            for one, other in pairs
+        ),
+    )
 
 
 def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:

@@ -3,9 +3,9 @@
 import hashlib
 
 
-def layer_seed(seed: int, step: int, microbatch: int, lane: int, layer: int) -> int:
+def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
     """The seed of one layer's forward pass, 63 bits; the same in every process."""
-    return _hashed(f"{seed} {step} {microbatch} {lane} {layer}")
+    return _hashed(f"{seed} {step} {microbatch} {layer}")
 
 
 def module_seed(seed: int, name: str) -> int:

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.graph import CodeGen
 
+from stagewright.executor.python_state import attributes_kept
 from stagewright.graphs.errors import InputError
 
 T = TypeVar("T")
@@ -183,18 +184,34 @@ def split_layer(
     Raises
     ------
     CannotSplit
-        If the layer cannot be traced, or its backward draws random numbers or reads what a
-        later forward changes.
+        If the layer has hooks, which tracing would call once and for all, or cannot be traced, or
+        its backward draws random numbers or reads what a later forward changes.
     """
     name = name or type(module).__name__
+    if _has_hooks(module):
+        raise CannotSplit(name, "it has hooks")
     examples = [value if _is_dense(value) else value.contiguous() for value in inputs]
     joint = _Joint(module, tuple(input_needs_gradient), output_has_gradient)
     try:
-        with _attributes_kept(module):
+        with attributes_kept(module):
             traced = _trace(joint, examples)
     except Exception as error:  # tracing runs the layer's own code, which raises anything
         raise CannotSplit(name, _one_line(error)) from error
     return _cut_graph(traced, module, tuple(map(_layout, examples)), name)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    of_modules = (
+        hooks
+        for module in layer.modules()
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+    return any(of_modules) or any(one._backward_hooks for one in layer.parameters())
 
 
 class _Joint(nn.Module):
@@ -246,18 +263,6 @@ class _Joint(nn.Module):
         given = [True] * len(outputs) if given is None else given
         pairs = zip(outputs, given, strict=True)
         return [output if used and output.requires_grad else None for output, used in pairs]
-
-
-@contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward sets on its module, as a cache made while tracing holds nothing."""
-    before = [(part, dict(vars(part))) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, attributes in before:
-            vars(part).clear()
-            vars(part).update(attributes)
 
 
 def _trace(joint: _Joint, inputs: list[Tensor]) -> GraphModule:

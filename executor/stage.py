@@ -1,7 +1,8 @@
 """The computations of one stage on one rank: forward, whole backward, or its two parts.
 
 Layers run one after another. Every layer that draws random numbers is seeded before, so that a
-forward that is computed again draws the same, and so that no cut changes what is drawn.
+forward that is computed again draws the same, and so that no cut changes what is drawn. A replica
+that has some of the samples draws for all of them and takes its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stagewright.executor.capture import CapturedLayer
+from stagewright.executor.draws import DrawsOfShare, WholeDraw
 from stagewright.executor.shapes import LayerTrace, Value
+from stagewright.executor.shares import Rows
 from stagewright.executor.split_backward import (
     CannotSplit,
     Saved,
@@ -27,6 +30,7 @@ from stagewright.executor.verify import Footprint
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]
 Seed = Callable[[int], int]  # of the stage's i-th layer
+Buffer = tuple[dict[str, Tensor | None], str, Tensor | None]  # where it is held, its name, itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,20 @@ class Part:
     layer: CapturedLayer
     inputs: tuple[Value, ...]
     trace: LayerTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The samples ``rows`` of a microbatch of ``samples`` that one of the stage's devices has.
+
+    ``draws`` are those of each layer for all samples, None where a share cannot take its rows of
+    them: what such a layer draws depends on the ``lane``, the device's place among them.
+    """
+
+    rows: Rows
+    samples: int
+    lane: int
+    draws: tuple[tuple[WholeDraw, ...] | None, ...]
 
 
 @dataclass(slots=True)
@@ -50,12 +68,13 @@ class _Graph:
 class _InFlight:
     """What a microbatch keeps between its computations; which fields are set, its course decides.
 
-    ``inputs`` per layer (of the first alone under full recomputation), ``graphs`` of autograd, or
-    what each layer's pieces saved.
+    ``inputs`` per layer (of the first alone under full recomputation) with copies of the
+    ``buffers`` that it found, ``graphs`` of autograd, or what each layer's pieces saved.
     """
 
     seed: Seed
     inputs: list[Tensors] = field(default_factory=list)
+    buffers: list[list[Buffer]] = field(default_factory=list)
     graphs: list[_Graph] = field(default_factory=list)
     saved: list[Saved | _Graph] = field(default_factory=list)
     for_weights: list[SavedForWeights | None] = field(default_factory=list)
@@ -66,6 +85,7 @@ class StageComputation:
 
     ``recompute`` and ``offload`` as in the plan. Microbatches in ``split`` have their backward in
     two parts. What autocast computes in is ``autocast``, None for the parameters' own type.
+    ``share`` says which samples it works on, None for all in order.
     """
 
     def __init__(
@@ -76,6 +96,7 @@ class StageComputation:
         autocast: torch.dtype | None,
         *,
         offload: bool = False,
+        share: Share | None = None,
     ) -> None:
         self.parts = tuple(parts)
         self.recompute = recompute
@@ -84,15 +105,32 @@ class StageComputation:
         self.autocast = autocast
         self._pieces: dict[int, SplitLayer | None] = {}
         self._flights: dict[int, _InFlight] = {}
-        self._buffers = [
+        self._share = share
+        self._buffers = self._find_buffers()
+
+    def _find_buffers(self) -> list[list[tuple[dict[str, Tensor | None], str]]]:
+        """Per layer, where it holds a buffer that some layer of the stage changes."""
+        every = [
             [
                 (module._buffers, name)
                 for module in part.layer.module.modules()
                 for name, buffer in module._buffers.items()
                 if buffer is not None
             ]
-            for part in parts
+            for part in self.parts
         ]
+        changing = {
+            id(held[name])
+            for part, places in zip(self.parts, every, strict=True)
+            for held, name in places
+            if part.trace.changes
+        }
+        return [[one for one in places if id(one[0][one[1]]) in changing] for places in every]
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which of the stage's outputs depend on a parameter that is trained."""
+        return tuple(value.gradient for value in self.parts[-1].trace.outputs)
 
     def footprint(self) -> Footprint:
         """What the stage needs at least: the optimizer's state is not known before its first step.
@@ -141,11 +179,11 @@ class StageComputation:
         if self.recompute == "none":
             return self._run(flight, inputs, in_two)
         if self.recompute == "full":
-            flight.inputs.append(inputs)
+            self._keep(flight, range(len(self.parts)), inputs)
         with torch.no_grad(), self.cast():
             for i, part in enumerate(self.parts):
                 if self.recompute == "layer":
-                    flight.inputs.append(inputs)
+                    self._keep(flight, range(i, i + 1), inputs)
                 inputs = self._layer(i, part.layer.module, inputs, seed)
         return inputs
 
@@ -155,12 +193,12 @@ class StageComputation:
         if self.recompute == "layer":
             for i in reversed(range(len(self.parts))):
                 layer = range(i, i + 1)
-                with self._again(layer):
+                with self._again(flight):
                     graph, _ = self._record(layer, flight.inputs.pop(), flight.seed)
                 output_gradients = _backward(graph, output_gradients)
             return output_gradients
         if self.recompute == "full":
-            with self._again(range(len(self.parts))):
+            with self._again(flight):
                 self._run(flight, flight.inputs.pop(), in_two=False)
         return _backward(flight.graphs.pop(), output_gradients)
 
@@ -168,11 +206,11 @@ class StageComputation:
         """I: gradients of the stage's inputs alone."""
         flight = self._flights[microbatch]
         if self.recompute == "full":
-            with self._again(range(len(self.parts))):
+            with self._again(flight):
                 self._run(flight, flight.inputs.pop(), in_two=True)
         for i in reversed(range(len(self.parts))):
             if self.recompute == "layer":
-                with self._again(range(i, i + 1)):
+                with self._again(flight):
                     self._run_layer(flight, i, flight.inputs.pop())
             saved = flight.saved.pop()
             if isinstance(saved, _Graph):
@@ -220,8 +258,9 @@ class StageComputation:
             flight.saved.append(graph)
             return outputs
         module = self.parts[i].layer.module
-        self._seed(i, flight.seed)
-        outputs, saved = pieces.forward(list(module.parameters()), list(module.buffers()), inputs)
+        weights, buffers = list(module.parameters()), list(module.buffers())
+        with self._drawing(i, flight.seed):
+            outputs, saved = pieces.forward(weights, buffers, inputs)
         flight.saved.append(saved)
         return outputs
 
@@ -260,15 +299,25 @@ class StageComputation:
             yield
 
     def _layer(self, i: int, module: nn.Module, inputs: Tensors, seed: Seed) -> Tensors:
-        self._seed(i, seed)
-        outputs: Tensors = module(*inputs)
+        with self._drawing(i, seed):
+            outputs: Tensors = module(*inputs)
         return outputs
 
-    def _seed(self, i: int, seed: Seed) -> None:
+    @contextmanager
+    def _drawing(self, i: int, seed: Seed) -> Iterator[None]:
+        """What layer ``i`` draws: the same for a sample, whichever device works on it."""
+        share = self._share
+        draws = None if share is None else share.draws[i]
         if self.parts[i].trace.random:
-            torch.default_generator.manual_seed(seed(i))
+            own = 0 if share is None or draws is not None else share.lane
+            torch.default_generator.manual_seed(seed(i) + own)
             if self.device.type == "cuda":
-                torch.cuda.default_generators[self.device.index].manual_seed(seed(i))
+                torch.cuda.default_generators[self.device.index].manual_seed(seed(i) + own)
+        if share is None or not draws:
+            yield
+            return
+        with DrawsOfShare(share.rows, share.samples, draws):
+            yield
 
     def cast(self) -> torch.autocast:
         """The context of mixed precision; without effect where there is none."""
@@ -276,16 +325,24 @@ class StageComputation:
             self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
 
-    @contextmanager
-    def _again(self, layers: range) -> Iterator[None]:
-        """A forward that is computed again works on copies of the buffers: none changes twice.
+    def _keep(self, flight: _InFlight, layers: range, inputs: Tensors) -> None:
+        """Keep what ``layers`` need to run again: their inputs, and the buffers that change."""
+        flight.inputs.append(inputs)
+        now = [(held, name, held[name]) for i in layers for held, name in self._buffers[i]]
+        copies = {id(one): one.clone() for _, _, one in now if one is not None}
+        flight.buffers.append([(held, name, copies.get(id(one))) for held, name, one in now])
 
-        To change them and then back would not do: autograd may have saved them.
+    @contextmanager
+    def _again(self, flight: _InFlight) -> Iterator[None]:
+        """A forward that is computed again begins with the buffers that the first one found.
+
+        They are copies, so that none changes twice. To change them and then back would not do:
+        autograd may have saved them.
         """
-        before = [(held, name, held[name]) for i in layers for held, name in self._buffers[i]]
-        copies = {id(buffer): buffer.clone() for _, _, buffer in before if buffer is not None}
-        for held, name, buffer in before:
-            held[name] = copies.get(id(buffer))
+        kept = flight.buffers.pop()
+        before = [(held, name, held[name]) for held, name, _ in kept]
+        for held, name, buffer in kept:
+            held[name] = buffer
         try:
             yield
         finally:

@@ -8,15 +8,20 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from stagewright.executor.program import SENDS, plan_devices
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
-from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan, ScheduledAction
+from stagewright.formulations.actions import ON_DEVICE, Action, ActionKind, parse_action
+from stagewright.formulations.plan import (
+    PeriodicSchedule,
+    PipelinePlan,
+    ScheduledAction,
+    updates_every_round,
+)
 from stagewright.graphs import documents
 from stagewright.graphs.errors import InputError
 from stagewright.graphs.units import require_amount
@@ -34,14 +39,14 @@ SENT = {  # what a receiver's action is called in the plan, and how far away the
 class TracedStep:
     """One training step; of a periodic plan a run, from an empty pipeline to an empty one.
 
-    ``iteration_seconds`` is when the last computation, transfer or all-reduce ended: the
-    counterpart of the plan's prediction. ``update_seconds`` is what the optimizer took, on the rank
-    where it took longest, which no plan predicts. ``actions`` are spelled and shaped as in the
-    plan. ``loss`` is None if it is not known, or no finite number.
+    ``iteration_seconds`` is when the last action that the plan holds ended: the counterpart of its
+    prediction. ``update_seconds`` is what the optimizer took, on the rank where it took longest.
+    ``actions`` are spelled and shaped as in the plan; the optimizer's steps are among them also
+    where the plan has none. ``loss`` is None if it is not known, or no finite number.
 
     ``iterations`` says how many mini-batches a run has, all of which these figures are of; None in
     a step of a finite plan. ``step`` is then the first of them, microbatches are counted through
-    all of them, all-reduces stand once for each, and ``loss`` is the mean.
+    all of them, all-reduces and updates stand once for each, and ``loss`` is the mean.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -122,7 +127,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace document atomically."""
-    documents.write_text(path, documents.to_json(trace))
+    documents.write(Trace, trace, path)
 
 
 def traced_step(
@@ -139,9 +144,25 @@ def traced_step(
         if parse_action(record.action).kind is ActionKind.UPDATE:
             updates[record.rank] += record.finish_seconds - record.start_seconds
     actions = merge(plan, records)
-    finish = max((timed.finish_seconds for timed in actions), default=0.0)
+    held = planned_updates(plan)
+    finish = max(
+        (
+            timed.finish_seconds
+            for timed in actions
+            if timed.action in held or parse_action(timed.action).kind is not ActionKind.UPDATE
+        ),
+        default=0.0,
+    )
     known = loss if loss is not None and math.isfinite(loss) else None
     return TracedStep(step, finish, max(updates.values(), default=0.0), actions, known, iterations)
+
+
+def planned_updates(plan: PipelinePlan) -> frozenset[str]:
+    """The optimizer's steps that a plan predicts."""
+    if isinstance(plan.schedule, PeriodicSchedule):
+        return frozenset()
+    every = {timed.action for timed in plan.actions}
+    return frozenset(one for one in every if parse_action(one).kind is ActionKind.UPDATE)
 
 
 def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledAction, ...]:
@@ -150,7 +171,8 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
     A transfer lasts from the first message's sending to the last one's receipt, and its bytes are
     those of the messages: what a device keeps to itself is none. An all-reduce lasts from when the
     first of its ranks enters it to when the last leaves it, so that waiting for the slowest rank
-    counts. What a plan does not hold (updates, versions of weights) is left out.
+    counts. With weights that change in every round, a step of the optimizer is a part of the
+    backward before it, as in the cost model. Versions of weights are left out.
 
     Raises
     ------
@@ -160,9 +182,9 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
     devices = plan_devices(plan)
     actions: list[ScheduledAction] = []
     shared: dict[Action, list[RankAction]] = defaultdict(list)
-    for record in records:
+    for record in _in_rounds(records) if updates_every_round(plan.weights) else records:
         action = _in_plan(parse_action(record.action))
-        if action.kind in COMPUTE:
+        if action.kind in ON_DEVICE:
             times = (record.start_seconds, record.finish_seconds)
             actions.append(ScheduledAction(devices[record.rank], record.action, *times))
         elif action.kind is ActionKind.REDUCE or action.kind in SENDS:
@@ -175,6 +197,24 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
     return tuple(
         sorted(actions, key=lambda a: (a.start_seconds, a.finish_seconds, a.device, a.action))
     )
+
+
+def _in_rounds(records: Iterable[RankAction]) -> Iterable[RankAction]:
+    """``records`` with each update as a part of the backward before it."""
+    found: list[RankAction] = []
+    backwards: dict[tuple[int, int], int] = {}  # positions by rank and stage
+    for record in sorted(records, key=lambda one: one.start_seconds):
+        action = parse_action(record.action)
+        place = record.rank, action.stage
+        if action.kind is ActionKind.UPDATE:
+            before = found[backwards[place]]
+            later = before.finish_seconds + record.finish_seconds - record.start_seconds
+            found[backwards[place]] = replace(before, finish_seconds=later)
+            continue
+        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
+            backwards[place] = len(found)
+        found.append(record)
+    return found
 
 
 def _in_plan(action: Action) -> Action:

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from stagewright.executor import checkpoint
 from stagewright.executor.checkpoint import Header
 from stagewright.executor.initialise import Model
-from stagewright.executor.interpreter import Loss
 from stagewright.executor.launch import Member
+from stagewright.executor.losses import Loss, cross_entropy
 from stagewright.executor.program import plan_devices
-from stagewright.executor.runtime import Executor
+from stagewright.executor.runtime import Executor, require_clip_norm
 from stagewright.executor.trace import save_trace
 from stagewright.formulations.plan import PipelinePlan
 from stagewright.graphs import documents
@@ -45,8 +45,9 @@ class Task:
     """What is to be trained, the same on every rank.
 
     ``data`` makes one pass over the mini-batches; the loss is cross-entropy if it is None;
-    ``steps`` counts those of an earlier run that is resumed. A checkpoint is written to the folder
-    ``checkpoints`` every ``checkpoint_every`` steps and at the end.
+    ``clip_norm`` is the most that the norm of all gradients may be; ``steps`` counts those of an
+    earlier run that is resumed. A checkpoint is written to the folder ``checkpoints`` every
+    ``checkpoint_every`` steps and at the end.
     """
 
     plan: PipelinePlan
@@ -54,6 +55,7 @@ class Task:
     data: Callable[[], Iterable[Any]]
     loss: Loss | None
     optimizer: NamedOptimizer
+    clip_norm: float | None
     steps: int
     seed: int
     dtype: torch.dtype
@@ -67,6 +69,7 @@ class Task:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
+        require_clip_norm(self.plan, self.clip_norm)
 
     def header(self, steps: int) -> Header:
         """What a checkpoint after ``steps`` says of itself."""
@@ -85,11 +88,12 @@ class Course:
     seconds: list[float] = field(default_factory=list)
 
 
-def train(task: Task, member: Member, report: Report) -> Course:
+def train(task: Task, member: Member, report: Report, tell: Callable[[str], None]) -> Course:
     """Carry out ``task`` as one of its ranks.
 
     ``report`` is called with number, loss and seconds of every step, on one rank that knows them,
-    as soon as it does. The same course is returned on every rank.
+    as soon as it does; ``tell``, on the first rank, with what a person should know. The same course
+    is returned on every rank.
     """
     devices = plan_devices(task.plan)
     if len(devices) != member.world_size:
@@ -97,12 +101,14 @@ def train(task: Task, member: Member, report: Report) -> Course:
             f"the plan needs {len(devices)} ranks (devices {', '.join(devices)}), "
             f"torchrun started {member.world_size}"
         )
-    path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps))
+    told = tell if member.rank == 0 else lambda _: None
+    path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
     executor = Executor(
         task.plan,
         task.model,
-        task.loss or nn.functional.cross_entropy,
+        task.loss or cross_entropy,
         task.optimizer,
+        clip_norm=task.clip_norm,
         seed=task.seed,
         dtype=task.dtype,
         device=member.device,

@@ -83,6 +83,11 @@ class _Work:
         assert microbatch is not None
         return microbatch // self.plan.microbatches
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether every update needs all gradients, as their norm does."""
+        return any(len(one) == len(self.plan.stages) for one in self.families)
+
     def is_shared(self, s: int) -> bool:
         return len(self.plan.stages[s].devices) > 1 or any(s in one for one in self.families)
 
@@ -111,7 +116,8 @@ def verify(
     memory_bytes
         Per rank; only together with ``footprints``.
     families
-        Of a periodic program, the stages that have a parameter in common.
+        Stages whose updates need something of each other's gradients: they have a parameter in
+        common, or the norm of all gradients is clipped.
 
     Raises
     ------
@@ -124,6 +130,8 @@ def verify(
             _require_computations(work, part, rank, row)
             _require_updates(work, part.devices[rank], rank, row)
         _require_same_reductions(plan, part)
+        if isinstance(program, Program):
+            _require_updates_at_end(part, families)
         _require_transfers(work, part)
         _Run(work, part).to_the_end()
         at_first_stage = _versions_at_first_stage(part)
@@ -228,6 +236,21 @@ def _require_updates(work: _Work, device: str, rank: int, row: Row) -> None:
                 f"{s}{UPDATE} and {reductions} times {s}{REDUCE}; found: {found.updated} and "
                 f"{found.reduced}"
             )
+
+
+def _require_updates_at_end(program: Program, families: Families) -> None:
+    """What stages of a family have to do together, every rank does when all else is done."""
+    together = set().union(*families)
+    for rank, row in enumerate(program.rows):
+        before: Instruction | None = None
+        for one in row:
+            if before is not None and one.action.kind not in (UPDATE, *VERSIONED):
+                raise InvalidProgram(
+                    f"rank {rank}: {before} needs the gradients of other stages, "
+                    f"it must stand behind {one}"
+                )
+            if one.action.kind is UPDATE and one.action.stage in together:
+                before = one
 
 
 @dataclass(slots=True)
@@ -408,12 +431,13 @@ class _Run:
     def _awaited(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
         """What the action still waits for: the rank that must do it, and its name."""
         s, m, kind = action.stage, action.microbatch, action.kind
+        if self.work.is_measured:
+            yield from self._measured(rank)
         if kind is F and s > 0:
             yield from self._arrivals(rank, Action(s - 1, SEND_F, m), (F,))
         elif kind in (B, I):
             yield from self._own(rank, s, (F,), m)
-            if s < len(self.plan.stages) - 1:
-                yield from self._arrivals(rank, Action(s + 1, SEND_B, m), (B, I))
+            yield from self._gradients(rank, s, m)
         elif kind is W:
             yield from self._own(rank, s, (I,), m)
         elif kind is SEND_F:
@@ -451,6 +475,31 @@ class _Run:
             peer = self.rank[name]
             if self.done[peer][Action(other, REDUCE)] <= self.done[rank][Action(s, UPDATE)]:
                 yield peer, f"{other}{REDUCE}"
+
+    def _gradients(self, rank: int, s: int, m: int | None) -> Iterator[tuple[int, str]]:
+        """What a backward begins with: the next stage's, or losses that are normalised together.
+
+        That is the microbatch's alone where it is an update. Where an iteration is one, its losses
+        are all known before any stage has ended its backwards.
+        """
+        if s < len(self.plan.stages) - 1:
+            yield from self._arrivals(rank, Action(s + 1, SEND_B, m), (B, I))
+        elif updates_every_round(self.plan.weights):
+            assert m is not None
+            for name in self.plan.stages[s].runners(m):
+                yield from self._own(self.rank[name], s, (F,), m)
+
+    def _measured(self, rank: int) -> Iterator[tuple[int, str]]:
+        """The all-reduces whose results a rank measures, when it has begun its last one."""
+        row, at = self.program.rows[rank], self.at[rank]
+        if at == 0 or row[at - 1].action.kind is not REDUCE:
+            return
+        own = stages_on(self.plan, self.program.devices[rank])
+        begun = {self.done[rank][Action(s, REDUCE)] for s in own}
+        for s in own if len(begun) == 1 else ():
+            for name in self.plan.stages[s].devices:
+                if self.done[self.rank[name]][Action(s, REDUCE)] < min(begun):
+                    yield self.rank[name], f"{s}{REDUCE}"
 
     def _deadlock(self, waiting: list[int]) -> str:
         needs = {

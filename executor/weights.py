@@ -1,5 +1,6 @@
 """The weights of one stage on one rank: their versions, their gradient, their optimizer."""
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stagewright.executor.twins import twin
+
+CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
 BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -23,6 +27,11 @@ class _Gradients:
     flat: list[Tensor]
     tied: list[Tensor]
     views: list[Tensor | None]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all."""
+        for one in (*self.flat, *self.tied):
+            one.mul_(factor)
 
     def zero(self) -> None:
         """Begin anew."""
@@ -126,19 +135,40 @@ class Weights:
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
 
     def under_way(self) -> list[dist.Work]:
-        """The all-reduces that were begun; whoever takes them waits for them."""
-        taken, self._reductions = self._reductions, []
-        return taken
+        """The all-reduces that were begun for the next update."""
+        return list(self._reductions)
+
+    def wait(self) -> None:
+        """Wait for them."""
+        for work in self._reductions:
+            work.wait()
+
+    def squares(self) -> float:
+        """The squared norm of the gradients that the next update takes, but for tied ones."""
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._reduced.flat]
+        return float(sum(norm.square() for norm in norms))
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes that an all-reduce sums up."""
         return sum(flat.nbytes for flat in self._gradients.flat)
 
-    def update(self) -> None:
-        """Step the optimizer once the gradients are there; the new version is the newest."""
-        for work in self.under_way():
-            work.wait()
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the optimizer keeps, but for single numbers such as those of steps."""
+        kept = self.optimizer.state.values() if self.optimizer else ()
+        every = (one for state in kept for one in state.values() if isinstance(one, Tensor))
+        return sum(one.nbytes for one in every if one.dim())
+
+    def update(self, factor: float = 1.0) -> None:
+        """Step the optimizer, once the gradients are there, by ``factor`` times them.
+
+        The new version is the newest.
+        """
+        self.wait()
+        self._reductions.clear()
+        if factor != 1.0:
+            self._reduced.scale(factor)
         if self._stash is None:
             parameters = self.held.pop(self.newest)
         else:
@@ -160,15 +190,15 @@ class Weights:
         whatever data that has by the time of the backward.
         """
         old = self.held[self.newest]
-        new = [nn.Parameter(one.detach().clone()) for one in old]
+        new = [twin(one, one.detach().clone()) for one in old]
         if self.optimizer is None:
             return new
-        twin = dict(zip(map(id, old), new, strict=True))
+        newer = dict(zip(map(id, old), new, strict=True))
         for group in self.optimizer.param_groups:
-            group["params"] = [twin[id(one)] for one in group["params"]]
+            group["params"] = [newer[id(one)] for one in group["params"]]
         for one in old:
             if one in self.optimizer.state:
-                self.optimizer.state[twin[id(one)]] = self.optimizer.state.pop(one)
+                self.optimizer.state[newer[id(one)]] = self.optimizer.state.pop(one)
         return new
 
     def begin(self) -> None:
@@ -194,7 +224,7 @@ class Weights:
                     self.optimizer.state[one] = kept
         if buffered:
             self.held[0] = [
-                nn.Parameter(tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
+                twin(one, tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
                 for name, one in newest.items()
             ]
             self._adopt(self.held[0], self._gradients)
@@ -264,6 +294,16 @@ class TiedSums:
             if name in self._groups:
                 group = self._groups[name]
                 self._works[name] = dist.all_reduce(self._sums[name], group=group, async_op=True)
+
+
+def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
+    """What of an optimizer says that it clips gradients by a norm, if anything does."""
+    name = type(optimizer).__name__
+    for key, value in optimizer.defaults.items():
+        if CLIPPING_ARGUMENT.fullmatch(key) and value:
+            return f"{name} with {key}={value}"
+    clipping = (one.__name__ for one in type(optimizer).__mro__ if "clip" in one.__name__.lower())
+    return next(clipping, None)
 
 
 def _places(

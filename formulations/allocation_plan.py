@@ -140,4 +140,4 @@ def load_allocation(path: str | os.PathLike[str]) -> AllocationPlan:
 
 def save_allocation(plan: AllocationPlan, path: str | os.PathLike[str]) -> None:
     """Write ``plan`` to ``path`` atomically."""
-    documents.write_text(path, documents.to_json(plan))
+    documents.write(AllocationPlan, plan, path)

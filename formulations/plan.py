@@ -307,7 +307,7 @@ def load_plan(path: str | os.PathLike[str]) -> PipelinePlan:
 
 def save_plan(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
     """Write a plan document atomically."""
-    documents.write_text(path, documents.to_json(plan))
+    documents.write(PipelinePlan, plan, path)
 
 
 def json_schema() -> dict[str, Any]:

@@ -240,7 +240,7 @@ def load_model(path: str | os.PathLike[str]) -> Chain:
 
 def save_model(chain: Chain, path: str | os.PathLike[str]) -> None:
     """Write a model document atomically."""
-    documents.write_text(path, documents.to_json(chain))
+    documents.write(Chain, chain, path)
 
 
 def _costs_for(chain: Chain, layer: Layer, device_kind: str) -> Sequence[LayerCost]:

@@ -247,7 +247,7 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
     """Write a cluster document atomically."""
-    documents.write_text(path, documents.to_json(cluster))
+    documents.write(Cluster, cluster, path)
 
 
 def _require_cover(servers: Sequence[Sequence[str]], names: Sequence[str]) -> None:

@@ -4,9 +4,11 @@ A document is one frozen dataclass with the fields ``format`` and ``version``; p
 against the annotations and its ``__post_init__`` against the rules between fields.
 """
 
+import contextlib
 import json
 import os
 import reprlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +17,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from stagewright.graphs.errors import InputError
+from stagewright.graphs.units import require_type
 
 T = TypeVar("T")
+
+STANDARD_OUTPUT = 1  # its file descriptor
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """Configuration that every document's dataclass carries as ``__pydantic_config__``."""
@@ -68,12 +73,20 @@ def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version:
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of the file at ``path``; unreadable files raise InputError in one line."""
+    name = file_name(path)
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
+        raise InputError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path}: not a text file (UTF-8 expected)") from None
+        raise InputError(f"{name}: not a text file (UTF-8 expected)") from None
+
+
+def file_name(path: str | os.PathLike[str]) -> str:
+    """``path`` as text; what can name no file raises InputError."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
+        raise InputError(f"{reprlib.repr(path)} is no file name")
+    return os.fsdecode(path)
 
 
 def to_json(document: Any) -> str:
@@ -85,27 +98,71 @@ def to_json(document: Any) -> str:
     return json.dumps(plain, indent=1, allow_nan=False) + "\n"
 
 
+def write(kind: type[T], document: T, path: str | os.PathLike[str]) -> None:
+    """Write a document of type ``kind`` to ``path`` atomically.
+
+    Raises
+    ------
+    InputError
+        If ``document`` is something else, or the file cannot be written.
+    """
+    require_type(document, kind, "the document")
+    write_text(path, to_json(document))
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``path`` atomically: the old file or the whole new one, never a part."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically, as :func:`write_text` does."""
-    target = Path(path).resolve()  # what a link points to is written, not the link
-    if target.exists() and not target.is_file():
-        raise InputError(f"{path}: is no regular file")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    """Write ``data`` to ``path`` atomically, as :func:`write_text` does.
+
+    Pipes and devices, and what standard output goes to, are written straight away.
+    """
+    path = file_name(path)
     try:
-        with temporary.open("wb") as file:
+        if is_standard_output(path):
+            sys.stdout.flush()
+            _pour(STANDARD_OUTPUT, data)
+        elif os.path.exists(path) and not os.path.isfile(path):
+            _pour(path, data)
+        else:
+            _replace(path, data)
+    except BrokenPipeError:
+        raise  # nobody reads on: no fault of the path
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def is_standard_output(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is where standard output goes, as /dev/stdout is, unless that is nowhere."""
+    try:
+        found = os.stat(path)
+        nowhere = os.path.samestat(found, os.stat(os.devnull))
+        return not nowhere and os.path.samestat(found, os.fstat(STANDARD_OUTPUT))
+    except OSError:
+        return False
+
+
+def _pour(file: int | str | os.PathLike[str], data: bytes) -> None:
+    with open(file, "wb", closefd=not isinstance(file, int)) as opened:
+        opened.write(data)
+
+
+def _replace(path: str | os.PathLike[str], data: bytes) -> None:
+    target = os.path.realpath(path)  # what a link points to is written, not the link
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        os.replace(temporary, target)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
 
 
 def first_problem(error: ValidationError, document: Any = None) -> str:

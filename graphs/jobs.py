@@ -227,4 +227,4 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
 
 def save_workload(workload: Workload, path: str | os.PathLike[str]) -> None:
     """Write ``workload`` to ``path`` atomically."""
-    documents.write_text(path, documents.to_json(workload))
+    documents.write(Workload, workload, path)

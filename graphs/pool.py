@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from stagewright.graphs import documents
 from stagewright.graphs.cluster import Cluster
 from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import require_amount, require_count
+from stagewright.graphs.units import require_amount, require_count, require_type
 
 FORMAT: Literal["stagewright-pool"] = "stagewright-pool"
 VERSION: Literal[1] = 1
@@ -90,6 +90,7 @@ def parse_pool(text: str) -> Pool:
     InputError
         If a part is spelled in another way, or a type stands twice.
     """
+    require_type(text, str, "cluster")
     accelerators = []
     for part in text.split(","):
         match = _SPELLING.fullmatch(part.strip())
@@ -133,4 +134,4 @@ def load_pool(path: str | os.PathLike[str]) -> Pool:
 
 def save_pool(pool: Pool, path: str | os.PathLike[str]) -> None:
     """Write ``pool`` to ``path`` atomically."""
-    documents.write_text(path, documents.to_json(pool))
+    documents.write(Pool, pool, path)

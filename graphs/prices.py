@@ -179,7 +179,7 @@ def load_market(path: str | os.PathLike[str]) -> Market:
 
 def save_market(market: Market, path: str | os.PathLike[str]) -> None:
     """Write ``market`` to ``path`` atomically."""
-    documents.write_text(path, documents.to_json(market))
+    documents.write(Market, market, path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 import math
 import re
+import reprlib
+from numbers import Real
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -84,9 +86,37 @@ def require_count(value: int, name: str, most: int) -> None:
 
 
 def require_amount(value: float, place: str) -> None:
-    """Refuse a time, size or rate that is negative or not finite."""
-    if not math.isfinite(value) or value < 0:
-        raise InputError(f"{place} must be finite and not negative, got {value:g}")
+    """Refuse a time, size or rate that is no number, negative or not finite."""
+    require_number(value, place)
+    if not is_finite(value) or value < 0:
+        raise InputError(f"{place} must be finite and not negative, got {value}")
+
+
+def require_number(value: float, place: str) -> None:
+    """Refuse what is no real number, such as a size with its unit."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InputError(f"{place} must be a number, got {reprlib.repr(value)}")
+
+
+def require_seed(value: int, name: str) -> None:
+    """Refuse a seed that some generator or solver does not take."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise InputError(f"{name} must be from 0 to {2**31 - 1}, got {reprlib.repr(value)}")
+
+
+def is_finite(value: float) -> bool:
+    """Whether ``value`` is a number that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def require_type(value: object, kind: type, name: str) -> None:
+    """Refuse an argument of another type than ``kind``."""
+    if not isinstance(value, kind):
+        found = type(value).__name__
+        raise InputError(f"{name} must be a {kind.__name__}, got {reprlib.repr(value)} ({found})")
 
 
 def format_bytes(value: float) -> str:

@@ -115,7 +115,7 @@ def improve_allocation(
     best = period_bound(figures.of(stages))
     while best > target_seconds:
         for one in moves.shuffled(stages, dice):
-            if perf_counter() - began > limits.seconds:
+            if limits.left(perf_counter() - began) <= 0:
                 return
             asked = figures.of(one)
             if allows(asked, min(best * (1 - MARGIN), LONGEST)):

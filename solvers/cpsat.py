@@ -22,6 +22,7 @@ from stagewright.formulations.forms import (
 )
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.backend import UnknownStatusError
+from stagewright.solvers.stoppable import run_stoppable
 
 STATUS = {
     cp_model.OPTIMAL: Status.OPTIMAL,
@@ -86,11 +87,13 @@ def _run(
     solver.parameters.random_seed = limits.seed
     solver.parameters.log_search_progress = True
     solver.parameters.log_to_stdout = False
+    solver.parameters.catch_sigint_signal = False  # it would not get to Python
     log: list[str] = []
     solver.log_callback = log.append
     watch = _Watch(began, on_progress)
+    solver.best_bound_callback = watch.bound
     solver.parameters.max_time_in_seconds = max(0.0, limits.seconds - (perf_counter() - began))
-    code = solver.solve(model, watch)
+    code = run_stoppable(lambda: solver.solve(model, watch), solver.stop_search, limits)
     if code not in STATUS:
         raise UnknownStatusError(
             f"CP-SAT ended with {solver.status_name(code)}: {model.validate()}"
@@ -180,6 +183,10 @@ class _Watch(cp_model.CpSolverSolutionCallback):
         super().__init__()
         self._began, self._on_progress = began, on_progress
         self.progress: list[Progress] = []
+
+    def bound(self, bound: float) -> None:
+        """Report a better bound between two improvements."""
+        self._on_progress(Progress(perf_counter() - self._began, None, bound))
 
     def on_solution_callback(self) -> None:
         seconds = perf_counter() - self._began

@@ -14,6 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.formulations.bounds import blocks_of
+from stagewright.formulations.forms import Limits
 from stagewright.formulations.makespan import MakespanProblem, Timetable
 from stagewright.formulations.makespan_models import block_starts, timetable_of
 
@@ -27,16 +28,16 @@ RESTART = 40  # passes after which the search starts again from a random rule
 
 
 def improve(
-    problem: MakespanProblem, incumbent: Timetable, target: float, seconds: float, seed: int
+    problem: MakespanProblem, incumbent: Timetable, target: float, limits: Limits
 ) -> Timetable:
-    """The best schedule found in ``seconds``, at worst ``incumbent``.
+    """The best schedule found within ``limits``, at worst ``incumbent``.
 
     The search ends early at ``target``, or when it has run out of patience.
     """
-    search = _Search(problem, np.random.default_rng(seed))
+    search = _Search(problem, np.random.default_rng(limits.seed))
     best = current = block_starts(problem, incumbent)
     cost, passes, last, began = search.makespan(best), 0, 0, perf_counter()
-    while cost > target and passes - last < PATIENCE and perf_counter() - began < seconds:
+    while cost > target and passes - last < PATIENCE and limits.left(perf_counter() - began) > 0:
         if passes % RESTART == RESTART - 1:
             current = search.as_early(search.random_rule())
         elif search.random.integers(2):

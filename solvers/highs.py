@@ -27,6 +27,7 @@ STATUS = {
     _CODE.kTimeLimit: Status.NO_ANSWER,
     _CODE.kIterationLimit: Status.NO_ANSWER,
     _CODE.kSolutionLimit: Status.NO_ANSWER,
+    _CODE.kInterrupt: Status.NO_ANSWER,
 }
 _BOUND = {Status.INFEASIBLE: math.inf, Status.UNBOUNDED: -math.inf}
 
@@ -65,6 +66,8 @@ def run(
 
     solver.cbLogging.subscribe(lambda event: log.append(event.message))
     solver.cbMipImprovingSolution.subscribe(improved)
+    if limits.stop is not None:
+        _watch(solver, limits)
     solver.passModel(_model(form))
     if form.hint is not None:
         hint = highspy.HighsSolution()
@@ -121,6 +124,17 @@ def has_solution(solver: highspy.Highs) -> bool:
     """Whether ``solver`` holds a point that satisfies every constraint."""
     feasible = highspy.SolutionStatus.kSolutionStatusFeasible
     return bool(solver.getInfo().primal_solution_status == feasible)
+
+
+def _watch(solver: Any, limits: Limits) -> None:
+    """Look at the stop token between iterations; slow where iterations are short."""
+
+    def look(event: Any) -> None:
+        if limits.stopped():
+            event.interrupt()
+
+    for callback in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt, solver.cbMipInterrupt):
+        callback.subscribe(look)
 
 
 def _configure(solver: highspy.Highs, limits: Limits) -> None:

@@ -1,7 +1,7 @@
 """Solve the job shop: dispatching rules, then CP-SAT from the best of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from stagewright.formulations.forms import Limits, OnProgress, Progress, Status, silent
@@ -48,19 +48,17 @@ def solve_jobshop(
     """
     began = perf_counter()
     static = ByIntervals(problem).apply().lower_bound
-    incumbent = dispatch_best(problem, began + limits.seconds)
+    incumbent = dispatch_best(problem, limits)
     form = ByIntervals(problem, incumbent).apply()
-    left = max(0.0, limits.seconds - (perf_counter() - began))
-    answer = solve(form, "cp-sat", Limits(left, limits.threads, limits.seed), on_progress)
+    left = replace(limits, seconds=limits.left(perf_counter() - began))
+    answer = solve(form, "cp-sat", left, on_progress)
     starts = incumbent
     if answer.values is not None:
         starts = ByIntervals(problem).invert(answer.values)
     bound = max(static, round(answer.bound))
     proved_by = "one-machine relaxation" if bound == static else "CP-SAT"
     cost = None if starts is None else problem.evaluate(starts)
-    status = Status.NO_ANSWER
-    if cost is not None:
-        status = Status.OPTIMAL if cost == bound else Status.FEASIBLE
+    status = Status.OPTIMAL if cost == bound else limits.status(cost is not None)
     return JobShopResult(
         starts,
         cost,
@@ -74,14 +72,15 @@ def solve_jobshop(
     )
 
 
-def dispatch_best(problem: JobShop, deadline: float) -> Starts | None:
-    """The best schedule of the rules that end before ``deadline`` (of ``perf_counter``)."""
+def dispatch_best(problem: JobShop, limits: Limits) -> Starts | None:
+    """The best schedule of the rules that end within ``limits``."""
     best: Starts | None = None
+    began = perf_counter()
     for rule in RULES:
-        if perf_counter() >= deadline:
+        if limits.left(perf_counter() - began) <= 0:
             break
         starts = dispatch(problem, rule)
-        late = perf_counter() > deadline
+        late = limits.left(perf_counter() - began) <= 0
         if not late and (best is None or problem.evaluate(starts) < problem.evaluate(best)):
             best = starts
     return best

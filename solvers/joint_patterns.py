@@ -189,7 +189,7 @@ class _Search:
 
         ``share`` is that of the whole time which may be used.
         """
-        until = self._left() - share * self.limits.seconds
+        until = max(0.0, self._left() - share * self.limits.seconds)
         for _, rows in allocations(self.question.form, 0.0, period, 1):
             if rows is not None:
                 return True, rows
@@ -250,7 +250,7 @@ class _Search:
         return self.period * (1 - PRECISION)
 
     def _left(self) -> float:
-        return self.limits.seconds - (perf_counter() - self.began)
+        return self.limits.left(perf_counter() - self.began)
 
 
 def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> _Found | None:

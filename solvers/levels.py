@@ -59,8 +59,8 @@ def max_level(
     began = perf_counter()
 
     def attempt(groups: Groups) -> Attempt[Level]:
-        left = max(0.0, limits.seconds - (perf_counter() - began))
-        within = Limits(left, limits.threads, limits.seed)
+        left = limits.left(perf_counter() - began)
+        within = replace(limits, seconds=left)
         return _solve(problem, groups, need, within, backend, tolerance)
 
     level = split_until_proved(problem, need, attempt, tolerance)

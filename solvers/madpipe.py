@@ -51,6 +51,7 @@ MORE_LABELS = 8
 LABEL_BYTES = 1e9
 EFFORT = 4  # comparisons that take as long as looking at one stage
 STEPS_PER_SECOND = 3e7
+UNLIMITED = Limits(math.inf)
 NEAR = 1e-3  # a bracket of this ratio is narrowed by looking just below its upper end
 PROVING = 1 / 3  # of the time is kept for the bound
 
@@ -138,11 +139,12 @@ def allocate(
     question: AllocationProblem, period: float, limits: Limits | None = None
 ) -> tuple[Stage, ...] | None:
     """Stages that keep ``period`` seconds; None if there are none, or none found in the time."""
-    end = time.perf_counter() + (limits or Limits()).seconds
+    began, limits = time.perf_counter(), limits or Limits()
     ticks = min(round(period / question.tick), all_periods(question.tables))
     for room in _rooms(question.tables):
-        left = end - time.perf_counter()
-        outcome, placed = Program(question.tables, room).test(ticks, left * STEPS_PER_SECOND)
+        left = limits.left(time.perf_counter() - began)
+        program = Program(question.tables, room)
+        outcome, placed = program.test(ticks, left * STEPS_PER_SECOND, limits)
         if outcome is Outcome.FOUND:
             return question.stages(placed)
         if outcome is Outcome.NONE or left <= 0:
@@ -242,19 +244,33 @@ class Program:
             np.zeros(2, dtype=np.int64),
         )
 
-    def test(self, period: int, steps: float = math.inf) -> tuple[Outcome, list[Placed]]:
-        """Whether an allocation keeps ``period``; gives up after so many comparisons."""
+    def test(
+        self, period: int, steps: float = math.inf, limits: Limits = UNLIMITED
+    ) -> tuple[Outcome, list[Placed]]:
+        """Whether an allocation keeps ``period``; gives up after so many comparisons.
+
+        Of ``limits``, which are looked at between two layers, only the stop token counts.
+        """
         # Without a special group the tables only tell what can be placed at all.
         rows = min(self.form.versions, MOST_GROUPS) * PARTS if self.form.special >= 0 else 1
         need = _needs(self.form, period, rows)
         need = need._replace(delay=behind(self.form))
         most = int(min(steps, float(FAR)))
-        label = _reach(self.form, need, period, self.labels, self.merging, most)
+        label = self._reach(need, period, most, limits)
         if label >= 0 and not self.merging:
             return Outcome.FOUND, self._placed(label)
-        open_ended = label >= 0 or self.labels.work[0] > most
+        open_ended = label >= 0 or self.labels.work[0] > most or limits.stopped()
         dropped = not self.merging and self.labels.work[1] > 0
         return (Outcome.OPEN if open_ended or dropped else Outcome.NONE), []
+
+    def _reach(self, need: Need, period: int, steps: int, limits: Limits) -> int:
+        """A label of 0 layers left with every load at most ``period``; -1 if none was reached."""
+        _begin(self.form, self.labels)
+        for layer in range(self.form.seconds.shape[-1] - 1, 0, -1):
+            label: int = _reach(self.form, need, period, self.labels, self.merging, steps, layer)
+            if label >= 0 or self.labels.work[0] > steps or limits.stopped():
+                return label
+        return -1
 
     def _placed(self, label: int) -> list[Placed]:
         """The stages that led to a label of 0 layers, from the first."""
@@ -309,7 +325,11 @@ class _Search:
         """What was found and proved."""
         tick = self.question.tick
         if self.high is None:
-            reason = _shortage(self.question) if self.infeasible else "nothing found in the time"
+            reason = (
+                _shortage(self.question)
+                if self.infeasible
+                else f"{self.limits.end} came before anything was found"
+            )
             bound = math.inf if self.infeasible else (self.low + 1) * tick
             return AllocationAnswer(None, math.inf, bound, self.infeasible, self._seconds(), reason)
         return AllocationAnswer(
@@ -342,7 +362,7 @@ class _Search:
             self._test(program, period)
 
     def _test(self, program: Program, period: int) -> bool:
-        outcome, placed = program.test(period, self._left() * STEPS_PER_SECOND)
+        outcome, placed = program.test(period, self._left() * STEPS_PER_SECOND, self.limits)
         if outcome is Outcome.FOUND:
             self.high, self.best = self.question.evaluate(placed), placed
             assert self.high <= period
@@ -357,7 +377,7 @@ class _Search:
         high = self.high or all_periods(self.question.tables)
         while high - self.low > NEAR * high and self._left() > 0:
             middle = (self.low + high) // 2
-            outcome, _ = program.test(middle, self._left() * STEPS_PER_SECOND)
+            outcome, _ = program.test(middle, self._left() * STEPS_PER_SECOND, self.limits)
             if outcome is Outcome.NONE:
                 self.low = middle
             else:
@@ -370,7 +390,7 @@ class _Search:
         return time.perf_counter() - self.begun
 
     def _left(self) -> float:
-        return self.end - time.perf_counter()
+        return 0.0 if self.limits.stopped() else self.end - time.perf_counter()
 
 
 def _rooms(form: AllocationTables) -> list[int]:
@@ -414,31 +434,40 @@ def _fits_with(form: AllocationTables, more: int, period: int) -> Outcome:
 
 
 @njit(cache=True)
+def _begin(form: AllocationTables, labels: Labels) -> None:
+    """The one label of all layers left."""
+    labels.filled[:] = 0
+    labels.work[:] = 0
+    start = _state(form, form.seconds.shape[-1] - 1, len(form.normal), SPECIAL)
+    labels.filled[start] = 1
+    labels.rows[start, 0, DELAY] = np.int64(1) << SHIFT
+    labels.rows[start, 0, LOAD : PEAK + 1] = 0
+
+
+@njit(cache=True)
 def _reach(
-    form: AllocationTables, need: Need, period: int, labels: Labels, merging: bool, steps: int
+    form: AllocationTables,
+    need: Need,
+    period: int,
+    labels: Labels,
+    merging: bool,
+    steps: int,
+    l: int,
 ) -> int:
-    """A label of 0 layers left with every load at most ``period``; -1 if none was reached.
+    """Pass the states of ``l`` layers left; a label of 0 layers left, or -1 if none was reached.
 
     States are passed from many layers left to few. The stage placed last is the special group's,
     or the normal group's p (the first p are left); then the special group may be in front of it
     (``OPEN``), or may not, as their link has no time left for that beside the special group behind
     it (``CLOSED``).
     """
-    layers, groups = form.seconds.shape[-1] - 1, len(form.normal)
-    labels.filled[:] = 0
-    labels.work[:] = 0
-    start = _state(form, layers, groups, SPECIAL)
-    labels.filled[start] = 1
-    labels.rows[start, 0, DELAY] = np.int64(1) << SHIFT
-    labels.rows[start, 0, LOAD : PEAK + 1] = 0
-    for l in range(layers, 0, -1):
-        for p in range(groups + 1):
-            for o in range(OWNERS):
-                state = _state(form, l, p, o)
-                for column in range(labels.filled[state]):
-                    end = _extend(form, need, period, labels, merging, state, column)
-                    if end >= 0 or labels.work[0] > steps:
-                        return end
+    for p in range(len(form.normal) + 1):
+        for o in range(OWNERS):
+            state = _state(form, l, p, o)
+            for column in range(labels.filled[state]):
+                end = _extend(form, need, period, labels, merging, state, column)
+                if end >= 0 or labels.work[0] > steps:
+                    return end
     return -1
 
 

@@ -10,6 +10,7 @@ from stagewright.formulations.bppm import (
     Recurrence,
     StageChoice,
 )
+from stagewright.formulations.forms import Limits
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.solvers import recurrence
 from stagewright.solvers.recurrence import Cuts
@@ -19,6 +20,7 @@ from stagewright.solvers.recurrence import Cuts
 FIRST_RATIO = 1e-2
 NARROWING = 1 / 32
 WIDENING = 1.25
+UNLIMITED = Limits(math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,13 @@ class PartitionSearch:
 
     Every pass tells of all numbers of stages at once whether they fit under its limit, so
     narrowing one bracket narrows the others. W(xi) is at least ``bound[xi]``, and ``found[xi]``
-    is the best placement so far with its bottleneck.
+    is the best placement so far with its bottleneck. A search that is asked to stop settles nothing
+    more; how long it takes is not looked at.
     """
 
     question: BalancedPartition
     most: int | None = None
+    limits: Limits = UNLIMITED
     form: Recurrence = field(init=False)
     bound: dict[int, float] = field(init=False)
     found: dict[int, tuple[float, Cuts]] = field(init=False)
@@ -70,13 +74,14 @@ class PartitionSearch:
     def solve(self, stages: int, ratio: float = 0.0, ceiling: float = math.inf) -> Balanced | None:
         """A partition into ``stages`` stages with W at most 1 + ``ratio`` times the least.
 
-        None if every partition (memory permitting) has a bottleneck of ``ceiling`` or more.
+        None if every partition (memory permitting) has a bottleneck of ``ceiling`` or more, or if
+        the search was asked to stop.
         With ``ratio`` 0 the result is exact: no placement stays below its bottleneck by even the
         last bit of a float.
         """
         self._find_one(stages, ceiling)
         narrow = FIRST_RATIO
-        while self.bound[stages] < ceiling:
+        while self.bound[stages] < ceiling and not self.limits.stopped():
             low, (high, cuts) = self.bound[stages], self.found[stages]
             if high >= ceiling:
                 self.test(math.nextafter(ceiling, 0.0))
@@ -109,7 +114,7 @@ class PartitionSearch:
 
     def _find_one(self, stages: int, ceiling: float) -> None:
         """Raise the limit until some placement is found or the ceiling is passed."""
-        while stages not in self.found and self.bound[stages] < ceiling:
+        while not (stages in self.found or self.limits.stopped()) and self.bound[stages] < ceiling:
             limit = self.next_limit(self.bound[stages])
             self.test(min(limit, math.nextafter(ceiling, 0)) if ceiling < math.inf else limit)
 

@@ -137,8 +137,7 @@ class _Search:
     @property
     def left(self) -> Limits:
         """The limits for what is still to do."""
-        seconds = max(0.0, self.limits.seconds - (perf_counter() - self.began))
-        return replace(self.limits, seconds=seconds)
+        return replace(self.limits, seconds=self.limits.left(perf_counter() - self.began))
 
     def offer(self, pattern: Pattern) -> None:
         """Check a pattern and keep it if it is the best."""

@@ -41,6 +41,7 @@ from stagewright.solvers.planners.proposal import (
 from stagewright.solvers.planners.recomputing import plan_recomputing
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound
+from stagewright.solvers.reporting import reporting
 from stagewright.solvers.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
@@ -123,7 +124,9 @@ def plan(
     on_progress: OnProgress = silent,
     choices: Choices | None = None,
 ) -> Result:
-    """Plan ``problem``; infeasible and out of time are answers, not errors.
+    """Plan ``problem``; infeasible, out of time and interrupted are answers, not errors.
+
+    ``on_progress`` is told the best plan's iteration and the best bound on every plan so far.
 
     The first use on a machine compiles the kernels; that does not count towards the limit.
 
@@ -140,9 +143,12 @@ def plan(
     _require_honoured(info, asked)
     compile_kernels()
     began = monotonic()
-    answer = _run(info, problem, limits or Limits(), on_progress, asked)
+    limits = limits or Limits()
+    report = reporting(problem, on_progress, info.periodic)
+    answer = _run(info, problem, limits, report, asked)
     if isinstance(answer, NoPlan):
-        return _refused(problem, planner, answer, monotonic() - began)
+        status = Status.INFEASIBLE if answer.proved else limits.status(found=False)
+        return _refused(problem, planner, answer, status, monotonic() - began)
     if isinstance(answer, PeriodicProposal):
         certified = _certified_pattern(problem, planner, answer)
         attempts: tuple[Attempt, ...] = ()
@@ -150,7 +156,7 @@ def plan(
         certified, attempts = _certified(problem, planner, answer), answer.attempts
     proof = certified.certificate
     assert proof is not None
-    status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else Status.FEASIBLE
+    status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
         proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts, proof.plans,
@@ -187,7 +193,9 @@ def _run(
     return plan_recomputing(info.run, problem, limits, on_progress, choices.recompute or "none")
 
 
-def _refused(problem: PipelineProblem, planner: str, answer: NoPlan, seconds: float) -> Result:
+def _refused(
+    problem: PipelineProblem, planner: str, answer: NoPlan, status: Status, seconds: float
+) -> Result:
     """No plan: the class that has none, or the best bound on those that it may have."""
     nowhere = why_nothing_fits(problem)
     if nowhere is not None:
@@ -203,7 +211,7 @@ def _refused(problem: PipelineProblem, planner: str, answer: NoPlan, seconds: fl
     known = (*every_plan_bounds(problem), *answer.bounds)
     best = best_of([bound for bound in known if bound.seconds < math.inf])
     return Result(
-        Status.NO_ANSWER, planner, None, None, best.seconds, None, best.proved_by, seconds,
+        status, planner, None, None, best.seconds, None, best.proved_by, seconds,
         answer.reason, answer.attempts, best.plans,
     )  # fmt: skip
 

@@ -78,7 +78,8 @@ def solve_schedule(
         note(_step(found))
     if found.status is not Status.OPTIMAL:
         found = _proved(problem, found, limits, began, note)
-    return replace(found, seconds=perf_counter() - began, progress=tuple(steps))
+    status = found.status if found.status is Status.OPTIMAL else limits.status(found=True)
+    return replace(found, status=status, seconds=perf_counter() - began, progress=tuple(steps))
 
 
 def _first(
@@ -98,8 +99,9 @@ def _improved(
     """Forward-backward improvement, for its share of the time."""
     assert found.timetable is not None
     target = found.bound * (1 + RELATIVE_TOLERANCE)
-    left = IMPROVEMENT * limits.seconds - (perf_counter() - began)
-    timetable = improve(problem, found.timetable, target, left, limits.seed)
+    share = replace(limits, seconds=IMPROVEMENT * limits.seconds)
+    left = replace(limits, seconds=share.left(perf_counter() - began))
+    timetable = improve(problem, found.timetable, target, left)
     better = _result(problem, timetable, "forward-backward", found.bounds, perf_counter() - began)
     return better if _cost(better) < _cost(found) else found
 
@@ -116,7 +118,7 @@ def _proved(
     model = ByIntervals(problem, found.timetable)
     form = model.apply()
     start = perf_counter() - began
-    left = max(0.0, limits.seconds - start)
+    left = limits.left(start)
 
     def seconds(step: Progress) -> None:
         objective = None if step.objective is None else step.objective * model.unit

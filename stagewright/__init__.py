@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from stagewright.executor.simulate import Simulation
     from stagewright.formulations.check import Violation
+    from stagewright.formulations.forms import StopToken
+    from stagewright.formulations.pipeline import PipelineProblem
     from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
     from stagewright.formulations.proofs import Verdict
     from stagewright.graphs.chain import Chain, load_model, save_model
@@ -78,6 +80,7 @@ def plan(
     seed: int = 0,
     memory_limit_bytes: float | None = None,
     choices: "Choices | None" = None,
+    stop: "StopToken | None" = None,
 ) -> "Result":
     """Plan one training iteration of ``chain`` on ``cluster``.
 
@@ -98,6 +101,11 @@ def plan(
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size and a period (:class:`~stagewright.solvers.planners.proposal.Choices`).
+    stop
+        Ends the search within about a second once it is set, by another thread or a signal
+        handler: a :class:`threading.Event`, or what has its ``is_set()``. The best checked plan so
+        far is the answer then, with the status ``interrupted``. Without a token Ctrl-C raises
+        KeyboardInterrupt, as everywhere, and what was found is lost.
 
     Returns
     -------
@@ -109,21 +117,24 @@ def plan(
     InputError
         If an argument cannot be planned: one line that says what and why.
     """
-    from stagewright.formulations.forms import Limits
-    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.formulations.forms import Limits, require_limits
+    from stagewright.graphs.units import require_type
+    from stagewright.solvers.planners.proposal import PeriodicChoices
     from stagewright.solvers.planning import plan as solve
 
-    problem = PipelineProblem(chain, cluster, microbatches, memory_limit_bytes)
-    return solve(problem, planner, Limits(time_limit, threads, seed), choices=choices)
+    limits = require_limits(Limits(time_limit, threads, seed, stop))
+    require_type(planner, str, "planner")
+    if choices is not None:
+        require_type(choices, PeriodicChoices, "choices")
+    problem = _problem(chain, cluster, microbatches, memory_limit_bytes)
+    return solve(problem, planner, limits, choices=choices)
 
 
 def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Violation, ...]":
     """Every rule that ``plan`` breaks as an answer for ``chain`` on ``cluster``; none if valid."""
     from stagewright.formulations.check import check as check_plan
-    from stagewright.formulations.pipeline import PipelineProblem
 
-    problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
-    return check_plan(problem, plan)
+    return check_plan(_problem_of(plan, chain, cluster), plan)
 
 
 def check_proofs(
@@ -152,10 +163,15 @@ def simulate(
     seed: int = 0,
 ) -> "Simulation":
     """Run the order of ``plan`` under the cost model; see :mod:`stagewright.executor.simulate`."""
-    from stagewright.executor.simulate import simulate as simulate_plan
-    from stagewright.formulations.pipeline import PipelineProblem
+    from collections.abc import Mapping
 
-    problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
+    from stagewright.executor.simulate import simulate as simulate_plan
+    from stagewright.graphs.units import require_seed, require_type
+
+    require_seed(seed, "seed")
+    if stragglers is not None:
+        require_type(stragglers, Mapping, "stragglers")
+    problem = _problem_of(plan, chain, cluster)
     return simulate_plan(problem, plan, jitter=jitter, stragglers=stragglers, seed=seed)
 
 
@@ -198,8 +214,44 @@ def allocate(
         If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
     """
     from stagewright.formulations.allocation import problem_of
-    from stagewright.formulations.forms import Limits
+    from stagewright.formulations.forms import Limits, require_limits
+    from stagewright.graphs.jobs import Workload
+    from stagewright.graphs.pool import Pool
+    from stagewright.graphs.units import require_amount, require_type
     from stagewright.solvers.policies import allocate as solve
 
+    for value, kind, name in (
+        (workload, Workload, "workload"), (pool, Pool, "pool"), (policy, str, "policy"),
+        (space_sharing, bool, "space_sharing"), (placement, bool, "placement"),
+    ):  # fmt: skip
+        require_type(value, kind, name)
+    if budget_dollars is not None:
+        require_amount(budget_dollars, "budget_dollars")
+    limits = require_limits(Limits(time_limit))
     problem = problem_of(workload, pool, space_sharing=space_sharing, placement=placement)
-    return solve(problem, policy, Limits(time_limit), budget_dollars=budget_dollars)
+    return solve(problem, policy, limits, budget_dollars=budget_dollars)
+
+
+def _problem(
+    chain: "Chain", cluster: "Cluster", microbatches: int, memory_limit_bytes: float | None
+) -> "PipelineProblem":
+    """The planning problem, of arguments that may be anything."""
+    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.graphs.chain import Chain
+    from stagewright.graphs.cluster import Cluster
+    from stagewright.graphs.units import require_amount, require_type
+
+    require_type(chain, Chain, "chain")
+    require_type(cluster, Cluster, "cluster")
+    if memory_limit_bytes is not None:
+        require_amount(memory_limit_bytes, "memory_limit_bytes")
+    return PipelineProblem(chain, cluster, microbatches, memory_limit_bytes)
+
+
+def _problem_of(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "PipelineProblem":
+    """The problem of the plan's number of microbatches."""
+    from stagewright.formulations.plan import PipelinePlan
+    from stagewright.graphs.units import require_type
+
+    require_type(plan, PipelinePlan, "plan")
+    return _problem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)

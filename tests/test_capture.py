@@ -420,10 +420,14 @@ def test_values_that_nobody_needs_do_not_pass() -> None:
     assert carried(layered, vectors(2)[0]) == [1, 1, 2, 2, 1, 1]
 
 
-def test_layers_train_as_functions_would() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).eval()
-    layered = capture(model)
+def test_every_module_keeps_its_mode() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH).eval(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    for form in (model, list(model)):
+        layered = capture(form)
+        modes = [m.training for layer in layered.layers for m in layer.module.modules()
+                 if isinstance(m, nn.BatchNorm1d | nn.Dropout)]  # fmt: skip
+        assert modes == [False, True]
     torch.manual_seed(0)
     (dropped,) = run(layered, torch.ones(4, WIDTH))
     torch.manual_seed(0)
-    assert torch.equal(dropped, F.dropout(model[0](torch.ones(4, WIDTH)), 0.5))
+    assert torch.equal(dropped, F.dropout(model[1](model[0](torch.ones(4, WIDTH))), 0.5))

@@ -160,7 +160,66 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
         assert "\n" not in str(refusal.value)
     else:  # one rank reads nothing, and hears of it all the same
         for line in ranks.run(read, 2, path, [[], [*STATE]]):
-            assert re.match(rf"{re.escape(str(path))} is damaged; remove it to[^\n]+$", line)
+            assert re.match(rf"{re.escape(str(path))} is damaged [^\n]+$", line)
+
+
+def find(
+    group: dist.ProcessGroup, rank: int, folder: Path, goal: int
+) -> tuple[Path | None, list[str]] | str:
+    told: list[str] = []
+    try:
+        return checkpoint.find(folder, True, Header(goal, "flush", "AdamW"), told.append), told
+    except InputError as error:
+        return str(error)
+
+
+FILES = [".metadata", "SHA256SUMS", "__0_0.distcp", "__1_0.distcp", "stagewright.json"]
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_flipped_byte_is_found_and_the_newest_whole_checkpoint_taken(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save, 2, tmp_path, (8, 10))
+    newest, older = tmp_path / "step-00000010", tmp_path / "step-00000008"
+    assert sorted(path.name for path in newest.iterdir()) == FILES
+    assert ranks.run(find, 2, tmp_path, 12) == [(newest, [])] * 2
+    for name in FILES:
+        for place in (0, -1):
+            flip(newest / name, place)
+            for path, told in ranks.run(find, 2, tmp_path, 12):
+                assert path == older
+                (line,) = told
+                assert re.fullmatch(
+                    rf"{re.escape(str(newest))} is damaged \([^\n]+\); going on from {older.name}",
+                    line,
+                )
+                assert name in line or name == "SHA256SUMS"
+            flip(newest / name, place)
+    flip(newest / FILES[0], 5)
+    (older / FILES[3]).unlink()
+    for line in ranks.run(find, 2, tmp_path, 12):
+        assert re.fullmatch(
+            r"[^\n]+step-00000010 is damaged \(.metadata [^\n]+step-00000008 is damaged "
+            r"\(__1_0.distcp [^\n]+; no whole checkpoint is left",
+            line,
+        )
+
+
+def test_a_damaged_checkpoint_is_replaced_when_the_run_comes_there_again(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save, 2, tmp_path, (8, 10))
+    flip(tmp_path / "step-00000010" / "__0_0.distcp", 7)
+    assert ranks.run(save, 2, tmp_path, (9,))[0] == ["step-00000008", "step-00000009"]
+    flip(tmp_path / "step-00000009" / "__0_0.distcp", 7)
+    assert ranks.run(save, 2, tmp_path, (9,))[0] == ["step-00000008", "step-00000009"]
+    assert checkpoint.find(tmp_path, True, Header(10, "flush", "AdamW")) is not None
 
 
 def save_on_a_full_disk(group: dist.ProcessGroup, rank: int, folder: Path) -> str | None:

@@ -192,7 +192,7 @@ def test_check_lists_every_broken_rule(files: Path) -> None:
 @pytest.mark.parametrize("command", ["check", "simulate"])
 def test_a_plan_for_another_problem_is_refused(command: str, files: Path) -> None:
     chain = load_model(files / "model.json")
-    save_model(replace(chain, microbatch_size=12), files / "model.json")
+    save_model(replace(chain, optimizer_bytes_per_parameter_byte=1.0), files / "model.json")
     assert "another problem" in refused(command, files / "plan.json", *given_to(files))
 
 
@@ -397,7 +397,9 @@ def test_plan_reports_an_infeasible_problem(tmp_path: Path) -> None:
     assert document["reason"]
     for name in ("cost_seconds", "gap", "stages", "peak_memory_bytes"):
         assert document[name] is None
-    assert "infeasible" in answered(*arguments, code=1)
+    assert re.fullmatch(
+        r"auto: infeasible after [^\n]+: [^\n]+ short\n", answered(*arguments, code=1)
+    )
     assert not (tmp_path / "plan.json").exists()
 
 
@@ -533,7 +535,7 @@ def test_jobshop_says_no_when_the_time_is_too_short() -> None:
     file = DATA / "jobshop" / "ft20.txt"
     document = answered_json("jobshop", file, "--time-limit", 1e-9, code=1)
     assert (document["status"], document["makespan"]) == ("no-answer", None)
-    assert "no answer in time" in answered("jobshop", file, "--time-limit", 1e-9, code=1)
+    assert "no answer (no-answer)" in answered("jobshop", file, "--time-limit", 1e-9, code=1)
 
 
 @pytest.mark.parametrize(

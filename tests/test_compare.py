@@ -185,9 +185,27 @@ def test_messages_of_two_replicas_to_three_are_one_transfer() -> None:
             ScheduledAction("g0", "0SEND_F0", 1.0, 7.0, two, three, 60.0),
             ScheduledAction("g2", "1SEND_B0", 8.0, 9.5, three, two, 60.0),
             ScheduledAction("g2", "1REDUCE_GRAD", 10.0, 12.5, three, three, 64.0),
+            ScheduledAction("g1", "0UPDATE", 13.0, 13.25),
+            ScheduledAction("g0", "0UPDATE", 13.0, 13.5),
+            ScheduledAction("g1", "0UPDATE", 14.0, 14.5),
         ),
         0.5,
     )
+
+
+def test_an_update_after_every_backward_is_a_part_of_it() -> None:
+    plan = replace(SPLIT_BACKWARD, weights="stash")
+    records = [
+        RankAction(1, "1I0", 1.0, 2.0),
+        RankAction(1, "1W0", 2.0, 3.0),
+        RankAction(1, "1UPDATE", 3.5, 4.0),
+        RankAction(1, "1W1", 5.0, 6.0),
+        RankAction(1, "1UPDATE", 6.0, 6.25),
+    ]
+    step = traced_step(plan, 0, records)
+    found = [(one.action, one.start_seconds, one.finish_seconds) for one in step.actions]
+    assert found == [("1I0", 1.0, 2.0), ("1W0", 2.0, 3.5), ("1W1", 5.0, 6.25)]
+    assert (step.iteration_seconds, step.update_seconds) == (6.25, 0.75)
 
 
 def test_nothing_is_received_before_it_is_sent() -> None:
@@ -283,7 +301,8 @@ def test_times_in_proportion_give_that_ratio_everywhere(
     comparison = compare(plan, made_trace(plan, [9.0, factor, factor]))
     assert set(ratios(comparison)) == {factor}
     assert all(stage.busy.ratio == pytest.approx(1.0) for stage in comparison.stages)
-    assert comparison.update_seconds == 0.25 * factor
+    planned = comparison.update_seconds.predicted
+    assert comparison.update_seconds == Pair(planned, 0.25 * factor)
 
 
 def test_a_plan_without_jitter_is_compared_with_its_own_figures() -> None:
@@ -304,7 +323,7 @@ def test_the_first_of_three_steps_is_warm_up_and_medians_count() -> None:
     comparison = compare(SPLIT_BACKWARD, made_trace(SPLIT_BACKWARD, [50.0, 2.0, 1.0, 4.0]))
     assert comparison.iteration_seconds == Pair(9.0, 18.0)
     assert (comparison.least_seconds, comparison.most_seconds) == (9.0, 36.0)
-    assert (comparison.steps, comparison.update_seconds) == (3, 0.5)
+    assert (comparison.steps, comparison.update_seconds) == (3, Pair(0.0, 0.5))
     assert set(ratios(comparison)) == {2.0, None}  # None: a transfer that was to take no time
     both = compare(SPLIT_BACKWARD, made_trace(SPLIT_BACKWARD, [3.0, 1.0]))
     assert (both.iteration_seconds, both.steps) == (Pair(9.0, 18.0), 2)

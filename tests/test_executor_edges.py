@@ -641,12 +641,14 @@ def test_stages_may_share_a_buffer_that_none_changes() -> None:
 def test_after_a_failed_step_there_is_no_other() -> None:
     batch = doubles(12, 1)[0]
     losses = {
-        "got \\(4,\\)": partial(F.cross_entropy, reduction="none"),
+        "got a tensor of shape \\(4,\\)": partial(F.cross_entropy, reduction="none"),
         "got float": lambda *_: 1.0,
     }
     for message, loss in losses.items():
         executor = Executor(alone(2), [linear(), linear()], loss, dtype=torch.float64)
-        with pytest.raises(InputError, match=f"one number that depends on the output, {message}"):
+        with pytest.raises(
+            InputError, match=f"one number that depends on the output, .*, {message}"
+        ):
             executor.step(*batch)
     with pytest.raises(InputError, match="a step failed before; make a new executor"):
         executor.step(*batch)

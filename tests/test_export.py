@@ -850,7 +850,7 @@ def test_command_writes_one_file_or_a_folder(tmp_path, capsys):
     assert said["remarks"] == ["ranks: 0 'g0', 1 'g1'"]
     with pytest.raises(InputError, match=r"my.csv is a file; 2 files need a folder"):
         run_command(tmp_path, plan, "torchtitan", "my.csv", model=model)
-    with pytest.raises(InputError, match="does not exist"):
+    with pytest.raises(InputError, match="No such file"):
         run_command(tmp_path, plan, "torch-csv", "no/my.csv")
 
 

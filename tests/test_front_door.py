@@ -1,6 +1,7 @@
 """``import stagewright``: plan, check, simulate, and the files that other programs read."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -211,12 +212,73 @@ def test_infeasible_is_an_answer(model):
     [
         ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
         ({"planner": "magic"}, "unknown planner 'magic'"),
+        ({"planner": []}, "planner must be a str"),
+        ({"time_limit": float("nan")}, "time_limit must be a positive number of seconds, got nan"),
+        ({"time_limit": float("inf")}, "time_limit must be a positive number of seconds, got inf"),
+        ({"time_limit": -1}, "time_limit must be a positive number of seconds, got -1"),
+        ({"time_limit": "10"}, "time_limit must be a number, got '10'"),
+        ({"time_limit": 10**400}, "time_limit must be a positive number of seconds"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"memory_limit_bytes": "8GB"}, "memory_limit_bytes must be a number, got '8GB'"),
+        ({"memory_limit_bytes": float("nan")}, "memory_limit_bytes must be finite"),
+        ({"choices": {"recompute": True}}, "choices must be a PeriodicChoices"),
+        ({"stop": True}, "stop must have is_set"),
     ],
 )
 def test_bad_arguments_get_one_line(model, cluster, arguments, message):
     with pytest.raises(stagewright.InputError, match=message) as caught:
         stagewright.plan(model, cluster, **arguments)
     assert "\n" not in str(caught.value)
+
+
+ANYTHING = (None, "8GB", float("nan"), -1, True, [], {}, object(), b"x", "a\0b", 10**400)
+
+
+def test_arguments_of_another_type_are_refused(tmp_path, monkeypatch, model, cluster):
+    monkeypatch.chdir(tmp_path)
+    plan = stagewright.plan(model, cluster, 2, "gpipe").plan
+    calls = [
+        lambda value: stagewright.plan(value, cluster),
+        lambda value: stagewright.plan(model, value),
+        lambda value: stagewright.check(value, model, cluster),
+        lambda value: stagewright.check(plan, value, cluster),
+        lambda value: stagewright.simulate(plan, model, value),
+        lambda value: stagewright.allocate(value, stagewright.parse_pool("v100=1")),
+        lambda value: stagewright.allocate(value, value),
+        lambda value: stagewright.save_plan(value, "x"),
+        lambda value: stagewright.save_model(value, "x"),
+        lambda value: stagewright.save_cluster(value, "x"),
+        stagewright.load_plan,
+        stagewright.load_model,
+        stagewright.load_cluster,
+        stagewright.load_workload,
+        stagewright.parse_pool,
+    ]
+    for call in calls:
+        for value in ANYTHING:
+            with pytest.raises(stagewright.InputError) as caught:
+                call(value)
+            assert "\n" not in str(caught.value)
+    for path in (None, -1, 1, True, [], b"x", "a\0b", "", tmp_path):
+        with pytest.raises(stagewright.InputError):
+            stagewright.save_plan(plan, path)
+    for option in ({"jitter": "1"}, {"jitter": 10**400}, {"seed": 0.5}, {"stragglers": ["s0g0"]}):
+        with pytest.raises(stagewright.InputError):
+            stagewright.simulate(plan, model, cluster, **option)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_swapped_arguments_are_told(model, cluster):
+    with pytest.raises(stagewright.InputError, match=r"chain must be a Chain, got .*Cluster"):
+        stagewright.plan(cluster, model)
+
+
+def test_a_plan_that_is_stopped_keeps_the_best(model, cluster):
+    stop = threading.Event()
+    stop.set()
+    result = stagewright.plan(model, cluster, 3, "exact", 600.0, stop=stop)
+    assert (result.status, result.plan) == (Status.INTERRUPTED, None)
 
 
 def test_names():

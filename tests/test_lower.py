@@ -18,6 +18,7 @@ from training_plans import (
     plan_in_order,
     plans,
     straight,
+    with_steps,
     zero_bubble_h1,
 )
 
@@ -870,3 +871,40 @@ def test_what_is_no_periodic_program_is_refused() -> None:
         broken = replace(plan, schedule=replace(schedule, actions=tuple(actions)))
         with pytest.raises(InvalidPlan, match=message):
             lower_periodic(broken)
+
+
+# --- The optimizer's steps of a plan -------------------------------------------------------------
+
+
+def test_an_update_is_where_the_plan_has_it() -> None:
+    plan = with_steps(interleaved([Stage((s, s + 1), (f"d{s % 2}",)) for s in range(4)], 2))
+    rows = shown(lower(plan).rows)
+    assert [row.count("UPDATE") for row in rows] == [2, 2]
+    for row, (early, late) in zip(rows, ((2, 0), (3, 1)), strict=True):
+        words = row.split()
+        assert words.index(f"{early}B1") < words.index(f"{early}UPDATE")
+        assert words.index(f"{early}UPDATE") + 1 == words.index(f"{late}B0")
+        assert words.index(f"{late}B1") < words.index(f"{late}UPDATE")
+    verify(plan, lower(plan))
+
+
+def test_updates_that_need_each_other_come_at_the_end() -> None:
+    plan = with_steps(interleaved([Stage((s, s + 1), (f"d{s % 2}",)) for s in range(4)], 2))
+    families = [frozenset((2, 3))]
+    program = lower(plan, families)
+    first, second = shown(program.rows)
+    assert first.endswith(" 0UPDATE 2UPDATE")
+    assert second.endswith(" 1UPDATE 3UPDATE")
+    verify(plan, program, families=families)
+    with pytest.raises(InvalidPlan, match="2UPDATE needs the gradients of other stages"):
+        verify(plan, lower(plan), families=families)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(5))
+def test_steps_of_random_plans_are_done_once(plan: PipelinePlan) -> None:
+    stepping = plan if plan.weights.startswith("stash") else with_steps(plan)
+    program = lower(stepping)
+    verify(stepping, program)
+    for row, without in zip(program.rows, lower(plan).rows, strict=True):
+        assert sorted(map(str, row)) == sorted(map(str, without))

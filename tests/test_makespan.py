@@ -170,7 +170,7 @@ def test_dispatch_keeps_every_rule(problem, seed, eagerness):
 @given(random_makespan(max_stages=4, max_microbatches=6))
 def test_improvement_never_worsens(problem):
     incumbent = list_schedule(problem, "1f1b")
-    better = improve(problem, incumbent, target=0.0, seconds=0.02, seed=0)
+    better = improve(problem, incumbent, target=0.0, limits=Limits(0.02))
     assert problem.evaluate(better) <= problem.evaluate(incumbent)
 
 
@@ -178,9 +178,9 @@ def test_improvement_stops_at_its_target_and_without_time():
     problem = unequal(4, 8, 4)
     incumbent = list_schedule(problem, "1f1b")
     cost = problem.evaluate(incumbent)
-    assert problem.evaluate(improve(problem, incumbent, cost, 60.0, 0)) == cost
-    assert problem.evaluate(improve(problem, incumbent, 0.0, 0.0, 0)) == cost
-    assert problem.evaluate(improve(problem, incumbent, 0.9 * cost, 60.0, 0)) <= 0.95 * cost
+    assert problem.evaluate(improve(problem, incumbent, cost, Limits(60.0))) == cost
+    assert problem.evaluate(improve(problem, incumbent, 0.0, Limits(0.0))) == cost
+    assert problem.evaluate(improve(problem, incumbent, 0.9 * cost, Limits(60.0))) <= 0.95 * cost
 
 
 # The assembly

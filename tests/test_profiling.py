@@ -2,6 +2,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_several_inputs_outputs_and_targets() -> None:
     ("batch", "sizes", "words"),
     [
         (vectors(3), (2, 4), "a microbatch of 4 samples .* has 3"),
-        (tokens(4), (2,), "layer 'first' does not run on the data"),
+        (tokens(4), (2,), "layer 'first' fails on inputs of shape"),
         ((vectors(4)[0], torch.zeros(4, 9)), (2,), "layer 'last' does not run on the data"),
         (((vectors(4)[0],) * 2, vectors(4)[1]), (2,), "2 input tensors .* takes 1"),
         ((vectors(4)[0].tolist(), vectors(4)[1]), (2,), "holds a float where a tensor must be"),
@@ -139,8 +140,48 @@ def test_autocast_halves_what_matrix_products_hand_over() -> None:
 
 
 def test_a_loss_must_be_one_number() -> None:
-    with pytest.raises(InputError, match=r"the loss has shape \(2,\)"):
+    with pytest.raises(InputError, match=r"one number .* a tensor of shape \(2,\)"):
         measured(Known(), vectors(4), (2,), loss=lambda outputs, targets: outputs.sum(1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), 0.0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1.0),
+        (torch.optim.Adam, 2.0),
+        (torch.optim.AdamW, 2.0),
+    ],
+)
+def test_the_optimizers_step_is_measured_layer_by_layer(optimizer: Any, state: float) -> None:
+    chain = measured(Known(), vectors(4), optimizer=optimizer, clips=state == 1.0)
+    assert chain.optimizer_bytes_per_parameter_byte == state
+    for layer in chain.layers:
+        (seconds,) = {cost.update_seconds for cost in layer.costs}
+        assert seconds is not None
+        assert (seconds > 0) == (layer.parameter_bytes > 0)
+
+
+def test_an_optimizer_that_does_not_take_a_layer_is_refused() -> None:
+    with pytest.raises(InputError, match=r"the optimizer does not take layer 'first': .*2D"):
+        measured(Known(), vectors(4), optimizer=torch.optim.Muon)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def test_layers_that_need_two_samples_are_marked() -> None:
+    least = [layer.min_samples for layer in measured(Normed(), vectors(4), (2, 4)).layers]
+    assert least == [None, 2, None]
+    assert {layer.min_samples for layer in measured(Known(), vectors(4), (2,)).layers} == {None}
+    with pytest.raises(InputError, match=r"layer 'norm' fails on inputs of .*more than 1"):
+        measured(Normed(), vectors(4), (1, 4))
 
 
 def _broken() -> Iterator[tuple[Tensor, Tensor]]:
@@ -168,8 +209,9 @@ def test_the_command_writes_a_model_that_can_be_planned(
 ) -> None:
     file = tmp_path / "model.json"
     named = {"model": "models:TiedTransformer", "data": "models:token_batches"}
+    momentum = "sgd:lr=0.1,momentum=0.9"
     more: dict[str, Any] = {"microbatch_sizes": "2,1", "rounds": 1, "output": file}
-    assert profile(**named, **more, dtype="bfloat16", optimizer_state=1, as_json=True) == 0
+    assert profile(**named, **more, dtype="bfloat16", optimizer=momentum, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["layers"] == 8
     chain = load_model(file)
     assert chain.name == "TiedTransformer"

@@ -163,11 +163,17 @@ def test_everything_that_was_asked_for_is_written(job: Job) -> None:
 
 def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     shutil.copytree(killed, job.folder / "again")
+    damaged = shutil.copytree(killed / "step-00000002", job.folder / "again" / "step-00000003")
+    with (damaged / "stagewright.json").open("a") as header:
+        header.write(" ")
     out, complaints = job.run(
         *("--checkpoint", "again", "--checkpoint-every", 2, "--resume"),
         *("--save-parameters", "resumed.pt"),
     )
-    assert complaints == []
+    assert complaints == [
+        "stagewright: again/step-00000003 is damaged (stagewright.json does not match SHA256SUMS); "
+        "going on from step-00000002"
+    ]
     assert re.search(r"^5 steps on 2 ranks, loss [\d.]+, .* per step\nresumed.pt is written$", out)
     require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)
     left = sorted(path.name for path in (job.folder / "again").iterdir())
@@ -307,12 +313,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--steps 0", "--steps"),
         ("--timeout -1", "--timeout"),
         ("--timeout inf", "--timeout"),
+        ("--clip-norm 0", "clip_norm must be a positive number, got 0"),
         ("--dtype int8", "--dtype"),
         ("--seed -1", "the seed must be from 0"),
         ("--checkpoint-every 2", "need --checkpoint"),
         ("--resume", "need --checkpoint"),
         ("--checkpoint nowhere/deep", "nowhere does not exist"),
-        ("--checkpoint two.json", "two.json is no folder"),
+        ("--checkpoint two.json", "--checkpoint would overwrite PLAN: both are two.json"),
         ("--checkpoint folder --resume", "no complete checkpoint in folder"),
         ("--save-parameters folder", "folder is a folder"),
         ("--trace nowhere/trace.json", "nowhere does not exist"),
@@ -360,6 +367,18 @@ def test_torch_must_be_there_in_a_version_that_is_known(
             launch.require_torch()
     monkeypatch.setattr(launch, "version", lambda _: "2.13.1+cu130")
     launch.require_torch()
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_torch_that_is_broken_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(name: str) -> None:
+        raise error(f"libtorch.so: cannot open\nshared {name} file")
+
+    monkeypatch.setattr(launch, "import_module", broken)
+    with pytest.raises(InputError, match=r"cannot be imported \(.*shared torch file\); install it"):
+        launch.require_torch()
 
 
 def test_the_help_page_needs_no_torch() -> None:

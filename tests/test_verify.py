@@ -1017,3 +1017,26 @@ def alive(plan: PipelinePlan, row: Row, now: int, footprints: list[Footprint]) -
         total += footprint.static_bytes + saved * footprint.saved_bytes
         total += working * footprint.working_bytes + versions * footprint.version_bytes
     return total
+
+
+def test_a_loss_that_is_normalised_over_devices_waits_for_all_of_them() -> None:
+    plan = gpipe([Stage((0, 1), ("d0", "d1"))], 2)
+    plan = replace(plan, weights="stash")
+    rows = [f"0F{m} 0B{m} 0REDUCE_GRAD 0UPDATE" for m in (0, 1)]
+    verify(plan, written(plan, *[" ".join(rows)] * 2))
+    crossed = written(plan, " ".join(rows), " ".join(reversed(rows)))
+    assert "rank 0 at 0B0 waits for 0F0 of rank 1; rank 1 at 0B1 waits for 0F1 of rank 0" in (
+        refusal(plan, crossed)
+    )
+
+
+def test_for_a_norm_every_stage_gives_its_gradients() -> None:
+    plan = overlapping([Stage((0, 1), ("d0", "d1")), Stage((1, 2), ("d2",))], 2)
+    families = [frozenset((0, 1))]
+    program = lower_periodic(plan, families)
+    verify(plan, program, families=families)
+    given = {one.action.stage for row in program.segments[-1] for one in row
+             if one.action.kind is REDUCE}  # fmt: skip
+    assert given == {0, 1}
+    with pytest.raises(InvalidProgram, match="0 all-reduces"):
+        verify(plan, lower_periodic(plan), families=families)

@@ -1,16 +1,18 @@
 """What training by a plan must give: the update equations, in one process, layer by layer.
 
-Of the executor only the layers, the seeds, and who works on which samples are used. Taken for
-granted:
+Of the executor only the layers, the seeds, and who has which samples of the loss are used. Taken
+for granted:
 
 - A mini-batch is cut along dimension 0 into equal microbatches, in order. The loss is a mean over
-  samples; where a microbatch is split, each device's mean is weighted by its share of them.
+  samples; where a microbatch is split, each device's mean is weighted by its share of them. Or it
+  is a sum and its count, and an update is by the sums' gradient over all that it is made of.
 - Under ``flush`` and ``double-buffer`` a step is one update by the mean of the microbatches'
   gradients. Under ``stash`` every microbatch is an update of its own, in the order in which the
   stage ends its backwards, and a step begins when all updates of the last one are done.
 - Version v of a stage is what its first v updates made, whichever microbatches they were of.
 - The optimizer treats every number on its own, as SGD and Adam do, and leaves a parameter without
   a gradient alone.
+- What a layer draws for a sample is what it draws for it in the whole microbatch.
 - Buffers are constant: running statistics depend on the order of the forwards and are refused.
 """
 
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stagewright.executor.capture import capture
+from stagewright.executor.capture import LayeredModel, capture
 from stagewright.executor.seeding import layer_seed
 from stagewright.executor.shares import rows
 from stagewright.formulations.actions import COMPUTE, ActionKind, parse_action
@@ -49,14 +51,15 @@ def train(
     loss: Callable[..., Tensor],
     optimizer: Optimizer,
     seed: int = 0,
+    clip_norm: float | None = None,
 ) -> Trained:
     """Do one step of ``plan`` per mini-batch (inputs, targets); ``model`` is left as it is."""
     captured = capture(deepcopy(model))
-    pieces = _Pieces([layer.module for layer in captured.layers], captured.single_output)
+    pieces = _Pieces(captured)
     if len(pieces.layers) != plan.stages[-1].layers[1]:
         raise ValueError(f"{len(pieces.layers)} layers, but the plan ends with {plan.stages[-1]}")
     rules = update_rules(plan)
-    units = [_Versions(weights, optimizer) for weights in pieces.units(plan, len(rules))]
+    units = [_Versions(weights, optimizer, clip_norm) for weights in pieces.units(plan, len(rules))]
     losses = []
     with torch.random.fork_rng(devices=[]):
         for step, (inputs, targets) in enumerate(batches):
@@ -140,7 +143,10 @@ def _synchronised(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
 class _Versions:
     """W(0), W(1), ... of some parameters, by the optimizer's steps on a plain copy."""
 
-    def __init__(self, weights: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], optimizer: Optimizer, clip_norm: float | None
+    ) -> None:
+        self._clip_norm = clip_norm
         self._newest = {key: value.detach().clone() for key, value in weights.items()}
         self._optimizer = optimizer(list(self._newest.values())) if weights else None
         self.made = [self._copy()]
@@ -148,6 +154,8 @@ class _Versions:
     def update(self, gradients: Gradients) -> None:
         for key, value in self._newest.items():
             value.grad = gradients[key]
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._newest.values(), self._clip_norm)
         if self._optimizer:
             self._optimizer.step()
         self.made.append(self._copy())
@@ -159,7 +167,7 @@ class _Versions:
 def _step(
     units: Sequence[_Versions],
     rules: Sequence[Rule],
-    loss_at: Callable[[Mapping[str, Tensor], int], Tensor],
+    loss_at: Callable[[Mapping[str, Tensor], int], tuple[Tensor, float]],
 ) -> float:
     """Make all new versions of a step; the mean loss.
 
@@ -169,33 +177,34 @@ def _step(
     newest = [len(unit.made) - 1 for unit in units]
 
     @cache
-    def gradient(m: int) -> tuple[float, Gradients]:
+    def gradient(m: int) -> tuple[float, float, Gradients]:
         weights: dict[str, Tensor] = {}
         for u, rule in enumerate(rules):
             weights |= version(u, max(0, newest[u] + rule.used[m]))
         weights = {key: value.clone().requires_grad_() for key, value in weights.items()}
-        loss = loss_at(weights, m)
+        loss, count = loss_at(weights, m)
         found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        return loss.item(), dict(zip(weights, found, strict=True))
+        return loss.item(), count, dict(zip(weights, found, strict=True))
 
     def version(u: int, number: int) -> dict[str, Tensor]:
         unit = units[u]
         while len(unit.made) <= number:
             turn = rules[u].rounds[len(unit.made) - 1 - newest[u]]
-            unit.update(_mean([gradient(m)[1] for m in turn]))
+            count = sum(gradient(m)[1] for m in turn)
+            unit.update(_quotient([gradient(m)[2] for m in turn], count or 1.0))
         return unit.made[number]
 
     for u, rule in enumerate(rules):
         version(u, newest[u] + len(rule.rounds))
-    losses = [gradient(m)[0] for m in range(len(rules[0].used))]
-    return sum(losses) / len(losses)
+    found = [gradient(m) for m in range(len(rules[0].used))]
+    return sum(one for one, *_ in found) / sum(count for _, count, _ in found)
 
 
-def _mean(gradients: Sequence[Gradients]) -> Gradients:
+def _quotient(gradients: Sequence[Gradients], count: float) -> Gradients:
     found: dict[str, Tensor | None] = {}
     for key in gradients[0]:
         given = [g for gradient in gradients if (g := gradient[key]) is not None]
-        found[key] = torch.stack(given).sum(0) / len(gradients) if given else None
+        found[key] = torch.stack(given).sum(0) / count if given else None
     return found
 
 
@@ -205,9 +214,9 @@ def _mean(gradients: Sequence[Gradients]) -> Gradients:
 class _Pieces:
     """The layers of a model; a parameter goes by the first of its names."""
 
-    def __init__(self, layers: Sequence[nn.Module], single_output: bool) -> None:
-        self.layers = layers
-        self._single_output = single_output
+    def __init__(self, captured: LayeredModel) -> None:
+        self.layers = layers = [layer.module for layer in captured.layers]
+        self._captured = captured
         self._key: dict[int, str] = {}
         self._trained: list[dict[str, nn.Parameter]] = []
         for layer in layers:
@@ -246,37 +255,32 @@ class _Pieces:
         plan: PipelinePlan,
         loss: Callable[..., Tensor],
         microbatches: Sequence[tuple[Values, Tensor]],
-        seed_of: Callable[[int, int, int], int],
+        seed_of: Callable[[int, int], int],
         weights: Mapping[str, Tensor],
         m: int,
-    ) -> Tensor:
-        """The mean loss of microbatch m; ``seed_of(m, lane, layer)`` stands before every layer."""
+    ) -> tuple[Tensor, float]:
+        """The loss of microbatch m and what it counts, 1 where it is a mean.
+
+        ``seed_of(m, layer)`` stands before every layer. Who works on which samples changes nothing
+        but of what the loss is a mean.
+        """
         values, targets = microbatches[m]
         samples = len(targets)
-        for stage, lanes in zip(plan.stages, rows(plan, samples), strict=True):
-            made = []
-            for lane, own in enumerate(lanes):
-                # What has no row for each sample, such as positions, is the same for all of them.
-                part = tuple(
-                    _take(value, own, samples) if len(value) == samples else value
-                    for value in values
-                )
-                for i in range(*stage.layers):
-                    torch.manual_seed(seed_of(m, lane, i))
-                    part = self._call(i, weights, part)
-                made.append(part)
-            order = torch.tensor([row for own in lanes for row in own]).argsort()
-            counts = [len(own) for own in lanes]
-            values = tuple(
-                _joined(parts, order) if list(map(len, parts)) == counts else parts[0]
-                for parts in zip(*made, strict=True)
-            )
-        shares = []
-        for own in lanes:
+        for i in range(len(self.layers)):
+            torch.manual_seed(seed_of(m, i))
+            values = self._call(i, weights, values)
+        shares, count = [], 0.0
+        for own in rows(plan, samples)[-1]:
             out = tuple(_take(value, own, samples) for value in values)
-            mean = loss(out[0] if self._single_output else out, _take(targets, own, samples))
-            shares.append(mean * len(own) / samples)
-        return torch.stack(shares).sum()
+            whole = out[0] if self._captured.single_output else out
+            found = loss(whole, _take(targets, own, samples))
+            if isinstance(found, tuple):
+                shares.append(found[0])
+                count += float(found[1])
+            else:
+                shares.append(found * len(own) / samples)
+                count += len(own) / samples
+        return torch.stack(shares).sum(), count
 
     def _call(self, i: int, weights: Mapping[str, Tensor], values: Values) -> Values:
         own = {name: weights[self._key[id(p)]] for name, p in self._trained[i].items()}
@@ -290,12 +294,3 @@ def _take(value: Tensor, own: tuple[int, ...], samples: int) -> Tensor:
     if value.dim() == 0 or len(value) != samples:
         raise ValueError(f"a value of shape {tuple(value.shape)} has no rows for {samples} samples")
     return value[list(own)]
-
-
-def _joined(parts: Sequence[Tensor], order: Tensor) -> Tensor:
-    """All samples in their own order again."""
-    return parts[0] if len(parts) == 1 and _sorted(order) else torch.cat(list(parts))[order]
-
-
-def _sorted(order: Tensor) -> bool:
-    return bool((order == torch.arange(len(order))).all())

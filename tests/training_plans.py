@@ -11,7 +11,7 @@ from math import lcm
 
 from hypothesis import strategies as st
 
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.pattern import Kept, Pattern, PatternProblem
 from stagewright.formulations.plan import (
     InvalidPlan,
@@ -73,6 +73,21 @@ def plan_in_order(
     return PipelinePlan(
         "", "test", "test", "test", microbatches, tuple(stages), schedule, weights=weights
     )
+
+
+def with_steps(plan: PipelinePlan, seconds: float = 0.0) -> PipelinePlan:
+    """``plan`` with an optimizer's step as soon as each stage may do it, beside what is done."""
+    ends: dict[int, float] = {}
+    for entry in plan.actions:
+        action = parse_action(entry.action)
+        if action.kind in (B, W, REDUCE):
+            ends[action.stage] = max(ends.get(action.stage, 0.0), entry.finish_seconds)
+    steps = tuple(
+        ScheduledAction(device, f"{s}UPDATE", ends[s], ends[s] + seconds)
+        for s, stage in enumerate(plan.stages)
+        for device in stage.devices
+    )
+    return replace(plan, schedule=Schedule(plan.actions + steps))
 
 
 def even_samples(stages: Sequence[Stage]) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.assembly import assemble
-from stagewright.formulations.forms import Limits, OnProgress, Status
+from stagewright.formulations.forms import Limits, OnProgress, Progress, Status
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Predicted
 from stagewright.formulations.plan_class import DISJOINT_SPLIT
@@ -87,7 +87,7 @@ class _Portfolio:
     refusals: dict[str, NoPlan] = field(default_factory=dict)
 
     def left(self) -> float:
-        return self.limits.seconds - (monotonic() - self.began)
+        return self.limits.left(monotonic() - self.began)
 
     def is_open(self) -> bool:
         """Whether there is a plan that time and bounds allow to improve."""
@@ -154,9 +154,13 @@ class _Portfolio:
         scheduling = scheduling_of(problem, self.best.stages)
         if scheduling is None:
             return NoPlan("only split stages on disjoint devices are rescheduled")
+
+        def without_bound(step: Progress) -> None:
+            on_progress(replace(step, bound=0.0))  # that of the schedules of these stages
+
         split = ~np.isnan(self.best.starts[ActionKind.INPUT_GRADIENT])
         known = None if split.any() else timetable_of(self.best.starts)
-        solved = solve_schedule(scheduling, "optimal", limits, on_progress, known)
+        solved = solve_schedule(scheduling, "optimal", limits, without_bound, known)
         assert solved.timetable is not None
         bound = Bound(solved.bound, solved.proved_by, "schedule", DISJOINT_SPLIT)
         starts = starts_of(problem, self.best.stages, solved.timetable)
@@ -177,7 +181,7 @@ class _Portfolio:
             if refusal.proved:
                 return replace(refusal, attempts=attempts)
         bounds = tuple(bound for refusal in general for bound in refusal.bounds)
-        return NoPlan("the time limit came before any plan was found", False, bounds, attempts)
+        return NoPlan(f"{self.limits.end} came before any plan was found", False, bounds, attempts)
 
 
 def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:

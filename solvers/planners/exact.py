@@ -34,6 +34,7 @@ PRECISION = 2e-7  # relative; plans that are better by less are not looked for
 FIRST_SECONDS = 1.0  # CP-SAT's first time limit for a schedule; every further turn has
 GROWTH = 4.0  # times the last one's
 STEPS = 2e7  # entries of the tables of bounds beyond which only the load is looked at
+TELLING_SECONDS = 0.5  # between two reports of the bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +82,7 @@ def plan_exact(
     """The exact joint reference; begins from SPP's plan and never returns a worse one."""
     began = perf_counter()
     first = plan_spp(problem, limits, on_progress)
-    left = max(0.0, limits.seconds - (perf_counter() - began))
+    left = limits.left(perf_counter() - began)
     known = first if isinstance(first, Proposal) else None
     return improve_exactly(problem, known, replace(limits, seconds=left), on_progress)
 
@@ -93,7 +94,7 @@ def improve_exactly(
     seconds = cost_of(problem, known) if known else math.inf
     answer = exact(problem, limits, on_progress, seconds)
     bounds = (Bound(answer.bound_seconds, JOINT_SEARCH, "problem", DISJOINT_SPLIT),)
-    ended = "complete" if answer.complete else "stopped at the time limit"
+    ended = "complete" if answer.complete else f"stopped by {limits.end}"
     notes = (f"{answer.plans} plans scheduled, {answer.proofs} by CP-SAT; {ended}",)
     if answer.stages is not None and answer.timetable is not None:
         return proposal_of(
@@ -103,7 +104,7 @@ def improve_exactly(
         return replace(known, bounds=(*known.bounds, *bounds), notes=notes)
     if answer.complete:
         return NoPlan("no partition of the layers fits in memory", plans=DISJOINT_SPLIT)
-    return NoPlan("no plan was found within the time limit", False, bounds)
+    return NoPlan(f"{limits.end} came before any plan was found", False, bounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +134,7 @@ class _Search:
         self._heap: list[tuple[int, float, int, int, Prefix | _Candidate]] = []
         self._number = count()
         self._closed = math.inf  # the least bound of all that was dismissed
+        self._told = 0.0  # when the bound was last reported
         self._seen: set[MakespanProblem] = set()
         self._done: dict[int, list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {}
         self._push(self._tree.root.bound, self._tree.root)
@@ -143,6 +145,7 @@ class _Search:
             if self._left() <= 0:
                 return False
             turn, bound, *_, item = heapq.heappop(self._heap)
+            self._tell(bound)
             if bound >= self._ceiling():
                 self._close(bound)
             elif isinstance(item, _Candidate):
@@ -153,6 +156,13 @@ class _Search:
                 self._push(bound, item)
                 return False
         return True
+
+    def _tell(self, bound: float) -> None:
+        """Report the bound now and then; ``bound`` is that of the item in hand."""
+        elapsed = perf_counter() - self.began
+        if elapsed > self._told + TELLING_SECONDS:
+            self._told = elapsed
+            self.on_progress(Progress(elapsed, None, min(bound, self.bound())))
 
     def bound(self) -> float:
         """No plan is shorter than this, up to the time of the best."""
@@ -237,7 +247,7 @@ class _Search:
         return self.cost * (1 - PRECISION)
 
     def _left(self) -> float:
-        return self.limits.seconds - (perf_counter() - self.began)
+        return self.limits.left(perf_counter() - self.began)
 
 
 def _row(scheduling: MakespanProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -15,8 +15,10 @@ import numpy as np
 
 from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.check import Blocks
+from stagewright.formulations.every_plan import why_nothing_fits
 from stagewright.formulations.forms import Limits, OnProgress, Progress
 from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.formulations.structure import Structure, misfit, structure_bound, work_of
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.every_plan import every_plan_bounds
@@ -60,6 +62,9 @@ def plan_general(
     known: Sequence[Proposal] = (),
 ) -> Proposal | NoPlan:
     """The best plan found that is not worse than the ``known`` ones."""
+    nowhere = why_nothing_fits(problem)
+    if nowhere is not None:
+        return NoPlan(nowhere, plans=EVERY_PLAN)
     asked = choices or Choices()
     if asked.recompute is None:
         asked = replace(asked, recompute="auto")
@@ -84,7 +89,11 @@ class _Search:
     def __post_init__(self) -> None:
         self.shuffle = random.Random(self.limits.seed)
         self.moves = Moves(self.problem, self.choices)
-        self.enough = max(bound.seconds for bound in every_plan_bounds(self.problem))
+        self.enough = max(
+            bound.seconds
+            for bound in every_plan_bounds(self.problem)
+            if bound.plans.contains(EVERY_FINITE)
+        )
 
     def run(self, known: Sequence[Proposal]) -> None:
         self._begin_with(known)
@@ -118,7 +127,7 @@ class _Search:
         return Structure(proposal.stages, tuple(split.all(axis=1).tolist()))
 
     def _over(self) -> bool:
-        late = monotonic() - self.began > self.limits.seconds
+        late = self.limits.left(monotonic() - self.began) <= 0
         return late or self.best.seconds <= self.enough * (1 + EQUAL)
 
     def _try_all(self, structures: Iterable[Structure]) -> None:

@@ -239,9 +239,7 @@ class _Search:
         if stages > JOINT_STAGES or self._left() <= 0:
             return
         known = None if self.best is None else (self.best.stages, self.best.pattern)
-        question = JointPatterns(
-            self.problem, groups, self.choices.periodic_recomputations
-        )
+        question = JointPatterns(self.problem, groups, self.choices.periodic_recomputations)
         answer = joint_optimum(question, self._limits(), incumbent=known)
         if answer.stages is not None and answer.pattern is not None:
             asked = self.figures.of(answer.stages)
@@ -300,7 +298,7 @@ class _Search:
             self.on_progress(Progress(perf_counter() - self.began, period, least))
 
     def _left(self) -> float:
-        return self.limits.seconds - (perf_counter() - self.began)
+        return self.limits.left(perf_counter() - self.began)
 
     def _limits(self) -> Limits:
         return replace(self.limits, seconds=max(0.1, self._left()))

@@ -45,7 +45,7 @@ def refine(
     queue = _neighbours(stages)
     while (neighbour := next(queue, None)) is not None:
         looked += 1
-        if looked > attempts or monotonic() - began > limits.seconds:
+        if looked > attempts or limits.left(monotonic() - began) <= 0:
             break
         found = _schedule(problem, neighbour, seconds * (1 - WORTH_IT))
         if found is not None:

@@ -82,7 +82,7 @@ def plan_spp(
     found = search_stage_counts(problem, limits, on_progress)
     if isinstance(found, NoPlan):
         return found
-    left = replace(limits, seconds=limits.seconds - (monotonic() - began))
+    left = replace(limits, seconds=limits.left(monotonic() - began))
     candidates = [*found.candidates, *_on_fewer_devices(problem, found, left, on_progress)]
     starts = sorted(candidates, key=_seconds)[:REFINED_STARTS]
     refined = _refined(problem, starts, limits, on_progress)
@@ -101,8 +101,8 @@ def _on_fewer_devices(
     work = problem.microbatches * float(cheapest_work(problem).sum())
     candidates: list[_Candidate] = []
     size = len(found.search.question.order) // 2
-    while size >= 1 and work / size < best.seconds and monotonic() - began < limits.seconds:
-        left = replace(limits, seconds=limits.seconds - (monotonic() - began))
+    while size >= 1 and work / size < best.seconds and limits.left(monotonic() - began) > 0:
+        left = replace(limits, seconds=limits.left(monotonic() - began))
         fewer = search_stage_counts(problem, left, on_progress, size, best)
         if isinstance(fewer, Searched):
             candidates += fewer.candidates
@@ -130,21 +130,21 @@ def search_stage_counts(
     # Every device of the order gets a stage; beyond these no layer can be split among more.
     usable = int(problem.replicas_per_layer.sum())
     order = recursive_device_order(problem.cluster)[: min(usable, size or usable)]
-    if monotonic() - began > limits.seconds:
-        return NoPlan("the time limit came before any partition was found", proved=False)
-    search = PartitionSearch(BalancedPartition(problem, order))
+    if limits.left(monotonic() - began) <= 0:
+        return NoPlan(f"{limits.end} came before any partition was found", proved=False)
+    search = PartitionSearch(BalancedPartition(problem, order), limits=limits)
     ratio = COARSE_RATIO if len(order) * len(problem.chain) > EXACT_UP_TO else 0.0
     candidates = _first_candidates(problem, search)
     if not search.found:
         # 1F1B's warm-up does not fit in memory: a single microbatch in flight may, at some loss.
-        search = PartitionSearch(BalancedPartition(problem, order, held=1))
+        search = PartitionSearch(BalancedPartition(problem, order, held=1), limits=limits)
         candidates = _first_candidates(problem, search)
     best = min([*candidates, *([known] if known else [])], key=_seconds, default=None)
     paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
     solved: list[int] = []
     late = False
     for count in sorted(search.bound, reverse=True):
-        late = monotonic() - began > limits.seconds and best is not None
+        late = limits.left(monotonic() - began) <= 0 and best is not None
         ceiling = best.seconds if best else math.inf
         if late or max(search.bound[count], paths[count]) >= ceiling:
             continue
@@ -157,11 +157,10 @@ def search_stage_counts(
         candidates.append(candidate)
         if candidate.seconds < ceiling:
             best = candidate
-            on_progress(Progress(monotonic() - began, best.seconds, min(search.bound.values())))
+            # Bottlenecks bound the plans of this order of devices alone.
+            on_progress(Progress(monotonic() - began, best.seconds, 0.0))
     if best is None:
-        proved = _is_proof(problem)
-        plans = DISJOINT_SPLIT if proved else None
-        return NoPlan(_why_nothing_fits(search), proved, plans=plans)
+        return _nothing_found(search)
     notes = _notes(search, paths, solved, best, ratio, late)
     return Searched(search, tuple(candidates), best, notes)
 
@@ -200,6 +199,14 @@ def _is_proof(problem: PipelineProblem) -> bool:
     )
 
 
+def _nothing_found(search: PartitionSearch) -> NoPlan:
+    if search.limits.stopped():
+        return NoPlan(f"{search.limits.end} came before any partition was found", proved=False)
+    proved = _is_proof(search.question.problem)
+    plans = DISJOINT_SPLIT if proved else None
+    return NoPlan(_why_nothing_fits(search), proved, plans=plans)
+
+
 def _why_nothing_fits(search: PartitionSearch) -> str:
     """The stage that is short of memory in the partition that comes nearest to fitting."""
     problem = search.question.problem
@@ -223,7 +230,7 @@ def _seconds(candidate: _Candidate) -> float:
 def _first_candidates(problem: PipelineProblem, search: PartitionSearch) -> list[_Candidate]:
     """Widen the limit until partitions are found; schedule the most promising of them."""
     limit = min(search.bound.values())
-    while not search.found and min(search.bound.values()) < math.inf:
+    while not (search.found or search.limits.stopped()) and min(search.bound.values()) < math.inf:
         limit = search.next_limit(limit)
         search.test(limit)
     candidates = []
@@ -305,5 +312,5 @@ def _notes(
         f"of {len(paths)} stage counts: W solved {exactness} for {len(solved)} "
         f"in {search.passes} passes, {by_bottleneck} dismissed by their bottleneck, "
         f"{by_path} by the shortest path of a microbatch",
-        *(["stopped at the time limit"] if late else []),
+        *([f"stopped by {search.limits.end}"] if late else []),
     )

@@ -88,7 +88,7 @@ def _in_runs(problem: AllocationProblem, value: Floats, floor: Floats, limits: L
         some = replace(problem, table=_with_pairs(problem.table, pairs))
         valid = polytope(some, group_by(some, run))
         form = fifo.value_program(valid, value, floor)
-        left = Limits(max(0.0, until - perf_counter()), limits.threads, limits.seed)
+        left = replace(limits, seconds=max(0.0, until - perf_counter()))
         answer = solve_form(form, None, left)
         if answer.values is None or answer.duals is None:
             status = Status.FEASIBLE if best.allocation is not None else answer.status

@@ -1,7 +1,7 @@
 """Finish-time fairness; see ``formulations.policies.finish_time``."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from stagewright.formulations.allocation import Allocation, AllocationProblem
@@ -52,7 +52,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
     tried: list[tuple[float, float]] = []
     status, backend = Status.FEASIBLE, ""
     while not bracket.closed and len(tried) < MOST_PROGRAMS:
-        left = Limits(max(0.0, until - perf_counter()), limits.threads, limits.seed)
+        left = replace(limits, seconds=max(0.0, until - perf_counter()))
         level = max_level(
             problem, finish_time.needs(problem, rho), limits=left, tolerance=bracket.precision
         )

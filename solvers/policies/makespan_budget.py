@@ -66,8 +66,7 @@ def solve(
     began = perf_counter()
 
     def left() -> Limits:
-        seconds = max(0.0, limits.seconds - (perf_counter() - began))
-        return Limits(seconds, limits.threads, limits.seed)
+        return replace(limits, seconds=limits.left(perf_counter() - began))
 
     best = _best(problem, budget_dollars, left)
     if best.answer.status is Status.INFEASIBLE:

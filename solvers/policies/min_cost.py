@@ -48,8 +48,7 @@ def solve_above(problem: AllocationProblem, floor: Floats, limits: Limits) -> Al
     began = perf_counter()
 
     def left() -> Limits:
-        seconds = max(0.0, limits.seconds - (perf_counter() - began))
-        return Limits(seconds, limits.threads, limits.seed)
+        return replace(limits, seconds=limits.left(perf_counter() - began))
 
     def attempt(groups: Groups) -> Attempt[_Best]:
         found = _ratio(problem, groups, floor, left())

@@ -28,8 +28,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
     began = perf_counter()
 
     def left() -> Limits:
-        seconds = max(0.0, limits.seconds - (perf_counter() - began))
-        return Limits(seconds, limits.threads, limits.seed)
+        return replace(limits, seconds=limits.left(perf_counter() - began))
 
     floor = np.where(slo.too_fast(problem), 0.0, slo.needs(problem))
     if not _fit(problem, floor, left()):

@@ -1,5 +1,9 @@
 """The command line. Heavy libraries are imported by the commands that need them, when they run."""
 
+import contextlib
+import errno
+import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -13,6 +17,7 @@ from stagewright.cli.doctor import doctor
 from stagewright.cli.exporting import export
 from stagewright.cli.inputs import cluster, import_, model
 from stagewright.cli.makespans import jobshop, schedule
+from stagewright.cli.outputs import checked
 from stagewright.cli.planning import plan, planners
 from stagewright.cli.plans import check, show, simulate
 from stagewright.cli.profiling import profile, profile_links
@@ -23,22 +28,47 @@ from stagewright.graphs.errors import InputError
 # Everything that typer raises for a wrong command line; typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
 
 class Commands(TyperGroup):
     """The commands; bad input ends each of them with one line on stderr and exit code 2."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command and exit with the code that it returns: 0 answered, 1 the answer is no."""
+        _print_any_name()
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
+            sys.stdout.flush()
         except InputError as error:
             message = str(error)
         except UsageError as error:
             message = error.format_message()  # type: ignore[attr-defined]
+        except BrokenPipeError:
+            _drop_output()
+            sys.exit(1)
+        except OSError as error:
+            if error.errno not in FULL or error.filename is not None:
+                raise
+            _drop_output()
+            message = f"standard output cannot be written: {error.strerror}"
         else:
             sys.exit(code or 0)
         print(f"stagewright: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _print_any_name() -> None:
+    """Spell what the terminal cannot show by its code, where a traceback would come."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Let what is left in the buffer of stdout vanish: nobody can take it."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(
@@ -60,7 +90,8 @@ PANELS = {
 }
 for panel, commands in PANELS.items():
     for command in commands:
-        app.command(command.__name__.strip("_").replace("_", "-"), rich_help_panel=panel)(command)
+        name = command.__name__.strip("_").replace("_", "-")
+        app.command(name, rich_help_panel=panel)(checked(command))
 
 
 @app.callback(invoke_without_command=True)

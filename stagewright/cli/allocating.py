@@ -16,8 +16,8 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
     read_limits,
-    require_folder,
 )
+from stagewright.cli.outputs import Reads
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ Accelerators = Annotated[
         help="Accelerators as v100=36,p100=9x4@1.46 (9 servers of 4 at $1.46 an hour), or a file.",
         metavar="FILE|NAME=COUNT,...",
     ),
+    Reads(),
 ]
 PolicyName = Annotated[
     str, typer.Option("--policy", help="One of those that `stagewright policies` lists.")
@@ -69,7 +70,6 @@ def allocate(
     """Divide the accelerators' time among jobs; exit code 1 if what is asked cannot be had."""
     from stagewright.formulations.allocation_plan import save_allocation
 
-    require_folder(output)
     limits = read_limits(time_limit, 1, 0)
     workload, pool, problem = read_allocation_problem(jobs, cluster, space_sharing, placement)
     from stagewright.solvers.policies import allocate as solve

@@ -16,8 +16,8 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
     progress,
-    require_folder,
 )
+from stagewright.cli.outputs import Writes
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -105,10 +105,14 @@ def cloud(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the prices and the plan, PNG.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Draw the prices and the plan, PNG.", metavar="FILE"),
+        Writes(".png"),
     ] = None,
     save_prices: Annotated[
-        Path | None, typer.Option(help="Write the prices as one prices file.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the prices as one prices file.", metavar="FILE"),
+        Writes(".json"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -117,7 +121,6 @@ def cloud(
     from stagewright.graphs.prices import MAX_GPUS
     from stagewright.graphs.units import require_count
 
-    require_folder(plot, save_prices)
     require_count(gpus, "--gpus", MAX_GPUS)
     names = _names(strategy)
     at_home = _home(home)

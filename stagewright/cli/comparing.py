@@ -13,8 +13,8 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
     progress,
-    require_folder,
 )
+from stagewright.cli.outputs import Writes
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def compare(
     png: Annotated[
         Path | None,
         typer.Option(help="Draw both timelines above each other.", metavar="FILE"),
+        Writes(".png"),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="Model file that was planned.", metavar="FILE")
@@ -38,6 +39,7 @@ def compare(
     corrected: Annotated[
         Path | None,
         typer.Option(help="Write the model with its times corrected by the run.", metavar="FILE"),
+        Writes(".json"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -48,7 +50,6 @@ def compare(
 
     if (model is None) != (corrected is None):
         raise InputError("give --model and --corrected together: what to correct, where to write")
-    require_folder(png, corrected)
     planned, run = load_plan(plan), load_trace(trace)
     comparison = lay_beside(planned, run)
     if model is not None and corrected is not None:
@@ -106,7 +107,7 @@ def _comparison_json(comparison: "Comparison", run: "Trace") -> dict[str, Any]:
         "period_seconds": None
         if period is None
         else _pair_json(period.seconds) | {"microbatches": period.microbatches},
-        "update_seconds": comparison.update_seconds,
+        "update_seconds": _pair_json(comparison.update_seconds),
         "kinds": {
             one.kind: {"count": one.count, "seconds": _pair_json(one.seconds)}
             for one in comparison.kinds
@@ -151,10 +152,11 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
          "busy", "measured"],
         stages,
     )  # fmt: skip
+    update = comparison.update_seconds
+    note = "" if update.predicted else ", which is not predicted"
     print_lines(
         _headline(comparison),
-        f"the optimizer took {format_seconds(comparison.update_seconds)} a step, "
-        "which is not predicted",
+        f"the optimizer took {format_seconds(update.measured)} a step{note}",
     )
 
 

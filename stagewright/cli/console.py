@@ -6,19 +6,23 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.graphs.errors import InputError
+from stagewright.cli.outputs import Writes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
-    from stagewright.formulations.forms import Limits, OnProgress, Progress
+    from stagewright.formulations.forms import Limits, OnProgress, Progress, StopToken
     from stagewright.formulations.pipeline import PipelineProblem
 
+BEGAN = monotonic()  # the command line is imported when a command begins
 WIDTH_WITHOUT_TERMINAL = 120
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -33,12 +37,20 @@ Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 LossFunction = Annotated[
     str | None,
     typer.Option(
-        help="Mean loss of (outputs, targets); cross-entropy if left out.",
+        help="Loss of (outputs, targets): a mean, or (sum, count); cross-entropy if left out.",
         metavar="PACKAGE:FUNCTION",
     ),
 ]
+Optimizer = Annotated[
+    str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
+]
+ClipNorm = Annotated[
+    float | None, typer.Option(help="Scale gradients whose norm over all parameters is larger.")
+]
 OutputFile = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Where to write.", metavar="FILE")
+    Path | None,
+    typer.Option("--output", "-o", help="Where to write; - is standard output.", metavar="FILE"),
+    Writes(".json"),
 ]
 
 DEFAULT_THREADS = min(8, os.cpu_count() or 1)
@@ -82,10 +94,9 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 @contextmanager
-def progress(task: str) -> Iterator["OnProgress"]:
+def progress(task: str, stop: "StopToken | None" = None) -> Iterator["OnProgress"]:
     """Show ``task`` and its progress on stderr while the body runs, where that is a terminal."""
     from rich.console import Console
-    from rich.markup import escape
 
     from stagewright.formulations.forms import silent
 
@@ -93,40 +104,60 @@ def progress(task: str) -> Iterator["OnProgress"]:
     if not console.is_terminal:
         yield silent
         return
-    task = escape(task)
-    with console.status(task) as status:
-
-        def report(news: "Progress") -> None:
-            best = "none yet" if news.objective is None else f"{news.objective:.6g}"
-            status.update(f"{task}: {news.seconds:.0f} s, best {best}, bound {news.bound:.6g}")
-
-        yield report
+    line = ProgressLine(task, stop)
+    spinner = "dots" if console.encoding.startswith("utf") else "line"
+    with console.status(line, spinner=spinner):
+        yield line.take
 
 
-def require_folder(*paths: Path | None) -> None:
-    """Refuse output files that cannot be written, before any work is done for them."""
-    for path in paths:
-        if path is None:
-            continue
-        if path.is_dir():
-            raise InputError(f"{path} is a folder; name a file in it")
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: the folder {path.parent} does not exist")
-        if not os.access(path.parent, os.W_OK):
-            raise InputError(f"{path}: the folder {path.parent} is not writable")
+@dataclass
+class ProgressLine:
+    """Task, time since the command began, best answer, best bound and gap; drawn again and again.
+
+    The time goes on also where nothing is reported.
+    """
+
+    task: str
+    stop: "StopToken | None" = None
+    best: float = math.inf
+    bound: float = -math.inf
+    reported: bool = False
+
+    def take(self, news: "Progress") -> None:
+        """Keep what is better than what is known."""
+        self.reported = True
+        self.best = self.best if news.objective is None else min(self.best, news.objective)
+        self.bound = max(self.bound, news.bound)
+
+    def __rich__(self) -> "Text":
+        from rich.text import Text
+
+        told = f"{self.task}: {monotonic() - BEGAN:.0f} s"
+        if self.reported:
+            bound = min(self.bound, self.best)
+            best, gap = "none yet", ""
+            if self.best < math.inf:
+                best, gap = f"{self.best:.6g}", f", gap {percent(_gap(self.best, bound))}"
+            told += f", best {best}, bound {bound:.6g}{gap}"
+        if self.stop is not None and self.stop.is_set():
+            told += "; stopping, once more Ctrl-C ends it at once"
+        return Text(told)
+
+
+def _gap(best: float, bound: float) -> float:
+    return (best - bound) / best if best > 0 else 0.0
 
 
 def read_limits(seconds: float, threads: int, seed: int) -> "Limits":
     """The limits of a search from the options of a command."""
-    from stagewright.formulations.forms import Limits
+    from stagewright.formulations.forms import Limits, require_limits
 
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise InputError(f"--time-limit must be a positive number of seconds, got {seconds:g}")
-    if threads < 1:
-        raise InputError(f"--threads must be at least 1, got {threads}")
-    if not 0 <= seed < 2**31:
-        raise InputError(f"--seed must be from 0 to {2**31 - 1}, got {seed}")
-    return Limits(seconds, threads, seed)
+    return require_limits(Limits(seconds, threads, seed), spelled)
+
+
+def spelled(name: str) -> str:
+    """The option of an argument's name."""
+    return f"--{name.replace('_', '-')}"
 
 
 def read_problem(

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from stagewright.cli.console import JsonFlag, PlanFile, print_json, print_lines, require_folder
+from stagewright.cli.console import JsonFlag, PlanFile, print_json, print_lines
+from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
 from stagewright.graphs.errors import InputError
 
 
@@ -23,6 +24,7 @@ def export(
         typer.Option(
             "--output", "-o", help="The file, or a folder for several.", metavar="FILE_OR_FOLDER"
         ),
+        Writes(several=True),
     ],
     model: Annotated[
         Path | None,
@@ -75,6 +77,9 @@ def export(
             print_lines(f"{plan} cannot run: {error}")
         return 1
     paths = _paths(output, list(files))
+    given = (("PLAN", plan), ("--model", model), ("--cluster", cluster))
+    inputs = [Named(name, path) for name, path in given if path is not None]
+    require_apart([Named("--output", path) for path in paths], inputs)
     for path, text in zip(paths, files.values(), strict=True):
         write_text(path, text)
     told = remarks(answer, to)
@@ -89,12 +94,12 @@ def export(
 def _paths(output: Path, names: list[str]) -> list[Path]:
     """Where to write: one file as or into ``output``, several into it, a folder that is made."""
     if len(names) == 1 and not output.is_dir():
-        require_folder(output)
+        if output.suffix and output.suffix != Path(names[0]).suffix:
+            raise InputError(f"--output {output}: a name such as {names[0]} is needed")
         return [output]
     if not output.is_dir():
         if output.exists():
             raise InputError(f"--output {output} is a file; {len(names)} files need a folder")
-        require_folder(output)
         output.mkdir()
     paths = [output / name for name in names]
     require_folder(*paths)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.cli.console import JsonFlag, OutputFile, print_json, print_lines, require_folder
+from stagewright.cli.console import JsonFlag, OutputFile, print_json, print_lines
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def import_(
     from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
     from stagewright.graphs.importers.pipedream import read_pipedream
 
-    require_folder(output)
     if (source is Source.GAVEL) != (throughputs is not None):
         raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
     if throughputs is not None:
@@ -126,7 +125,6 @@ def model(
     """Write the analytic profile of a named model: computed from FLOPs and bytes, not measured."""
     from stagewright.graphs.analytic import analytic_model
 
-    require_folder(output)
     given = {
         "layers": layers,
         "hidden": hidden,
@@ -183,7 +181,6 @@ def cluster(
     from stagewright.graphs import documents, topology
     from stagewright.graphs.units import parse_bandwidth, parse_bytes
 
-    require_folder(output)
     given = [shape is not None, matrix is not None, nvidia_smi is not None, dgx1]
     if sum(given) != 1:
         raise InputError("give one of: a shape such as 8x4, --matrix, --nvidia-smi, --dgx1")

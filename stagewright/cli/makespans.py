@@ -1,5 +1,6 @@
 """``schedule`` and ``jobshop``: scheduling problems in plain numbers, without a model."""
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,6 +21,7 @@ from stagewright.cli.console import (
     progress,
     read_limits,
 )
+from stagewright.cli.interrupts import interruptible
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ def schedule(
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.solvers.scheduling import solve_schedule
 
-    with progress("scheduling") as on_progress:
+    with interruptible() as stop, progress("scheduling", stop) as on_progress:
+        limits = replace(limits, stop=stop)
         result = solve_schedule(problem, kind.value, limits, on_progress)
     document = {
         "status": result.status,
@@ -117,8 +120,8 @@ def jobshop(
 
     limits = read_limits(time_limit, threads, seed)
     problem = parse_jobshop(read_text(file), str(file))
-    with progress(f"scheduling {file.name}") as on_progress:
-        result = solve_jobshop(problem, limits, on_progress)
+    with interruptible() as stop, progress(f"scheduling {file.name}", stop) as on_progress:
+        result = solve_jobshop(problem, replace(limits, stop=stop), on_progress)
     machines = len({machine for steps in problem.jobs for machine, _ in steps})
     document = {
         "status": result.status,
@@ -136,7 +139,7 @@ def jobshop(
     if as_json:
         print_json(document)
     else:
-        found = "no answer in time" if result.cost is None else f"makespan {result.cost}"
+        found = "no answer" if result.cost is None else f"makespan {result.cost}"
         print_lines(
             f"{file.name}: {len(problem.jobs)} jobs on {machines} machines",
             f"{found} ({result.status}), bound {result.bound} by {result.proved_by}, "

@@ -1,6 +1,6 @@
 """``plan`` and ``planners``: from a model and a cluster to a certified plan."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -20,8 +20,8 @@ from stagewright.cli.console import (
     progress,
     read_limits,
     read_problem,
-    require_folder,
 )
+from stagewright.cli.interrupts import interruptible
 from stagewright.cli.plans import class_json, plan_json, print_plan
 
 if TYPE_CHECKING:
@@ -68,10 +68,13 @@ def plan(
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time."""
+    """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time.
+
+    Ctrl-C (or SIGTERM) ends the search and keeps the best plan found so far; a second one ends
+    at once.
+    """
     from stagewright.graphs.units import parse_bytes
 
-    require_folder(output)
     limits = read_limits(time_limit, threads, seed)
     most = None if memory_limit is None else parse_bytes(memory_limit)
     problem = read_problem(model, cluster, microbatches, most)
@@ -81,7 +84,8 @@ def plan(
     from stagewright.solvers.planning import plan as solve
 
     choices = Choices(cast("Recomputation | None", recompute), offload, group_size, period)
-    with progress("planning") as on_progress:
+    with interruptible() as stop, progress("planning", stop) as on_progress:
+        limits = replace(limits, stop=stop)
         result = solve(problem, planner, limits, on_progress=on_progress, choices=choices)
     if output is not None and result.plan is not None:
         save_plan(result.plan, output)
@@ -116,6 +120,7 @@ def _result_json(problem: "PipelineProblem", result: "Result") -> dict[str, Any]
 
 
 def _print_result(problem: "PipelineProblem", result: "Result") -> None:
+    from stagewright.formulations.forms import Status
     from stagewright.graphs.units import format_seconds
 
     if result.plan is not None:
@@ -125,6 +130,8 @@ def _print_result(problem: "PipelineProblem", result: "Result") -> None:
     reason = f": {result.reason}" if shown else ""
     of = " in its class" if result.status == "optimal" and str(result.plans) != "every plan" else ""
     print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
+    if result.plan is None and result.status is not Status.NO_ANSWER:
+        return  # the reason says it all
     rows = []
     for one in result.attempts:
         cost = "-" if one.cost_seconds is None else format_seconds(one.cost_seconds)

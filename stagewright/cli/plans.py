@@ -23,8 +23,8 @@ from stagewright.cli.console import (
     progress,
     read_limits,
     read_problem,
-    require_folder,
 )
+from stagewright.cli.outputs import Writes
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -132,11 +132,17 @@ def simulate(
 def show(
     plan: PlanFile,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page with the timeline.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write a page with the timeline.", metavar="FILE"),
+        Writes(".html", ".htm"),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a picture.", metavar="FILE")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Write a picture.", metavar="FILE"), Writes(".png")
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a trace for Perfetto or Chrome.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write a trace for Perfetto or Chrome.", metavar="FILE"),
+        Writes(".json"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -146,7 +152,6 @@ def show(
     from stagewright.executor.timeline import write_trace
     from stagewright.formulations.plan import load_plan
 
-    require_folder(html, png, trace)
     answer = load_plan(plan)
     writers: tuple[tuple[Path | None, Callable[[PipelinePlan, Path], None]], ...] = (
         (html, write_html),

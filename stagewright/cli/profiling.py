@@ -7,7 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from stagewright.cli.console import JsonFlag, LossFunction, OutputFile, require_folder
+from stagewright.cli.console import (
+    ClipNorm,
+    JsonFlag,
+    LossFunction,
+    Optimizer,
+    OutputFile,
+)
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.errors import InputError
 
@@ -41,24 +47,22 @@ def profile(
         Literal["float64", "float32", "bfloat16"],
         typer.Option(help="Type of the computation; bfloat16 is autocast of float32 parameters."),
     ] = "float32",
-    optimizer_state: Annotated[
-        int,
-        typer.Option(help="State per parameter: SGD 0, with momentum 1, Adam 2.", min=0, max=2),
-    ] = 2,
+    optimizer: Optimizer = "adamw",
+    clip_norm: ClipNorm = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Measure a torch module layer by layer and write its model file."""
     from stagewright.executor.launch import require_torch
 
-    require_folder(output)
     sizes = _read_sizes(microbatch_sizes)
     require_torch()
     import torch
-    from torch.nn.functional import cross_entropy
 
     from stagewright.cli.factories import load_factory
+    from stagewright.cli.running import parse_optimizer
     from stagewright.executor.initialise import initialise
+    from stagewright.executor.losses import cross_entropy
     from stagewright.executor.profiling import Machine, first_batch, measure_layers
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -68,6 +72,7 @@ def profile(
     machine = Machine(torch.device(device), threads, kind)
     make = load_factory(model, "--model")
     of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
+    stepping = parse_optimizer(optimizer)
     batch = first_batch(load_factory(data, "--data")())
     with _reporting("profiling") as report:
         report("making the model")
@@ -81,7 +86,8 @@ def profile(
             rounds=rounds,
             autocast=None if computed == own else computed,
             name=model.rpartition(":")[2],
-            optimizer_state=optimizer_state,
+            optimizer=stepping,
+            clips=clip_norm is not None,
             on_progress=report,
         )
     return hand_out(chain, output, as_json)
@@ -111,7 +117,6 @@ def profile_links(
     from stagewright.executor.launch import is_rank, joined, launch, require_torch
     from stagewright.graphs.units import parse_bytes
 
-    require_folder(output)
     lengths = [round(parse_bytes(size)) for size in sizes.split(",")]
     memory_bytes = None if memory is None else parse_bytes(memory)
     require_torch()

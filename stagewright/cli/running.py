@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stagewright.cli.console import (
+    ClipNorm,
     JsonFlag,
     LossFunction,
+    Optimizer,
     PlanFile,
     Seed,
     print_json,
     print_lines,
-    require_folder,
 )
+from stagewright.cli.outputs import Writes, require_folder
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    import torch
 
     from stagewright.executor.training import Course, NamedOptimizer, Task
 
@@ -49,9 +51,8 @@ def run(
         int, typer.Option(help="Mini-batches to train on, in all.", min=1, show_default=False)
     ],
     loss: LossFunction = None,
-    optimizer: Annotated[
-        str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
-    ] = "sgd:lr=0.01",
+    optimizer: Optimizer = "sgd:lr=0.01",
+    clip_norm: ClipNorm = None,
     seed: Seed = 0,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16"], typer.Option(help="Type of the parameters.")
@@ -59,6 +60,7 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Folder of checkpoints; the two newest stay.", metavar="DIR"),
+        Writes(several=True),
     ] = None,
     checkpoint_every: Annotated[
         int | None,
@@ -68,10 +70,12 @@ def run(
         bool, typer.Option("--resume", help="Go on from the newest checkpoint.")
     ] = False,
     save_parameters: Annotated[
-        Path | None, typer.Option(help="Write the trained state dict.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the trained state dict.", metavar="FILE"),
+        Writes(".pt", ".pth", ".bin", ".ckpt"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write what happened when.", metavar="FILE")
+        Path | None, typer.Option(help="Write what happened when.", metavar="FILE"), Writes(".json")
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank waits for another one.")
@@ -103,6 +107,7 @@ def run(
             data=load_factory(data, "--data"),
             loss=None if loss is None else load_factory(loss, "--loss"),
             optimizer=parse_optimizer(optimizer),
+            clip_norm=clip_norm,
             steps=steps,
             seed=seed,
             dtype=getattr(torch, dtype),
@@ -120,7 +125,7 @@ def run(
         from stagewright.executor.training import train
 
         task = read_task()
-        course = train(task, member, _progress(steps))
+        course = train(task, member, _progress(steps), _note)
         if member.rank == 0:
             _print_summary(task, course, member.world_size, as_json)
     return 0
@@ -134,10 +139,9 @@ def _start(task: "Task", plan: Path, as_json: bool) -> int:
     from stagewright.executor.verify import verify
     from stagewright.formulations.plan import InvalidPlan
 
-    folder = task.checkpoints
-    checkpoint.find(folder, task.resume, task.header(task.steps))
-    file = folder / "step" if folder is not None and folder.exists() else folder
-    require_folder(task.parameters, task.trace, file)
+    checkpoint.candidates(task.checkpoints, task.resume)
+    if task.checkpoints is not None and task.checkpoints.exists():
+        require_folder(task.checkpoints / "step")
     try:
         program = lower_any(task.plan)
         verify(task.plan, program)
@@ -164,6 +168,10 @@ def _progress(steps: int) -> Callable[[int, float, float], None]:
             print(line, file=sys.stderr, flush=True)
 
     return report
+
+
+def _note(line: str) -> None:
+    print(f"stagewright: {line}", file=sys.stderr, flush=True)
 
 
 def _print_summary(task: "Task", course: "Course", world_size: int, as_json: bool) -> None:
@@ -234,7 +242,7 @@ def _parse_arguments(text: str, listed: str) -> dict[str, Any]:
         ) from None
 
 
-def _optimizers() -> "dict[str, type[Optimizer]]":
+def _optimizers() -> "dict[str, type[torch.optim.Optimizer]]":
     """The optimizers of torch by lower-case name, but for one that evaluates the loss itself."""
     import torch
 

@@ -23,8 +23,8 @@ from stagewright.cli.console import (
     print_json,
     print_lines,
     print_table,
-    require_folder,
 )
+from stagewright.cli.outputs import Writes
 from stagewright.graphs.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.jobs import Entity, Job, Throughputs
 
 HOUR = 3600.0
+PICTURE = Writes(".png", ".svg", ".pdf")
 POISSON_WINDOW = "4000-5000"  # steady state, as in the thesis
 
 
@@ -85,14 +86,15 @@ def simulate_cluster(
     repair_hours: Annotated[float, typer.Option(help="Hours that a repair takes.")] = 1.0,
     seed: Seed = 0,
     timeline: Annotated[
-        Path | None, typer.Option(help="Draw who ran where.", metavar="FILE.png")
+        Path | None, typer.Option(help="Draw who ran where.", metavar="FILE.png"), PICTURE
     ] = None,
     completion: Annotated[
         Path | None,
         typer.Option(help="Draw the completion times' distribution.", metavar="FILE.png"),
+        PICTURE,
     ] = None,
     utilisation: Annotated[
-        Path | None, typer.Option(help="Draw the accelerators in use.", metavar="FILE.png")
+        Path | None, typer.Option(help="Draw the accelerators in use.", metavar="FILE.png"), PICTURE
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -154,7 +156,6 @@ def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) 
     """Before the simulation, which may take hours."""
     from stagewright.executor.cluster_chart import require_suffix
 
-    require_folder(timeline, *others)
     for path in (timeline, *others):
         if path is not None:
             require_suffix(path)

@@ -1,0 +1,30 @@
+"""Tensors in the place of others: what Python knows of a parameter goes with it."""
+
+import copy
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T", bound=Tensor)
+
+
+def twin(tensor: T, values: Tensor) -> T:
+    """A tensor of ``values`` with the class, the attributes and the hooks of ``tensor``."""
+    made: Any = values
+    if isinstance(tensor, nn.Parameter):
+        made = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    if tensor.requires_grad:
+        for hook in (tensor._backward_hooks or {}).values():
+            made.register_hook(hook)
+    return cast(T, made)
+
+
+def twins(modules: list[nn.Module]) -> list[nn.Module]:
+    """A deep copy of ``modules``, which torch would make without attributes and hooks."""
+    whole = nn.ModuleList(modules)
+    memo = {
+        id(one): twin(one, one.detach().clone()) for one in [*whole.parameters(), *whole.buffers()]
+    }
+    return copy.deepcopy(modules, dict[int, Any](memo))

@@ -1,0 +1,168 @@
+"""What commands write: refused before any work where it cannot be written, or something be lost.
+
+An option of a command says what it writes in its annotation, ``Writes(".json")``; what is a path
+otherwise is read.
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
+
+from typer.models import ArgumentInfo, OptionInfo
+
+from stagewright.graphs.errors import InputError
+
+Command: TypeAlias = Callable[..., int]
+
+STANDARD_OUTPUT = Path("/dev/stdout")
+
+
+class Writes:
+    """Marks an option whose value is written: names end in one of ``suffixes``, or have none.
+
+    Without suffixes every name will do; ``several`` files are written into a folder.
+    """
+
+    def __init__(self, *suffixes: str, several: bool = False) -> None:
+        self.suffixes, self.several = suffixes, several
+
+
+class Reads:
+    """Marks an option that may name a file though it is no path."""
+
+
+class Named(NamedTuple):
+    """A path and the option that gave it."""
+
+    option: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What a command reads, and what it writes and how."""
+
+    read: list[Named]
+    written: list[tuple[Named, Writes]]
+
+
+def checked(command: Command) -> Command:
+    """``command``, refusing to begin where one of its outputs cannot be written safely.
+
+    An output ``-`` is standard output, where nothing else is printed then.
+    """
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> int:
+        files = _files(command, arguments)
+        require_apart([named for named, _ in files.written], files.read)
+        for named, writes in files.written:
+            _require_writable(named, writes)
+        with _standard_output(files, arguments.get("as_json", False)):
+            return command(**arguments)
+
+    return run
+
+
+@contextlib.contextmanager
+def _standard_output(files: _Files, as_json: bool) -> Iterator[None]:
+    """Print to standard error where standard output is one of the files to write."""
+    if not files.written:
+        yield
+        return
+    from stagewright.graphs.documents import is_standard_output  # slow to import
+
+    taken = [named.option for named, _ in files.written if is_standard_output(named.path)]
+    if taken and as_json:
+        raise InputError(f"{taken[0]} and --json would both be standard output: leave one out")
+    with contextlib.redirect_stdout(sys.stderr) if taken else contextlib.nullcontext():
+        yield
+
+
+def require_apart(outputs: Sequence[Named], inputs: Sequence[Named]) -> None:
+    """Refuse an output that is an input or another output, under whatever name."""
+    for position, output in enumerate(outputs):
+        for other in (*inputs, *outputs[:position]):
+            if _same(output.path, other.path):
+                raise InputError(
+                    f"{output.option} would overwrite {other.option}: both are {output.path}"
+                )
+
+
+def require_folder(*paths: Path) -> None:
+    """Refuse files that cannot be written where they are to be."""
+    for path in paths:
+        folder = os.path.dirname(os.path.realpath(path))
+        if os.path.isdir(path):
+            raise InputError(f"{path} is a folder; name a file in it")
+        if not os.path.isdir(folder):
+            raise InputError(f"{path}: the folder {path.parent} does not exist")
+        if not os.path.exists(path) and not os.access(folder, os.W_OK):
+            raise InputError(f"{path}: the folder {path.parent} is not writable")
+        if os.path.exists(path) and not os.access(path, os.W_OK):
+            raise InputError(f"{path}: no permission to write it")
+
+
+def _require_writable(named: Named, writes: Writes) -> None:
+    option, path = named
+    suffix = path.suffix.lower()
+    if suffix and writes.suffixes and suffix not in writes.suffixes:
+        raise InputError(f"{option} {path}: the name must end in {' or '.join(writes.suffixes)}")
+    if not (writes.several and path.is_dir()):
+        require_folder(path)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two names are of one file, be it there or not; what is thrown away is never lost."""
+    real = os.path.realpath(one)
+    if real == os.devnull:
+        return False
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return real == os.path.realpath(other)
+
+
+def _files(command: Command, arguments: dict[str, Any]) -> _Files:
+    """The files that ``arguments`` name; a ``-`` to be written becomes standard output."""
+    files = _Files([], [])
+    for name, kind, marks in _paths(command):
+        option = _option(name, kind, marks)
+        writes = next((mark for mark in marks if isinstance(mark, Writes)), None)
+        if writes is not None and arguments[name] == Path("-"):
+            arguments[name] = STANDARD_OUTPUT
+        given = arguments[name]
+        for one in given if isinstance(given, list) else [given]:
+            if one is not None and writes is not None:
+                files.written.append((Named(option, one), writes))
+            elif one is not None:
+                files.read.append(Named(option, Path(one)))
+    return files
+
+
+def _paths(command: Command) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """The arguments of ``command`` that name files: name, default or not, and annotations."""
+    hints = get_type_hints(command, include_extras=True)
+    for name in inspect.signature(command).parameters:
+        kind, *marks = get_args(hints[name]) or (hints[name],)
+        if Path in (kind, *get_args(kind)) or any(isinstance(mark, Reads) for mark in marks):
+            yield name, kind, tuple(marks)
+
+
+def _option(name: str, kind: Any, marks: tuple[Any, ...]) -> str:
+    """What the user calls an argument: ``--save-prices``, or ``PLAN`` without dashes."""
+    for mark in marks:
+        if isinstance(mark, ArgumentInfo):
+            return (mark.metavar or name).rstrip(".").upper()
+        if isinstance(mark, OptionInfo):
+            # Within Annotated typer takes the first name for a default.
+            for spelled in (mark.default, *(mark.param_decls or ())):
+                if isinstance(spelled, str):
+                    return spelled
+    return f"--{name.replace('_', '-')}"
