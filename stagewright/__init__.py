@@ -119,13 +119,13 @@ def plan(
     """
     from stagewright.formulations.forms import Limits, require_limits
     from stagewright.graphs.units import require_type
-    from stagewright.solvers.planners.proposal import PeriodicChoices
+    from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import plan as solve
 
     limits = require_limits(Limits(time_limit, threads, seed, stop))
     require_type(planner, str, "planner")
     if choices is not None:
-        require_type(choices, PeriodicChoices, "choices")
+        require_type(choices, Choices, "choices")
     problem = _problem(chain, cluster, microbatches, memory_limit_bytes)
     return solve(problem, planner, limits, choices=choices)
 
