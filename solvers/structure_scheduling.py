@@ -319,7 +319,7 @@ class _Run:
 
     def offer_backward(self, s: int, m: int) -> None:
         """B or I is due; activations that are offloaded must be read first."""
-        if self.work.offload[self.work.lane[s][m]] == 0:
+        if self.work.offload[self.work.lane[s][m]] < 0:
             self.offer(BACKWARD, s, m)
         elif (s, m) in self.written:
             self.offer(READ_ROW, s, m)
@@ -331,7 +331,7 @@ class _Run:
     def forwarded(self, now: float, s: int, m: int) -> None:
         n = self.released(s, m)
         seconds = self.work.offload[n]
-        if seconds > 0:
+        if seconds >= 0:
             self.push(now + seconds, WRITTEN, s, m)
             for v in self.work.members[n]:
                 self.write_free[v] = now + seconds
@@ -471,7 +471,7 @@ class _Run:
 
     def most_urgent(self, n: int, now: float) -> tuple[float, int, int, int] | None:
         """What lane n would start now: urgency, lane, row and microbatch."""
-        if self.work.offload[n] > 0:
+        if self.work.offload[n] >= 0:
             self.read(n, now)
         idle = self.idle
         for v in self.work.members[n]:
@@ -492,7 +492,7 @@ class _Run:
         work = self.work
         need = work.kept[n] + work.offloaded[n] if row == FORWARD else work.again[n]
         m = self.first_fit(n, row, need)
-        if m < 0 or work.offload[n] == 0:
+        if m < 0 or work.offload[n] < 0:
             return m
         seconds = work.seconds[FORWARD][work.stage[n]][m]
         earliest = max(
@@ -543,7 +543,7 @@ class _Run:
             self.hold(s, m, work.kept[n] + work.offloaded[n])
         elif row == BACKWARD:
             self.hold(s, m, work.again[n])
-            if work.offload[n] > 0:
+            if work.offload[n] >= 0:
                 for v in work.members[n]:
                     self.last_read[v] = now
         self.push(now + work.seconds[row][s][m], row, s, m)

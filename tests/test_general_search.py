@@ -97,7 +97,7 @@ def structures(draw: st.DrawFn, problem: PipelineProblem) -> Structure:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=60, print_blob=False, deadline=None, phases=UNSHRUNK)
 def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
