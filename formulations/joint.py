@@ -88,7 +88,7 @@ class JointPlanning:
 
     @cached_property
     def root(self) -> Prefix:
-        """The empty prefix; its bound holds for every plan."""
+        """The empty prefix; its bound holds for every plan of the tree."""
         size = len(self.problem.cluster)
         bound = max(float(table[size, 0]) for table in self.rest)
         return Prefix((), (), tuple(() for _ in self.classes), bound)

@@ -62,8 +62,8 @@ class Work:
         Bytes that a lane's device holds per microbatch from the start of F, and on top from the
         start of B or I, until the backward ends; shape (N,). What is offloaded is not kept.
     offloaded, offload
-        Bytes that a lane's device offloads per microbatch, and the seconds that takes one way;
-        shape (N,).
+        Bytes that a lane's device offloads per microbatch, and the seconds that takes one way (-1:
+        it does not offload); shape (N,).
     memory, room
         Bytes of every device, and those that are left for microbatches; shape (V,).
     alone
@@ -231,12 +231,12 @@ def _lane_bytes(
         assert seconds is not None  # the search offloads only where the host's link is known
         return 0.0, 0.0, saved, seconds
     if stage.recompute == "none":
-        return saved, 0.0, 0.0, 0.0
+        return saved, 0.0, 0.0, -1.0
     inputs = problem.inputs_per_layer(shares)[start:stop]
     if stage.recompute == "full":
-        return float(inputs[0]), saved, 0.0, 0.0
+        return float(inputs[0]), saved, 0.0, -1.0
     largest = float(problem.saved_per_layer(shares)[start:stop].max())
-    return float(inputs.sum()), saved if structure.split[s] else largest, 0.0, 0.0
+    return float(inputs.sum()), saved if structure.split[s] else largest, 0.0, -1.0
 
 
 def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:
@@ -249,12 +249,9 @@ def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:
 
 
 def _alone(lanes: Sequence[int], kept: Floats, again: Floats, offloaded: Floats) -> float:
-    """The most that a microbatch alone needs on a device of ``lanes``, in the stages' order.
-
-    What is offloaded may still be written while the next stage computes.
-    """
+    """The most that a microbatch alone needs on a device of ``lanes``, in the stages' order."""
     if not lanes:
         return 0.0
     mine = list(lanes)
     peak = float((np.cumsum(kept[mine]) + again[mine]).max())
-    return peak + float(np.sort(offloaded[mine])[-2:].sum())
+    return peak + float(offloaded[mine].max())

@@ -9,7 +9,7 @@ the leader wherever it still has to go, something can always be done.
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,7 @@ FORWARD, BACKWARD, WEIGHTS, SEND_F, SEND_B, WRITTEN, READ, WAKE = range(8)
 READ_ROW = 3  # a lane's queue of reads from the host
 EQUAL = 1e-9  # relative; schedules that differ by less are equally long
 ROUNDING = 1e-9
+FIRST_RULES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +61,68 @@ class StructureSchedule:
     starts: Blocks
     seconds: float
     fullest: float  # the largest share of its memory that a device needs
+    rule: Rule
 
 
-def rules_for(work: Work, thorough: bool = True) -> list[Rule]:
-    """The rules that are worth trying for a structure, the most promising ones first."""
+def rules_for(work: Work) -> list[Rule]:
+    """The rules that are worth trying for a structure.
+
+    The first ``FIRST_RULES`` are of all sorts: where they come nowhere near, the others do not
+    either.
+    """
     shared = max(map(len, work.places)) > 1
     urgencies: list[Urgency] = ["BFW", "BWF", "WBF"] if work.split.any() else ["BFW"]
-    rules = [Rule(depth, kinds) for kinds in urgencies for depth in DEPTHS]
-    rules.append(Rule(urgency="FBW"))
-    rules.append(Rule(urgency="FBW", backward="newest"))
+    orders: list[tuple[ForwardOrder, BackwardOrder]] = [("oldest", "oldest")]
     if shared:
-        orders: list[tuple[ForwardOrder, BackwardOrder]] = [
-            ("chunks", "chunks"), ("deepest", "broad"), ("broad", "chunks"), ("broad", "newest"),
-        ]  # fmt: skip
-        for forward, backward in orders:
-            rules += [Rule(depth, kinds, forward, backward) for kinds in urgencies[:2]
-                      for depth in DEPTHS]  # fmt: skip
-            rules.append(Rule(math.inf, "FBW", forward, backward))
-    return rules if thorough else rules[:: max(1, len(rules) // 6)]
+        orders = [("chunks", "chunks"), ("oldest", "oldest"), ("deepest", "broad"),
+                  ("broad", "chunks"), ("broad", "newest")]  # fmt: skip
+    first = [Rule(depth, kinds, *orders[0]) for kinds in urgencies[:2] for depth in (1.0, 1.5)]
+    first += [Rule(2.0, urgencies[0], *orders[-1]), Rule(math.inf, "FBW", *orders[0])]
+    rules = [
+        Rule(depth, kinds, *order) for order in orders for kinds in urgencies for depth in DEPTHS
+    ]
+    rules += [Rule(math.inf, "FBW", *order) for order in orders]
+    rules.append(Rule(math.inf, "FBW", backward="newest"))
+    return list(dict.fromkeys([*first, *rules]))
 
 
 def best_schedule(
-    work: Work, endings: Endings, rules: Sequence[Rule], ceiling: float = math.inf
+    work: Work,
+    endings: Endings,
+    rules: Sequence[Rule],
+    ceiling: float = math.inf,
+    bound: float = 0.0,
+    near: float = math.inf,
+    over: Callable[[], bool] = lambda: False,
 ) -> StructureSchedule | None:
     """The shortest schedule of ``rules`` if it is below ``ceiling``, else None.
 
-    Of schedules that are equally long the one that needs less memory.
+    Of schedules that are equally long the one that needs less memory. A schedule that meets
+    ``bound`` ends the search; so do the first rules, if none of theirs is below ``near``, and the
+    time, if it is ``over``.
     """
     best: StructureSchedule | None = None
     lists, scale = _Lists.of(work), _latencies(work)
-    for rule in rules:
+    for i, rule in enumerate(rules):
+        if over():
+            break
+        if i == FIRST_RULES and (best.seconds if best else ceiling) > near:
+            break
         run = _Run(lists, _keys(work, rule).tolist(), _limits(work, rule, scale))
-        starts = np.array(run.finish())
+        found = run.finish(ceiling * (1 + EQUAL))
+        if found is None:
+            continue
+        starts = np.array(found)
         reduces, updates, seconds = _finish(work, endings, starts)
         fullest = _fullest(work, run.peak)
         shorter = seconds < ceiling * (1 - EQUAL)
-        if shorter or (best and seconds <= ceiling and fullest < best.fullest):
+        equal = best is not None and seconds <= ceiling * (1 + EQUAL)
+        if shorter or (best and equal and fullest < best.fullest):
             ceiling = min(ceiling, seconds)
-            best = StructureSchedule(_blocks(work, starts, reduces, updates), seconds, fullest)
+            blocks = _blocks(work, starts, reduces, updates)
+            best = StructureSchedule(blocks, seconds, fullest, rule)
+            if seconds <= bound * (1 + EQUAL):
+                break
     return best
 
 
@@ -207,6 +232,7 @@ class _Lists:
     again: list[float]
     offloaded: list[float]
     offload: list[float]
+    room: list[float]
     spare: list[float]  # of every device, for others than its leader
 
     @classmethod
@@ -215,7 +241,7 @@ class _Lists:
             work.seconds.tolist(), work.split.tolist(), work.lane.tolist(), work.channel.tolist(),
             work.stage.tolist(), work.members, work.near, work.places, work.kept.tolist(),
             work.again.tolist(), work.offloaded.tolist(), work.offload.tolist(),
-            (work.room - work.alone).tolist(),
+            work.room.tolist(), (work.room - work.alone).tolist(),
         )  # fmt: skip
 
 
@@ -259,8 +285,11 @@ class _Run:
         for v in range(devices):
             self.lead(v)
 
-    def finish(self) -> list[list[list[float]]]:
-        """Start times of computations and transfers by kind, stage and microbatch."""
+    def finish(self, ceiling: float) -> list[list[list[float]]] | None:
+        """Start times of computations and transfers by kind, stage and microbatch.
+
+        None as soon as it is clear that the last one ends after ``ceiling``.
+        """
         for m in range(self.count):
             self.offer(FORWARD, 0, m)
         self.start_all(0.0)
@@ -270,6 +299,8 @@ class _Run:
         )  # fmt: skip
         while events:
             now = events[0][0]
+            if now > ceiling:
+                return None
             while events and events[0][0] <= now:
                 _, _, kind, s, m = heapq.heappop(events)
                 happen[kind](now, s, m)
@@ -288,7 +319,7 @@ class _Run:
 
     def offer_backward(self, s: int, m: int) -> None:
         """B or I is due; activations that are offloaded must be read first."""
-        if self.work.offload[self.work.lane[s][m]] == 0:
+        if self.work.offload[self.work.lane[s][m]] < 0:
             self.offer(BACKWARD, s, m)
         elif (s, m) in self.written:
             self.offer(READ_ROW, s, m)
@@ -300,7 +331,7 @@ class _Run:
     def forwarded(self, now: float, s: int, m: int) -> None:
         n = self.released(s, m)
         seconds = self.work.offload[n]
-        if seconds > 0:
+        if seconds >= 0:
             self.push(now + seconds, WRITTEN, s, m)
             for v in self.work.members[n]:
                 self.write_free[v] = now + seconds
@@ -408,6 +439,8 @@ class _Run:
         """Whether memory, and the limit in flight, let m start on lane n."""
         leads = True
         for v in self.work.members[n]:
+            if need > 0 and self.total[v] + need > self.work.room[v]:
+                return False  # until a W, or a transfer to the host, is done
             if self.leader[v] != m:
                 leads = False
                 if need > 0 and self.others[v] + need > self.work.spare[v]:
@@ -418,29 +451,39 @@ class _Run:
 
     def start_all(self, now: float) -> None:
         """Start what can start, the most urgent first."""
-        while self.dirty:
-            best: tuple[float, int, int, int] | None = None
-            for n in sorted(self.dirty):
-                found = self.most_urgent(n, now)
-                if found is None:
-                    self.dirty.discard(n)
-                elif best is None or found < best:
-                    best = found
-            if best is not None:
-                self.start(now, *best[1:])
+        found: dict[int, tuple[float, int, int, int]] = {}
+        changed = [*self.dirty]
+        self.dirty.clear()
+        while changed:
+            for n in changed:
+                urgent = self.most_urgent(n, now)
+                if urgent is not None:
+                    found[n] = urgent
+                else:
+                    found.pop(n, None)
+            if not found:
+                return
+            _, started, row, m = min(found.values())
+            self.start(now, started, row, m)
+            changed = [n for n in self.work.near[started] if n in found]
+            if not changed:
+                return
 
     def most_urgent(self, n: int, now: float) -> tuple[float, int, int, int] | None:
         """What lane n would start now: urgency, lane, row and microbatch."""
-        if self.work.offload[n] > 0:
+        if self.work.offload[n] >= 0:
             self.read(n, now)
-        if not all(self.idle[v] for v in self.work.members[n]):
-            return None
-        found = [
-            (self.keys[row][self.work.stage[n]][m], n, row, m)
-            for row in (FORWARD, BACKWARD, WEIGHTS)
-            if self.queues[n][row] and (m := self.candidate(n, row, now)) >= 0
-        ]
-        return min(found, default=None)
+        idle = self.idle
+        for v in self.work.members[n]:
+            if not idle[v]:
+                return None
+        best = None
+        for row in (FORWARD, BACKWARD, WEIGHTS):
+            if self.queues[n][row] and (m := self.candidate(n, row, now)) >= 0:
+                found = (self.keys[row][self.work.stage[n]][m], n, row, m)
+                if best is None or found < best:
+                    best = found
+        return best
 
     def candidate(self, n: int, row: int, now: float) -> int:
         """The microbatch that a queue may start now, -1 if there is none."""
@@ -449,7 +492,7 @@ class _Run:
         work = self.work
         need = work.kept[n] + work.offloaded[n] if row == FORWARD else work.again[n]
         m = self.first_fit(n, row, need)
-        if m < 0 or work.offload[n] == 0:
+        if m < 0 or work.offload[n] < 0:
             return m
         seconds = work.seconds[FORWARD][work.stage[n]][m]
         earliest = max(
@@ -467,10 +510,9 @@ class _Run:
         m = self.queues[n][row][0][1]
         if self.fits(n, need, m, row == FORWARD):
             return m
-        leaders = {self.leader[v] for v in self.work.members[n]}
-        m = leaders.pop()
-        waits = not leaders and any(other == m for _, other in self.queues[n][row])
-        return m if waits else -1
+        m = self.leader[self.work.members[n][0]]
+        waits = any(other == m for _, other in self.queues[n][row])
+        return m if waits and self.fits(n, need, m, row == FORWARD) else -1
 
     def take(self, n: int, row: int, m: int) -> None:
         queue = self.queues[n][row]
@@ -501,7 +543,7 @@ class _Run:
             self.hold(s, m, work.kept[n] + work.offloaded[n])
         elif row == BACKWARD:
             self.hold(s, m, work.again[n])
-            if work.offload[n] > 0:
+            if work.offload[n] >= 0:
                 for v in work.members[n]:
                     self.last_read[v] = now
         self.push(now + work.seconds[row][s][m], row, s, m)

@@ -222,7 +222,7 @@ def test_infeasible_is_an_answer(model):
         ({"seed": -1}, "seed must be from 0"),
         ({"memory_limit_bytes": "8GB"}, "memory_limit_bytes must be a number, got '8GB'"),
         ({"memory_limit_bytes": float("nan")}, "memory_limit_bytes must be finite"),
-        ({"choices": {"recompute": True}}, "choices must be a PeriodicChoices"),
+        ({"choices": {"recompute": True}}, "choices must be a Choices"),
         ({"stop": True}, "stop must have is_set"),
     ],
 )

@@ -1,10 +1,12 @@
 """List schedules of any finite structure, and the search over structures."""
 
+import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import stagewright
@@ -24,6 +26,7 @@ from stagewright.solvers.structure_scheduling import best_schedule, rules_for
 
 PROOFS = Path(__file__).parents[2] / "shared" / "data" / "proofs"
 MS, MB = 1e-3, 1e6
+UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking plans takes minutes
 
 numbers = st.integers
 
@@ -45,7 +48,12 @@ def problems(draw: st.DrawFn) -> PipelineProblem:
     count = draw(numbers(1, 3))
     memory = draw(st.sampled_from((1e12, 400 * MB, 200 * MB, 100 * MB)))
     devices = [
-        Device(f"d{v}", draw(st.sampled_from("ab")), memory, draw(st.sampled_from((1e9, 8e9))))
+        Device(
+            name=f"d{v}",
+            kind=draw(st.sampled_from("ab")),
+            memory_bytes=memory,
+            host_bytes_per_second=draw(st.sampled_from((1e9, 8e9))),
+        )
         for v in range(count)
     ]
     rates = [[draw(st.sampled_from((1e9, 4e9))) for _ in range(count)] for _ in range(count)]
@@ -73,7 +81,7 @@ def structures(draw: st.DrawFn, problem: PipelineProblem) -> Structure:
     names = [device.name for device in problem.cluster.devices]
     parts = problem.layer_with_whole_backward(0, layers) is None
     stages, split = [], []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         devices = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
         kind = "split"
         if len(devices) > 1 and draw(st.booleans()):
@@ -89,7 +97,7 @@ def structures(draw: st.DrawFn, problem: PipelineProblem) -> Structure:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, print_blob=False, deadline=None, phases=UNSHRUNK)
 def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
@@ -112,7 +120,7 @@ def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, phases=UNSHRUNK)
 def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
@@ -125,10 +133,8 @@ def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
 
 
 @given(problems(), numbers(0, 5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, phases=UNSHRUNK)
 def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
-    import random
-
     moves = Moves(problem, Choices(recompute="auto", offload=True))
     device = problem.cluster.devices[0].name
     structure = Structure.whole([Stage((0, len(problem.chain)), (device,))])
@@ -145,7 +151,7 @@ def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, phases=UNSHRUNK)
 def test_the_search_finds_valid_plans(problem: PipelineProblem) -> None:
     answer = plan_general(problem, Limits(0.3), silent, Choices("auto", True))
     if isinstance(answer, Proposal):

@@ -7,6 +7,7 @@ that it may win.
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -15,20 +16,24 @@ import numpy as np
 
 from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.check import Blocks
+from stagewright.formulations.every_plan import why_nothing_fits
 from stagewright.formulations.forms import Limits, OnProgress, Progress
 from stagewright.formulations.pipeline import PipelineProblem
+from stagewright.formulations.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.formulations.structure import Structure, misfit, structure_bound, work_of
 from stagewright.graphs.ordering import recursive_device_order
 from stagewright.solvers.every_plan import every_plan_bounds
 from stagewright.solvers.planners.moves import Moves
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.seeds import pipelines
-from stagewright.solvers.structure_scheduling import EQUAL, best_schedule, rules_for
+from stagewright.solvers.structure_scheduling import EQUAL, Rule, best_schedule, rules_for
 
 STARTS = 6  # structures that hill climbing begins from
 KICKS = 3  # random moves between a local optimum and the next start
 RESTARTS = 12  # without improvement, then the search ends
-SLACK = 1.5  # a seed that costs so many times the best is not varied
+SLACK = 1.25  # a seed that costs so many times the best is not varied
+ACTIONS_SECONDS = 5e-5  # about what it takes to schedule a microbatch at a stage
+NEAR = 1.03  # times the best cost: nearer ones are scheduled by all rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,9 @@ def plan_general(
     known: Sequence[Proposal] = (),
 ) -> Proposal | NoPlan:
     """The best plan found that is not worse than the ``known`` ones."""
+    nowhere = why_nothing_fits(problem)
+    if nowhere is not None:
+        return NoPlan(nowhere, plans=EVERY_PLAN)
     asked = choices or Choices()
     if asked.recompute is None:
         asked = replace(asked, recompute="auto")
@@ -80,11 +88,16 @@ class _Search:
     starts: Blocks | None = None
     reason: str = "no structure was tried"
     scores: dict[Structure, Score] = field(default_factory=dict)
+    wins: Counter[Rule] = field(default_factory=Counter)  # those that won often come first
 
     def __post_init__(self) -> None:
         self.shuffle = random.Random(self.limits.seed)
         self.moves = Moves(self.problem, self.choices)
-        self.enough = max(bound.seconds for bound in every_plan_bounds(self.problem))
+        self.enough = max(
+            bound.seconds
+            for bound in every_plan_bounds(self.problem)
+            if bound.plans.contains(EVERY_FINITE)
+        )
 
     def run(self, known: Sequence[Proposal]) -> None:
         self._begin_with(known)
@@ -117,16 +130,25 @@ class _Search:
         split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
         return Structure(proposal.stages, tuple(split.all(axis=1).tolist()))
 
+    def _left(self) -> float:
+        return self.limits.left(monotonic() - self.began)
+
     def _over(self) -> bool:
-        late = self.limits.left(monotonic() - self.began) <= 0
-        return late or self.best.seconds <= self.enough * (1 + EQUAL)
+        return self._left() <= 0 or self.best.seconds <= self.enough * (1 + EQUAL)
 
     def _try_all(self, structures: Iterable[Structure]) -> None:
-        for structure in structures:
+        allowed = [one for one in structures if self.moves.allows(one) and one not in self.scores]
+        bounds = {}
+        for structure in allowed:
+            if self._over():
+                break
+            work, endings, _ = work_of(self.problem, structure)
+            fits = misfit(self.problem, structure, work) is None
+            bounds[structure] = structure_bound(work, endings) if fits else math.inf
+        for structure in sorted(bounds, key=lambda one: bounds[one]):
             if self._over():
                 return
-            if self.moves.allows(structure):
-                self._score(structure, self.best.seconds * SLACK)
+            self._score(structure, self.best.seconds * SLACK)
 
     def _promising(self, count: int) -> list[Structure]:
         """The best structures so far."""
@@ -144,19 +166,25 @@ class _Search:
         return self.scores[structure]
 
     def _scheduled(self, structure: Structure, ceiling: float) -> Score:
-        work, endings, _ = work_of(self.problem, structure)
         count = len(structure.stages)
+        if count * self.problem.microbatches * ACTIONS_SECONDS > self._left():
+            return Score(0.0, math.inf, math.inf, count)
+        work, endings, _ = work_of(self.problem, structure)
         problem = misfit(self.problem, structure, work)
         if problem is not None:
             if self.structure is None and self.reason:
                 self.reason = problem
             short = float(np.maximum(work.alone - work.room, 0.0).sum())
             return Score(max(short, 1.0), math.inf, math.inf, count)
-        if structure_bound(work, endings) >= ceiling:
+        bound = structure_bound(work, endings)
+        if bound >= ceiling:
             return Score(0.0, math.inf, math.inf, count)
-        found = best_schedule(work, endings, rules_for(work), ceiling)
+        rules = sorted(rules_for(work), key=lambda rule: -self.wins[rule])
+        near = self.best.seconds * NEAR
+        found = best_schedule(work, endings, rules, max(ceiling, near), bound, near, self._over)
         if found is None:
             return Score(0.0, math.inf, math.inf, count)
+        self.wins[found.rule] += 1
         score = Score(0.0, found.seconds, found.fullest, count)
         if score.beats(self.best):
             self.best, self.structure, self.starts = score, structure, found.starts
@@ -168,7 +196,7 @@ class _Search:
         score = self.scores.get(structure, NOTHING)
         queue = self._unseen(structure)
         while not self._over() and (neighbour := next(queue, None)) is not None:
-            found = self._score(neighbour, score.seconds * (1 + EQUAL))
+            found = self._score(neighbour, score.seconds * (1 + 3 * EQUAL))
             if found.beats(score):
                 structure, score = neighbour, found
                 queue = self._unseen(structure)

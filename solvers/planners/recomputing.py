@@ -29,7 +29,7 @@ def plan_recomputing(
     ways: tuple[Recompute, ...] = RECOMPUTE if asked == "auto" else (asked,)
     answers = []
     for i, way in enumerate(ways):
-        left = max(0.0, limits.seconds - (monotonic() - began))
+        left = limits.left(monotonic() - began)
         share = replace(limits, seconds=left / (len(ways) - i))
         answers.append(_planned(run, problem, share, on_progress, way))
     found = [answer for answer in answers if isinstance(answer, Proposal)]
