@@ -154,13 +154,9 @@ class _Portfolio:
         scheduling = scheduling_of(problem, self.best.stages)
         if scheduling is None:
             return NoPlan("only split stages on disjoint devices are rescheduled", proved=False)
-
-        def without_bound(step: Progress) -> None:
-            on_progress(replace(step, bound=0.0))  # that of the schedules of these stages
-
         split = ~np.isnan(self.best.starts[ActionKind.INPUT_GRADIENT])
         known = None if split.any() else timetable_of(self.best.starts)
-        solved = solve_schedule(scheduling, "optimal", limits, without_bound, known)
+        solved = solve_schedule(scheduling, "optimal", limits, on_progress, known)
         assert solved.timetable is not None
         bound = Bound(solved.bound, solved.proved_by, "schedule", DISJOINT_SPLIT)
         starts = starts_of(problem, self.best.stages, solved.timetable)
