@@ -115,7 +115,15 @@ class TestEveryPlanner:
             plan(small_problem(), "magic")
 
     def test_planners_say_what_they_are(self):
-        assert set(PLANNERS) == {"spp", "exact", *BASELINES, "1f1b-star", "madpipe", "general", "auto"}
+        assert set(PLANNERS) == {
+            "spp",
+            "exact",
+            *BASELINES,
+            "1f1b-star",
+            "madpipe",
+            "general",
+            "auto",
+        }
         for name, info in PLANNERS.items():
             assert info.name == name
             assert info.summary
