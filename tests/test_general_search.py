@@ -4,7 +4,6 @@ import random
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -97,7 +96,7 @@ def structures(draw: st.DrawFn, problem: PipelineProblem) -> Structure:
 
 
 @given(st.data())
-@settings(max_examples=60, print_blob=False, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=40, print_blob=False, deadline=None, phases=UNSHRUNK)
 def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
@@ -105,7 +104,7 @@ def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     if misfit(problem, structure, work) is not None:
         return
     bound = structure_bound(work, endings)
-    for rule in rules_for(work):
+    for rule in data.draw(st.lists(st.sampled_from(rules_for(work)), min_size=1, max_size=5)):
         found = best_schedule(work, endings, (rule,))
         assert found is not None
         plan = assemble(problem, "list", structure.stages, found.starts)
@@ -229,12 +228,3 @@ def test_what_a_planner_cannot_do_is_refused_with_those_that_can() -> None:
             stagewright.plan(chain, cluster, 2, planner, choices=choices)
     with pytest.raises(stagewright.InputError, match="none, full, layer, auto"):
         Choices("yes")
-
-
-def test_unused_rows_are_empty() -> None:
-    problem = PipelineProblem(_chain(2, 1.0), uniform_servers(1, 2, Link(1e9)), 2)
-    structure = Structure.whole([Stage((0, 1), ("s0g0",)), Stage((1, 2), ("s0g0",))])
-    work, endings, _ = work_of(problem, structure)
-    assert (work.channel == -1).all()
-    found = best_schedule(work, endings, rules_for(work))
-    assert np.isnan(found.starts["SEND_F"]).all() if "SEND_F" in found.starts else True
