@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import get_args
+from typing import cast, get_args
 
 from stagewright.formulations.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.bounds import schedule_bounds
@@ -44,7 +44,7 @@ from stagewright.solvers.planners.proposal import (
     Recomputation,
     scheduling_of,
 )
-from stagewright.solvers.planners.recomputing import plan_recomputing
+from stagewright.solvers.planners.recomputing import Planner, plan_recomputing
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound
 from stagewright.solvers.reporting import reporting
@@ -199,7 +199,8 @@ def _run(
         return info.run(problem, limits, on_progress, choices)
     if info.name in ("auto", "general"):
         return info.run(problem, limits, on_progress, choices)
-    return plan_recomputing(info.run, problem, limits, on_progress, choices.recompute or "none")
+    run = cast(Planner, info.run)
+    return plan_recomputing(run, problem, limits, on_progress, choices.recompute or "none")
 
 
 def _refused(

@@ -158,7 +158,7 @@ def _keys(work: Work, rule: Rule) -> Floats:
     round_ = max(1, stages // depth)
 
     def chunks(position: Ints) -> Ints:
-        return ((m // round_) * stages + position) * round_ + m % round_
+        return np.asarray(((m // round_) * stages + position) * round_ + m % round_)
 
     last = stages - 1 - s
     forward = {

@@ -128,7 +128,7 @@ class _Search:
 
     def _read(self, proposal: Proposal) -> Structure:
         split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
-        return Structure(proposal.stages, tuple(split.all(axis=1).tolist()))
+        return Structure(proposal.stages, tuple(bool(row.all()) for row in split))
 
     def _left(self) -> float:
         return self.limits.left(monotonic() - self.began)
@@ -212,10 +212,10 @@ class _Search:
         while idle < RESTARTS and not self._over():
             before = self.best
             start = self.structure or next(iter(self._promising(1)), None)
-            for _ in range(KICKS if start else 0):
-                start = next(self.moves.neighbours(start, self.shuffle), start)
             if start is None:
                 return
+            for _ in range(KICKS):
+                start = next(self.moves.neighbours(start, self.shuffle), start)
             self._score(start, math.inf)
             self._climb(start)
             idle = 0 if self.best.beats(before) else idle + 1

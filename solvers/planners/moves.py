@@ -3,10 +3,13 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
+from typing import cast
 
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Stage
+from stagewright.formulations.plan_class import REPLICATION, Recompute
 from stagewright.formulations.structure import Structure
 from stagewright.solvers.planners.proposal import Choices
 
@@ -58,7 +61,7 @@ class Moves:
 
     def _turned(self, structure: Structure) -> Iterator[Stages]:
         yield structure.stages
-        for kind in ("split", "round-robin"):
+        for kind in REPLICATION:
             if any(one.replication != kind and len(one.devices) > 1 for one in structure.stages):
                 yield tuple(
                     replace(one, replication=kind if len(one.devices) > 1 else "split")
@@ -86,11 +89,11 @@ class Moves:
     def _cuts(self, structure: Structure) -> list[Change]:
         last = len(structure.stages) - 1
         changes: list[Change] = [
-            lambda s=s, by=by: self._shifted(structure, s, by) for s in range(last) for by in SHIFTS
+            partial(self._shifted, structure, s, by) for s in range(last) for by in SHIFTS
         ]
-        changes += [lambda s=s: self._joined(structure, s) for s in range(last)]
+        changes += [partial(self._joined, structure, s) for s in range(last)]
         changes += [
-            lambda s=s, names=names: self._halved(structure, s, names)
+            partial(self._halved, structure, s, names)
             for s, stage in enumerate(structure.stages)
             if stage.layers[1] - stage.layers[0] > 1
             for names in self._halves(structure, stage)
@@ -154,22 +157,21 @@ class Moves:
         changes: list[Change] = []
         for s, stage in enumerate(stages):
             changes += [
-                lambda s=s, v=v: self._moved(structure, s, _without(stages[s].devices, v))
+                partial(self._moved, structure, s, _without(stages[s].devices, v))
                 for v in stage.devices
                 if len(stage.devices) > 1
             ]
             changes += [
-                lambda s=s, v=v: self._moved(structure, s, (*stages[s].devices, v))
-                for v in idle[:2]
+                partial(self._moved, structure, s, (*stages[s].devices, v)) for v in idle[:2]
             ]
         pairs = list(permutations(range(len(stages)), 2))
         if len(stages) > MANY:
             pairs = shuffle.sample(pairs, MANY * (MANY - 1))
         for s, t in pairs:
-            changes.append(lambda s=s, t=t: self._moved(structure, s, stages[t].devices))
-            changes.append(lambda s=s, t=t: self._given(structure, s, t))
+            changes.append(partial(self._moved, structure, s, stages[t].devices))
+            changes.append(partial(self._given, structure, s, t))
             if s < t:
-                changes.append(lambda s=s, t=t: self._swapped(structure, s, t))
+                changes.append(partial(self._swapped, structure, s, t))
         return changes
 
     def _moved(self, structure: Structure, s: int, names: Sequence[str]) -> Structure:
@@ -190,18 +192,22 @@ class Moves:
         changes: list[Change] = []
         for s, stage in enumerate(structure.stages):
             if len(stage.devices) > 1:
-                other = "split" if stage.replication == "round-robin" else "round-robin"
+                one, two = REPLICATION
+                other = one if stage.replication == two else two
                 turned = replace(stage, replication=other)
-                changes.append(lambda s=s, one=turned: self._with(structure, s, one))
+                changes.append(partial(self._with, structure, s, turned))
             if self._splits(stage):
-                changes.append(lambda s=s: _toggled(structure, s))
+                changes.append(partial(_toggled, structure, s))
             changes += [
-                lambda s=s, way=way: self._with(structure, s, _with_way(structure.stages[s], way))
-                for way in self._ways()
+                partial(self._with, structure, s, _with_way(stage, way)) for way in self._ways()
             ]
         variants = list(self.variants(structure))
-        changes += [lambda one=one: one for one in variants]
+        changes += [partial(_same, one) for one in variants]
         return changes
+
+
+def _same(structure: Structure) -> Structure:
+    return structure
 
 
 def _toggled(structure: Structure, s: int) -> Structure:
@@ -212,7 +218,7 @@ def _toggled(structure: Structure, s: int) -> Structure:
 def _with_way(stage: Stage, way: str) -> Stage:
     if way == "offload":
         return replace(stage, recompute="none", offload=True)
-    return replace(stage, recompute=way, offload=False)
+    return replace(stage, recompute=cast(Recompute, way), offload=False)
 
 
 def _on(stage: Stage, names: tuple[str, ...]) -> Stage:
