@@ -189,7 +189,7 @@ def test_infeasible_names_stage_device_and_bytes():
 
 def test_choices_are_for_periodic_planners_and_refused_when_they_make_no_sense():
     problem = small_problem()
-    with pytest.raises(InputError, match="'1f1b-star' and 'madpipe'"):
+    with pytest.raises(InputError, match="use 1f1b-star or madpipe"):
         plan(problem, "spp", choices=ALONE)
     with pytest.raises(InputError, match="group size 9"):
         plan(problem, "madpipe", choices=Choices(group_size=9))

@@ -181,7 +181,7 @@ class TestInfeasible:
     def test_auto_tells_of_every_planner(self):
         problem = PipelineProblem(chain(4, parameters=GB), servers(1, 2, memory=3 * GB), 2)
         result = plan(problem, "auto", LIMITS)
-        assert [attempt.planner for attempt in result.attempts] == [*HEURISTICS, "exact"]
+        assert [attempt.planner for attempt in result.attempts] == [*HEURISTICS, "general", "exact"]
         assert {attempt.status for attempt in result.attempts} == {Status.INFEASIBLE}
         assert all(attempt.reason for attempt in result.attempts)
         assert "bytes short" in result.reason
