@@ -221,6 +221,8 @@ def _planned(plan: PipelinePlan, actions: Iterable[ScheduledAction]) -> Iterable
 
 
 def _predicted_update(plan: PipelinePlan) -> float:
+    if isinstance(plan.schedule, PeriodicSchedule):
+        return plan.schedule.pause_seconds
     held, by_device = planned_updates(plan), defaultdict[str, float](float)
     for timed in plan.actions if held else ():
         if timed.action in held:

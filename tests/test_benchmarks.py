@@ -105,7 +105,8 @@ def test_every_large_case_has_the_layers_and_devices_it_says():
 def test_planners_on_a_measured_profile():
     rows = pipedream.planners_table(("alexnet",), 1.0).rows
     assert len(rows) == len(pipedream.clusters())
-    assert {row[-1] for row in rows} == {"none"}
+    # HetPipe's microbatches go round whole: no plan of SPP's class, and at times faster.
+    assert {row[-1] for row in rows} <= {"none", "hetpipe"}
 
 
 def small_network(memory_bytes: float, bandwidth: float, seed: int = 0) -> PipelineProblem:

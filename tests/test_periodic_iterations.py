@@ -37,7 +37,7 @@ from stagewright.graphs.cluster import Device, from_matrix, load_cluster
 from stagewright.graphs.errors import InputError
 from stagewright.solvers.joint_patterns import joint_optimum
 from stagewright.solvers.pattern import best_pattern
-from stagewright.solvers.planners.proposal import PeriodicChoices
+from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planning import plan
 
 PROOFS = Path(__file__).parents[1] / "../shared/data/proofs"
@@ -301,7 +301,7 @@ def test_packed_all_reduces_bound_the_iteration() -> None:
     # 2.25 s of sums on one group; loads alone would allow 1.5 s.
     rows = [(0.25, 0.25, 0.0, 0.0, 0.75e6)] * 3
     problem = problem_of(rows, 2, 1, samples=2)
-    result = plan(problem, "madpipe", Limits(5.0), choices=PeriodicChoices(group_size=2))
+    result = plan(problem, "madpipe", Limits(5.0), choices=Choices(group_size=2))
     assert result.cost is not None
     assert result.cost >= 2.25 - 1e-9
 
@@ -317,7 +317,7 @@ def test_shares_are_whole_samples() -> None:
     assert result.plan is not None
     assert all(len(one.devices) <= 2 for one in result.plan.stages)
     with pytest.raises(InputError, match="group size 3: a stage can have 1 to 2"):
-        plan(few, "madpipe", Limits(5.0), choices=PeriodicChoices(group_size=3))
+        plan(few, "madpipe", Limits(5.0), choices=Choices(group_size=3))
 
 
 def test_groups_need_not_divide_the_devices() -> None:

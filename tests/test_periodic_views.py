@@ -372,7 +372,8 @@ def test_a_run_in_proportion_gives_that_ratio_everywhere(case: Case) -> None:
     assert (whole.ratio, found.least_seconds, found.most_seconds) == pytest.approx(
         (2, whole.measured, whole.measured)
     )
-    assert (found.steps, found.update_seconds) == (enough, 1.0)
+    assert (found.steps, found.update_seconds.measured) == (enough, 1.0)
+    assert found.update_seconds.predicted == schedule.pause_seconds
     kinds = {one.kind: one for one in found.kinds}
     count = len(plan.stages) * plan.microbatches
     assert kinds[ActionKind.FORWARD].count == count

@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.formulations.actions import ActionKind
 from stagewright.formulations.assembly import assemble
-from stagewright.formulations.forms import Limits, OnProgress, Status
+from stagewright.formulations.forms import Limits, OnProgress, Progress, Status
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.plan import Bound, Predicted
 from stagewright.formulations.plan_class import DISJOINT_SPLIT
@@ -119,6 +119,7 @@ class _Portfolio:
         if self.best is None or self._wins(answer, cost, fullest):
             worse, self.best, self.cost = self.best or answer, answer, cost
             self.fullest = fullest
+            self.on_progress(Progress(monotonic() - self.began, cost, 0.0))
         shared = [bound for bound in worse.bounds if bound.scope == "problem"]
         self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
 
