@@ -1,5 +1,6 @@
 """The portfolio: every planner within the limit, then the best plan's stages and schedule."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -53,20 +54,23 @@ def plan_auto(
     """The best checked plan of the portfolio within ``limits.seconds``.
 
     SPP comes first and may use half of the time, the baselines take little. What is left goes to a
-    local search on the best plan's stages, to CP-SAT on its schedule, and to the joint reference.
+    local search on the stages of the best plan of disjoint split stages, to CP-SAT on its schedule,
+    to the search over all finite plans, and to the joint reference.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     for name, run in HEURISTICS:
         if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 2)
+    if portfolio.is_open():
+        portfolio.consider("refined", portfolio.refine, portfolio.left() / 3)
+    if portfolio.is_open():
+        portfolio.consider("cp-sat schedule", portfolio.reschedule, portfolio.left() / 3)
     if portfolio.left() > 0:
         portfolio.consider("general", portfolio.search, portfolio.left() / 2)
-    if portfolio.is_open():
-        portfolio.consider("refined", portfolio.refine, portfolio.left() / 2)
-    if portfolio.is_open():
-        portfolio.consider("cp-sat schedule", portfolio.reschedule, portfolio.left() / 2)
     if portfolio.is_open() or (portfolio.best is None and portfolio.left() > 0):
         portfolio.consider("exact", portfolio.prove, portfolio.left())
+    if portfolio.left() > limits.seconds / 4:  # the joint reference had nothing to look for
+        portfolio.consider("general, on", portfolio.search, portfolio.left())
     return portfolio.answer()
 
 
@@ -83,6 +87,8 @@ class _Portfolio:
     cost: float = float("inf")
     proposals: list[Proposal] = field(default_factory=list)
     fullest: float = 1.0
+    plain: Proposal | None = None  # the best of disjoint split stages
+    plain_cost: float = math.inf
     attempts: list[Attempt] = field(default_factory=list)
     refusals: dict[str, NoPlan] = field(default_factory=dict)
 
@@ -120,6 +126,8 @@ class _Portfolio:
             worse, self.best, self.cost = self.best or answer, answer, cost
             self.fullest = fullest
             self.on_progress(Progress(monotonic() - self.began, cost, 0.0))
+        if cost < self.plain_cost and self._is_plain(answer):
+            self.plain, self.plain_cost = answer, cost
         shared = [bound for bound in worse.bounds if bound.scope == "problem"]
         self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
 
@@ -143,30 +151,33 @@ class _Portfolio:
     def refine(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
-        assert self.best is not None
-        if scheduling_of(problem, self.best.stages) is None:
+        if self.plain is None:
             return NoPlan("only split stages on disjoint devices are refined", proved=False)
-        return refine(problem, self.best, limits, on_progress)
+        return refine(problem, self.plain, limits, on_progress)
 
     def reschedule(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
-        assert self.best is not None
-        scheduling = scheduling_of(problem, self.best.stages)
-        if scheduling is None:
+        if self.plain is None:
             return NoPlan("only split stages on disjoint devices are rescheduled", proved=False)
-        split = ~np.isnan(self.best.starts[ActionKind.INPUT_GRADIENT])
-        known = None if split.any() else timetable_of(self.best.starts)
+        scheduling = scheduling_of(problem, self.plain.stages)
+        assert scheduling is not None
+        known = timetable_of(self.plain.starts)
         solved = solve_schedule(scheduling, "optimal", limits, on_progress, known)
         assert solved.timetable is not None
         bound = Bound(solved.bound, solved.proved_by, "schedule", DISJOINT_SPLIT)
-        starts = starts_of(problem, self.best.stages, solved.timetable)
-        return replace(self.best, starts=starts, bounds=(*self.best.bounds, bound))
+        starts = starts_of(problem, self.plain.stages, solved.timetable)
+        return replace(self.plain, starts=starts, bounds=(*self.plain.bounds, bound))
 
     def prove(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
-        return improve_exactly(problem, self.best, limits, on_progress)
+        return improve_exactly(problem, self.plain, limits, on_progress)
+
+    def _is_plain(self, answer: Proposal) -> bool:
+        """Whether the plan is of disjoint split stages with whole backwards."""
+        whole = np.isnan(answer.starts[ActionKind.INPUT_GRADIENT]).all()
+        return bool(whole) and scheduling_of(self.problem, answer.stages) is not None
 
     def answer(self) -> Proposal | NoPlan:
         attempts = tuple(self.attempts)
