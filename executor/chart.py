@@ -80,8 +80,9 @@ def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> No
     if not computes:
         return
     for block in row.blocks:
-        label = str(block.action.microbatch)
-        if _fits(block, label, finish):
+        m = block.action.microbatch
+        label = "" if m is None else str(m)  # the optimizer's step is of no microbatch
+        if label and _fits(block, label, finish):
             middle = (block.start_seconds + block.finish_seconds) / 2 * scale
             axes.text(middle, y, label, ha="center", va="center", fontsize=7, color="white")
 

@@ -61,8 +61,8 @@ def best_of(bounds: Sequence[Bound]) -> Bound:
 
 
 def gap(cost: float, bound: float) -> float:
-    """(cost - bound) / cost; 0 for a plan that takes no time."""
-    return (cost - bound) / cost if cost else 0.0
+    """(cost - bound) / cost; 0 for a plan that takes no time, and within the last bit."""
+    return (cost - bound) / cost if cost - bound > 1e-15 * cost else 0.0
 
 
 class Headline(NamedTuple):

@@ -204,14 +204,14 @@ def layer_bound(problem: PipelineProblem) -> float:
     """The layer that takes longest on the devices that suit it best, and its all-reduce.
 
     Split among r devices, each does all M microbatches; if they go round, one of r does at least
-    M / r of them. Within an iteration, or beside the next one's computations in a periodic plan,
-    its gradients are summed, and then follows the optimizer's step.
+    M / r of them, and then the optimizer's step. The gradients are summed once per iteration; in a
+    periodic plan next to the next one's computations, and through another iteration's step.
     """
     times, best = LeastTimes(problem), np.full(len(problem.chain), np.inf)
     for r in range(1, len(problem.cluster) + 1):
         ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
         for busy in _busy(times, times.forward + times.backward, r):
-            best = np.minimum(best, np.maximum(busy, ring) + step)
+            best = np.minimum(best, np.maximum(busy + step, ring))
     return float(best.max())
 
 

@@ -32,9 +32,11 @@ from stagewright.formulations.plan import (
     Stage,
     load_plan,
 )
+from stagewright.formulations.plan_class import EVERY_PLAN
 from stagewright.graphs.chain import Chain, Layer, LayerCost, load_model
-from stagewright.graphs.cluster import Device, from_matrix, load_cluster
+from stagewright.graphs.cluster import Device, Link, from_matrix, load_cluster, uniform_servers
 from stagewright.graphs.errors import InputError
+from stagewright.solvers.every_plan import every_plan_bounds
 from stagewright.solvers.joint_patterns import joint_optimum
 from stagewright.solvers.pattern import best_pattern
 from stagewright.solvers.planners.proposal import Choices
@@ -374,3 +376,26 @@ def test_the_memory_of_two_stages_is_compared_as_by_the_checker() -> None:
             assert not fits
         else:
             assert fits
+
+
+@pytest.mark.parametrize("period", [0.125, 0.15, 0.2])
+def test_an_all_reduce_may_last_through_the_pause_of_another_iteration(period: float) -> None:
+    """F 5 ms, B 10 ms, update 0.5 s on two devices; their all-reduce takes 1 s.
+
+    Iterations of four periods and a pause may be as short as the all-reduce, though the step
+    follows it: the step of the iteration before is done meanwhile.
+    """
+    cost = LayerCost(2, 0.01, 0.0, 0.0, backward_seconds=0.02, update_seconds=0.5)
+    chain = Chain("one", "test", 2, (Layer("l", 1e9, (cost,)),))
+    problem = PipelineProblem(chain, uniform_servers(1, 2, Link(1e9), memory_bytes=32e9), 4)
+    result = plan(problem, "madpipe", Limits(5.0), choices=Choices(group_size=2))
+    assert result.plan is not None
+    assert isinstance(result.plan.schedule, PeriodicSchedule)
+    schedule = replace(result.plan.schedule, period_seconds=period)
+    shorter = replace(result.plan, schedule=schedule, predicted=None, certificate=None)
+    assert check(problem, shorter) == ()
+    seconds = 4 * period + schedule.pause_seconds
+    assert seconds == pytest.approx(4 * period + 0.5)
+    for bound in every_plan_bounds(problem):
+        if bound.plans == EVERY_PLAN:
+            assert bound.seconds <= seconds * (1 + 1e-9), bound

@@ -183,7 +183,9 @@ class TestInfeasible:
             chain(3, parameters=GB, saved=2 * GB), servers(1, 2, memory=5.5 * GB), 2
         )
         result = plan(problem, "auto", LIMITS)
-        assert [attempt.planner for attempt in result.attempts] == [*HEURISTICS, "general", "exact"]
+        assert [attempt.planner for attempt in result.attempts] == [
+            *HEURISTICS, "spp, recomputing", "general", "exact",
+        ]  # fmt: skip
         assert all(attempt.reason for attempt in result.attempts)
         assert "bytes short" in result.reason
 

@@ -25,8 +25,10 @@ from stagewright.solvers.planners.proposal import (
     Choices,
     NoPlan,
     Proposal,
+    Recomputation,
     scheduling_of,
 )
+from stagewright.solvers.planners.recomputing import plan_recomputing
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.relaxation import fill_and_drain_bound
@@ -42,6 +44,7 @@ HEURISTICS: tuple[tuple[str, Planner], ...] = (
     ("hetpipe", plan_hetpipe),
 )
 GOOD_ENOUGH = 1e-6  # relative gap
+FULL = 0.5  # of a device's memory; from there on recomputation may pay
 EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
 
 
@@ -61,16 +64,16 @@ def plan_auto(
     for name, run in HEURISTICS:
         if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 2)
-    if portfolio.is_open():
-        portfolio.consider("refined", portfolio.refine, portfolio.left() / 3)
-    if portfolio.is_open():
-        portfolio.consider("cp-sat schedule", portfolio.reschedule, portfolio.left() / 3)
-    if portfolio.left() > 0:
-        portfolio.consider("general", portfolio.search, portfolio.left() / 2)
-    if portfolio.is_open() or (portfolio.best is None and portfolio.left() > 0):
-        portfolio.consider("exact", portfolio.prove, portfolio.left())
-    if portfolio.left() > limits.seconds / 4:  # the joint reference had nothing to look for
-        portfolio.consider("general, on", portfolio.search, portfolio.left())
+    for name, step, is_wanted, share in (
+        ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
+        ("refined", portfolio.refine, portfolio.is_open, 1 / 3),
+        ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
+        ("general", portfolio.search, portfolio.has_time, 1 / 2),
+        ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
+        ("general, on", portfolio.search, portfolio.has_much_time, 1.0),
+    ):
+        if is_wanted():
+            portfolio.consider(name, step, portfolio.left() * share)
     return portfolio.answer()
 
 
@@ -142,6 +145,29 @@ class _Portfolio:
         if abs(fullest - self.fullest) > EQUAL:
             return fullest < self.fullest
         return len(answer.stages) <= len(self.best.stages)
+
+    def is_unsettled(self) -> bool:
+        """Whether the joint reference may find a better plan, or a first one, or none."""
+        return self.is_open() or (self.best is None and self.has_time())
+
+    def has_time(self) -> bool:
+        return self.left() > 0
+
+    def has_much_time(self) -> bool:
+        """Whether the joint reference had nothing to look for, or was soon done."""
+        return self.left() > self.limits.seconds / 4
+
+    def is_short_of_memory(self) -> bool:
+        """Whether stages may recompute, and the best plan needs much of some device's memory."""
+        allowed = self.choices.recompute != "none" and self.has_time()
+        return allowed and (self.best is None or self.fullest > FULL)
+
+    def recompute(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """SPP's plan where every stage recomputes, for the general search to begin with."""
+        way: Recomputation = "layer" if self.choices.recompute == "layer" else "full"
+        return plan_recomputing(plan_spp, problem, limits, on_progress, way)
 
     def search(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress

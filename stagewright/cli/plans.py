@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stagewright.executor.simulate import PeriodicRun, Simulation
     from stagewright.executor.timeline import StageSummary
     from stagewright.formulations.pipeline import PipelineProblem
-    from stagewright.formulations.plan import Certificate, PeriodicSchedule, PipelinePlan
+    from stagewright.formulations.plan import Certificate, PeriodicSchedule, PipelinePlan, Stage
     from stagewright.formulations.plan_class import PlanClass
     from stagewright.formulations.proofs import Verdict
     from stagewright.graphs.chain import Chain
@@ -190,7 +190,13 @@ def plan_json(plan: "PipelinePlan | None") -> dict[str, Any]:
         "schedule_plans": class_json(certificate.schedule_plans if certificate else None),
         **{name: getattr(certificate, name, None) for name in names},
         "stages": [
-            {"layers": stage.layers, "devices": stage.devices, "replication": stage.replication}
+            {
+                "layers": stage.layers,
+                "devices": stage.devices,
+                "replication": stage.replication,
+                "recompute": stage.recompute,
+                "offload": stage.offload,
+            }
             for stage in plan.stages
         ]
         if plan
@@ -226,11 +232,17 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     is_periodic = isinstance(plan.schedule, PeriodicSchedule)
     between = ["<first .. last layer"] if chain else []
     more = ["<index shifts", "<shares with"] if is_periodic else []
+    manners = [_manner(stage) for stage in plan.stages]
+    if any(manners):
+        more.append("<how")
     print_lines(headline(plan))
     print_table(
         ["stage", "<layers", *between, "<devices", "replicas", "forward", "backward", "in flight",
          "peak memory", *more],
-        [_stage_row(line, chain) for line in summarise(plan)],
+        [
+            [*_stage_row(line, chain), *([manner] if any(manners) else [])]
+            for line, manner in zip(summarise(plan), manners, strict=True)
+        ],
     )  # fmt: skip
     if isinstance(plan.schedule, PeriodicSchedule):
         print_lines(*_period_lines(plan, plan.schedule))
@@ -238,6 +250,13 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
         print_lines(f"idle   {percent(plan.predicted.bubble)} of the used devices' time")
     if plan.certificate is not None:
         print_lines(*_certificate_lines(plan.certificate))
+
+
+def _manner(stage: "Stage") -> str:
+    """What a stage does that others do not: turns, recomputation, offloading."""
+    turns = ["round-robin"] if stage.turns > 1 else []
+    again = [f"recompute {stage.recompute}"] if stage.recompute != "none" else []
+    return ", ".join([*turns, *again, *(["offload"] if stage.offload else [])])
 
 
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
