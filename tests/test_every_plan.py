@@ -77,7 +77,7 @@ class Case:
             self.cluster,
             microbatches=self.microbatches,
             planner=planner,
-            time_limit=5.0,
+            time_limit=5.0 if LONG else 1.0,
         )
 
     def document(self, plan):
