@@ -29,7 +29,7 @@ class Reporter:
 
     problem: PipelineProblem
     on_progress: OnProgress
-    periodic: bool  # planners report periods then, not iterations
+    periodic: bool  # whether plans of this kind are looked for
     began: float = field(default_factory=monotonic)
     cost: float = math.inf
     bound: float = 0.0
@@ -43,9 +43,8 @@ class Reporter:
 
     def __call__(self, step: Progress) -> None:
         """Take a planner's step into account."""
-        scale = self.problem.microbatches if self.periodic else 1
         if step.objective is not None:
-            self.cost = min(self.cost, step.objective * scale)
+            self.cost = min(self.cost, step.objective)
         self._report()
 
     def _report(self) -> None:
