@@ -14,6 +14,7 @@ from stagewright.formulations.structure import Structure
 from stagewright.solvers.planners.proposal import Choices
 
 SHIFTS = (1, -1, 2, -2)
+BUSY = 2  # devices of other stages that a stage may get as well
 MANY = 8  # stages; of more only some pairs exchange devices
 
 Stages = tuple[Stage, ...]
@@ -154,6 +155,7 @@ class Moves:
     def _devices(self, structure: Structure, shuffle: random.Random) -> list[Change]:
         """Give, take and exchange devices."""
         stages, idle = structure.stages, self._idle(structure)
+        used = list(dict.fromkeys(name for stage in stages for name in stage.devices))
         changes: list[Change] = []
         for s, stage in enumerate(stages):
             changes += [
@@ -161,9 +163,12 @@ class Moves:
                 for v in stage.devices
                 if len(stage.devices) > 1
             ]
-            changes += [
-                partial(self._moved, structure, s, (*stages[s].devices, v)) for v in idle[:2]
-            ]
+            busy = [one for one in used if one not in stage.devices]
+            more = [*idle[:2], *shuffle.sample(busy, min(BUSY, len(busy)))]
+            changes += [partial(self._moved, structure, s, (*stage.devices, v)) for v in more]
+            if stage.turns > 1:
+                turned = (*stage.devices[1:], stage.devices[0])
+                changes.append(partial(self._moved, structure, s, turned))
         pairs = list(permutations(range(len(stages)), 2))
         if len(stages) > MANY:
             pairs = shuffle.sample(pairs, MANY * (MANY - 1))

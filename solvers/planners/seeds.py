@@ -19,12 +19,13 @@ def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Struct
     """Balanced pipelines on groups of neighbours in ``order``, in one round or several.
 
     A round goes through the groups in the same direction as the one before (interleaved), or back
-    (in a V). Groups of several devices split microbatches, or take turns.
+    (in a V). Groups of several devices split microbatches, or take turns; in every round these may
+    begin with the next device, so that no device waits for its own microbatch.
     """
     layers = len(problem.chain)
     for length in _lengths(len(order), layers):
         groups = [tuple(int(v) for v in part) for part in np.array_split(np.array(order), length)]
-        for rounds in range(1, MOST_ROUNDS + 1 if length > 1 else 2):
+        for rounds in range(1, MOST_ROUNDS + 1):
             if rounds * length <= layers:
                 yield from _folded(problem, groups, groups * rounds)
         if 2 * length - 1 <= layers and length > 1:
@@ -44,19 +45,28 @@ def _folded(
 ) -> Iterator[Structure]:
     """Balanced stages on the groups ``placed``, once per kind of replication."""
     several = any(len(group) > 1 for group in groups)
+    again = len(placed) > len(groups)
     names = [device.name for device in problem.cluster.devices]
     for turns in (False, True) if several else (False,):
         cuts = balanced_cuts(problem, placed, turns)
         if cuts is None:
             continue
-        yield Structure.whole([
-            Stage(
-                (cuts[s], cuts[s + 1]),
-                tuple(names[v] for v in group),
-                "round-robin" if turns and len(group) > 1 else "split",
-            )
-            for s, group in enumerate(placed)
-        ])  # fmt: skip
+        for step in (0, 1) if turns and again else (0,):
+            if len(groups) == 1 and again and step == 0:
+                continue  # the stages would be one
+            yield Structure.whole([
+                Stage(
+                    (cuts[s], cuts[s + 1]),
+                    tuple(names[v] for v in _rotated(group, step * (s // len(groups)))),
+                    "round-robin" if turns and len(group) > 1 else "split",
+                )
+                for s, group in enumerate(placed)
+            ])  # fmt: skip
+
+
+def _rotated(group: tuple[int, ...], by: int) -> tuple[int, ...]:
+    first = by % len(group)
+    return group[first:] + group[:first]
 
 
 def balanced_cuts(
