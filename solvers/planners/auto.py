@@ -155,7 +155,7 @@ class _Portfolio:
 
     def has_much_time(self) -> bool:
         """Whether the joint reference had nothing to look for, or was soon done."""
-        return self.left() > self.limits.seconds / 4
+        return self.best is not None and self.left() > self.limits.seconds / 4
 
     def is_short_of_memory(self) -> bool:
         """Whether stages may recompute, and the best plan needs much of some device's memory."""
