@@ -71,6 +71,8 @@ def plan_general(
     asked = choices or Choices()
     if asked.recompute is None:
         asked = replace(asked, recompute="auto")
+    if asked.offload is None:
+        asked = replace(asked, offload=True)
     search = _Search(problem, limits, on_progress, asked)
     search.run(known)
     return search.answer()

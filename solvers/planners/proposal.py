@@ -64,7 +64,8 @@ class Choices:
         these, whatever is best. None: ``auto`` for the planners ``auto`` and ``general``, where
         it is faster or nothing fits without; ``none`` for the others.
     offload
-        Stages may keep activations in the host's memory.
+        Stages may keep activations in the host's memory. None: with the planners ``auto`` and
+        ``general``, on devices whose link to the host is known.
     group_size
         Periodic planners: so many devices share every stage and split its microbatches (None:
         whatever is best).
@@ -73,7 +74,7 @@ class Choices:
     """
 
     recompute: Recomputation | None = None
-    offload: bool = False
+    offload: bool | None = None
     group_size: int | None = None
     period_seconds: float | None = None
 
@@ -83,7 +84,7 @@ class Choices:
         if self.recompute not in (None, *get_args(Recomputation)):
             known = ", ".join(get_args(Recomputation))
             raise InputError(f"recompute must be one of {known}, got {self.recompute!r}")
-        if not isinstance(self.offload, bool):
+        if not isinstance(self.offload, bool | None):
             raise InputError(f"offload must be True or False, got {self.offload!r}")
         period = self.period_seconds
         if period is not None and not (isinstance(period, int | float) and 0 < period < math.inf):

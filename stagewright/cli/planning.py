@@ -59,9 +59,13 @@ def plan(
         ),
     ] = None,
     offload: Annotated[
-        bool,
-        typer.Option("--offload", help="Stages may keep activations in the host's memory."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--offload/--no-offload",
+            help="Whether stages may keep activations in the host's memory; auto and general "
+            "try it, unless told otherwise.",
+        ),
+    ] = None,
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,
