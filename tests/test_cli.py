@@ -240,7 +240,10 @@ def test_show_prints_and_draws(files: Path) -> None:
     assert "3 stages, 4 microbatches" in text
     assert re.search(r"2\s+4-5\s+g3-5\s+3", text)
     stages = answered_json("show", files / "plan.json")["stages"]
-    assert stages[0] == {"layers": [0, 2], "devices": ["g0", "g1"], "replication": "split"}
+    assert stages[0] == {
+        "layers": [0, 2], "devices": ["g0", "g1"], "replication": "split", "recompute": "none",
+        "offload": False,
+    }  # fmt: skip
     drawn = [files / name for name in ("plan.html", "plan.png", "trace.json")]
     answered(
         "show", files / "plan.json", "--html", drawn[0], "--png", drawn[1], "--trace", drawn[2]
