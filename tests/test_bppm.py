@@ -1,13 +1,12 @@
 """Balanced partitions: the MILP as a second opinion, and the kernel beyond what the oracle can."""
 
 import math
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import bottleneck, prm_table
-from strategies import paper_problem, random_problem
+from strategies import PROBLEMS, hard_problem
 
 from stagewright.formulations.bppm import BalancedPartition, StageChoice
 from stagewright.formulations.bppm_milp import ByAssignment
@@ -24,15 +23,6 @@ ROUNDING = 1e-9  # relative, of sums of floats
 MILP = 1e-5  # relative: the solvers' tolerances
 GB = 1e9
 
-hard_problem = partial(
-    random_problem,
-    latency=True,
-    symmetric=False,
-    tight_memory=True,
-    kinds=("a", "b"),
-    sizes=(3, 2, 1),
-)
-PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 
 slow = settings(max_examples=12, deadline=None, derandomize=True)
 

@@ -1,13 +1,12 @@
 """Every planner: valid plans, how their cost moves with the problem, and figures by hand."""
 
 import re
-from functools import partial
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plans import scaled, small_problem
-from strategies import paper_problem, random_problem
+from strategies import PROBLEMS, hard_problem, paper_problem
 
 from stagewright.formulations.check import check
 from stagewright.formulations.forms import Limits, Status, silent
@@ -32,15 +31,6 @@ BASELINES = ("dp", "gpipe", "pipedream", "hetpipe")
 HEURISTICS = ("spp", *BASELINES)
 GB = 1e9
 
-hard_problem = partial(
-    random_problem,
-    latency=True,
-    symmetric=False,
-    tight_memory=True,
-    kinds=("a", "b"),
-    sizes=(3, 2, 1),
-)
-PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 slow = settings(max_examples=10, deadline=None, derandomize=True)
 
 

@@ -1,7 +1,6 @@
 """The bounds of every plan: never above the joint optimum, and how they move with the problem."""
 
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import brute_force_joint
 from plans import scaled
-from strategies import paper_problem, random_problem
+from strategies import PROBLEMS, hard_problem, paper_problem
 
 from stagewright.formulations.pipeline import PipelineProblem
 from stagewright.formulations.relaxation import relax
@@ -20,15 +19,6 @@ from stagewright.solvers.relaxation import PRECISION, fill_and_drain_bound, load
 ROUNDING = 1e-9  # relative, of sums of floats
 GB = 1e9
 
-hard_problem = partial(
-    random_problem,
-    latency=True,
-    symmetric=False,
-    tight_memory=True,
-    kinds=("a", "b"),
-    sizes=(3, 2, 1),
-)
-PROBLEMS = {"paper": paper_problem, "hard": hard_problem}
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
