@@ -279,11 +279,11 @@ class _Search:
     def _work(self, stage, runners):
         """Ticks of a microbatch on its runners: of all its actions, and until the next stage's."""
         instance = self.instance
-        ticks = [to_ticks(instance.seconds(stage, runners, action)) for action in "FB"]
+        forward, whole = (to_ticks(instance.seconds(stage, runners, action)) for action in "FB")
         if not parts(instance, stage, self.language.split_backward):
-            return sum(ticks), sum(ticks)
+            return forward + whole, forward + whole
         first, second = (to_ticks(instance.seconds(stage, runners, action)) for action in "IW")
-        return ticks[0] + first + second, ticks[0] + first
+        return forward + min(whole, first + second), forward + first
 
 
 def automorphisms(instance):

@@ -1,7 +1,7 @@
 """The exact schedule of fixed stages: its tasks, bounds, memory over time, and CP-SAT."""
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, inf
 
@@ -16,11 +16,16 @@ BYTE = 1000  # memory is counted in thousandths of a byte
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An action of a schedule: its ticks, what it occupies, and what comes before it."""
+    """An action of a schedule: its ticks, what it occupies, and what comes before it.
+
+    A W takes ``more`` ticks unless it and its I count as a whole B: of a stage on unlike devices,
+    one may be the slowest at I and another at W, and a B ends with the slowest sum.
+    """
 
     ticks: int
     resources: tuple
     after: tuple
+    more: int = 0
 
 
 def to_ticks(seconds):
@@ -32,7 +37,8 @@ def parts(instance, stage, allowed):
 
     Where it is allowed, I then W back to back does all that a whole B does, with the same memory,
     and lets the gradient leave earlier: no whole B is needed. Not so for the recomputation of
-    layers, where a whole B needs less memory: there the schedule chooses.
+    layers, where a whole B needs less memory, and on unlike devices, where it may take less time:
+    there the schedule chooses.
     """
     return allowed and not stage.offload and instance.knows_parts(stage)
 
@@ -71,7 +77,10 @@ def _backward(instance, stages, microbatch, tasks, split_backward):
         first = action, index, microbatch
         tasks[first] = _compute(instance, stage, runners, action, before)
         if action == "I":
-            weights = _compute(instance, stage, runners, "W", (first,))
+            alone = _compute(instance, stage, runners, "W", (first,))
+            whole = _compute(instance, stage, runners, "B", ())
+            ticks = min(alone.ticks, whole.ticks - tasks[first].ticks)
+            weights = replace(alone, ticks=ticks, more=alone.ticks - ticks)
             tasks["W", index, microbatch] = weights
         before = (first,)
 
@@ -192,7 +201,8 @@ def short_devices(instance, stages):
 
 def best_schedule(instance, stages, tasks, cutoff):
     """The shortest schedule below ``cutoff`` ticks: (ticks, start and finish by task), or None."""
-    unit = gcd(*(task.ticks for task in tasks.values()), *_host_ticks(instance, stages))
+    sizes = [size for task in tasks.values() for size in (task.ticks, task.more)]
+    unit = gcd(*sizes, *_host_ticks(instance, stages))
     schedule = _Schedule(instance, stages, tasks, unit)
     if cutoff < inf:
         schedule.model.add(schedule.makespan * unit <= cutoff - 1)
@@ -249,7 +259,7 @@ class _Schedule:
         self.instance, self.stages, self.tasks, self.unit = instance, stages, tasks, unit
         self.model = cp_model.CpModel()
         # One task after the other, each with its visits to the host, is a schedule that long.
-        total = sum(task.ticks for task in tasks.values()) // unit
+        total = sum(task.ticks + task.more for task in tasks.values()) // unit
         self.horizon = total + 2 * sum(_host_ticks(instance, stages)) // unit
         self.starts, self.ends, self.exclusive = {}, {}, {}
         self.whole, self.visits, self.orders = {}, {}, {}
@@ -269,7 +279,11 @@ class _Schedule:
         size = task.ticks // self.unit
         self.starts[key] = start = self.variable(key)
         self.ends[key] = start + size
-        interval = self.model.new_fixed_size_interval_var(start, size, str(key))
+        if task.more:
+            self.whole[key[1:]] = whole = self.model.new_bool_var("whole")
+            size += task.more // self.unit * ~whole
+            self.ends[key] = self.variable(key)
+        interval = self.model.new_interval_var(start, size, self.ends[key], str(key))
         for resource in task.resources:
             self.exclusive.setdefault(resource, []).append(interval)
         for before in task.after:
@@ -281,16 +295,19 @@ class _Schedule:
         for microbatch in range(self.instance.microbatches):
             if stage.offload:
                 self.visit_host(index, stage, microbatch)
-            elif stage.recompute == "layer" and ("I", index, microbatch) in self.tasks:
-                self.choose_whole(index, microbatch)
+            elif ("I", index, microbatch) in self.tasks:
+                if stage.recompute == "layer":
+                    self.whole.setdefault((index, microbatch), self.model.new_bool_var("whole"))
+                if (index, microbatch) in self.whole:
+                    self.choose_whole(index, microbatch)
 
     def choose_whole(self, index, microbatch):
-        """Where layers are recomputed, I and W back to back may count as a whole B.
+        """I and W back to back may count as a whole B.
 
         Then what follows I waits for the end of W, as it would for a B.
         """
         first, weights = ("I", index, microbatch), ("W", index, microbatch)
-        self.whole[index, microbatch] = flag = self.model.new_bool_var("whole")
+        flag = self.whole[index, microbatch]
         self.model.add(self.starts[weights] == self.ends[first]).only_enforce_if(flag)
         for key, task in self.tasks.items():
             if first in task.after and key != weights:
@@ -393,7 +410,7 @@ class _Schedule:
             yield self.hold(instance.held(stage), start=read, last=last)
             return
         yield self.hold(instance.held(stage), first=forward, last=last)
-        if (index, microbatch) in self.whole:
+        if stage.recompute != "none" and (index, microbatch) in self.whole:
             flag = self.whole[index, microbatch]
             yield self.hold(instance.recomputed(stage, True), first=first, last=last, flag=flag)
             yield self.hold(instance.recomputed(stage, False), first=first, last=last, flag=~flag)
