@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.report import Table, percent
-from stagewright.formulations.forms import Limits
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.graphs.chain import Chain, load_model
-from stagewright.graphs.cluster import Cluster, load_cluster
-from stagewright.graphs.errors import InputError
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Cluster, load_cluster
+from stagewright.graphs.models.chain import Chain, load_model
 from stagewright.solvers.planning import plan
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

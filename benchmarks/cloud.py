@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 from benchmarks.report import Table, percent
-from stagewright.formulations.cloud_strategies import STRATEGIES, Home, follow
-from stagewright.formulations.switching import (
+from stagewright.formulations.cloud.strategies import STRATEGIES, Home, follow
+from stagewright.formulations.cloud.switching import (
     NO_OVERHEADS,
     Outcome,
     Overheads,
@@ -29,10 +29,10 @@ from stagewright.formulations.switching import (
     offers_of,
     shares_of,
 )
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.cloud_prices import read_cloud_logs, read_model_rates
-from stagewright.graphs.prices import Instance, Market
-from stagewright.solvers.switching import SwitchingResult, solve_switching
+from stagewright.graphs.workloads.prices import Instance, Market
+from stagewright.solvers.cloud.switching import SwitchingResult, solve_switching
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "cloud"
 FIGURES = Path(__file__).with_name("figures")

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Table, percent
-from stagewright.formulations.allocation import Allocation, AllocationProblem, problem_of
-from stagewright.formulations.forms import Floats
-from stagewright.formulations.policies import max_min
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, problem_of
+from stagewright.formulations.clusters.policies import max_min
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.importers.gavel import read_throughputs
-from stagewright.graphs.jobs import Job, PairRate, Throughputs, Workload
-from stagewright.graphs.pool import parse_pool
-from stagewright.solvers.estimation import Estimator, pairs_to_profile
-from stagewright.solvers.policies import allocate
+from stagewright.graphs.workloads.jobs import Job, PairRate, Throughputs, Workload
+from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.solvers.clusters.estimation import Estimator, pairs_to_profile
+from stagewright.solvers.clusters.policies import allocate
 
 THROUGHPUTS = (
     Path(__file__).parents[2] / "shared" / "data" / "gavel" / "simulation_throughputs.json"

@@ -30,23 +30,23 @@ from torch.nn import functional
 import stagewright
 from benchmarks.report import Table, percent
 from examples.models import Transformer
-from stagewright.executor.capture import capture
-from stagewright.executor.compare import Comparison, Pair, compare
+from stagewright.executor.capture.shapes import Value
+from stagewright.executor.capture.tracing import capture
 from stagewright.executor.export import export
 from stagewright.executor.export.pipelines import one_forward_one_backward
-from stagewright.executor.interpreter import Boundary, Interpreter, Joint, Rank
-from stagewright.executor.links import describe, measure_links
-from stagewright.executor.lower import lower
-from stagewright.executor.profiling import Machine, measure_layers
-from stagewright.executor.program import Instruction, stages_on
-from stagewright.executor.runtime import Executor
-from stagewright.executor.shapes import Value
-from stagewright.executor.shares import rows
-from stagewright.executor.stage import Gradients, Seed, StageComputation, Tensors
-from stagewright.executor.weights import Weights
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind, parse_action
-from stagewright.formulations.plan import PipelinePlan, Schedule, ScheduledAction, Stage
-from stagewright.graphs.chain import Chain
+from stagewright.executor.measuring.compare import Comparison, Pair, compare
+from stagewright.executor.measuring.links import describe, measure_links
+from stagewright.executor.measuring.profiling import Machine, measure_layers
+from stagewright.executor.programs.lower import lower
+from stagewright.executor.programs.program import Instruction, stages_on
+from stagewright.executor.programs.shares import rows
+from stagewright.executor.training.interpreter import Boundary, Interpreter, Joint, Rank
+from stagewright.executor.training.runtime import Executor
+from stagewright.executor.training.stage import Gradients, Seed, StageComputation, Tensors
+from stagewright.executor.training.weights import Weights
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage
+from stagewright.graphs.models.chain import Chain
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

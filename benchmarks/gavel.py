@@ -31,11 +31,11 @@ from benchmarks.gavel_runs import (
     study,
 )
 from benchmarks.report import Table, percent
-from stagewright.formulations.allocation import problem_of, throughput
-from stagewright.formulations.forms import Floats
-from stagewright.graphs.jobs import Discipline, Entity, Job, Workload
-from stagewright.graphs.poisson import HIGH_PRIORITY, MODELS
-from stagewright.graphs.pool import parse_pool
+from stagewright.formulations.clusters.allocation import problem_of, throughput
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.workloads.jobs import Discipline, Entity, Job, Workload
+from stagewright.graphs.workloads.poisson import HIGH_PRIORITY, MODELS
+from stagewright.graphs.workloads.pool import parse_pool
 
 PUBLIC_JOBS = (4000, 5000)
 

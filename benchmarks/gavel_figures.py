@@ -8,7 +8,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stagewright.formulations.forms import Floats
+from stagewright.graphs.documents.arrays import Floats
 
 FIGURES = Path(__file__).with_name("figures")
 DOTS_PER_INCH = 80

@@ -23,15 +23,15 @@ from typing import Literal, TypeVar
 
 from rich.progress import track
 
-from stagewright.executor.cluster_simulation import ClusterTimeline, Rules, simulate_cluster
-from stagewright.formulations.allocation import Allocation, AllocationProblem
-from stagewright.graphs import documents
-from stagewright.graphs.errors import InputError
+from stagewright.executor.clusters.simulation import ClusterTimeline, Rules, simulate_cluster
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.importers.gavel import read_throughputs, read_trace
-from stagewright.graphs.jobs import Job, Throughputs
-from stagewright.graphs.poisson import MODELS, SLO_FACTORS, Arrivals
-from stagewright.graphs.pool import parse_pool
-from stagewright.solvers.policies import allocate, policy_named
+from stagewright.graphs.workloads.jobs import Job, Throughputs
+from stagewright.graphs.workloads.poisson import MODELS, SLO_FACTORS, Arrivals
+from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.solvers.clusters.policies import allocate, policy_named
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "gavel"
 MISSING = f"skipped: Gavel's data are not in {Path(*DATA.parts[-3:])} beside the checkout"

@@ -20,11 +20,11 @@ from rich.progress import track
 
 from benchmarks.report import Table, machine
 from benchmarks.spec import BenchSpec
-from stagewright.formulations.forms import Limits, Status
-from stagewright.formulations.jobshop import ByIntervals, JobShop, parse_jobshop
-from stagewright.solvers.backend import solve
-from stagewright.solvers.cpsat import SEARCHES
-from stagewright.solvers.jobshop import solve_jobshop
+from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.pipelines.jobshop import ByIntervals, JobShop, parse_jobshop
+from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.backends.cpsat import SEARCHES
+from stagewright.solvers.pipelines.jobshop import solve_jobshop
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "jobshop"
 MISSING = f"skipped: the instances are not in {Path(*DATA.parts[-3:])} beside the checkout"

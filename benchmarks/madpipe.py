@@ -23,19 +23,18 @@ from rich.progress import track
 
 from benchmarks.models import paper_model
 from benchmarks.report import Table, percent
-from stagewright.formulations.assembly import assemble_pattern
-from stagewright.formulations.forms import Limits, silent
-from stagewright.formulations.one_f_one_b import least_period
-from stagewright.formulations.pattern import kept_bytes, pattern_problem, static_bytes
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Stage
-from stagewright.graphs.chain import Chain
-from stagewright.graphs.cluster import Link, uniform_servers
+from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.patterns.one_f_one_b import least_period
+from stagewright.formulations.patterns.pattern import kept_bytes, pattern_problem, static_bytes
+from stagewright.formulations.plans.assembly import assemble_pattern
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.madpipe import plan_madpipe
 from stagewright.solvers.planners.proposal import Choices, NoPlan
-from stagewright.solvers.warm_up import compile_kernels
-
-Floats = NDArray[np.float64]
+from stagewright.solvers.planners.warm_up import compile_kernels
 
 NETWORKS = {
     "resnet50": "ResNet-50",

@@ -14,12 +14,12 @@ from rich.progress import track
 
 from benchmarks.madpipe import NETWORKS, PROCESSES, QUICK, SWEEP, Case, problem
 from benchmarks.report import Table
-from stagewright.formulations.forms import Limits, Status
-from stagewright.formulations.madpipe import AllocationProblem
-from stagewright.formulations.pattern import pattern_problem
-from stagewright.solvers.madpipe import least_period
-from stagewright.solvers.pattern import best_pattern
-from stagewright.solvers.warm_up import compile_kernels
+from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.patterns.madpipe import AllocationProblem
+from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.solvers.patterns.madpipe import least_period
+from stagewright.solvers.patterns.pattern import best_pattern
+from stagewright.solvers.planners.warm_up import compile_kernels
 
 TARGET = 5.0  # seconds, for a pattern
 LIMITS = Limits(seconds=30.0)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from stagewright.graphs.analytic import analytic_model
-from stagewright.graphs.chain import Chain
+from stagewright.graphs.models.analytic import analytic_model
+from stagewright.graphs.models.chain import Chain
 
 
 def paper_model(name: str, samples: int, device: str = "v100", **sizes: int) -> Chain:

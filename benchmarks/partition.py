@@ -21,12 +21,12 @@ import numpy as np
 
 from benchmarks.report import Table
 from benchmarks.spp import bert
-from stagewright.formulations.forms import Limits, silent
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.graphs.analytic import analytic_model
-from stagewright.graphs.chain import Chain
-from stagewright.graphs.cluster import Link, uniform_servers
-from stagewright.graphs.ordering import recursive_device_order
+from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.graphs.models.analytic import analytic_model
+from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.spp import Searched, search_stage_counts
 from stagewright.solvers.planning import plan
 

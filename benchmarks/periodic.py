@@ -25,22 +25,23 @@ from benchmarks.models import paper_model
 from benchmarks.partition import peak_bytes
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
-from stagewright.formulations.forms import Limits, Status, silent
-from stagewright.formulations.joint_patterns import JointPatterns
-from stagewright.formulations.madpipe import AllocationProblem, Placed
-from stagewright.formulations.one_f_one_b import least_period as one_f_one_b_period
-from stagewright.formulations.one_f_one_b import load_bound, period_bound
-from stagewright.formulations.pattern import PatternProblem, pattern_problem
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import InvalidPlan, Stage
-from stagewright.graphs.chain import Chain, Layer, LayerCost
-from stagewright.graphs.cluster import Link, uniform_servers
-from stagewright.solvers.joint_patterns import JointAnswer, joint_optimum
-from stagewright.solvers.madpipe import AllocationAnswer, by_grid, least_period
-from stagewright.solvers.pattern import PatternAnswer, best_pattern
+from stagewright.formulations.forms.answers import Limits, Status, silent
+from stagewright.formulations.patterns.joint_patterns import JointPatterns
+from stagewright.formulations.patterns.madpipe import AllocationProblem, Placed
+from stagewright.formulations.patterns.one_f_one_b import least_period as one_f_one_b_period
+from stagewright.formulations.patterns.one_f_one_b import load_bound, period_bound
+from stagewright.formulations.patterns.pattern import PatternProblem, pattern_problem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.graphs.documents.errors import InvalidPlan
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.patterns.joint_patterns import JointAnswer, joint_optimum
+from stagewright.solvers.patterns.madpipe import AllocationAnswer, by_grid, least_period
+from stagewright.solvers.patterns.pattern import PatternAnswer, best_pattern
 from stagewright.solvers.planners.madpipe import plan_madpipe
 from stagewright.solvers.planners.proposal import Choices, NoPlan
-from stagewright.solvers.warm_up import compile_kernels
+from stagewright.solvers.planners.warm_up import compile_kernels
 
 T = TypeVar("T")
 Seconds = tuple[float, float]  # wall, CPU

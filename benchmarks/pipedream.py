@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Table, percent
-from stagewright.formulations.bppm import StageChoice
-from stagewright.formulations.forms import Limits
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.graphs.cluster import Cluster, Link, uniform_servers
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.importers import read_pipedream
+from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.solvers.planners.pipedream import optimize, partition
 from stagewright.solvers.planning import plan
 

@@ -21,15 +21,15 @@ from scipy import sparse
 
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
-from stagewright.formulations.allocation import AllocationProblem, problem_of
-from stagewright.formulations.forms import Floats
-from stagewright.formulations.policies import max_min
+from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of
+from stagewright.formulations.clusters.policies import max_min
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.importers.gavel import read_throughputs
-from stagewright.graphs.jobs import Entity, PairRate, Rate, Throughputs, Workload
-from stagewright.graphs.poisson import Arrivals
-from stagewright.graphs.pool import Accelerator, Pool, parse_pool
-from stagewright.solvers.partitioned import allocate_partitioned
-from stagewright.solvers.policies import AllocationResult, allocate
+from stagewright.graphs.workloads.jobs import Entity, PairRate, Rate, Throughputs, Workload
+from stagewright.graphs.workloads.poisson import Arrivals
+from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
+from stagewright.solvers.clusters.partitioned import allocate_partitioned
+from stagewright.solvers.clusters.policies import AllocationResult, allocate
 
 THROUGHPUTS = (
     Path(__file__).parents[2] / "shared" / "data" / "gavel" / "simulation_throughputs.json"

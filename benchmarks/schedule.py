@@ -15,10 +15,10 @@ from rich.progress import track
 
 from benchmarks.report import Table, machine
 from benchmarks.spec import BenchSpec
-from stagewright.formulations.forms import Limits, Status
-from stagewright.formulations.makespan import MakespanProblem
-from stagewright.solvers.list_scheduling import list_schedule
-from stagewright.solvers.scheduling import ScheduleResult, solve_schedule
+from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.solvers.pipelines.list_scheduling import list_schedule
+from stagewright.solvers.pipelines.scheduling import ScheduleResult, solve_schedule
 
 THREADS = 2
 SEEDS = range(5)

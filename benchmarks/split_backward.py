@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
-from stagewright.executor.split_backward import SplitLayer, split_layer
+from stagewright.executor.capture.split_backward import SplitLayer, split_layer
 
 WARM_UP, TURNS, QUICK_TURNS = 3, 40, 5
 

@@ -14,16 +14,16 @@ from matplotlib.figure import Figure
 
 from benchmarks.models import paper_model
 from benchmarks.report import Table, percent
-from stagewright.formulations.forms import Limits
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.spp import makespan_problem
-from stagewright.graphs.chain import Chain
-from stagewright.graphs.cluster import Cluster, Device, Link, from_matrix, uniform_servers
-from stagewright.graphs.devices import accelerator
-from stagewright.graphs.ordering import recursive_device_order
-from stagewright.graphs.units import parse_bandwidth
-from stagewright.solvers.list_scheduling import best_list_schedule, list_schedule
-from stagewright.solvers.partition import balanced_partitions
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.units import parse_bandwidth
+from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
+from stagewright.graphs.machines.devices import accelerator
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.graphs.models.chain import Chain
+from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
+from stagewright.solvers.pipelines.partition import balanced_partitions
 from stagewright.solvers.planning import Result, plan
 
 PICTURE = Path(__file__).with_name("figures") / "spp-sweeps.png"

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from stagewright.executor.cluster_runtime import ClusterJob, run_cluster
-from stagewright.executor.leases import Lease, LeaseIterator
-from stagewright.formulations.allocation import Allocation, AllocationProblem
-from stagewright.formulations.forms import Limits
-from stagewright.graphs import documents
-from stagewright.graphs.jobs import Job, Rate, Throughputs
-from stagewright.graphs.pool import parse_pool
-from stagewright.solvers.policies import max_min
+from stagewright.executor.clusters.leases import Lease, LeaseIterator
+from stagewright.executor.clusters.runtime import ClusterJob, run_cluster
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+from stagewright.formulations.forms.answers import Limits
+from stagewright.graphs.documents import documents
+from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs
+from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.solvers.clusters.policies import max_min
 
 STEPS_PER_SECOND = {"v100": 100.0, "k80": 50.0}
 

@@ -10,9 +10,9 @@ import itertools
 import random
 from pathlib import Path
 
-from stagewright.graphs.analytic import analytic_model
-from stagewright.graphs.devices import accelerator
-from stagewright.graphs.jobs import (
+from stagewright.graphs.machines.devices import accelerator
+from stagewright.graphs.models.analytic import analytic_model
+from stagewright.graphs.workloads.jobs import (
     Entity,
     Job,
     PairRate,

@@ -7,7 +7,7 @@ a fraction of the on-demand price.
 import random
 from pathlib import Path
 
-from stagewright.graphs.prices import HOUR, Instance, Market, PriceSeries, save_market
+from stagewright.graphs.workloads.prices import HOUR, Instance, Market, PriceSeries, save_market
 
 START = 1_790_000_000.0  # an instant in September 2026
 DAYS = 28

@@ -7,9 +7,7 @@ The measured profiles are written by ``stagewright profile`` and left alone.
 
 from pathlib import Path
 
-from stagewright.graphs.analytic import analytic_model
-from stagewright.graphs.chain import save_model
-from stagewright.graphs.cluster import (
+from stagewright.graphs.machines.cluster import (
     Cluster,
     Device,
     Link,
@@ -17,7 +15,9 @@ from stagewright.graphs.cluster import (
     save_cluster,
     uniform_servers,
 )
-from stagewright.graphs.topology import dgx1
+from stagewright.graphs.machines.topology import dgx1
+from stagewright.graphs.models.analytic import analytic_model
+from stagewright.graphs.models.chain import save_model
 
 HERE = Path(__file__).parent
 MODELS = {  # samples per microbatch, as in SPP table II

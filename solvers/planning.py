@@ -6,17 +6,22 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import cast, get_args
 
-from stagewright.formulations.assembly import assemble, assemble_pattern, certify
-from stagewright.formulations.bounds import schedule_bounds
-from stagewright.formulations.certificates import best_of
-from stagewright.formulations.every_plan import why_nothing_fits
-from stagewright.formulations.forms import Limits, OnProgress, Status, silent
-from stagewright.formulations.one_f_one_b import PATTERN_LOAD, PATTERN_MEMORY, iteration_bound
-from stagewright.formulations.one_f_one_b import load_bound as load_of
-from stagewright.formulations.pattern import pattern_problem
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound, PipelinePlan
-from stagewright.formulations.plan_class import (
+from stagewright.formulations.checking.certificates import best_of
+from stagewright.formulations.forms.answers import Limits, OnProgress, Status, silent
+from stagewright.formulations.patterns.one_f_one_b import (
+    PATTERN_LOAD,
+    PATTERN_MEMORY,
+    iteration_bound,
+)
+from stagewright.formulations.patterns.one_f_one_b import load_bound as load_of
+from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.every_plan import why_nothing_fits
+from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.plans.assembly import assemble, assemble_pattern, certify
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound, PipelinePlan
+from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
     DISJOINT_WHOLE,
     EVERY_PLAN,
@@ -24,9 +29,9 @@ from stagewright.formulations.plan_class import (
     PlanClass,
     class_of,
 )
-from stagewright.formulations.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.graphs.errors import InputError
-from stagewright.solvers.every_plan import every_plan_bounds
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.pipelines.every_plan import every_plan_bounds
+from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.planners.auto import plan_auto
 from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import plan_exact
@@ -45,10 +50,9 @@ from stagewright.solvers.planners.proposal import (
     scheduling_of,
 )
 from stagewright.solvers.planners.recomputing import Planner, plan_recomputing
+from stagewright.solvers.planners.reporting import reporting
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.relaxation import fill_and_drain_bound
-from stagewright.solvers.reporting import reporting
-from stagewright.solvers.warm_up import compile_kernels
+from stagewright.solvers.planners.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
 

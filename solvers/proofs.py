@@ -1,4 +1,4 @@
-"""The proofs of searches, run again: what :mod:`stagewright.formulations.proofs` has to believe."""
+"""The proofs of searches, run again: what :mod:`proofs` has to believe."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,28 +8,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.check import PROOF, check, refutations
-from stagewright.formulations.forms import Limits
-from stagewright.formulations.joint import JOINT_SEARCH
-from stagewright.formulations.joint_patterns import ALLOCATIONS, JointPatterns
-from stagewright.formulations.makespan_models import CP_SAT
-from stagewright.formulations.pattern import pattern_problem
-from stagewright.formulations.pattern_models import PATTERN
-from stagewright.formulations.periodic_bounds import iteration_bounds
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound, PipelinePlan
-from stagewright.formulations.plan_class import PATTERNS, class_of
-from stagewright.formulations.proofs import ROUNDING, Verdict, scheduling_of, verdicts
-from stagewright.formulations.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.spp import LEMMA_1
-from stagewright.formulations.violations import Violation
-from stagewright.graphs.ordering import recursive_device_order
-from stagewright.solvers.joint_patterns import joint_optimum
-from stagewright.solvers.list_scheduling import list_schedule
-from stagewright.solvers.pattern import best_pattern
+from stagewright.formulations.checking.check import PROOF, check, refutations
+from stagewright.formulations.checking.proofs import ROUNDING, Verdict, scheduling_of, verdicts
+from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
+from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.formulations.patterns.pattern_models import PATTERN
+from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
+from stagewright.formulations.pipelines.joint import JOINT_SEARCH
+from stagewright.formulations.pipelines.makespan_models import CP_SAT
+from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.spp import LEMMA_1
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound, PipelinePlan
+from stagewright.formulations.plans.plan_class import PATTERNS, class_of
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.solvers.patterns.joint_patterns import joint_optimum
+from stagewright.solvers.patterns.pattern import best_pattern
+from stagewright.solvers.pipelines.list_scheduling import list_schedule
+from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, is_fill_and_drain_bound
+from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planners.exact import exact
-from stagewright.solvers.relaxation import fill_and_drain_bound, is_fill_and_drain_bound
-from stagewright.solvers.scheduling import solve_schedule
 
 MARGIN = 1e-6  # relative; the searches look for nothing better by less
 

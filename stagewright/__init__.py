@@ -3,8 +3,8 @@
 Examples
 --------
 >>> import stagewright
->>> from stagewright.graphs.cluster import Link, uniform_servers
->>> from stagewright.graphs.analytic import analytic_model
+>>> from stagewright.graphs.machines.cluster import Link, uniform_servers
+>>> from stagewright.graphs.models.analytic import analytic_model
 >>> cluster = uniform_servers(1, 2, Link(100e9))
 >>> result = stagewright.plan(analytic_model("vgg19"), cluster, microbatches=4, planner="dp")
 >>> result.status.value
@@ -14,24 +14,24 @@ Examples
 import importlib
 from typing import TYPE_CHECKING
 
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stagewright.executor.simulate import Simulation
-    from stagewright.formulations.forms import StopToken
-    from stagewright.formulations.pipeline import PipelineProblem
-    from stagewright.formulations.plan import PipelinePlan, load_plan, save_plan
-    from stagewright.formulations.proofs import Verdict
-    from stagewright.formulations.violations import Violation
-    from stagewright.graphs.chain import Chain, load_model, save_model
-    from stagewright.graphs.cluster import Cluster, load_cluster, save_cluster
-    from stagewright.graphs.jobs import Workload, load_workload
-    from stagewright.graphs.pool import Pool, parse_pool
+    from stagewright.executor.simulation.simulate import Simulation
+    from stagewright.formulations.checking.proofs import Verdict
+    from stagewright.formulations.checking.violations import Violation
+    from stagewright.formulations.forms.answers import StopToken
+    from stagewright.formulations.plans.pipeline import PipelineProblem
+    from stagewright.formulations.plans.plan import PipelinePlan, load_plan, save_plan
+    from stagewright.graphs.machines.cluster import Cluster, load_cluster, save_cluster
+    from stagewright.graphs.models.chain import Chain, load_model, save_model
+    from stagewright.graphs.workloads.jobs import Workload, load_workload
+    from stagewright.graphs.workloads.pool import Pool, parse_pool
+    from stagewright.solvers.clusters.policies import AllocationResult
     from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import Result
-    from stagewright.solvers.policies import AllocationResult
 
 __all__ = [
     "InputError",
@@ -52,14 +52,14 @@ __all__ = [
 
 # Loaded when first asked for, so that ``import stagewright`` stays quick.
 _LAZY = {
-    "load_cluster": "stagewright.graphs.cluster",
-    "load_model": "stagewright.graphs.chain",
-    "load_plan": "stagewright.formulations.plan",
-    "load_workload": "stagewright.graphs.jobs",
-    "parse_pool": "stagewright.graphs.pool",
-    "save_cluster": "stagewright.graphs.cluster",
-    "save_model": "stagewright.graphs.chain",
-    "save_plan": "stagewright.formulations.plan",
+    "load_cluster": "stagewright.graphs.machines.cluster",
+    "load_model": "stagewright.graphs.models.chain",
+    "load_plan": "stagewright.formulations.plans.plan",
+    "load_workload": "stagewright.graphs.workloads.jobs",
+    "parse_pool": "stagewright.graphs.workloads.pool",
+    "save_cluster": "stagewright.graphs.machines.cluster",
+    "save_model": "stagewright.graphs.models.chain",
+    "save_plan": "stagewright.formulations.plans.plan",
 }
 
 
@@ -117,8 +117,8 @@ def plan(
     InputError
         If an argument cannot be planned: one line that says what and why.
     """
-    from stagewright.formulations.forms import Limits, require_limits
-    from stagewright.graphs.units import require_type
+    from stagewright.formulations.forms.answers import Limits, require_limits
+    from stagewright.graphs.documents.units import require_type
     from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import plan as solve
 
@@ -132,7 +132,7 @@ def plan(
 
 def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Violation, ...]":
     """Every rule that ``plan`` breaks as an answer for ``chain`` on ``cluster``; none if valid."""
-    from stagewright.formulations.check import check as check_plan
+    from stagewright.formulations.checking.check import check as check_plan
 
     return check_plan(_problem_of(plan, chain, cluster), plan)
 
@@ -145,8 +145,8 @@ def check_proofs(
     ``verified``, ``refuted``, or ``claimed`` where the search behind it does not end within
     ``time_limit`` seconds. :func:`check` verifies those that need no search.
     """
-    from stagewright.formulations.forms import Limits
-    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.formulations.forms.answers import Limits
+    from stagewright.formulations.plans.pipeline import PipelineProblem
     from stagewright.solvers.proofs import check_with_proofs
 
     problem = PipelineProblem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)
@@ -162,11 +162,11 @@ def simulate(
     stragglers: "Mapping[str, float] | None" = None,
     seed: int = 0,
 ) -> "Simulation":
-    """Run the order of ``plan`` under the cost model; see :mod:`stagewright.executor.simulate`."""
+    """Run the order of ``plan`` under the cost model; see :mod:`simulate`."""
     from collections.abc import Mapping
 
-    from stagewright.executor.simulate import simulate as simulate_plan
-    from stagewright.graphs.units import require_seed, require_type
+    from stagewright.executor.simulation.simulate import simulate as simulate_plan
+    from stagewright.graphs.documents.units import require_seed, require_type
 
     require_seed(seed, "seed")
     if stragglers is not None:
@@ -213,12 +213,12 @@ def allocate(
     InputError
         If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
     """
-    from stagewright.formulations.allocation import problem_of
-    from stagewright.formulations.forms import Limits, require_limits
-    from stagewright.graphs.jobs import Workload
-    from stagewright.graphs.pool import Pool
-    from stagewright.graphs.units import require_amount, require_type
-    from stagewright.solvers.policies import allocate as solve
+    from stagewright.formulations.clusters.allocation import problem_of
+    from stagewright.formulations.forms.answers import Limits, require_limits
+    from stagewright.graphs.documents.units import require_amount, require_type
+    from stagewright.graphs.workloads.jobs import Workload
+    from stagewright.graphs.workloads.pool import Pool
+    from stagewright.solvers.clusters.policies import allocate as solve
 
     for value, kind, name in (
         (workload, Workload, "workload"), (pool, Pool, "pool"), (policy, str, "policy"),
@@ -236,10 +236,10 @@ def _problem(
     chain: "Chain", cluster: "Cluster", microbatches: int, memory_limit_bytes: float | None
 ) -> "PipelineProblem":
     """The planning problem, of arguments that may be anything."""
-    from stagewright.formulations.pipeline import PipelineProblem
-    from stagewright.graphs.chain import Chain
-    from stagewright.graphs.cluster import Cluster
-    from stagewright.graphs.units import require_amount, require_type
+    from stagewright.formulations.plans.pipeline import PipelineProblem
+    from stagewright.graphs.documents.units import require_amount, require_type
+    from stagewright.graphs.machines.cluster import Cluster
+    from stagewright.graphs.models.chain import Chain
 
     require_type(chain, Chain, "chain")
     require_type(cluster, Cluster, "cluster")
@@ -250,8 +250,8 @@ def _problem(
 
 def _problem_of(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "PipelineProblem":
     """The problem of the plan's number of microbatches."""
-    from stagewright.formulations.plan import PipelinePlan
-    from stagewright.graphs.units import require_type
+    from stagewright.formulations.plans.plan import PipelinePlan
+    from stagewright.graphs.documents.units import require_type
 
     require_type(plan, PipelinePlan, "plan")
     return _problem(chain, cluster, plan.microbatches, plan.memory_limit_bytes)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 
 from stagewright.executor.export import deepspeed, launchers, megatron, torch_pipelining
 from stagewright.executor.export.options import Options
-from stagewright.executor.program import plan_devices
-from stagewright.formulations.plan import PipelinePlan
-from stagewright.graphs.errors import InputError
+from stagewright.executor.programs.program import plan_devices
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
 
 Files = dict[str, str]
 

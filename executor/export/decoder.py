@@ -9,7 +9,7 @@ not told of without a word, so what cannot be told is refused.
 import re
 from collections.abc import Mapping, Sequence
 
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 Stages = Sequence[Sequence[str]]
 

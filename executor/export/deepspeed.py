@@ -14,8 +14,8 @@ from stagewright.executor.export.pipelines import (
     require_order,
     require_plain,
 )
-from stagewright.formulations.plan import PipelinePlan
-from stagewright.graphs.errors import InputError
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
 
 NAME = "DeepSpeed"
 

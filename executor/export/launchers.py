@@ -10,10 +10,10 @@ from itertools import groupby
 
 from stagewright.executor.export.options import Options
 from stagewright.executor.export.yaml import quoted, to_yaml
-from stagewright.executor.program import plan_devices
-from stagewright.formulations.plan import PipelinePlan
-from stagewright.graphs.cluster import Cluster
-from stagewright.graphs.errors import InputError
+from stagewright.executor.programs.program import plan_devices
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Cluster
 
 NAME = "stagewright"
 PORT = 29500  # torchrun's own default

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from stagewright.formulations.plan import PipelinePlan
-from stagewright.graphs.chain import Chain
-from stagewright.graphs.cluster import Cluster
-from stagewright.graphs.errors import InputError
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.models.chain import Chain
 
 
 @dataclass(frozen=True, slots=True)

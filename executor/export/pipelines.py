@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagewright.executor.lower import lower
-from stagewright.executor.verify import verify
-from stagewright.formulations.actions import COMPUTE, Action, ActionKind
-from stagewright.formulations.plan import PeriodicSchedule, PipelinePlan
-from stagewright.graphs.errors import InputError
+from stagewright.executor.programs.lower import lower
+from stagewright.executor.programs.verify import verify
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
+from stagewright.graphs.documents.errors import InputError
 
 Order = tuple[Action, ...]
 

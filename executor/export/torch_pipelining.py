@@ -16,9 +16,9 @@ from stagewright.executor.export.pipelines import (
     require_plain,
 )
 from stagewright.executor.export.yaml import to_yaml
-from stagewright.formulations.actions import Action, ActionKind, parse_action
-from stagewright.formulations.plan import PipelinePlan
-from stagewright.graphs.errors import InputError
+from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
 
 SCHEDULE = "schedule.csv"
 

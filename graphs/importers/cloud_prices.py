@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagewright.graphs import documents
-from stagewright.graphs.errors import InputError
-from stagewright.graphs.prices import Instance, Market, Preemptions, PriceSeries, Uptime
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.prices import Instance, Market, Preemptions, PriceSeries, Uptime
 
 DAY = 86_400.0
 

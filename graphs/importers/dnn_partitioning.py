@@ -15,11 +15,11 @@ import networkx as nx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from stagewright.graphs import documents
-from stagewright.graphs.chain import Chain
-from stagewright.graphs.errors import InputError
-from stagewright.graphs.opgraph import Operator, OpGraph, linearise
-from stagewright.graphs.units import format_bytes
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes
+from stagewright.graphs.models.chain import Chain
+from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise
 
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

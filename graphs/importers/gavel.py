@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from stagewright.graphs import documents
-from stagewright.graphs.errors import InputError
-from stagewright.graphs.jobs import Job, PairRate, Rate, Throughputs, Workload
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
 
 _SPREAD = "_unconsolidated"
 _FIELDS = 10

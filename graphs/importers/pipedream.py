@@ -13,10 +13,10 @@ from pathlib import Path
 
 import networkx as nx
 
-from stagewright.graphs import documents
-from stagewright.graphs.chain import Chain
-from stagewright.graphs.errors import InputError
-from stagewright.graphs.opgraph import Edge, Operator, OpGraph, find_cycle, linearise
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.chain import Chain
+from stagewright.graphs.models.opgraph import Edge, Operator, OpGraph, find_cycle, linearise
 
 # Their outputs are views of their input's storage: nothing more is kept for the backward.
 _VIEWS = ("ReLU(inplace", "View", "Size", "__getitem__")

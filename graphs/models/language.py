@@ -7,7 +7,7 @@ they are first used, and tied parameters of every later layer.
 
 from typing import Literal
 
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.operations import (
     LayerWork,
     Operation,

@@ -8,7 +8,7 @@ section V-A); a dense layer hands on all that was concatenated so far.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.operations import (
     LayerWork,
     Operation,

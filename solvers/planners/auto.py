@@ -7,13 +7,15 @@ from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.actions import ActionKind
-from stagewright.formulations.assembly import assemble
-from stagewright.formulations.forms import Limits, OnProgress, Progress, Status
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound, Predicted
-from stagewright.formulations.plan_class import DISJOINT_SPLIT
-from stagewright.formulations.starts import starts_of, timetable_of
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
+from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound, Predicted
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.formulations.plans.starts import starts_of, timetable_of
+from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planners.dp import plan_dp
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
@@ -31,8 +33,6 @@ from stagewright.solvers.planners.proposal import (
 from stagewright.solvers.planners.recomputing import plan_recomputing
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.relaxation import fill_and_drain_bound
-from stagewright.solvers.scheduling import solve_schedule
 
 Planner = Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
 

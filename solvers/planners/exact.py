@@ -8,18 +8,19 @@ from time import perf_counter
 
 import numpy as np
 
-from stagewright.formulations.bounds import schedule_bounds
-from stagewright.formulations.bppm import StageChoice
-from stagewright.formulations.forms import Limits, OnProgress, Progress, Status, silent
-from stagewright.formulations.joint import JOINT_SEARCH, JointPlanning, Prefix
-from stagewright.formulations.makespan import MakespanProblem, Timetable
-from stagewright.formulations.makespan_models import ByIntervals
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound
-from stagewright.formulations.plan_class import DISJOINT_SPLIT
-from stagewright.formulations.spp import makespan_problem
-from stagewright.solvers.backend import solve
-from stagewright.solvers.list_scheduling import best_list_schedule
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.joint import JOINT_SEARCH, JointPlanning, Prefix
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.makespan_models import ByIntervals
+from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
+from stagewright.solvers.pipelines.relaxation import load_bound
 from stagewright.solvers.planners.proposal import (
     NoPlan,
     Proposal,
@@ -28,7 +29,6 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
 )
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.relaxation import load_bound
 
 PRECISION = 2e-7  # relative; plans that are better by less are not looked for
 FIRST_SECONDS = 1.0  # CP-SAT's first time limit for a schedule; every further turn has

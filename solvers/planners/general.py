@@ -14,19 +14,19 @@ from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.actions import ActionKind
-from stagewright.formulations.check import Blocks
-from stagewright.formulations.every_plan import why_nothing_fits
-from stagewright.formulations.forms import Limits, OnProgress, Progress
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan_class import EVERY_FINITE, EVERY_PLAN
-from stagewright.formulations.structure import Structure, misfit, structure_bound, work_of
-from stagewright.graphs.ordering import recursive_device_order
-from stagewright.solvers.every_plan import every_plan_bounds
+from stagewright.formulations.checking.check import Blocks
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.every_plan import why_nothing_fits
+from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
+from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.solvers.pipelines.every_plan import every_plan_bounds
+from stagewright.solvers.pipelines.structure_scheduling import EQUAL, Rule, best_schedule, rules_for
 from stagewright.solvers.planners.moves import Moves
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.seeds import pipelines
-from stagewright.solvers.structure_scheduling import EQUAL, Rule, best_schedule, rules_for
 
 STARTS = 6  # structures that hill climbing begins from
 KICKS = 3  # random moves between a local optimum and the next start

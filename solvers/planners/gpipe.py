@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from stagewright.formulations.bppm import StageChoice
-from stagewright.formulations.forms import Limits, OnProgress
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.spp import makespan_problem
-from stagewright.solvers.list_scheduling import list_schedule
+from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.proposal import (
     NoPlan,
     Proposal,

@@ -6,16 +6,15 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.bppm import StageChoice
-from stagewright.formulations.forms import Limits, OnProgress
-from stagewright.formulations.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Stage
-from stagewright.formulations.spp import makespan_problem
-from stagewright.solvers.list_scheduling import list_schedule
+from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, proposal_of, shortage
-
-Floats = NDArray[np.float64]
 
 
 def plan_hetpipe(

@@ -17,43 +17,48 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.forms import Limits, OnProgress, Progress
-from stagewright.formulations.joint_patterns import ALLOCATIONS, JointPatterns
-from stagewright.formulations.madpipe import AllocationProblem
-from stagewright.formulations.one_f_one_b import (
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
+from stagewright.formulations.patterns.madpipe import AllocationProblem
+from stagewright.formulations.patterns.one_f_one_b import (
     least_period,
     one_f_one_b_star,
     period_bound,
 )
-from stagewright.formulations.pattern import (
+from stagewright.formulations.patterns.pattern import (
     Pattern,
     PatternProblem,
     PatternProblems,
     kept_bytes,
     static_bytes,
 )
-from stagewright.formulations.pattern_models import PATTERN, sequential
-from stagewright.formulations.periodic_bounds import (
+from stagewright.formulations.patterns.pattern_models import PATTERN, sequential
+from stagewright.formulations.patterns.periodic_bounds import (
     fastest_work,
     iteration_bounds,
     least_pause,
     work_periods,
 )
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound, Stage
-from stagewright.formulations.plan_class import (
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound, Stage
+from stagewright.formulations.plans.plan_class import (
     PATTERNS,
     SEARCHED_ALLOCATIONS,
     WHOLE_PERIODIC,
     PlanClass,
 )
-from stagewright.graphs.errors import InputError
-from stagewright.graphs.ordering import recursive_device_order
-from stagewright.graphs.units import format_bytes, format_seconds
-from stagewright.solvers import madpipe
-from stagewright.solvers.allocation_search import Moves, disturbed, improve_allocation, interleaved
-from stagewright.solvers.joint_patterns import joint_optimum
-from stagewright.solvers.pattern import best_pattern
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.solvers.patterns import madpipe
+from stagewright.solvers.patterns.allocation_search import (
+    Moves,
+    disturbed,
+    improve_allocation,
+    interleaved,
+)
+from stagewright.solvers.patterns.joint_patterns import joint_optimum
+from stagewright.solvers.patterns.pattern import best_pattern
 from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
 
 Groups = tuple[tuple[int, ...], ...]

@@ -7,10 +7,10 @@ from functools import partial
 from itertools import permutations
 from typing import cast
 
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Stage
-from stagewright.formulations.plan_class import REPLICATION, Recompute
-from stagewright.formulations.structure import Structure
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.plan_class import REPLICATION, Recompute
+from stagewright.formulations.plans.structure import Structure
 from stagewright.solvers.planners.proposal import Choices
 
 SHIFTS = (1, -1, 2, -2)

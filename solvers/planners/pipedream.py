@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from stagewright.formulations.bppm import StageChoice
-from stagewright.formulations.forms import Limits, OnProgress
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.spp import makespan_problem
-from stagewright.graphs.cluster import Cluster
-from stagewright.solvers.list_scheduling import list_schedule
+from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.proposal import (
     NoPlan,
     Proposal,
@@ -20,9 +20,6 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
     shortage,
 )
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

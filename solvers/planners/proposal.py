@@ -7,19 +7,19 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from stagewright.formulations.actions import ActionKind
-from stagewright.formulations.bppm import StageChoice
-from stagewright.formulations.check import Blocks, durations
-from stagewright.formulations.forms import Status
-from stagewright.formulations.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pattern import Pattern
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Bound, Guarantee, Stage
-from stagewright.formulations.plan_class import RECOMPUTE, PlanClass, Recompute
-from stagewright.formulations.spp import makespan_problem
-from stagewright.formulations.starts import starts_of
-from stagewright.graphs.errors import InputError
-from stagewright.graphs.units import MAX_DEVICES, format_bytes, require_count
+from stagewright.formulations.checking.check import Blocks, durations
+from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.patterns.pattern import Pattern
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound, Guarantee, Stage
+from stagewright.formulations.plans.plan_class import RECOMPUTE, PlanClass, Recompute
+from stagewright.formulations.plans.starts import starts_of
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
 
-from stagewright.formulations.forms import Limits, OnProgress
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan_class import RECOMPUTE, Recompute
-from stagewright.formulations.structure import Structure, misfit, work_of
-from stagewright.graphs.chain import Chain, Layer, LayerCost
+from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import RECOMPUTE, Recompute
+from stagewright.formulations.plans.structure import Structure, misfit, work_of
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.pipelines.structure_scheduling import Rule, best_schedule
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, Recomputation, cost_of
-from stagewright.solvers.structure_scheduling import Rule, best_schedule
 
 Planner = Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
 

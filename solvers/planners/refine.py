@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from time import monotonic
 
-from stagewright.formulations.bounds import quick_bound
-from stagewright.formulations.bppm import StageChoice
-from stagewright.formulations.forms import Limits, OnProgress, Progress
-from stagewright.formulations.makespan import Timetable
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.spp import makespan_problem
-from stagewright.solvers.list_scheduling import best_list_schedule
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.makespan import Timetable
+from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.planners.proposal import (
     Proposal,
     choices_of,

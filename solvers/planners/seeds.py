@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Stage
-from stagewright.formulations.structure import Structure
-
-Floats = NDArray[np.float64]
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.structure import Structure
+from stagewright.graphs.documents.arrays import Floats
 
 MOST_ROUNDS = 4  # stages that a group of devices gets
 EVERY_LENGTH = 16  # groups up to which every number of them is tried; then divisors and halves

@@ -7,14 +7,11 @@ from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.bounds import quick_bound
-from stagewright.formulations.bppm import BalancedPartition, ByRecurrence, StageChoice
-from stagewright.formulations.forms import Limits, OnProgress, Progress
-from stagewright.formulations.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipeline import PipelineProblem
-from stagewright.formulations.plan import Guarantee
-from stagewright.formulations.plan_class import DISJOINT_SPLIT
-from stagewright.formulations.spp import (
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.bppm import BalancedPartition, ByRecurrence, StageChoice
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.spp import (
     LEMMA_1,
     LEMMA_1_PREMISE,
     THEOREM_1,
@@ -25,9 +22,12 @@ from stagewright.formulations.spp import (
     theorem1_premise,
     theorem1_seconds,
 )
-from stagewright.graphs.ordering import recursive_device_order
-from stagewright.solvers.list_scheduling import best_list_schedule, list_schedule
-from stagewright.solvers.partition import PartitionSearch
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Guarantee
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
+from stagewright.solvers.pipelines.partition import PartitionSearch
 from stagewright.solvers.planners.proposal import (
     NoPlan,
     Proposal,

@@ -23,7 +23,7 @@ from stagewright.cli.plans import check, show, simulate
 from stagewright.cli.profiling import profile, profile_links
 from stagewright.cli.running import run
 from stagewright.cli.simulating import simulate_cluster
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 # Everything that typer raises for a wrong command line; typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

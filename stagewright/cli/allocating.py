@@ -18,15 +18,15 @@ from stagewright.cli.console import (
     read_limits,
 )
 from stagewright.cli.outputs import Reads
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.rounds import Assignment
-    from stagewright.formulations.allocation import AllocationProblem
-    from stagewright.formulations.allocation_plan import AllocationPlan, Share
-    from stagewright.graphs.jobs import Workload
-    from stagewright.graphs.pool import Pool
-    from stagewright.solvers.policies import AllocationResult
+    from stagewright.executor.clusters.rounds import Assignment
+    from stagewright.formulations.clusters.allocation import AllocationProblem
+    from stagewright.formulations.clusters.allocation_plan import AllocationPlan, Share
+    from stagewright.graphs.workloads.jobs import Workload
+    from stagewright.graphs.workloads.pool import Pool
+    from stagewright.solvers.clusters.policies import AllocationResult
 
 SHOWN_JOBS = 40
 MOST_ROUNDS = 100_000
@@ -68,11 +68,11 @@ def allocate(
     as_json: JsonFlag = False,
 ) -> int:
     """Divide the accelerators' time among jobs; exit code 1 if what is asked cannot be had."""
-    from stagewright.formulations.allocation_plan import save_allocation
+    from stagewright.formulations.clusters.allocation_plan import save_allocation
 
     limits = read_limits(time_limit, 1, 0)
     workload, pool, problem = read_allocation_problem(jobs, cluster, space_sharing, placement)
-    from stagewright.solvers.policies import allocate as solve
+    from stagewright.solvers.clusters.policies import allocate as solve
 
     result = solve(problem, policy, limits, budget_dollars=budget)
     plan = _plan_of(workload, pool, problem, result, space_sharing, placement)
@@ -89,7 +89,7 @@ def allocate(
 
 def policies(as_json: JsonFlag = False) -> int:
     """List the policies of ``allocate``, ``rounds`` and ``simulate-cluster``."""
-    from stagewright.solvers.policies import POLICIES
+    from stagewright.solvers.clusters.policies import POLICIES
 
     if as_json:
         print_json(
@@ -116,10 +116,10 @@ def policies(as_json: JsonFlag = False) -> int:
 
 def read_pool(text: str) -> "Pool":
     """The accelerators of ``--cluster``: spelled out, a pool file or a cluster file."""
-    from stagewright.graphs import documents
-    from stagewright.graphs.cluster import FORMAT as CLUSTER
-    from stagewright.graphs.cluster import load_cluster
-    from stagewright.graphs.pool import load_pool, parse_pool, pool_of_cluster
+    from stagewright.graphs.documents import documents
+    from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.workloads.pool import load_pool, parse_pool, pool_of_cluster
 
     path = Path(text)
     if not text or ("=" in text and not path.exists()):
@@ -137,8 +137,8 @@ def read_allocation_problem(
     jobs: Path, cluster: str, space_sharing: bool, placement: bool
 ) -> "tuple[Workload, Pool, AllocationProblem]":
     """The problem of a jobs file on a cluster."""
-    from stagewright.formulations.allocation import problem_of
-    from stagewright.graphs.jobs import load_workload
+    from stagewright.formulations.clusters.allocation import problem_of
+    from stagewright.graphs.workloads.jobs import load_workload
 
     workload, pool = load_workload(jobs), read_pool(cluster)
     if space_sharing and not workload.throughputs.pairs:
@@ -155,7 +155,11 @@ def _plan_of(
     space_sharing: bool,
     placement: bool,
 ) -> "AllocationPlan | None":
-    from stagewright.formulations.allocation_plan import AllocationPlan, digest_of, shares_of
+    from stagewright.formulations.clusters.allocation_plan import (
+        AllocationPlan,
+        digest_of,
+        shares_of,
+    )
 
     if result.allocation is None:
         return None
@@ -198,7 +202,7 @@ def _utilisation(
     problem: "AllocationProblem", result: "AllocationResult"
 ) -> dict[str, float] | None:
     """The part of each type's accelerators that works; None without an allocation."""
-    from stagewright.formulations.allocation import accelerators_in_use
+    from stagewright.formulations.clusters.allocation import accelerators_in_use
 
     if result.allocation is None:
         return None
@@ -225,7 +229,7 @@ def _print_allocation(problem: "AllocationProblem", result: "AllocationResult") 
     print_lines(*result.notes)
     if result.allocation is None:
         return
-    from stagewright.formulations.allocation import throughput
+    from stagewright.formulations.clusters.allocation import throughput
 
     workers = problem.table.workers
     shares = result.allocation.dense(len(problem), len(workers))
@@ -265,7 +269,7 @@ def rounds(
     as_json: JsonFlag = False,
 ) -> int:
     """Realise an allocation round by round: who runs where, who keeps its lease, what deviates."""
-    from stagewright.graphs.units import require_count
+    from stagewright.graphs.documents.units import require_count
 
     require_count(count, "--rounds", MOST_ROUNDS)
     limits = read_limits(time_limit, 1, 0)
@@ -273,9 +277,9 @@ def rounds(
     if given is not None:
         space_sharing, placement = given.space_sharing, given.placement
     workload, pool, problem = read_allocation_problem(jobs, cluster, space_sharing, placement)
-    from stagewright.executor.rounds import Mechanism
-    from stagewright.formulations.allocation_plan import allocation_of, digest_of
-    from stagewright.solvers.policies import allocate as solve
+    from stagewright.executor.clusters.rounds import Mechanism
+    from stagewright.formulations.clusters.allocation_plan import allocation_of, digest_of
+    from stagewright.solvers.clusters.policies import allocate as solve
 
     if given is not None:
         if given.digest != digest_of(workload, pool):
@@ -327,7 +331,7 @@ def require_seconds(value: float, option: str) -> float:
 def _given_allocation(
     path: Path | None, policy: str, budget: float | None
 ) -> "AllocationPlan | None":
-    from stagewright.formulations.allocation_plan import load_allocation
+    from stagewright.formulations.clusters.allocation_plan import load_allocation
 
     if path is None:
         return None

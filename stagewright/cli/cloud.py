@@ -18,19 +18,19 @@ from stagewright.cli.console import (
     progress,
 )
 from stagewright.cli.outputs import Writes
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.formulations.cloud_strategies import Home
-    from stagewright.formulations.switching import (
+    from stagewright.formulations.cloud.strategies import Home
+    from stagewright.formulations.cloud.switching import (
         Offer,
         Outcome,
         Overheads,
         Plan,
         SwitchingProblem,
     )
-    from stagewright.graphs.prices import Market
-    from stagewright.solvers.switching import SwitchingResult
+    from stagewright.graphs.workloads.prices import Market
+    from stagewright.solvers.cloud.switching import SwitchingResult
 
 ALL, OPTIMAL, ROLLING = "all", "optimal", "rolling"
 BASELINE = "1xv100"
@@ -117,9 +117,9 @@ def cloud(
     as_json: JsonFlag = False,
 ) -> int:
     """Compare ways of renting cloud GPUs for a job, and plan where it runs when."""
-    from stagewright.formulations.switching import Overheads, offers_of
-    from stagewright.graphs.prices import MAX_GPUS
-    from stagewright.graphs.units import require_count
+    from stagewright.formulations.cloud.switching import Overheads, offers_of
+    from stagewright.graphs.documents.units import require_count
+    from stagewright.graphs.workloads.prices import MAX_GPUS
 
     require_count(gpus, "--gpus", MAX_GPUS)
     names = _names(strategy)
@@ -128,7 +128,7 @@ def cloud(
     with progress("reading prices"):
         market = _only(_read(prices), only)
     if save_prices is not None:
-        from stagewright.graphs.prices import save_market
+        from stagewright.graphs.workloads.prices import save_market
 
         save_market(market, save_prices)
     per_gpu = _rates(rates, model, throughputs, market)
@@ -140,7 +140,7 @@ def cloud(
     if plot is not None:
         if shown.plan is None:
             raise InputError(f"--plot: {shown.name} has no plan to draw")
-        from stagewright.executor.price_chart import write_price_png
+        from stagewright.executor.drawing.price_chart import write_price_png
 
         write_price_png(problem, shown.plan, f"{shown.name}: {v100_hours:g} V100-hours", plot)
     if as_json:
@@ -154,7 +154,7 @@ def cloud(
 
 
 def _names(strategy: str) -> list[str]:
-    from stagewright.formulations.cloud_strategies import STRATEGIES
+    from stagewright.formulations.cloud.strategies import STRATEGIES
 
     known = [*STRATEGIES, ROLLING, OPTIMAL]
     if strategy == ALL:
@@ -165,7 +165,7 @@ def _names(strategy: str) -> list[str]:
 
 
 def _home(text: str) -> "Home":
-    from stagewright.formulations.cloud_strategies import Home
+    from stagewright.formulations.cloud.strategies import Home
 
     provider, _, region = text.partition("/")
     if not (provider and region):
@@ -175,7 +175,7 @@ def _home(text: str) -> "Home":
 
 def _read(paths: list[Path]) -> "Market":
     from stagewright.graphs.importers.cloud_prices import read_cloud_logs
-    from stagewright.graphs.prices import load_market, merge
+    from stagewright.graphs.workloads.prices import load_market, merge
 
     return merge(read_cloud_logs(path) if path.is_dir() else load_market(path) for path in paths)
 
@@ -242,7 +242,7 @@ def _offers(
     tells of is taken for never preempted.
     """
     from stagewright.graphs.importers.cloud_prices import read_availability
-    from stagewright.graphs.prices import Preemptions, useful_share
+    from stagewright.graphs.workloads.prices import Preemptions, useful_share
 
     if checkpoint_every_seconds is None:
         return offers
@@ -274,7 +274,7 @@ def _problem(
     deadline_hours: float | None,
     overheads: "Overheads",
 ) -> "SwitchingProblem":
-    from stagewright.formulations.switching import SwitchingProblem
+    from stagewright.formulations.cloud.switching import SwitchingProblem
 
     if not (math.isfinite(v100_hours) and v100_hours > 0):
         raise InputError(f"--v100-hours must be more than zero, got {v100_hours:g}")
@@ -312,19 +312,19 @@ class Answer:
 
 def _answers(problem: "SwitchingProblem", names: list[str], home: "Home") -> list[Answer]:
     """In the order of ``names``, of which the optimum is the last."""
-    from stagewright.formulations.cloud_strategies import follow
-    from stagewright.formulations.switching import evaluate
+    from stagewright.formulations.cloud.strategies import follow
+    from stagewright.formulations.cloud.switching import evaluate
 
     answers: list[Answer] = []
     for name in names:
         if name == OPTIMAL:
-            from stagewright.solvers.switching import solve_switching
+            from stagewright.solvers.cloud.switching import solve_switching
 
             hints = [one.plan for one in answers if one.plan and one.outcome]
             result = solve_switching(problem, hints)
             answers.append(Answer(name, result.plan, result.outcome, result))
         elif name == ROLLING:
-            from stagewright.solvers.switching import solve_rolling
+            from stagewright.solvers.cloud.switching import solve_rolling
 
             plan = solve_rolling(problem)
             answers.append(Answer(name, plan, None if plan is None else evaluate(problem, plan)))

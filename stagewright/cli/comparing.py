@@ -15,12 +15,12 @@ from stagewright.cli.console import (
     progress,
 )
 from stagewright.cli.outputs import Writes
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.compare import Comparison, Pair
-    from stagewright.executor.trace import Trace
-    from stagewright.formulations.plan import PipelinePlan
+    from stagewright.executor.measuring.compare import Comparison, Pair
+    from stagewright.executor.programs.trace import Trace
+    from stagewright.formulations.plans.plan import PipelinePlan
 
 
 def compare(
@@ -44,9 +44,9 @@ def compare(
     as_json: JsonFlag = False,
 ) -> int:
     """Lay a plan's prediction beside what a run of it measured."""
-    from stagewright.executor.compare import compare as lay_beside
-    from stagewright.executor.trace import load_trace
-    from stagewright.formulations.plan import load_plan
+    from stagewright.executor.measuring.compare import compare as lay_beside
+    from stagewright.executor.programs.trace import load_trace
+    from stagewright.formulations.plans.plan import load_plan
 
     if (model is None) != (corrected is None):
         raise InputError("give --model and --corrected together: what to correct, where to write")
@@ -67,17 +67,17 @@ def compare(
 
 
 def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, corrected: Path) -> None:
-    from stagewright.executor.compare import correct
-    from stagewright.graphs.chain import load_model, save_model
+    from stagewright.executor.measuring.compare import correct
+    from stagewright.graphs.models.chain import load_model, save_model
 
     save_model(correct(load_model(model), planned, run), corrected)
 
 
 def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: Path) -> None:
-    from stagewright.executor.chart import write_stacked_png
-    from stagewright.executor.compare import measured_plan
-    from stagewright.executor.timeline import finish_seconds, headline
-    from stagewright.graphs.units import format_seconds
+    from stagewright.executor.drawing.chart import write_stacked_png
+    from stagewright.executor.drawing.timeline import finish_seconds, headline
+    from stagewright.executor.measuring.compare import measured_plan
+    from stagewright.graphs.documents.units import format_seconds
 
     measured = measured_plan(planned, run)
     pace = f"{format_seconds(finish_seconds(measured))} per iteration"
@@ -129,8 +129,8 @@ def _pair_json(pair: "Pair") -> dict[str, float | None]:
 
 
 def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
-    from stagewright.executor.timeline import shorten_devices
-    from stagewright.graphs.units import format_seconds
+    from stagewright.executor.drawing.timeline import shorten_devices
+    from stagewright.graphs.documents.units import format_seconds
 
     kinds = [
         (one.kind.value, str(one.count), *_cells(one.seconds), _ratio(one.seconds))
@@ -161,7 +161,7 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
 
 
 def _headline(comparison: "Comparison") -> str:
-    from stagewright.graphs.units import format_seconds
+    from stagewright.graphs.documents.units import format_seconds
 
     period, whole, steps = comparison.period, comparison.iteration_seconds, comparison.steps
     span = " to ".join(map(format_seconds, (comparison.least_seconds, comparison.most_seconds)))
@@ -177,7 +177,7 @@ def _headline(comparison: "Comparison") -> str:
 
 
 def _cells(pair: "Pair") -> tuple[str, str]:
-    from stagewright.graphs.units import format_seconds
+    from stagewright.graphs.documents.units import format_seconds
 
     return format_seconds(pair.predicted), format_seconds(pair.measured)
 

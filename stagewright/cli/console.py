@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from stagewright.formulations.forms import Limits, OnProgress, Progress, StopToken
-    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, StopToken
+    from stagewright.formulations.plans.pipeline import PipelineProblem
 
 BEGAN = monotonic()  # the command line is imported when a command begins
 WIDTH_WITHOUT_TERMINAL = 120
@@ -98,7 +98,7 @@ def progress(task: str, stop: "StopToken | None" = None) -> Iterator["OnProgress
     """Show ``task`` and its progress on stderr while the body runs, where that is a terminal."""
     from rich.console import Console
 
-    from stagewright.formulations.forms import silent
+    from stagewright.formulations.forms.answers import silent
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -150,7 +150,7 @@ def _gap(best: float, bound: float) -> float:
 
 def read_limits(seconds: float, threads: int, seed: int) -> "Limits":
     """The limits of a search from the options of a command."""
-    from stagewright.formulations.forms import Limits, require_limits
+    from stagewright.formulations.forms.answers import Limits, require_limits
 
     return require_limits(Limits(seconds, threads, seed), spelled)
 
@@ -164,10 +164,10 @@ def read_problem(
     model: Path, cluster: Path, microbatches: int, memory_limit_bytes: float | None = None
 ) -> "PipelineProblem":
     """The planning problem of a model file and a cluster file."""
-    from stagewright.formulations.pipeline import PipelineProblem
-    from stagewright.graphs.chain import load_model
-    from stagewright.graphs.cluster import load_cluster
-    from stagewright.graphs.units import MAX_MICROBATCHES, require_count
+    from stagewright.formulations.plans.pipeline import PipelineProblem
+    from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.models.chain import load_model
 
     require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
     chain, machines = load_model(model), load_cluster(cluster)

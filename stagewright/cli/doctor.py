@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
 from stagewright.cli.console import JsonFlag, print_json, print_table, progress
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 TOLERANCE = 1e-6
 
@@ -72,7 +72,7 @@ def _torch() -> Finding:
     if find_spec("torch") is None:
         note = "not installed; only running a plan needs it: pip install 'stagewright[executor]'"
         return Finding("torch", False, note, needed=False)
-    from stagewright.executor.launch import require_torch
+    from stagewright.executor.training.launch import require_torch
 
     try:
         require_torch()
@@ -83,7 +83,7 @@ def _torch() -> Finding:
 
 def _backends() -> list[Finding]:
     """Every backend, on a tiny job shop."""
-    from stagewright.solvers.backend import BACKENDS
+    from stagewright.solvers.backends.backend import BACKENDS
 
     return [
         _try(f"backend {name}", 7.0, partial(_ask_backend, name))
@@ -93,9 +93,9 @@ def _backends() -> list[Finding]:
 
 
 def _ask_backend(name: str) -> float | None:
-    from stagewright.formulations.forms import Intervals
-    from stagewright.formulations.jobshop import ByDisjunctions, ByIntervals, JobShop
-    from stagewright.solvers.backend import BACKENDS, solve
+    from stagewright.formulations.forms.models import Intervals
+    from stagewright.formulations.pipelines.jobshop import ByDisjunctions, ByIntervals, JobShop
+    from stagewright.solvers.backends.backend import BACKENDS, solve
 
     shop = JobShop((((0, 3), (1, 2)), ((1, 2), (0, 4))))
     if BACKENDS[name].accepts is Intervals:
@@ -105,11 +105,11 @@ def _ask_backend(name: str) -> float | None:
 
 def _ask_kernel() -> float | None:
     """Two layers of three seconds each, on two devices."""
-    from stagewright.formulations.bppm import BalancedPartition
-    from stagewright.formulations.pipeline import PipelineProblem
-    from stagewright.graphs.chain import Chain, Layer, LayerCost
-    from stagewright.graphs.cluster import Link, uniform_servers
-    from stagewright.solvers.partition import PartitionSearch
+    from stagewright.formulations.pipelines.bppm import BalancedPartition
+    from stagewright.formulations.plans.pipeline import PipelineProblem
+    from stagewright.graphs.machines.cluster import Link, uniform_servers
+    from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+    from stagewright.solvers.pipelines.partition import PartitionSearch
 
     cost = LayerCost(1, forward_seconds=1, backward_seconds=2, saved_bytes=0, output_bytes=0)
     chain = Chain("tiny", "doctor", 1, tuple(Layer(name, 0, (cost,)) for name in "ab"))

@@ -7,7 +7,7 @@ import typer
 
 from stagewright.cli.console import JsonFlag, PlanFile, print_json, print_lines
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 
 def export(
@@ -54,10 +54,11 @@ def export(
     from stagewright.executor.export import export as written
     from stagewright.executor.export import remarks
     from stagewright.executor.export.options import Options
-    from stagewright.formulations.plan import InvalidPlan, load_plan
-    from stagewright.graphs.chain import load_model
-    from stagewright.graphs.cluster import load_cluster
-    from stagewright.graphs.documents import write_text
+    from stagewright.formulations.plans.plan import load_plan
+    from stagewright.graphs.documents.documents import write_text
+    from stagewright.graphs.documents.errors import InvalidPlan
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.models.chain import load_model
 
     options = Options(
         model=load_model(model) if model else None,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 EXAMPLE = "examples.models:transformer"
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.console import JsonFlag, OutputFile, print_json, print_lines
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.graphs.chain import Chain
-    from stagewright.graphs.cluster import Cluster
+    from stagewright.graphs.machines.cluster import Cluster
+    from stagewright.graphs.models.chain import Chain
 
 MicrobatchSize = Annotated[
     int | None, typer.Option("--microbatch-size", help="Samples in a microbatch.", metavar="B")
@@ -74,9 +74,9 @@ def import_(
 
 
 def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: bool) -> int:
-    from stagewright.graphs.documents import to_json
+    from stagewright.graphs.documents.documents import to_json
     from stagewright.graphs.importers.gavel import read_gavel
-    from stagewright.graphs.jobs import save_workload
+    from stagewright.graphs.workloads.jobs import save_workload
 
     workload = read_gavel(trace, throughputs)
     if output is None:
@@ -123,7 +123,7 @@ def model(
     as_json: JsonFlag = False,
 ) -> int:
     """Write the analytic profile of a named model: computed from FLOPs and bytes, not measured."""
-    from stagewright.graphs.analytic import analytic_model
+    from stagewright.graphs.models.analytic import analytic_model
 
     given = {
         "layers": layers,
@@ -178,8 +178,9 @@ def cluster(
     as_json: JsonFlag = False,
 ) -> int:
     """Describe a cluster: servers x devices, or from a file, or a DGX-1."""
-    from stagewright.graphs import documents, topology
-    from stagewright.graphs.units import parse_bandwidth, parse_bytes
+    from stagewright.graphs.documents import documents
+    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
+    from stagewright.graphs.machines import topology
 
     given = [shape is not None, matrix is not None, nvidia_smi is not None, dgx1]
     if sum(given) != 1:
@@ -213,9 +214,9 @@ def _servers(
     device: str,
     memory_bytes: float | None,
 ) -> "Cluster":
-    from stagewright.graphs.cluster import Link, uniform_servers
-    from stagewright.graphs.devices import kind_of_device
-    from stagewright.graphs.units import parse_bandwidth
+    from stagewright.graphs.documents.units import parse_bandwidth
+    from stagewright.graphs.machines.cluster import Link, uniform_servers
+    from stagewright.graphs.machines.devices import kind_of_device
 
     match = re.fullmatch(r"(\d+)[xX](\d+)", shape)
     if match is None:
@@ -240,8 +241,8 @@ def _servers(
 
 def hand_out(document: "Chain | Cluster", output: Path | None, as_json: bool) -> int:
     """Print the document, or write it to ``output`` and print what it is."""
-    from stagewright.graphs import documents
-    from stagewright.graphs.chain import Chain
+    from stagewright.graphs.documents import documents
+    from stagewright.graphs.models.chain import Chain
 
     if output is None:
         print(documents.to_json(document), end="")

@@ -22,12 +22,12 @@ from stagewright.cli.console import (
     read_limits,
 )
 from stagewright.cli.interrupts import interruptible
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from stagewright.formulations.makespan import MakespanProblem, Timetable
+    from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def schedule(
     limits = read_limits(time_limit, threads, seed)
     problem = _read_makespan(stages, microbatches, times, transfer, in_flight)
     # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.solvers.scheduling import solve_schedule
+    from stagewright.solvers.pipelines.scheduling import solve_schedule
 
     with interruptible() as stop, progress("scheduling", stop) as on_progress:
         limits = replace(limits, stop=stop)
@@ -114,9 +114,9 @@ def jobshop(
     as_json: JsonFlag = False,
 ) -> int:
     """Solve a job shop: jobs visit machines in given orders, the last is to end soonest."""
-    from stagewright.formulations.jobshop import parse_jobshop
-    from stagewright.graphs.documents import read_text
-    from stagewright.solvers.jobshop import solve_jobshop
+    from stagewright.formulations.pipelines.jobshop import parse_jobshop
+    from stagewright.graphs.documents.documents import read_text
+    from stagewright.solvers.pipelines.jobshop import solve_jobshop
 
     limits = read_limits(time_limit, threads, seed)
     problem = parse_jobshop(read_text(file), str(file))
@@ -154,8 +154,8 @@ def jobshop(
 def _read_makespan(
     stages: int, microbatches: int, times: list[str], transfer: str, in_flight: str | None
 ) -> "MakespanProblem":
-    from stagewright.formulations.makespan import MakespanProblem
-    from stagewright.graphs.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
+    from stagewright.formulations.pipelines.makespan import MakespanProblem
+    from stagewright.graphs.documents.units import MAX_LAYERS, MAX_MICROBATCHES, require_count
 
     require_count(stages, "--stages", MAX_LAYERS)
     require_count(microbatches, "--microbatches", MAX_MICROBATCHES)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from typer.models import ArgumentInfo, OptionInfo
 
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 Command: TypeAlias = Callable[..., int]
 
@@ -76,7 +76,7 @@ def _standard_output(files: _Files, as_json: bool) -> Iterator[None]:
     if not files.written:
         yield
         return
-    from stagewright.graphs.documents import is_standard_output  # slow to import
+    from stagewright.graphs.documents.documents import is_standard_output  # slow to import
 
     taken = [named.option for named, _ in files.written if is_standard_output(named.path)]
     if taken and as_json:

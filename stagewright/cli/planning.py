@@ -25,7 +25,7 @@ from stagewright.cli.interrupts import interruptible
 from stagewright.cli.plans import class_json, plan_json, print_plan
 
 if TYPE_CHECKING:
-    from stagewright.formulations.pipeline import PipelineProblem
+    from stagewright.formulations.plans.pipeline import PipelineProblem
     from stagewright.solvers.planners.proposal import Recomputation
     from stagewright.solvers.planning import Result
 
@@ -77,13 +77,13 @@ def plan(
     Ctrl-C (or SIGTERM) ends the search and keeps the best plan found so far; a second one ends
     at once.
     """
-    from stagewright.graphs.units import parse_bytes
+    from stagewright.graphs.documents.units import parse_bytes
 
     limits = read_limits(time_limit, threads, seed)
     most = None if memory_limit is None else parse_bytes(memory_limit)
     problem = read_problem(model, cluster, microbatches, most)
     # After the input is read: bad input is refused without waiting for the solvers to load.
-    from stagewright.formulations.plan import save_plan
+    from stagewright.formulations.plans.plan import save_plan
     from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import plan as solve
 
@@ -124,8 +124,8 @@ def _result_json(problem: "PipelineProblem", result: "Result") -> dict[str, Any]
 
 
 def _print_result(problem: "PipelineProblem", result: "Result") -> None:
-    from stagewright.formulations.forms import Status
-    from stagewright.graphs.units import format_seconds
+    from stagewright.formulations.forms.answers import Status
+    from stagewright.graphs.documents.units import format_seconds
 
     if result.plan is not None:
         print_plan(result.plan, problem.chain)

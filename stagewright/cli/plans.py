@@ -25,16 +25,21 @@ from stagewright.cli.console import (
     read_problem,
 )
 from stagewright.cli.outputs import Writes
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.simulate import PeriodicRun, Simulation
-    from stagewright.executor.timeline import StageSummary
-    from stagewright.formulations.pipeline import PipelineProblem
-    from stagewright.formulations.plan import Certificate, PeriodicSchedule, PipelinePlan, Stage
-    from stagewright.formulations.plan_class import PlanClass
-    from stagewright.formulations.proofs import Verdict
-    from stagewright.graphs.chain import Chain
+    from stagewright.executor.drawing.timeline import StageSummary
+    from stagewright.executor.simulation.simulate import PeriodicRun, Simulation
+    from stagewright.formulations.checking.proofs import Verdict
+    from stagewright.formulations.plans.pipeline import PipelineProblem
+    from stagewright.formulations.plans.plan import (
+        Certificate,
+        PeriodicSchedule,
+        PipelinePlan,
+        Stage,
+    )
+    from stagewright.formulations.plans.plan_class import PlanClass
+    from stagewright.graphs.models.chain import Chain
 
 
 def check(
@@ -49,8 +54,8 @@ def check(
     as_json: JsonFlag = False,
 ) -> int:
     """Check a plan's rules and proofs again, from the definitions; exit code 1 if one is broken."""
-    from stagewright.formulations.check import predict
-    from stagewright.graphs.units import format_seconds
+    from stagewright.formulations.checking.check import predict
+    from stagewright.graphs.documents.units import format_seconds
     from stagewright.solvers.proofs import check_with_proofs
 
     limits = read_limits(time_limit, threads, 0)
@@ -84,7 +89,7 @@ def check(
 
 
 def _print_verdicts(verdicts: "Sequence[Verdict]") -> None:
-    from stagewright.graphs.units import format_seconds
+    from stagewright.graphs.documents.units import format_seconds
 
     rows = []
     for one in verdicts:
@@ -108,8 +113,8 @@ def simulate(
     as_json: JsonFlag = False,
 ) -> int:
     """Run the order of a plan as discrete events, with jitter and stragglers if wanted."""
-    from stagewright.executor.simulate import simulate as run
-    from stagewright.formulations.plan import InvalidPlan
+    from stagewright.executor.simulation.simulate import simulate as run
+    from stagewright.graphs.documents.errors import InvalidPlan
 
     factors = dict(_read_straggler(text) for text in straggler or [])
     answer, problem = _read_plan(plan, model, cluster)
@@ -147,10 +152,10 @@ def show(
     as_json: JsonFlag = False,
 ) -> int:
     """Draw a plan, or print its summary where no file is asked for."""
-    from stagewright.executor.chart import write_png
-    from stagewright.executor.page import write_html
-    from stagewright.executor.timeline import write_trace
-    from stagewright.formulations.plan import load_plan
+    from stagewright.executor.drawing.chart import write_png
+    from stagewright.executor.drawing.page import write_html
+    from stagewright.executor.drawing.timeline import write_trace
+    from stagewright.formulations.plans.plan import load_plan
 
     answer = load_plan(plan)
     writers: tuple[tuple[Path | None, Callable[[PipelinePlan, Path], None]], ...] = (
@@ -226,8 +231,8 @@ def class_json(plans: "PlanClass | None") -> dict[str, Any] | None:
 
 def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     """Print the stages of a plan and its certificate; layers by name where the chain is known."""
-    from stagewright.executor.timeline import headline, summarise
-    from stagewright.formulations.plan import PeriodicSchedule
+    from stagewright.executor.drawing.timeline import headline, summarise
+    from stagewright.formulations.plans.plan import PeriodicSchedule
 
     is_periodic = isinstance(plan.schedule, PeriodicSchedule)
     between = ["<first .. last layer"] if chain else []
@@ -260,8 +265,8 @@ def _manner(stage: "Stage") -> str:
 
 
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
-    from stagewright.executor.timeline import shared_text, shifts_text, shorten_devices
-    from stagewright.graphs.units import format_bytes, format_seconds
+    from stagewright.executor.drawing.timeline import shared_text, shifts_text, shorten_devices
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     peak = "-" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
     start, stop = line.layers
@@ -275,8 +280,8 @@ def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
 
 
 def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[str]:
-    from stagewright.formulations.periodic import iteration_seconds, latency
-    from stagewright.graphs.units import format_seconds
+    from stagewright.formulations.plans.periodic import iteration_seconds, latency
+    from stagewright.graphs.documents.units import format_seconds
 
     period, pause = schedule.period_seconds, schedule.pause_seconds
     through, whole = latency(schedule), iteration_seconds(schedule, plan.microbatches)
@@ -291,8 +296,8 @@ def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[st
 
 
 def _certificate_lines(certificate: "Certificate") -> list[str]:
-    from stagewright.formulations.certificates import headlines
-    from stagewright.graphs.units import format_seconds
+    from stagewright.formulations.checking.certificates import headlines
+    from stagewright.graphs.documents.units import format_seconds
 
     lines = [
         f"cost   {format_seconds(certificate.cost_seconds)} per iteration",
@@ -313,7 +318,7 @@ def _certificate_lines(certificate: "Certificate") -> list[str]:
 
 def _read_plan(plan: Path, model: Path, cluster: Path) -> "tuple[PipelinePlan, PipelineProblem]":
     """The plan, and the problem of its number of microbatches that it must answer."""
-    from stagewright.formulations.plan import load_plan
+    from stagewright.formulations.plans.plan import load_plan
 
     answer = load_plan(plan)
     problem = read_problem(model, cluster, answer.microbatches, answer.memory_limit_bytes)
@@ -341,7 +346,7 @@ def _simulation_json(
     stragglers: dict[str, float],
     seed: int,
 ) -> dict[str, Any]:
-    from stagewright.executor.timeline import iteration_seconds
+    from stagewright.executor.drawing.timeline import iteration_seconds
 
     run = outcome.periodic
     return {
@@ -363,15 +368,15 @@ def _simulation_json(
 
 def _slowdown(plan: "PipelinePlan", outcome: "Simulation") -> float:
     """The simulated time in terms of the plan's; nothing is slower where nothing takes time."""
-    from stagewright.executor.timeline import iteration_seconds
+    from stagewright.executor.drawing.timeline import iteration_seconds
 
     planned = iteration_seconds(plan)
     return outcome.iteration_seconds / planned if planned else 1.0
 
 
 def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
-    from stagewright.executor.timeline import iteration_seconds, shorten_devices
-    from stagewright.graphs.units import format_seconds
+    from stagewright.executor.drawing.timeline import iteration_seconds, shorten_devices
+    from stagewright.graphs.documents.units import format_seconds
 
     def of_stage(devices: Sequence[str]) -> tuple[str, str]:
         idle = max(outcome.idle_seconds[device] for device in devices)
@@ -394,8 +399,8 @@ def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
 
 
 def _run_lines(plan: "PipelinePlan", run: "PeriodicRun") -> list[str]:
-    from stagewright.executor.timeline import iteration_seconds
-    from stagewright.graphs.units import format_seconds
+    from stagewright.executor.drawing.timeline import iteration_seconds
+    from stagewright.graphs.documents.units import format_seconds
 
     planned = iteration_seconds(plan) / plan.microbatches
     return [

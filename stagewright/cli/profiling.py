@@ -15,7 +15,7 @@ from stagewright.cli.console import (
     OutputFile,
 )
 from stagewright.cli.inputs import hand_out
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 EVERY_LAYER = range(sys.maxsize)
 TIMEOUT_SECONDS = 60.0  # that a rank waits for another one
@@ -53,7 +53,7 @@ def profile(
     as_json: JsonFlag = False,
 ) -> int:
     """Measure a torch module layer by layer and write its model file."""
-    from stagewright.executor.launch import require_torch
+    from stagewright.executor.training.launch import require_torch
 
     sizes = _read_sizes(microbatch_sizes)
     require_torch()
@@ -61,9 +61,9 @@ def profile(
 
     from stagewright.cli.factories import load_factory
     from stagewright.cli.running import parse_optimizer
-    from stagewright.executor.initialise import initialise
-    from stagewright.executor.losses import cross_entropy
-    from stagewright.executor.profiling import Machine, first_batch, measure_layers
+    from stagewright.executor.measuring.profiling import Machine, first_batch, measure_layers
+    from stagewright.executor.training.initialise import initialise
+    from stagewright.executor.training.losses import cross_entropy
 
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no GPU here")
@@ -114,8 +114,8 @@ def profile_links(
 
     Without torchrun the ranks are processes of this machine.
     """
-    from stagewright.executor.launch import is_rank, joined, launch, require_torch
-    from stagewright.graphs.units import parse_bytes
+    from stagewright.executor.training.launch import is_rank, joined, launch, require_torch
+    from stagewright.graphs.documents.units import parse_bytes
 
     lengths = [round(parse_bytes(size)) for size in sizes.split(",")]
     memory_bytes = None if memory is None else parse_bytes(memory)
@@ -125,7 +125,7 @@ def profile_links(
             raise InputError("give --ranks N, or start this command under torchrun")
         return launch(sys.argv[1:], ranks)
     with joined(TIMEOUT_SECONDS) as member:
-        from stagewright.executor.links import describe, measure_links
+        from stagewright.executor.measuring.links import describe, measure_links
 
         links = measure_links(member.device, lengths, rounds=rounds)
         cluster = describe(links, member.device, kind=kind, memory_bytes=memory_bytes)

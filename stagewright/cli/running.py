@@ -23,12 +23,12 @@ from stagewright.cli.console import (
     print_lines,
 )
 from stagewright.cli.outputs import Writes, require_folder
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-    from stagewright.executor.training import Course, NamedOptimizer, Task
+    from stagewright.executor.training.training import Course, NamedOptimizer, Task
 
 PROGRESS_SECONDS = 0.5  # between two lines of progress
 
@@ -86,7 +86,7 @@ def run(
 
     Each rank computes with OMP_NUM_THREADS threads, by default one.
     """
-    from stagewright.executor.launch import is_rank, joined, require_torch
+    from stagewright.executor.training.launch import is_rank, joined, require_torch
 
     require_torch()
     if not (math.isfinite(timeout) and timeout > 0):
@@ -98,8 +98,8 @@ def run(
         import torch
 
         from stagewright.cli.factories import load_factory
-        from stagewright.executor.training import Task
-        from stagewright.formulations.plan import load_plan
+        from stagewright.executor.training.training import Task
+        from stagewright.formulations.plans.plan import load_plan
 
         return Task(
             plan=load_plan(plan),
@@ -122,7 +122,7 @@ def run(
     if not is_rank():
         return _start(read_task(), plan, as_json)
     with joined(timeout) as member:
-        from stagewright.executor.training import train
+        from stagewright.executor.training.training import train
 
         task = read_task()
         course = train(task, member, _progress(steps), _note)
@@ -133,11 +133,11 @@ def run(
 
 def _start(task: "Task", plan: Path, as_json: bool) -> int:
     """Start the ranks; what each of them would refuse is refused before, once."""
-    from stagewright.executor import checkpoint
-    from stagewright.executor.launch import launch
-    from stagewright.executor.periodic import lower_any
-    from stagewright.executor.verify import verify
-    from stagewright.formulations.plan import InvalidPlan
+    from stagewright.executor.programs.periodic import lower_any
+    from stagewright.executor.programs.verify import verify
+    from stagewright.executor.training import checkpoint
+    from stagewright.executor.training.launch import launch
+    from stagewright.graphs.documents.errors import InvalidPlan
 
     checkpoint.candidates(task.checkpoints, task.resume)
     if task.checkpoints is not None and task.checkpoints.exists():
@@ -156,7 +156,7 @@ def _start(task: "Task", plan: Path, as_json: bool) -> int:
 
 def _progress(steps: int) -> Callable[[int, float, float], None]:
     """Tell a person at a terminal, now and then, how far the training is."""
-    from stagewright.graphs.units import format_seconds
+    from stagewright.graphs.documents.units import format_seconds
 
     told = -math.inf
 
@@ -175,7 +175,7 @@ def _note(line: str) -> None:
 
 
 def _print_summary(task: "Task", course: "Course", world_size: int, as_json: bool) -> None:
-    from stagewright.graphs.units import format_seconds
+    from stagewright.graphs.documents.units import format_seconds
 
     if as_json:
         print_json(
@@ -207,7 +207,7 @@ def parse_optimizer(text: str) -> "NamedOptimizer":
     """
     import torch
 
-    from stagewright.executor.training import NamedOptimizer
+    from stagewright.executor.training.training import NamedOptimizer
 
     name, _, listed = text.partition(":")
     kinds = _optimizers()

@@ -25,14 +25,14 @@ from stagewright.cli.console import (
     print_table,
 )
 from stagewright.cli.outputs import Writes
-from stagewright.graphs.errors import InputError
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stagewright.executor.cluster_simulation import ClusterTimeline, Progress
-    from stagewright.formulations.allocation import Allocation, AllocationProblem
-    from stagewright.graphs.jobs import Entity, Job, Throughputs
+    from stagewright.executor.clusters.simulation import ClusterTimeline, Progress
+    from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+    from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
 
 HOUR = 3600.0
 PICTURE = Writes(".png", ".svg", ".pdf")
@@ -99,9 +99,9 @@ def simulate_cluster(
     as_json: JsonFlag = False,
 ) -> int:
     """Simulate a cluster's rounds on a trace: completion times, fairness, cost, utilisation."""
-    from stagewright.executor.cluster_simulation import Rules, outages
-    from stagewright.executor.cluster_simulation import simulate_cluster as simulate
-    from stagewright.solvers.policies import policy_named
+    from stagewright.executor.clusters.simulation import Rules, outages
+    from stagewright.executor.clusters.simulation import simulate_cluster as simulate
+    from stagewright.solvers.clusters.policies import policy_named
 
     _require_pictures(ideal, timeline, completion, utilisation)
     pool = read_pool(cluster)
@@ -154,7 +154,7 @@ def simulate_cluster(
 
 def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) -> None:
     """Before the simulation, which may take hours."""
-    from stagewright.executor.cluster_chart import require_suffix
+    from stagewright.executor.drawing.cluster_chart import require_suffix
 
     for path in (timeline, *others):
         if path is not None:
@@ -172,8 +172,8 @@ def _jobs(
     seed: int,
 ) -> "tuple[Iterable[Job], Throughputs, tuple[Entity, ...]]":
     from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
-    from stagewright.graphs.jobs import load_workload
-    from stagewright.graphs.poisson import Arrivals
+    from stagewright.graphs.workloads.jobs import load_workload
+    from stagewright.graphs.workloads.poisson import Arrivals
 
     if sum(source is not None for source in (jobs, trace, poisson)) != 1:
         raise InputError("give one of --jobs FILE, --trace FILE, --poisson JOBS_PER_HOUR")
@@ -205,7 +205,7 @@ def _window(text: str | None) -> range | None:
 
 
 def _allocator(policy: str, budget: float | None) -> "Callable[[AllocationProblem], Allocation]":
-    from stagewright.solvers.policies import allocate
+    from stagewright.solvers.clusters.policies import allocate
 
     def run(problem: "AllocationProblem") -> "Allocation":
         result = allocate(problem, policy, budget_dollars=budget)
@@ -247,7 +247,11 @@ def _draw(
     completion: Path | None,
     utilisation: Path | None,
 ) -> None:
-    from stagewright.executor.cluster_chart import draw_jct_cdf, draw_rounds, draw_utilisation
+    from stagewright.executor.drawing.cluster_chart import (
+        draw_jct_cdf,
+        draw_rounds,
+        draw_utilisation,
+    )
 
     if timeline is not None:
         draw_rounds(found, timeline)

@@ -1,0 +1,1 @@
+"""Models as layers and stages that can be run in pieces."""

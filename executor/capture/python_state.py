@@ -1,0 +1,187 @@
+"""What a module's forward does to Python objects, which a trace or a second forward would change.
+
+A traced forward runs once, and a recomputed one twice for each microbatch: a counter, a list that
+grows, or a generator of random numbers would then be another than in a plain loop. Two forwards in
+a row show it: what the first changes and the second changes again is state. What the second leaves
+as it is, such as a cache, is not, nor is a tensor that is only stored.
+"""
+
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, fx, nn
+
+from stagewright.executor.capture.draws import Record, storage_of
+from stagewright.graphs.documents.errors import InputError
+
+DEPTH = 6  # of containers and objects in each other
+REGISTERED = {"_parameters", "_buffers", "_modules"}
+CURE = "keep it in a buffer"
+
+CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
+
+Attribute = tuple[str, str]  # the module's path and the attribute's name
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The values of all attributes, in a form that can be compared, and the tensors among them."""
+
+    values: Mapping[Attribute, Any]
+    tensors: Mapping[Attribute, tuple[Tensor, ...]]
+
+    def changed(self, other: "Snapshot") -> set[Attribute]:
+        """The attributes of which ``other`` has more than other tensors."""
+        keys = self.values.keys() | other.values.keys()
+        return {key for key in keys if self.values.get(key) != other.values.get(key)}
+
+    def replaced(self, other: "Snapshot") -> dict[Attribute, tuple[Tensor, ...]]:
+        """The tensors of ``other`` that are not this one's."""
+        known = {id(one) for tensors in self.tensors.values() for one in tensors}
+        new = {
+            key: tuple(one for one in tensors if id(one) not in known)
+            for key, tensors in other.tensors.items()
+        }
+        return {key: tensors for key, tensors in new.items() if tensors}
+
+
+_ELSEWHERE = ("", "")  # the generators of all modules
+
+
+def snapshot(module: nn.Module) -> Snapshot:
+    """The attributes of ``module`` and all modules in it, but for what they register."""
+    values: dict[Attribute, Any] = {}
+    tensors: dict[Attribute, tuple[Tensor, ...]] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in REGISTERED:
+                found: list[Tensor] = []
+                values[path, name] = _comparable(value, found, frozenset())
+                tensors[path, name] = tuple(found)
+    values[_ELSEWHERE] = (random.getstate(), repr(np.random.get_state()))  # noqa: NPY002
+    return Snapshot(values, tensors)
+
+
+def described(module: nn.Module, attribute: Attribute) -> str:
+    """What a message calls the attribute."""
+    path, name = attribute
+    if attribute == _ELSEWHERE:
+        return "the state of Python's or NumPy's random numbers (draw from torch instead)"
+    owner = type(module.get_submodule(path)).__name__
+    what = "what its hooks keep" if name.endswith(("_hooks", "_pre_hooks")) else repr(name)
+    return f"{what} of {owner}{f' {path!r}' if path else ''} ({CURE})"
+
+
+def require_stateless(
+    layer: str, module: nn.Module, before: Snapshot, record: Record, again: Callable[[], Record]
+) -> None:
+    """Refuse a forward that did other things than it would do ``again``.
+
+    ``before`` it ran and while it did, the ``record`` of its tensors' storages was taken.
+
+    Raises
+    ------
+    InputError
+        Naming the attribute that it changes.
+    """
+    once = snapshot(module)
+    stored = before.replaced(once)
+    moving = _written(before.tensors, record.written)
+    if before.changed(once) or stored:
+        second = again()
+        twice = snapshot(module)
+        moving |= before.changed(once) & once.changed(twice)
+        moving |= _written(stored, second.written)
+        moving |= _written(stored, second.read) & once.replaced(twice).keys()
+    if moving:
+        raise InputError(
+            f"the forward of layer {layer!r} changes {described(module, min(moving))}: it would "
+            "be another where a plan recomputes or replicates the layer"
+        )
+
+
+def _written(
+    tensors: Mapping[Attribute, tuple[Tensor, ...]], storages: Collection[int]
+) -> set[Attribute]:
+    return {
+        key for key, held in tensors.items() if any(storage_of(one) in storages for one in held)
+    }
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward sets on its modules, as a cache made while tracing holds nothing."""
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    contents = [
+        (value, value.copy())
+        for _, attributes in before
+        for value in attributes.values()
+        if type(value) in CONTAINERS
+    ]
+    generators = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+        for value, content in contents:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])  # noqa: NPY002
+
+
+def _comparable(value: Any, tensors: list[Tensor], within: frozenset[int]) -> Any:
+    """``value`` in plain tuples; its tensors go to ``tensors``."""
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return type(value), repr(value)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Tensor, value._version
+    if isinstance(value, fx.Proxy):
+        return fx.Proxy
+    if isinstance(value, nn.Module | type) or id(value) in within or len(within) >= DEPTH:
+        return type(value), id(value)
+    inside = within | {id(value)}
+    return type(value), [_comparable(one, tensors, inside) for one in _parts(value)]
+
+
+def _parts(value: Any) -> list[Any]:
+    """What ``value`` is made of."""
+    for kind, parts in PARTS.items():
+        if isinstance(value, kind):
+            return parts(value)
+    state = getattr(value, "__dict__", None)
+    return [id(value), *(state.items() if isinstance(state, dict) else ())]
+
+
+def _of_function(value: FunctionType) -> list[Any]:
+    cells = [one.cell_contents for one in value.__closure__ or () if _is_full(one)]
+    return [id(value), *cells, *(value.__defaults__ or ())]
+
+
+def _is_full(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+PARTS: dict[type, Callable[[Any], list[Any]]] = {
+    list: list,
+    tuple: list,
+    deque: list,
+    set: lambda value: sorted(map(repr, value)),
+    dict: lambda value: list(value.items()),
+    FunctionType: _of_function,
+    MethodType: lambda value: [value.__self__, id(value.__func__)],
+    random.Random: lambda value: [value.getstate()],
+    np.random.Generator: lambda value: [repr(value.bit_generator.state)],
+}

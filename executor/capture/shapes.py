@@ -1,0 +1,260 @@
+"""What passes between layers: shapes, types, and which values get a gradient; on fake tensors."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from stagewright.executor.capture.draws import Draw, Record
+from stagewright.executor.capture.python_state import attributes_kept, require_stateless, snapshot
+from stagewright.executor.capture.tracing import CapturedLayer
+from stagewright.graphs.documents.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that passes from layer to layer; ``gradient`` says whether one comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+
+    @property
+    def bytes(self) -> int:
+        """The tensor's size."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """What a layer returns, which of its parameters get a gradient, and what it draws.
+
+    ``changes`` says whether it changes one of its buffers. ``saved_bytes`` is what autograd keeps
+    of what the layer itself makes: neither its inputs nor its parameters. ``draws`` are those of
+    its forward; ``draws_again`` says whether its backward draws too.
+    """
+
+    outputs: tuple[Value, ...]
+    trained: frozenset[str]
+    draws: tuple[Draw, ...]
+    draws_again: bool
+    changes: bool
+    saved_bytes: int
+
+    @property
+    def random(self) -> bool:
+        """Whether the layer draws random numbers."""
+        return bool(self.draws)
+
+
+def values_of(inputs: Sequence[Tensor], samples: int) -> tuple[Value, ...]:
+    """The model's inputs, cut to ``samples``."""
+    return tuple(Value((samples, *one.shape[1:]), one.dtype, gradient=False) for one in inputs)
+
+
+def propagate(
+    layers: Sequence[CapturedLayer],
+    inputs: Sequence[Value],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> tuple[LayerTrace, ...]:
+    """Run every layer forth and back on tensors without data.
+
+    Raises
+    ------
+    InputError
+        Naming the layer that does not take what the one before it returns, or that does what a
+        pipeline would change: keep Python state, change buffers in its backward.
+    """
+    chain = nn.ModuleList(layer.module for layer in layers)
+
+    # A tensor that a module keeps without registering it is no fake one.
+    with _quiet(), attributes_kept(chain), FakeTensorMode(allow_non_fake_inputs=True):
+        inside = _Inside(chain, lambda: _there_and_back(layers, inputs, device, autocast))
+        state = {f"chain.{name}": one for name, one in _fakes(chain, device).items()}
+        traces: tuple[LayerTrace, ...] = functional_call(inside, state, (), tie_weights=False)
+    return traces
+
+
+class _Inside(nn.Module):
+    """Does ``work`` while the tensors of ``chain`` are others: a backward may read them again."""
+
+    def __init__(self, chain: nn.Module, work: Callable[[], tuple["LayerTrace", ...]]) -> None:
+        super().__init__()
+        self.chain, self.work = chain, work
+
+    def forward(self) -> tuple["LayerTrace", ...]:
+        return self.work()
+
+
+def _fakes(chain: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """A tensor without data for every place where a parameter or buffer stands."""
+    made: dict[int, Tensor] = {}
+    found = {}
+    for path, module in chain.named_modules():
+        for registered in (module._parameters, module._buffers):
+            for name, one in registered.items():
+                if one is not None:
+                    value = Value(tuple(one.shape), one.dtype, one.requires_grad)
+                    found[f"{path}.{name}"] = made.setdefault(id(one), _fake(value, device))
+    return found
+
+
+def _there_and_back(
+    layers: Sequence[CapturedLayer],
+    inputs: Sequence[Value],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> tuple[LayerTrace, ...]:
+    runs: list[_Run] = []
+    values = tuple(_fake(one, device) for one in inputs)
+    for layer in layers:
+        with _named(layer, values):
+            runs.append(_run(layer, values, device, autocast))
+        values = runs[-1].outputs
+    if not any(one.requires_grad for one in values):
+        raise InputError("no output of the model depends on a parameter that is trained")
+    gradients = [torch.empty_like(one) if one.requires_grad else None for one in values]
+    again = []
+    for layer, run in zip(reversed(layers), reversed(runs), strict=True):
+        with _named(layer, run.leaves):
+            again.append(_run_back(layer, run, gradients))
+        gradients = [leaf.grad for leaf in run.leaves]
+    return tuple(
+        LayerTrace(
+            tuple(Value(tuple(one.shape), one.dtype, one.requires_grad) for one in run.outputs),
+            frozenset(name for name, one in run.parameters.items() if one.grad is not None),
+            run.draws,
+            draws_again,
+            run.changes,
+            run.saved_bytes,
+        )
+        for run, draws_again in zip(runs, reversed(again), strict=True)
+    )
+
+
+@contextmanager
+def _named(layer: CapturedLayer, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Name the layer in what its code raises."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # the layer's own code raises anything
+        shapes = ", ".join(str(tuple(one.shape)) for one in inputs)
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"layer {layer.name!r} fails on inputs of shape {shapes}: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from printing a traceback of what is told in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What running a layer showed; all tensors are fake."""
+
+    leaves: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    parameters: dict[str, Tensor]
+    draws: tuple[Draw, ...]
+    changes: bool
+    saved_bytes: int
+
+
+def _run(
+    layer: CapturedLayer,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> _Run:
+    module = layer.module
+    leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in inputs)
+    buffers, parameters = _versions(module), dict(module.named_parameters())
+    before = snapshot(module)
+
+    def forward() -> tuple[tuple[Tensor, ...], Record, SavedStorages]:
+        arguments = tuple(one.clone() for one in leaves)
+        kept = SavedStorages([*parameters.values(), *module.buffers(), *arguments])
+        with (
+            torch.autocast(device.type, autocast, enabled=autocast is not None),
+            torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved),
+            Record() as record,
+        ):
+            outputs = tuple(module(*arguments))
+        if any(one._version for one in arguments):
+            raise ValueError(
+                "it changes an input in place, which other layers or a second forward use"
+            )
+        return outputs, record, kept
+
+    outputs, record, kept = forward()
+    changes = _versions(module) != buffers
+    require_stateless(layer.name, module, before, record, lambda: forward()[1])
+    return _Run(
+        leaves,
+        outputs,
+        {name: one for name, one in parameters.items() if one.requires_grad},
+        tuple(record.draws),
+        changes,
+        sum(kept.sizes.values()),
+    )
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensor every buffer is, and how often it has changed."""
+    return {name: (id(one), one._version) for name, one in module.named_buffers()}
+
+
+def _run_back(layer: CapturedLayer, run: _Run, gradients: Sequence[Tensor | None]) -> bool:
+    """The backward of a layer, into its parameters and leaves; whether it draws."""
+    pairs = [
+        (one, gradient)
+        for one, gradient in zip(run.outputs, gradients, strict=True)
+        if one.requires_grad and gradient is not None
+    ]
+    buffers = _versions(layer.module)
+    with Record() as record:
+        torch.autograd.backward([one for one, _ in pairs], [one for _, one in pairs])
+    if _versions(layer.module) != buffers:
+        raise InputError(
+            f"layer {layer.name!r} changes its buffers in its backward, by a forward that it "
+            "computes again; leave torch.utils.checkpoint out and let the plan recompute"
+        )
+    return bool(record.draws)
+
+
+def _fake(value: Value, device: torch.device) -> Tensor:
+    made = torch.empty(value.shape, dtype=value.dtype, device=device)
+    return made.requires_grad_() if value.gradient else made
+
+
+class SavedStorages:
+    """The storages that autograd saves, each once, without those of ``given`` tensors."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.given = {one.untyped_storage()._cdata for one in given}
+        self.sizes: dict[int, int] = {}
+
+    def add(self, saved: Tensor) -> Tensor:
+        """The hook that packs a saved tensor."""
+        storage = saved.untyped_storage()
+        if storage._cdata not in self.given:
+            self.sizes[storage._cdata] = storage.nbytes()
+        return saved

@@ -1,0 +1,1 @@
+"""Rounds, simulation and the Ray runtime of shared clusters."""

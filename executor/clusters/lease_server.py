@@ -1,0 +1,204 @@
+"""The scheduler's side of leases: how far a job may run, and whether its checkpoint counts.
+
+The durable part is :class:`JobStore`; grants live and die with
+the scheduler. Times here are of one clock, the server's; leases are granted in steps, so that the
+clocks of workers do not matter.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+from stagewright.executor.clusters.job_store import JobRecord, JobStore
+from stagewright.executor.clusters.leases import Grant, LeaseLostError, partial_checkpoint
+
+CONTACT = 0.75  # of a round: from here on it must be known whether a lease is renewed
+AHEAD = 0.5  # of the time until then that a grant covers, so that a job may slow down to a half
+START_SECONDS = 300.0  # what a process may take until its iterator first asks
+MIN_STEP_SECONDS = 1e-6  # no step is quicker; clocks may say 0
+KEPT = 2  # committed checkpoints of a job
+
+
+@dataclass(slots=True)
+class _Held:
+    """A lease that is out: its grants so far, and which ranks have saved after which step."""
+
+    epoch: int
+    ranks: int
+    first: int
+    since: float = field(
+        default_factory=lambda: time.monotonic()
+    )  # its last rank began, or it was started
+    begun: set[int] = field(default_factory=set)
+    grants: list[Grant] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
+    seconds_per_step: float = 0.0
+    has_asked: bool = False  # since the round was decided
+
+    @property
+    def is_ending(self) -> bool:
+        return bool(self.grants) and self.grants[-1].is_last
+
+    @property
+    def may_start_until(self) -> float:
+        return self.since + (START_SECONDS if len(self.begun) < self.ranks else 0.0)
+
+
+class LeaseServer:
+    """Leases of the jobs in ``folder``, in rounds of ``round_seconds``.
+
+    A job has failed with more than ``retries`` failures since its last commit.
+    """
+
+    def __init__(self, folder: Path, round_seconds: float, retries: int) -> None:
+        self.folder = folder
+        self.round_seconds = round_seconds
+        self.retries = retries
+        self.store: JobStore
+        self._held: dict[str, _Held] = {}
+        self._end = 0.0
+        self._renewed: frozenset[str] | None = None  # None until the next round is decided
+
+    # The scheduler's calls.
+
+    def open(self, steps: dict[str, int]) -> tuple[JobRecord, ...]:
+        """Take over the folder; the jobs as they stand, ``steps`` by name."""
+        self.store = JobStore(self.folder)
+        for name in steps:
+            _folder_of(self.folder, name).mkdir(exist_ok=True)
+        return tuple(self.store.add(name, count) for name, count in steps.items())
+
+    def seconds(self) -> float:
+        """Seconds since the folder's first scheduler began."""
+        return self.store.seconds()
+
+    def begin_round(self) -> None:
+        """Leases end a round from now, until they are renewed."""
+        self._end = time.monotonic() + self.round_seconds
+        self._renewed = None
+
+    def decide(self, names: Iterable[str]) -> frozenset[str]:
+        """These go on where they are; returns those whose lease was not about to end already."""
+        for held in self._held.values():
+            held.has_asked = False
+        self._renewed = frozenset(
+            name for name in names if name in self._held and not self._held[name].is_ending
+        )
+        return self._renewed
+
+    def overstays(self) -> dict[str, float]:
+        """Jobs whose lease is not renewed, or that have not asked: seconds since it should end.
+
+        Processes that have not asked for anything yet may still be starting.
+        """
+        now, renewed = time.monotonic(), self._renewed or frozenset()
+        return {
+            name: now - max(self._end, held.may_start_until)
+            for name, held in self._held.items()
+            if name not in renewed or not held.has_asked or held.is_ending
+        }
+
+    def start(self, name: str, ranks: int) -> tuple[JobRecord, Path]:
+        """A new epoch of the job, and its folder."""
+        record = self.store.begin(name)
+        self._held[name] = _Held(record.epoch, ranks, record.committed)
+        return record, _folder_of(self.folder, name)
+
+    def ended(self, name: str, epoch: int) -> JobRecord:
+        """The lease's processes are gone: if it committed nothing, the start has failed."""
+        record = self.store.job(name)
+        if epoch == self.store.last_commit(name):
+            self._held.pop(name, None)
+            return record
+        return self.fail(name, epoch, "the program returned before its lease was over", True)
+
+    def fail(self, name: str, epoch: int, error: str, is_counted: bool) -> JobRecord:
+        """The start of ``epoch`` has failed, by the job's own fault where it is counted."""
+        self._held.pop(name, None)
+        return self.store.fail(name, epoch, error, self.retries if is_counted else None)
+
+    def progress(self) -> dict[str, tuple[int, float]]:
+        """Steps done, at least, and steps per second as last measured, of jobs that are out."""
+        return {
+            name: (held.grants[-2].step, 1 / held.seconds_per_step)
+            for name, held in self._held.items()
+            if len(held.grants) > 1
+        }
+
+    # The iterator's calls.
+
+    def grant(self, job: str, epoch: int, rank: int, number: int, seconds_per_step: float) -> Grant:
+        """See :meth:`stagewright.executor.clusters.leases.Scheduler.grant`."""
+        record, held = self._require(job, epoch)
+        held.has_asked = True
+        if rank not in held.begun:
+            held.begun.add(rank)
+            held.since = time.monotonic()
+        if number == len(held.grants):
+            held.seconds_per_step = max(seconds_per_step, MIN_STEP_SECONDS)
+            held.grants.append(self._next(record, held))
+        return held.grants[number]
+
+    def _next(self, record: JobRecord, held: _Held) -> Grant:
+        """The first rank to come decides for all; what it gets reaches beyond every rank's step."""
+        goes_on = self._renewed is not None and record.name in self._renewed
+        end = self._end + (self.round_seconds if goes_on else 0.0)
+        remaining = end - time.monotonic()
+        until_contact = remaining - (1 - CONTACT) * self.round_seconds
+        is_last = remaining <= 0 or (until_contact <= 0 and self._renewed is not None)
+        if not held.grants:
+            steps = 1  # a lease makes at least a step, and shows how long it takes
+        elif is_last:
+            steps = max(0, int(remaining / held.seconds_per_step))
+        else:
+            steps = max(1, int(AHEAD * until_contact / held.seconds_per_step))
+        done = held.grants[-1].step if held.grants else held.first
+        step = min(done + steps, record.steps)
+        return Grant(step, is_last or step == record.steps)
+
+    def saved(self, job: str, epoch: int, rank: int, step: int) -> None:
+        """See :meth:`stagewright.executor.clusters.leases.Scheduler.saved`."""
+        _, held = self._require(job, epoch)
+        if not held.is_ending or step != held.grants[-1].step:
+            raise LeaseLostError(f"job {job!r}: rank {rank} saved step {step}, no end of its lease")
+        held.saved[rank] = step
+        if len(held.saved) == held.ranks:
+            self._commit(job, held, step)
+
+    def _commit(self, job: str, held: _Held, step: int) -> None:
+        folder = _folder_of(self.folder, job)
+        path = folder / f"epoch-{held.epoch:08d}-step-{step:010d}"
+        partial_checkpoint(folder, held.epoch).rename(path)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self.store.commit(job, held.epoch, step, path)
+        _clean(folder, held.epoch)
+
+    def _require(self, job: str, epoch: int) -> tuple[JobRecord, _Held]:
+        record = self.store.require_current(job, epoch)
+        held = self._held.get(job)
+        if held is None or held.epoch != epoch or len(held.saved) == held.ranks:
+            raise LeaseLostError(f"job {job!r}: no lease of epoch {epoch} is out")
+        return record, held
+
+
+def _folder_of(folder: Path, job: str) -> Path:
+    return folder / f"job-{quote(job, safe='')}"
+
+
+def _clean(folder: Path, epoch: int) -> None:
+    """Remove all but the newest committed checkpoints, and what older epochs left unfinished."""
+    complete = sorted(folder.glob("epoch-*-step-*"))
+    partial = [path for path in folder.glob(".epoch-*") if path.name < f".epoch-{epoch:08d}"]
+    for path in (*complete[:-KEPT], *partial):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,226 @@
+"""Ray: connecting to it, and what runs in its processes, which start quickly for that.
+
+Ray is imported only when it is used, and nothing heavy at all.
+"""
+
+import contextlib
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stagewright.executor.clusters.leases import Grant, Lease
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.graphs.workloads.pool import Pool
+
+KILL_SECONDS = 10.0  # how long a killed process may take to be gone
+LOG = "output.log"  # what a job's processes print, in the job's folder
+
+
+@contextlib.contextmanager
+def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
+    """The ray module, connected; what was started here is shut down."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change
+    try:
+        import ray
+    except ImportError:
+        raise InputError(
+            "running jobs on a cluster needs ray: pip install 'stagewright[cluster]'"
+        ) from None
+    if ray.is_initialized():
+        yield ray
+        return
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            raise InputError(f"no Ray cluster at {address!r}: {one_line(error)}") from None
+    else:
+        cpus = max(os.cpu_count() or 1, sum(counts.values()))  # Ray keeps a process for each
+        resources = {name: float(count) for name, count in counts.items()}
+        ray.init(
+            address="local", num_cpus=cpus, resources=resources, include_dashboard=False, **quiet
+        )
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+class RemoteScheduler:
+    """The lease server as a program sees it, through Ray."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+
+    def grant(self, job: str, epoch: int, rank: int, number: int, seconds_per_step: float) -> Grant:
+        """See :meth:`leases.Scheduler.grant`."""
+        found: Grant = call(self.server, "grant", job, epoch, rank, number, seconds_per_step)
+        return found
+        return found
+
+    def saved(self, job: str, epoch: int, rank: int, step: int) -> None:
+        """See :meth:`leases.Scheduler.saved`."""
+        call(self.server, "saved", job, epoch, rank, step)
+
+
+def call(server: Any, method: str, *arguments: object) -> Any:
+    """What the actor's method returns; what it raises is raised here."""
+    import ray
+
+    try:
+        return ray.get(getattr(server, method).remote(*arguments))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None  # as the server raised it
+
+
+def run_rank(program: bytes, lease: Lease, path: Sequence[str]) -> str | None:
+    """A rank's process: what went wrong in one line, or None.
+
+    ``program`` is pickled, and read with the scheduler's ``path`` for modules.
+    """
+    sys.path.extend(each for each in path if each not in sys.path)
+    with (
+        (lease.folder / LOG).open("a", buffering=1) as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        try:
+            pickle.loads(program)(lease)
+        except SystemExit as error:
+            return f"SystemExit: {error.code}" if error.code else None
+        except Exception as error:
+            traceback.print_exc()
+            return one_line(error)
+        finally:
+            _leave_group()
+    return None
+
+
+def _leave_group() -> None:
+    """Ray may use the process again, for another job's rank."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of error and the first line of what it says."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+class Accelerators:
+    """Which node each accelerator of a pool is on, as Ray tells, and what runs there.
+
+    Accelerators are numbered within their type, node by node.
+    """
+
+    def __init__(self, ray: Any, pool: "Pool") -> None:
+        self._ray = ray
+        self._pool = pool
+        self._run_rank = ray.remote(run_rank)
+        self._nodes: list[list[str | None]] = [[None] * each.count for each in pool.accelerators]
+        self._have_gpus: set[str] = set()
+        self._stuck: list[tuple[list[Any], int, tuple[int, ...]]] = []
+
+    def in_order(self) -> list[set[int]]:
+        """By type, the accelerators whose node lives and that no killed process still holds."""
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        self._have_gpus = {node["NodeID"] for node in alive if node["Resources"].get("GPU")}
+        self._stuck = [held for held in self._stuck if self._left(held[0], 0.0)]
+        found = []
+        for number, accelerator in enumerate(self._pool.accelerators):
+            room = {
+                node["NodeID"]: int(node["Resources"].get(accelerator.name, 0)) for node in alive
+            }
+            bound = self._nodes[number] = bind(self._nodes[number], room)
+            stuck = {each for _, held, numbers in self._stuck if held == number for each in numbers}
+            found.append({each for each, node in enumerate(bound) if node} - stuck)
+        return found
+
+    def require_all(self) -> None:
+        """Refuse a cluster that has fewer accelerators than the pool, or other servers."""
+        for accelerator, found in zip(self._pool.accelerators, self.in_order(), strict=True):
+            name = accelerator.name
+            if len(found) < accelerator.count:
+                raise InputError(
+                    f"Ray has {len(found)} of {name!r}, the pool {accelerator.count}: start its "
+                    f"nodes with --resources='{{\"{name}\": COUNT}}'"
+                )
+        for accelerator, nodes in zip(self._pool.accelerators, self._nodes, strict=True):
+            size = accelerator.per_server or 1
+            servers = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
+            if any(len(server) > 1 for server in servers):
+                raise InputError(
+                    f"accelerator {accelerator.name!r}: the pool has servers of {size}, Ray's "
+                    "nodes have other numbers of it"
+                )
+
+    def node(self, number: int, accelerator: int) -> str:
+        """The node of an accelerator of type ``number``."""
+        return str(self._nodes[number][accelerator])
+
+    def are_alive(self, nodes: Iterable[str]) -> bool:
+        """Whether all these nodes live."""
+        alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        return alive.issuperset(nodes)
+
+    def start_here(self, kind: type, *arguments: object) -> Any:
+        """An actor on this process's node."""
+        here = self._ray.get_runtime_context().get_node_id()
+        actor = self._ray.remote(kind).options(num_cpus=0, scheduling_strategy=self._on(here))
+        return actor.remote(*arguments)
+
+    def run(self, node: str, name: str, part: float, program: bytes, lease: Lease) -> Any:
+        """A rank on ``part`` of an accelerator of ``node``; a reference to what it returns."""
+        task = self._run_rank.options(
+            num_cpus=0,
+            num_gpus=part if node in self._have_gpus else 0,
+            resources={name: part},
+            max_retries=0,
+            scheduling_strategy=self._on(node),
+        )
+        return task.remote(program, lease, sys.path)
+
+    def _on(self, node: str) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return NodeAffinitySchedulingStrategy(node, soft=False)
+
+    def cancel(self, refs: list[Any]) -> None:
+        """Have the processes killed."""
+        for ref in refs:
+            self._ray.cancel(ref, force=True)
+
+    def kill(self, refs: list[Any], number: int, accelerators: tuple[int, ...]) -> None:
+        """End the processes; while one will not, its accelerators are not in order."""
+        self.cancel(refs)
+        if self._left(refs, KILL_SECONDS):
+            self._stuck.append((refs, number, accelerators))
+
+    def _left(self, refs: list[Any], seconds: float) -> list[Any]:
+        """Those that have not ended within ``seconds``."""
+        if not refs:
+            return []
+        left: list[Any] = self._ray.wait(refs, num_returns=len(refs), timeout=seconds)[1]
+        return left
+
+
+def bind(bound: Sequence[str | None], room: Mapping[str, int]) -> list[str | None]:
+    """The node of each accelerator: the one it had while that lives, else one with room."""
+    left = dict(room)
+    kept: list[str | None] = []
+    for node in bound:
+        stays = node is not None and left.get(node, 0) > 0
+        if node is not None and stays:
+            left[node] -= 1
+        kept.append(node if stays else None)
+    spare = [node for node in sorted(left) for _ in range(left[node])]
+    return [node if node is not None or not spare else spare.pop(0) for node in kept]

@@ -1,0 +1,119 @@
+"""What rounds on a cluster came to: outcomes, placements, and shares planned and had."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import ConfigDict
+
+from stagewright.executor.clusters.job_store import JobRecord
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.workloads.jobs import Job
+
+FORMAT: Literal["stagewright-cluster-report"] = "stagewright-cluster-report"
+VERSION: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """What became of a job.
+
+    ``waiting``: the cluster lacks the accelerators for it; the folder can be taken up again.
+    ``completion_seconds`` are since its arrival. ``error`` is the last one since its last commit.
+    """
+
+    name: str
+    state: Literal["done", "failed", "waiting"]
+    steps: int
+    completion_seconds: float | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Jobs on accelerators (numbers within their type) in a round."""
+
+    jobs: tuple[str, ...]
+    worker: str
+    accelerators: tuple[int, ...]
+    renewed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A job's part of the time that it was there on a worker type: as planned, and as it was."""
+
+    job: str
+    worker: str
+    target: float
+    measured: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReport:
+    """Outcomes of all jobs; rounds and shares of this scheduler's time."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    jobs: tuple[JobOutcome, ...]
+    rounds: tuple[tuple[Placed, ...], ...]
+    shares: tuple[Share, ...]
+    format: Literal["stagewright-cluster-report"] = FORMAT
+    version: Literal[1] = VERSION
+
+
+class Ledger:
+    """Seconds that jobs had on worker types, beside those that their targets promised."""
+
+    def __init__(self, jobs: Sequence[str], workers: Sequence[str]) -> None:
+        self.jobs = jobs
+        self.workers = workers
+        self.rounds: list[tuple[Placed, ...]] = []
+        shape = (len(jobs), len(workers))
+        self._promised, self._had, self._there = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+
+    def note(
+        self,
+        placed: Iterable[Placed],
+        had: Iterable[tuple[int, int, float]],
+        target: Floats,
+        there: Sequence[int],
+        seconds: float,
+    ) -> None:
+        """A round of ``seconds`` is over: who ``had`` what, as (job, worker, seconds).
+
+        ``target``, shape (jobs, workers), is the one it was for; ``there`` are the jobs in it.
+        """
+        self.rounds.append(tuple(placed))
+        for job, worker, of_job in had:
+            self._had[job, worker] += of_job
+        self._promised += target * seconds
+        self._there[list(there)] += seconds
+
+    def shares(self) -> tuple[Share, ...]:
+        """Of all jobs and worker types that were planned or had."""
+        seconds = np.maximum(self._there, 1e-9)
+        target, measured = self._promised / seconds, self._had / seconds
+        return tuple(
+            Share(
+                self.jobs[job],
+                self.workers[worker],
+                float(target[job, worker]),
+                float(measured[job, worker]),
+            )
+            for job, worker in zip(*np.nonzero(target + measured), strict=True)
+        )
+
+
+def outcome(job: Job, record: JobRecord) -> JobOutcome:
+    """What became of ``job``, by the store's last word."""
+    finished = record.finished_seconds
+    return JobOutcome(
+        job.name,
+        "waiting" if record.state == "active" else record.state,
+        record.committed,
+        None if finished is None else finished - job.arrival_seconds,
+        record.error,
+    )

@@ -1,0 +1,391 @@
+"""Rounds: which jobs run where next, so that over time each has the share of an allocation.
+
+Narayanan, PhD thesis (2021), section 5.5 and algorithm 2. A job's (or pair's) priority on a type of
+accelerator is its target share over the fraction of that type's time it has had; each round takes
+jobs by priority while they fit, and no job twice. The same object serves a simulation and a
+cluster: it knows nothing of clocks, only of the seconds that it is told of.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, RateTable
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.graphs.documents.errors import InvalidPlan
+
+_Key = tuple[tuple[int, ...], int]  # a job or pair by id, and its worker type
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A job, or two that share, on accelerators for one round.
+
+    ``worker`` is the worker type; ``accelerators`` are numbered within their type, server by
+    server. ``renewed`` says that the jobs had the same accelerators in the round before. Jobs of a
+    pair stand in the order of the rate table: the first's kind comes first.
+    """
+
+    jobs: tuple[int, ...]
+    worker: int
+    accelerators: tuple[int, ...]
+    renewed: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deviation:
+    """How far the time received since the target was set is from the target.
+
+    ``share`` is what each of ``jobs`` had of the time less its target, by worker type, shape
+    (jobs, workers): above zero where a job had time that no target claimed. ``shortfall`` is the
+    largest lack of any, ``mean`` the mean of the absolute differences.
+    """
+
+    jobs: tuple[int, ...]
+    share: Floats
+    shortfall: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queue:
+    """Entries of one accelerator type: each is a job, or a pair, on a worker type.
+
+    ``received`` are the seconds since the reset, from half a round on; ``owed`` are the seconds
+    that earlier targets promised and rounds did not give.
+    """
+
+    first: Ints
+    second: Ints
+    worker: Ints
+    scale: Ints
+    share: Floats
+    received: Floats
+    owed: Floats
+    alive: Bools
+    keys: list[_Key]
+    sizes: list[tuple[bool, int]]  # whether it is spread over servers, and less its scale
+
+
+class Mechanism:
+    """Turns a target allocation into rounds.
+
+    Parameters
+    ----------
+    round_seconds
+        Length of a round; half of it is the time each job is taken to have had at a reset, so
+        that the first rounds do not divide by zero.
+    fill
+        Give accelerators that no target claims to jobs that would be idle, those first to which
+        earlier targets owe most. Policies that keep an order of jobs, as FIFO, do without.
+    shuffle
+        Draws the order in which the types of accelerators are filled, for policies that take all
+        for alike; the pool's order without it.
+    """
+
+    def __init__(
+        self,
+        table: RateTable,
+        round_seconds: float,
+        *,
+        fill: bool = True,
+        shuffle: random.Random | None = None,
+    ) -> None:
+        self.table = table
+        self.round_seconds = round_seconds
+        self.fill = fill
+        self.shuffle = shuffle
+        self._placement = [worker.placement for worker in table.workers]
+        self._lost: list[set[int]] = [set() for _ in table.pool.accelerators]
+        self._owed: dict[_Key, float] = {}
+        self._last: dict[_Key, Assignment] = {}
+        self._ids: tuple[int, ...] = ()
+        self._row: dict[int, int] = {}
+        self._queues: tuple[_Queue, ...] = ()
+        self._place: dict[_Key, tuple[_Queue, int]] = {}
+        self._elapsed = 0.0
+        self._longest = 0.0
+
+    @property
+    def jobs(self) -> tuple[int, ...]:
+        """Ids of the jobs that are in the target and have not been removed, in order."""
+        return tuple(job for job in self._ids if job in self._row)
+
+    def reset(self, problem: AllocationProblem, allocation: Allocation, ids: Sequence[int]) -> None:
+        """A new target: ``ids[m]`` names the problem's job m; other jobs are forgotten."""
+        if len(set(ids)) < len(problem) or len(ids) != len(problem):
+            raise InvalidPlan(f"{len(problem)} jobs have {len(set(ids))} different ids")
+        self._settle()
+        self._ids = tuple(ids)
+        self._row = {job: row for row, job in enumerate(self._ids)}
+        self._elapsed = 0.0
+        alone = allocation.partner < 0
+        shares = np.zeros((len(problem), len(self.table.workers)))
+        np.add.at(
+            shares, (allocation.job[alone], allocation.worker[alone]), allocation.share[alone]
+        )
+        pairs = _pairs(allocation)
+        runs = self.table.alone[problem.kind] > 0
+        self._queues = tuple(
+            self._queue(
+                problem, np.flatnonzero(self.table.accelerator == number), runs, shares, pairs
+            )
+            for number in range(len(self.table.pool.accelerators))
+        )
+        self._place = {
+            key: (queue, at) for queue in self._queues for at, key in enumerate(queue.keys)
+        }
+
+    def _queue(
+        self,
+        problem: AllocationProblem,
+        workers: Ints,
+        runs: Bools,
+        shares: Floats,
+        pairs: tuple[Ints, Ints, Ints, Floats],
+    ) -> _Queue:
+        """Every job on every one of ``workers`` where it runs, and the target's pairs there."""
+        row, column = np.nonzero(runs[:, workers])
+        here = np.isin(pairs[2], workers)
+        first = np.concatenate([row, pairs[0][here]]).astype(np.int64)
+        second = np.concatenate([np.full(len(row), -1), pairs[1][here]]).astype(np.int64)
+        worker = np.concatenate([workers[column], pairs[2][here]]).astype(np.int64)
+        queue = _Queue(
+            first,
+            second,
+            worker,
+            problem.scale[first],
+            np.concatenate([shares[row, workers[column]], pairs[3][here]]),
+            np.full(len(first), self.round_seconds / 2),
+            np.zeros(len(first)),
+            np.ones(len(first), dtype=bool),
+            [
+                ((self._ids[a],) if b < 0 else (self._ids[a], self._ids[b]), on)
+                for a, b, on in zip(first.tolist(), second.tolist(), worker.tolist(), strict=True)
+            ],
+            [
+                (self._placement[on] == "spread", -scale)
+                for on, scale in zip(worker.tolist(), problem.scale[first].tolist(), strict=True)
+            ],
+        )
+        queue.owed[:] = [self._owed.get(key, 0.0) for key in queue.keys]
+        return queue
+
+    def _settle(self) -> None:
+        """Write down what the ending target promised and did not give, or gave beyond it."""
+        self._count_round()
+        self._owed = {}
+        for queue in self._queues:
+            had = queue.received - self.round_seconds / 2
+            owed = queue.owed + queue.share * self._elapsed - had
+            for at in np.flatnonzero(queue.alive).tolist():
+                self._owed[queue.keys[at]] = float(owed[at])
+
+    def remove(self, job: int) -> None:
+        """Job is done, or gone: it, and its pairs, are not scheduled again."""
+        if job not in self._row:
+            return  # it came since the target was set
+        row = self._row.pop(job)
+        for queue in self._queues:
+            queue.alive[(queue.first == row) | (queue.second == row)] = False
+
+    def lose(self, accelerator: int, numbers: Iterable[int]) -> None:
+        """Take accelerators out of order, until :meth:`restore`.
+
+        ``accelerator`` is the type's position in the pool, ``numbers`` are those of assignments.
+        """
+        self._lost[accelerator].update(numbers)
+
+    def restore(self, accelerator: int, numbers: Iterable[int]) -> None:
+        """The accelerators are back."""
+        self._lost[accelerator].difference_update(numbers)
+
+    def available(self, accelerator: int) -> int:
+        """How many accelerators of a type are in order."""
+        return self.table.pool.accelerators[accelerator].count - len(self._lost[accelerator])
+
+    def account(self, assignment: Assignment, seconds: float) -> None:
+        """The assignment ran for ``seconds`` of the round; more or less than a round is fine."""
+        self._longest = max(self._longest, seconds)
+        place = self._place.get((assignment.jobs, assignment.worker))
+        if place is not None:
+            queue, at = place
+            queue.received[at] += seconds
+
+    def _count_round(self) -> None:
+        self._elapsed += self._longest
+        self._longest = 0.0
+
+    def schedule(self) -> tuple[Assignment, ...]:
+        """The next round, in order of the pool's accelerators and then of placing."""
+        self._count_round()
+        order = list(range(len(self._queues)))
+        if self.shuffle is not None:
+            self.shuffle.shuffle(order)
+        taken = np.zeros(len(self._ids), dtype=bool)
+        assigned: dict[int, list[Assignment]] = {}
+        for number in order:
+            assigned[number] = self._fill(number, taken)
+        found = tuple(one for number in sorted(assigned) for one in assigned[number])
+        self._last = {(one.jobs, one.worker): one for one in found}
+        return found
+
+    def _fill(self, number: int, taken: Bools) -> list[Assignment]:
+        """A type's round; its jobs are marked as taken."""
+        queue = self._queues[number]
+        barred: set[int] = set()
+        while True:
+            chosen = self._choose(queue, self.available(number), taken, barred)
+            placed, failed = self._placed(number, queue, chosen)
+            if not failed:
+                break
+            # What cannot stand on one server makes way for others, or for itself spread out.
+            barred |= failed
+        for at in chosen:
+            taken[queue.first[at]] = True
+            if queue.second[at] >= 0:
+                taken[queue.second[at]] = True
+        return placed
+
+    def _choose(self, queue: _Queue, room: int, taken: Bools, barred: set[int]) -> list[int]:
+        """Algorithm 2: entries by priority while they fit, no job twice."""
+        eligible = queue.alive & ~taken[queue.first] & ~((queue.second >= 0) & taken[queue.second])
+        if not self.fill:
+            eligible &= queue.share > 0
+        candidates = np.flatnonzero(eligible)
+        # X / f with f = t / sum of t: all of a type have the same sum, which changes no order.
+        priority = queue.share[candidates] / queue.received[candidates]
+        by_priority = np.lexsort((-queue.share[candidates], -queue.owed[candidates], -priority))
+        ordered = candidates[by_priority]
+        used: set[int] = set()
+        chosen = []
+        for at, first, second, scale in zip(
+            ordered.tolist(),
+            queue.first[ordered].tolist(),
+            queue.second[ordered].tolist(),
+            queue.scale[ordered].tolist(),
+            strict=True,
+        ):
+            if scale > room or first in used or second in used or at in barred:
+                continue
+            chosen.append(at)
+            used.update((first, second) if second >= 0 else (first,))
+            room -= scale
+            if room == 0:
+                break
+        return chosen
+
+    def _placed(
+        self, number: int, queue: _Queue, chosen: list[int]
+    ) -> tuple[list[Assignment], set[int]]:
+        """Accelerators for the chosen entries, and the entries that found no single server.
+
+        Jobs that need one server come first, then the larger; of a size, those that keep theirs.
+        """
+        servers = _Servers(
+            self.table.pool.accelerators[number].count,
+            self.table.pool.accelerators[number].per_server,
+            self._lost[number],
+        )
+        classes: dict[tuple[bool, int], list[int]] = {}
+        for at in chosen:
+            classes.setdefault(queue.sizes[at], []).append(at)
+        placed: list[Assignment] = []
+        failed: set[int] = set()
+        for (_, size), members in sorted(classes.items()):
+            left = []
+            for at in members:
+                key = queue.keys[at]
+                last = self._last.get(key)
+                if last is not None and servers.take(last.accelerators):
+                    kept = last if last.renewed else Assignment(*key, last.accelerators, True)
+                    placed.append(kept)
+                else:
+                    left.append((at, key))
+            for at, key in left:
+                found = servers.place(-size, self._placement[key[1]] == "consolidated")
+                if found is None:
+                    failed.add(at)
+                else:
+                    placed.append(Assignment(*key, found, False))
+        return placed, failed
+
+    def deviation(self) -> Deviation:
+        """How far the rounds accounted for since the last reset are from the target."""
+        elapsed = self._elapsed + self._longest
+        shape = (len(self._ids), len(self.table.workers))
+        had, target = np.zeros(shape), np.zeros(shape)
+        for queue in self._queues:
+            seconds = queue.received - self.round_seconds / 2
+            for rows in (queue.first, queue.second):
+                there = rows >= 0
+                np.add.at(had, (rows[there], queue.worker[there]), seconds[there])
+                np.add.at(target, (rows[there], queue.worker[there]), queue.share[there])
+        share = had / elapsed - target if elapsed else np.zeros(shape)
+        kept = [self._row[job] for job in self.jobs]
+        share = share[kept]
+        return Deviation(
+            self.jobs,
+            share,
+            float(max(0.0, -share.min(initial=0.0))),
+            float(np.abs(share).mean()) if share.size else 0.0,
+        )
+
+
+def _pairs(allocation: Allocation) -> tuple[Ints, Ints, Ints, Floats]:
+    """Job, partner, worker type and share of the pairs, each once."""
+    paired = allocation.partner >= 0
+    listed = np.column_stack([allocation.job, allocation.partner, allocation.worker])[paired]
+    found, at = np.unique(listed, axis=0, return_inverse=True)
+    share = np.zeros(len(found))
+    np.add.at(share, at.reshape(-1), allocation.share[paired])
+    return found[:, 0], found[:, 1], found[:, 2], share
+
+
+class _Servers:
+    """The free accelerators of one type, server by server."""
+
+    def __init__(self, count: int, per_server: int | None, lost: set[int]) -> None:
+        self.size = per_server or count
+        self.free = [
+            set(range(start, start + self.size)) - lost for start in range(0, count, self.size)
+        ]
+
+    def take(self, numbers: tuple[int, ...]) -> bool:
+        """Take exactly these, if all are free."""
+        if any(number not in self.free[number // self.size] for number in numbers):
+            return False
+        for number in numbers:
+            self.free[number // self.size].remove(number)
+        return True
+
+    def place(self, scale: int, together: bool) -> tuple[int, ...] | None:
+        """Take ``scale`` on as few servers as can be, the fullest that has room for all.
+
+        None if there are not as many, or if ``together`` asks for fewer servers than that takes.
+        """
+        fitting = [(len(free), at) for at, free in enumerate(self.free) if len(free) >= scale]
+        chosen = [min(fitting)[1]] if fitting else self._several(scale)
+        least = -(-scale // self.size)
+        if not chosen or (together and len(chosen) > least):
+            return None
+        numbers = [number for server in chosen for number in sorted(self.free[server])][:scale]
+        for number in numbers:
+            self.free[number // self.size].remove(number)
+        return tuple(sorted(numbers))
+
+    def _several(self, scale: int) -> list[int]:
+        """Servers with the most room first, the last the one with the least that is enough."""
+        holders = [server for server, free in enumerate(self.free) if free]
+        by_room = sorted(holders, key=lambda server: (-len(self.free[server]), server))
+        chosen: list[int] = []
+        missing = scale
+        while by_room and missing > 0:
+            enough = [server for server in by_room if len(self.free[server]) >= missing]
+            server = enough[-1] if enough else by_room[0]
+            by_room.remove(server)
+            chosen.append(server)
+            missing -= len(self.free[server])
+        return chosen if missing <= 0 else []

@@ -1,0 +1,492 @@
+"""Rounds for real: the jobs of a workload as processes on Ray.
+
+Narayanan, PhD thesis (2021), sections 5.5 and 5.6. :class:`Mechanism`
+says who runs where next; Ray starts the processes there; leases (:mod:`leases`) end them at the
+end of a round, with a checkpoint, unless they are renewed. A job is never lost and never counted
+twice: each start has an epoch of its own, written down before it, and only the newest can commit.
+
+Ray knows accelerators as custom resources by the pool's names: start the nodes of a cluster with
+``ray start --resources='{"v100": 4}'``. On its own machine it is told of as many as the pool has.
+"""
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stagewright.executor.clusters.job_store import JobRecord
+from stagewright.executor.clusters.lease_server import LeaseServer
+from stagewright.executor.clusters.leases import Lease
+from stagewright.executor.clusters.rates import Measured, has_moved, measured, surviving
+from stagewright.executor.clusters.ray_ranks import (
+    Accelerators,
+    RemoteScheduler,
+    call,
+    connected,
+    one_line,
+)
+from stagewright.executor.clusters.report import ClusterReport, Ledger, Placed, outcome
+from stagewright.executor.clusters.rounds import Assignment, Mechanism
+from stagewright.formulations.clusters.allocation import (
+    Allocation,
+    AllocationProblem,
+    RateTable,
+    check,
+    problem_of_jobs,
+    rate_table,
+)
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount
+from stagewright.graphs.workloads.jobs import Job, Throughputs
+from stagewright.graphs.workloads.pool import Pool
+
+Program = Callable[[Lease], object]
+Allocate = Callable[[AllocationProblem], Allocation]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """A job and the program that trains it; the program runs once per lease and rank."""
+
+    job: Job
+    program: Program
+
+
+def run_cluster(
+    jobs: Sequence[ClusterJob],
+    throughputs: Throughputs,
+    pool: Pool,
+    allocate: Allocate,
+    *,
+    folder: str | os.PathLike[str],
+    round_seconds: float = 360.0,
+    grace_seconds: float = 60.0,
+    patience_seconds: float = 600.0,
+    retries: int = 3,
+    feedback: float = 0.0,
+    space_sharing: bool = False,
+    placement: bool = False,
+    address: str | None = None,
+) -> ClusterReport:
+    """Train all jobs, in rounds; returns when each is done, has failed, or waits in vain.
+
+    Parameters
+    ----------
+    allocate
+        The policy: asked whenever jobs come or go, nodes die or come back, or rates change.
+    folder
+        Checkpoints and the store of jobs, seen by all nodes. Where it holds these jobs from
+        before, they go on from there.
+    round_seconds
+        Several steps of every job should fit.
+    grace_seconds
+        What a process may overstay its lease by before it is killed.
+    patience_seconds
+        How long to wait for accelerators when no job can run on what is left.
+    retries
+        How often a job may fail between two commits before it is given up.
+    feedback
+        Weight of a newly measured rate against the known one; 0 trusts ``throughputs``.
+    address
+        Of a Ray cluster; Ray is started on this machine without one, unless it is already.
+
+    Raises
+    ------
+    InputError
+        If Ray is missing or lacks accelerators, a job's steps are no whole number, throughputs
+        are missing, or the folder is another workload's.
+    SupersededError
+        If another scheduler has taken over the folder.
+    """
+    _require_sense(jobs, round_seconds, grace_seconds, patience_seconds, feedback)
+    table = rate_table(
+        throughputs,
+        pool,
+        [(each.job.model, each.job.scale) for each in jobs],
+        space_sharing=space_sharing,
+        placement=placement,
+    )
+    with connected({each.name: each.count for each in pool.accelerators}, address) as ray:
+        run = _Run(ray, jobs, table, allocate, round_seconds, grace_seconds, feedback)
+        run.patience_seconds = patience_seconds
+        try:
+            run.open(Path(folder).resolve(), retries)
+            run.loop()
+            return run.report()
+        finally:
+            run.close()
+
+
+def _require_sense(
+    jobs: Sequence[ClusterJob],
+    round_seconds: float,
+    grace_seconds: float,
+    patience_seconds: float,
+    feedback: float,
+) -> None:
+    if not jobs:
+        raise InputError("there are no jobs to run")
+    for each in jobs:
+        if each.job.steps != int(each.job.steps):
+            raise InputError(
+                f"job {each.job.name!r}: steps must be a whole number, got {each.job.steps:g}"
+            )
+    names = Counter(each.job.name for each in jobs)
+    for name, times in names.items():
+        if times > 1:
+            raise InputError(f"two jobs are named {name!r}")
+    require_amount(grace_seconds, "grace_seconds")
+    require_amount(patience_seconds, "patience_seconds")
+    require_amount(round_seconds, "round_seconds")
+    if round_seconds == 0:
+        raise InputError("round_seconds must be more than zero, got 0")
+    if not 0 <= feedback <= 1:
+        raise InputError(f"feedback must be between 0 and 1, got {feedback:g}")
+
+
+@dataclass(slots=True)
+class _Out:
+    """A job that is out on a lease: its processes, and where they are."""
+
+    epoch: int
+    refs: list[Any]
+    nodes: list[str]
+    worker: int
+    accelerators: tuple[int, ...]
+    sharing: int  # jobs on these accelerators
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...], int]:
+        return self.worker, self.accelerators, self.sharing
+
+
+@dataclass(slots=True)
+class _Round:
+    """The round that is on: its target and the jobs in that, and how long each that ended ran."""
+
+    target: Floats
+    there: list[int]
+    began: float = field(default_factory=time.monotonic)
+    ran: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
+class _Run:
+    """One scheduler's time, from taking over the folder to the report."""
+
+    patience_seconds = math.inf
+
+    def __init__(
+        self,
+        ray: Any,
+        jobs: Sequence[ClusterJob],
+        table: RateTable,
+        allocate: Allocate,
+        round_seconds: float,
+        grace_seconds: float,
+        feedback: float,
+    ) -> None:
+        self.ray = ray
+        self.jobs = [each.job for each in jobs]
+        self.programs = [ray.cloudpickle.dumps(each.program) for each in jobs]
+        self.table = table  # with the rates as measured
+        self.allocate = allocate
+        self.round_seconds = round_seconds
+        self.grace_seconds = grace_seconds
+        self.feedback = feedback
+        self.mechanism = Mechanism(table, round_seconds)
+        self.accelerators = Accelerators(ray, table.pool)
+        self.ledger = Ledger(
+            [job.name for job in self.jobs], [worker.name for worker in table.workers]
+        )
+        self.records: list[JobRecord] = []
+        self.out: dict[int, _Out] = {}
+        self.planned: tuple[object, ...] = ()
+        self.planned_with = table
+        self.target = np.zeros((len(self.jobs), len(table.workers)))
+        self.there: list[int] = []
+        self.round = _Round(self.target, self.there)
+        self.server: Any = None
+
+    # Opening and closing.
+
+    def open(self, folder: Path, retries: int) -> None:
+        """Start the server on this node, take over the folder, and find the accelerators."""
+        self.server = self.accelerators.start_here(LeaseServer, folder, self.round_seconds, retries)
+        steps = {job.name: int(job.steps) for job in self.jobs}
+        self.records = list(call(self.server, "open", steps))
+        self.accelerators.require_all()
+
+    def close(self) -> None:
+        """End what is still out."""
+        for out in self.out.values():
+            self.accelerators.cancel(out.refs)
+        if self.server is not None:
+            self.ray.kill(self.server)
+
+    # Rounds.
+
+    def loop(self) -> None:
+        """Rounds until no job can go on."""
+        current = self._first_round()
+        while current:
+            self.round = _Round(self.target.copy(), self.there)
+            call(self.server, "begin_round")
+            self._launch(current)
+            self._watch(self.round_seconds / 2)
+            self._account(current)
+            following = self._schedule()
+            self._renew(following)
+            self._watch(self.round_seconds)
+            self._await_leases()
+            self._note(current)
+            waiting = set(self._waiting())
+            left = tuple(each for each in following if waiting.intersection(each.jobs))
+            current = left or self._first_round()
+
+    def _first_round(self) -> tuple[Assignment, ...]:
+        """The next round when none is on; waits for jobs to arrive, or nodes to come back."""
+        patient_until = time.monotonic() + self.patience_seconds
+        while waiting := self._waiting():
+            found = self._schedule()
+            if found:
+                return found
+            now = call(self.server, "seconds")
+            arrival = min(self.jobs[job].arrival_seconds for job in waiting)
+            if arrival > now:
+                patient_until = time.monotonic() + arrival - now + self.patience_seconds
+            elif time.monotonic() > patient_until:
+                break
+            time.sleep(min(1.0, self.round_seconds / 10))
+        return ()
+
+    def _waiting(self) -> list[int]:
+        return [job for job, record in enumerate(self.records) if record.state == "active"]
+
+    def _runnable(self, table: RateTable) -> list[int]:
+        """Jobs that have arrived, are not over, and run somewhere on what is left."""
+        now = call(self.server, "seconds")
+        return [
+            job
+            for job in self._waiting()
+            if self.jobs[job].arrival_seconds <= now and table.alone[self._kind(job)].any()
+        ]
+
+    def _kind(self, job: int) -> int:
+        return self.table.index[self.jobs[job].model, self.jobs[job].scale]
+
+    def _schedule(self) -> tuple[Assignment, ...]:
+        """The next round, towards a target set anew where jobs, nodes or rates have changed."""
+        in_order = self.accelerators.in_order()
+        for number, (count, numbers) in enumerate(zip(self.table.counts, in_order, strict=True)):
+            self.mechanism.restore(number, numbers)
+            self.mechanism.lose(number, set(range(count)) - numbers)
+        progress = call(self.server, "progress")
+        if self.feedback:
+            self._measure(progress)
+        table = self._surviving()
+        runnable = self._runnable(table)
+        planned = (runnable, table.alone.any(axis=0).tolist(), table.pool)
+        if planned != self.planned or has_moved(self.table, self.planned_with):
+            self._plan(table, runnable, progress)
+            self.planned, self.planned_with = planned, self.table
+        return self.mechanism.schedule() if runnable else ()
+
+    def _plan(
+        self, table: RateTable, runnable: list[int], progress: Mapping[str, tuple[int, float]]
+    ) -> None:
+        self.target[:] = 0.0
+        self.there = runnable
+        if not runnable:
+            return
+        problem = self._problem(table, runnable, progress)
+        allocation = self.allocate(problem)
+        check(problem, allocation)
+        self.mechanism.reset(problem, allocation, runnable)
+        self.target[runnable] = allocation.dense(len(problem), len(table.workers))
+
+    def _problem(
+        self, table: RateTable, runnable: list[int], progress: Mapping[str, tuple[int, float]]
+    ) -> AllocationProblem:
+        jobs = [self.jobs[job] for job in runnable]
+        done = np.array(
+            [
+                progress.get(self.jobs[job].name, (self.records[job].committed, 0.0))[0]
+                for job in runnable
+            ]
+        )
+        problem = problem_of_jobs(jobs, table)
+        elapsed = call(self.server, "seconds") - np.array([job.arrival_seconds for job in jobs])
+        return replace(
+            problem,
+            steps=np.maximum(problem.steps - done, 1.0),
+            elapsed_seconds=elapsed,
+            isolated_seconds=done / problem.isolated_throughput(),
+            deadline_seconds=np.maximum(problem.deadline_seconds - elapsed, 0.0),
+        )
+
+    def _surviving(self) -> RateTable:
+        return surviving(self.table, [len(each) for each in self.accelerators.in_order()])
+
+    def _measure(self, progress: Mapping[str, tuple[int, float]]) -> None:
+        """Move the table's rates towards those of the jobs that are out."""
+        rates = []
+        for job, out in self.out.items():
+            partners = [
+                self._kind(other)
+                for other, beside in self.out.items()
+                if other != job and beside.place == out.place
+            ]
+            if self.jobs[job].name in progress and len(partners) == out.sharing - 1:
+                rate = progress[self.jobs[job].name][1]
+                beside_kind = partners[0] if partners else None
+                rates.append(Measured(self._kind(job), beside_kind, out.worker, rate))
+        self.table = measured(self.table, rates, self.feedback)
+
+    # Leases.
+
+    def _launch(self, assigned: Sequence[Assignment]) -> None:
+        for assignment in assigned:
+            for job in assignment.jobs:
+                if job not in self.out and self.records[job].state == "active":
+                    self.out[job] = self._start(job, assignment)
+
+    def _start(self, job: int, assignment: Assignment) -> _Out:
+        """Begin an epoch, durably; then start its ranks."""
+        ranks = len(assignment.accelerators)
+        record, folder = call(self.server, "start", self.jobs[job].name, ranks)
+        self.records[job] = record
+        number = self.table.workers[assignment.worker].accelerator
+        name = self.table.pool.accelerators[number].name
+        place = (assignment.worker, assignment.accelerators, len(assignment.jobs))
+        out = _Out(record.epoch, [], [], *place)
+        for rank, accelerator in enumerate(assignment.accelerators):
+            lease = Lease(
+                record.name,
+                record.epoch,
+                rank,
+                ranks,
+                name,
+                record.steps,
+                record.committed,
+                None if record.checkpoint is None else Path(record.checkpoint),
+                folder,
+                RemoteScheduler(self.server),
+            )
+            node = self.accelerators.node(number, accelerator)
+            part = 1 / out.sharing
+            out.nodes.append(node)
+            out.refs.append(self.accelerators.run(node, name, part, self.programs[job], lease))
+        return out
+
+    def _renew(self, following: Sequence[Assignment]) -> None:
+        """Who stays on the same accelerators, as many to share them, goes on without a stop."""
+        places = {
+            job: (assignment.worker, assignment.accelerators, len(assignment.jobs))
+            for assignment in following
+            for job in assignment.jobs
+        }
+        names = [
+            self.jobs[job].name for job, out in self.out.items() if places.get(job) == out.place
+        ]
+        call(self.server, "decide", names)
+
+    def _watch(self, until_seconds: float) -> None:
+        """Settle what ends until so far into the round; sooner if nothing is out."""
+        while self.out and self.round.seconds < until_seconds:
+            self._settle(min(until_seconds - self.round.seconds, 1.0))
+
+    def _await_leases(self) -> None:
+        """Wait for processes whose lease is over; kill those that overstay it."""
+        while self.out and (overstays := call(self.server, "overstays")):
+            for job in list(self.out):
+                if overstays.get(self.jobs[job].name, -math.inf) > self.grace_seconds:
+                    self._fail(
+                        job, f"did not end within {self.grace_seconds:g} s of the end of its lease"
+                    )
+            if self.out:
+                self._settle(min(0.02 * self.round_seconds, 0.5))
+
+    def _settle(self, timeout_seconds: float) -> None:
+        """Take in what has ended, after waiting for something to."""
+        refs = [ref for out in self.out.values() for ref in out.refs]
+        self.ray.wait(refs, timeout=max(timeout_seconds, 0.0))
+        ready = set(self.ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+        for job, out in list(self.out.items()):
+            for ref in [ref for ref in out.refs if ref in ready]:
+                out.refs.remove(ref)
+                error = self._error(ref)
+                if error is not None:
+                    self._fail(job, error)
+                    break
+            else:
+                if not out.refs:
+                    self._end(job, call(self.server, "ended", self.jobs[job].name, out.epoch))
+
+    def _error(self, ref: Any) -> str | None:
+        try:
+            found: str | None = self.ray.get(ref)
+        except self.ray.exceptions.RayError as error:
+            return one_line(error)
+        return found
+
+    def _fail(self, job: int, error: str) -> None:
+        """Fence the epoch first, then end what is left of it; a node's death is no failure."""
+        out = self.out[job]
+        is_counted = self.accelerators.are_alive(out.nodes)
+        record = call(self.server, "fail", self.jobs[job].name, out.epoch, error, is_counted)
+        number = self.table.workers[out.worker].accelerator
+        self.accelerators.kill(out.refs, number, out.accelerators)
+        self._end(job, record)
+
+    def _end(self, job: int, record: JobRecord) -> None:
+        del self.out[job]
+        self.records[job] = record
+        self.round.ran[job] = self.round.seconds
+
+    # Accounts.
+
+    def _ran(self, assignment: Assignment, whole_seconds: float) -> float:
+        """Seconds of the round that the assignment had; all of it, if it is still out."""
+        return max(
+            whole_seconds if job in self.out else self.round.ran.get(job, 0.0)
+            for job in assignment.jobs
+        )
+
+    def _account(self, current: Sequence[Assignment]) -> None:
+        for assignment in current:
+            self.mechanism.account(assignment, self._ran(assignment, self.round_seconds))
+
+    def _note(self, current: Sequence[Assignment]) -> None:
+        """Write down the round that ends."""
+        seconds = self.round.seconds
+        placed = [
+            Placed(
+                tuple(self.jobs[job].name for job in assignment.jobs),
+                self.table.workers[assignment.worker].name,
+                assignment.accelerators,
+                assignment.renewed,
+            )
+            for assignment in current
+        ]
+        had = [
+            (job, assignment.worker, seconds if job in self.out else self.round.ran.get(job, 0.0))
+            for assignment in current
+            for job in assignment.jobs
+        ]
+        self.ledger.note(placed, had, self.round.target, self.round.there, seconds)
+
+    def report(self) -> ClusterReport:
+        """What became of all jobs."""
+        outcomes = map(outcome, self.jobs, self.records)
+        return ClusterReport(tuple(outcomes), tuple(self.ledger.rounds), self.ledger.shares())

@@ -1,0 +1,681 @@
+"""A cluster in simulation: jobs come, policies allocate, rounds run, jobs leave.
+
+The rules are those of the simulator of the thesis (Narayanan 2021, section 5.7.3, and the public
+code of Gavel): a job runs whole steps in a round, a round ends when the last of its jobs stops,
+allocations are computed anew when jobs have come or gone but not too often. Where ours differ:
+
+* accelerators are not kept idle for a job that has come since the last allocation;
+* a job that shares accelerators ends with its own last step, not with its partner's;
+* the time of shared accelerators is paid once;
+* a distributed job with fewer steps left than accelerators runs them, instead of being dropped.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from stagewright.executor.clusters.rounds import Assignment, Mechanism
+from stagewright.formulations.clusters.allocation import (
+    Allocation,
+    AllocationProblem,
+    RateTable,
+    rate_table,
+    throughput,
+)
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
+from stagewright.graphs.workloads.pool import Pool
+
+Allocate = Callable[[AllocationProblem], Allocation]
+
+HOUR = 3600.0
+DONE = 1e-12  # of a job: what rounding leaves of its steps
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How the cluster is run.
+
+    Parameters
+    ----------
+    round_seconds
+        Length of a round.
+    reset_seconds
+        Least time between two allocations.
+    fill
+        Give accelerators that no share claims to idle jobs; see ``Mechanism``.
+    shuffle_seed
+        Fill the types of accelerators in random order, as policies do that take all for alike;
+        the public code draws it from its seed + 5.
+    space_sharing, placement
+        Whether jobs may share accelerators, and whether servers count.
+    ideal
+        No rounds: every job has exactly its share at every moment (figure 5.15b).
+    """
+
+    round_seconds: float = 360.0
+    reset_seconds: float = 1920.0
+    fill: bool = True
+    shuffle_seed: int | None = None
+    space_sharing: bool = False
+    placement: bool = False
+    ideal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("round_seconds", "reset_seconds"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise InputError(f"{name} must be more than zero, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Accelerator ``number`` of a type (by position in the pool) is out of order for a while."""
+
+    start_seconds: float
+    end_seconds: float
+    accelerator: int
+    number: int
+
+
+def outages(
+    pool: Pool, mean_seconds_to_failure: float, repair_seconds: float, seed: int = 0
+) -> Iterator[Outage]:
+    """Failures without end, in order of time: each accelerator's come by a Poisson process."""
+    draw = random.Random(seed)
+    counts = [accelerator.count for accelerator in pool.accelerators]
+    now = 0.0
+    while True:
+        now += draw.expovariate(sum(counts) / mean_seconds_to_failure)
+        accelerator = draw.choices(range(len(counts)), counts)[0]
+        number = draw.randrange(counts[accelerator])
+        yield Outage(now, now + repair_seconds, accelerator, number)
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """What became of a job; ``completion_seconds`` is None if the simulation ended before.
+
+    ``isolated_seconds`` is how long the steps run would have taken on 1/n of the cluster, n being
+    the number of jobs at each time.
+    """
+
+    job: Job
+    completion_seconds: float | None
+    isolated_seconds: float
+
+    @property
+    def duration_seconds(self) -> float:
+        """Job completion time: from arrival to completion; nan if not complete."""
+        if self.completion_seconds is None:
+            return math.nan
+        return self.completion_seconds - self.job.arrival_seconds
+
+    @property
+    def fairness(self) -> float:
+        """Finish-time fairness rho: completion time over the time alone on 1/n of the cluster."""
+        return self.duration_seconds / self.isolated_seconds if self.isolated_seconds else math.nan
+
+    @property
+    def violates_slo(self) -> bool:
+        """Whether the job has an SLO and was later."""
+        slo = self.job.slo_seconds
+        return slo is not None and not self.duration_seconds <= slo
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Who ran where, and how many accelerators of each type were busy on average.
+
+    ``assignments`` is empty where the simulation did not keep them.
+    """
+
+    start_seconds: float
+    end_seconds: float
+    active_jobs: int
+    busy: tuple[float, ...]
+    assignments: tuple[Assignment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """A new allocation, and how far the rounds had stayed from the one before (see Deviation)."""
+
+    seconds: float
+    jobs: int
+    shortfall: float
+    mean_deviation: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClusterTimeline:
+    """All that happened. ``jobs`` are in order of arrival; ``busy_seconds`` are by type.
+
+    ``accelerator`` is each worker type's accelerator, by its position in the pool.
+    """
+
+    pool: Pool
+    accelerator: tuple[int, ...]
+    jobs: tuple[JobOutcome, ...]
+    rounds: tuple[Round, ...]
+    resets: tuple[Reset, ...]
+    seconds: float
+    busy_seconds: tuple[float, ...]
+    dollars: float | None
+    renewals: int
+    renewable: int
+
+    def durations(self, window: range | None = None, weight: float | None = None) -> Floats:
+        """Completion times in seconds, of the jobs numbered in ``window`` and of ``weight``."""
+        chosen = self.jobs if window is None else self.jobs[window.start : window.stop]
+        return np.array(
+            [
+                outcome.duration_seconds
+                for outcome in chosen
+                if outcome.completion_seconds is not None
+                and (weight is None or outcome.job.weight == weight)
+            ]
+        )
+
+    def mean_jct_seconds(self, window: range | None = None, weight: float | None = None) -> float:
+        """Average job completion time, nan if no job completed."""
+        found = self.durations(window, weight)
+        return float(found.mean()) if found.size else math.nan
+
+    @property
+    def makespan_seconds(self) -> float:
+        """When the last job completed."""
+        return max((outcome.completion_seconds or 0.0 for outcome in self.jobs), default=0.0)
+
+    def fairness(self, window: range | None = None) -> Floats:
+        """Finish-time fairness of the completed jobs."""
+        chosen = self.jobs if window is None else self.jobs[window.start : window.stop]
+        return np.array([o.fairness for o in chosen if o.completion_seconds is not None])
+
+    @property
+    def slo_violations(self) -> int:
+        """Jobs that were later than their SLO, or have not completed with one."""
+        return sum(outcome.violates_slo for outcome in self.jobs)
+
+    @property
+    def utilisation(self) -> float:
+        """Part of the accelerators' time in use."""
+        total = sum(accelerator.count for accelerator in self.pool.accelerators) * self.seconds
+        return sum(self.busy_seconds) / total if total else 0.0
+
+    @property
+    def renewal_rate(self) -> float:
+        """Part of the leases that were renewed, of those whose job had steps left."""
+        return self.renewals / self.renewable if self.renewable else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a simulation stands, at each new allocation."""
+
+    seconds: float
+    arrived: int
+    completed: int
+    active: int
+
+
+_Quota = tuple[float, float, float]  # steps per second; steps in a round and their seconds
+
+
+@dataclass(slots=True)
+class _Active:
+    """A job in the cluster. ``since_reset`` are steps run since the last allocation."""
+
+    number: int
+    job: Job
+    kind: int
+    left: float
+    isolated_seconds: float = 0.0
+    since_reset: float = 0.0
+
+
+def simulate_cluster(
+    jobs: Iterable[Job],
+    throughputs: Throughputs,
+    pool: Pool,
+    allocate: Allocate,
+    rules: Rules | None = None,
+    *,
+    window: range | None = None,
+    entities: tuple[Entity, ...] = (),
+    failures: Iterable[Outage] = (),
+    keep_assignments: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> ClusterTimeline:
+    """Run ``jobs``, which may be without end, under the policy ``allocate``.
+
+    Parameters
+    ----------
+    window
+        Numbers of the jobs, by arrival, whose completion ends the simulation; all jobs without it.
+    failures
+        In order of their start. A job whose accelerator fails loses the round's steps.
+    keep_assignments
+        Keep who ran where in every round.
+
+    Raises
+    ------
+    InputError
+        If jobs come out of order, one has no throughput, or nothing can run any more.
+    """
+    rules = rules or Rules()
+    if window is None:
+        jobs = tuple(jobs)
+    table = _table(throughputs, pool, rules)
+    run = _Simulation(jobs, table, allocate, rules, entities, failures, window)
+    return run.run(keep_assignments, on_progress)
+
+
+def _table(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:
+    """Rates of every kind that can run in the pool, so that jobs need not be known beforehand."""
+    known: dict[tuple[str, int], set[str]] = {}
+    runs = set()
+    counts = {accelerator.name: accelerator.count for accelerator in pool.accelerators}
+    for rate in throughputs.alone:
+        known.setdefault((rate.model, rate.scale), set()).add(rate.accelerator)
+        if rate.steps_per_second > 0 and rate.scale <= counts.get(rate.accelerator, 0):
+            runs.add((rate.model, rate.scale))
+    kinds = [kind for kind, names in known.items() if kind in runs and names >= set(pool.names)]
+    return rate_table(
+        throughputs,
+        pool,
+        kinds,
+        space_sharing=rules.space_sharing,
+        placement=rules.placement,
+    )
+
+
+class _Simulation:
+    def __init__(
+        self,
+        jobs: Iterable[Job],
+        table: RateTable,
+        allocate: Allocate,
+        rules: Rules,
+        entities: tuple[Entity, ...],
+        failures: Iterable[Outage],
+        window: range | None,
+    ) -> None:
+        self.table, self.allocate, self.rules = table, allocate, rules
+        self.entities, self.window = entities, window
+        self.entity_of = {entity.name: number for number, entity in enumerate(entities)}
+        self.coming = _Peekable(enumerate(jobs))
+        self.failing = _Peekable(failures)
+        self.repairs: list[tuple[float, int, int]] = []
+        self.lost: dict[tuple[int, int], float] = {}
+        shuffle = None if rules.shuffle_seed is None else random.Random(rules.shuffle_seed)
+        self.mechanism = Mechanism(table, rules.round_seconds, fill=rules.fill, shuffle=shuffle)
+        self.active: dict[int, _Active] = {}
+        self.outcomes: list[JobOutcome | None] = []
+        self.completed = 0
+        self.now = 0.0
+        self.measured = 0 if window is None else window.start
+        self.last_reset: float | None = None
+        self.changed = False
+        self.isolated: dict[int, float] = {}
+        self.speeds: dict[int, float] = {}
+        self.usage: dict[int, Floats] = {}
+        self.rounds: list[Round] = []
+        self.resets: list[Reset] = []
+        self.busy = np.zeros(len(table.counts))
+        self.renewals = self.renewable = self.leases = 0
+        self.type_of = table.accelerator.tolist()
+        self.alone = [[self.quota(rate) for rate in rates] for rates in table.alone.tolist()]
+        self.paired = {
+            (int(first), int(second), int(worker)): [self.quota(float(rate)) for rate in rates]
+            for first, second, worker, rates in zip(
+                table.first, table.second, table.worker, table.paired, strict=True
+            )
+        }
+
+    def run(
+        self,
+        keep_assignments: bool,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> ClusterTimeline:
+        while True:
+            self.arrivals()
+            self.turns()
+            if self.finished():
+                break
+            if self.due():
+                self.reset()
+                if on_progress is not None:
+                    on_progress(self.progress())
+            if self.rules.ideal:
+                self.flow()
+            else:
+                self.round(keep_assignments)
+        return self.timeline()
+
+    def progress(self) -> Progress:
+        return Progress(self.now, len(self.outcomes), self.completed, len(self.active))
+
+    def arrivals(self) -> None:
+        """Jobs come in at the boundaries of rounds."""
+        while (following := self.coming.peek()) is not None:
+            number, job = following
+            if job.arrival_seconds > self.now:
+                return
+            next(self.coming)
+            kind = self.table.index.get((job.model, job.scale))
+            if kind is None:
+                raise InputError(
+                    f"job {job.name!r}: {job.model!r} on {job.scale} accelerators runs nowhere in "
+                    "this cluster, or some rates of it are missing"
+                )
+            self.active[number] = _Active(number, job, kind, job.steps)
+            self.outcomes.append(None)
+            self.changed = True
+
+    def turns(self) -> None:
+        """Accelerators that came back, and those that failed, up to now."""
+        while self.repairs and self.repairs[0][0] <= self.now:
+            end, accelerator, number = heapq.heappop(self.repairs)
+            if self.lost.get((accelerator, number)) == end:
+                del self.lost[accelerator, number]
+                self.mechanism.restore(accelerator, (number,))
+                self.changed = True
+        while (outage := self.failing.peek()) is not None and outage.start_seconds <= self.now:
+            self.fail(next(self.failing))
+
+    def fail(self, outage: Outage) -> None:
+        """An accelerator that is down already stays down until the later of the two ends."""
+        place = (outage.accelerator, outage.number)
+        end = max(outage.end_seconds, self.lost.get(place, 0.0))
+        self.lost[place] = end
+        heapq.heappush(self.repairs, (end, *place))
+        self.mechanism.lose(outage.accelerator, (outage.number,))
+        self.changed = True
+
+    def finished(self) -> bool:
+        window = self.window
+        if window is None:
+            return not self.active and self.coming.peek() is None
+        while self.measured < window.stop and self.measured < len(self.outcomes):
+            if self.outcomes[self.measured] is None:
+                return False
+            self.measured += 1
+        return self.measured == window.stop or (not self.active and self.coming.peek() is None)
+
+    def due(self) -> bool:
+        """Whether it is time to allocate anew."""
+        if not self.changed or not self.active:
+            return False
+        return (
+            not self.last_reset  # the public code takes a reset at time 0 for none
+            or self.now - self.last_reset >= self.rules.reset_seconds
+        )
+
+    def reset(self) -> None:
+        """Allocate for the jobs that are here."""
+        self.settle()
+        table = self.present()
+        members = [one for one in self.active.values() if table.alone[one.kind].any()]
+        before = self.mechanism.deviation()
+        self.resets.append(Reset(self.now, len(members), before.shortfall, before.mean))
+        if members:
+            problem = self.problem(table, members)
+            allocation = self.allocate(problem)
+            numbers = [one.number for one in members]
+            self.mechanism.reset(problem, allocation, numbers)
+            self.isolated = dict(zip(numbers, problem.isolated_throughput().tolist(), strict=True))
+            if self.rules.ideal:
+                self.speeds = dict(
+                    zip(numbers, throughput(problem, allocation).tolist(), strict=True)
+                )
+                self.usage = dict(zip(numbers, _usage(problem, allocation), strict=True))
+        self.last_reset = self.now
+        self.changed = False
+
+    def settle(self) -> None:
+        """Steps since the last allocation, in time on the 1/n of the cluster of then."""
+        for one in self.active.values():
+            self.settle_one(one)
+
+    def settle_one(self, one: _Active) -> None:
+        if one.since_reset:
+            one.isolated_seconds += one.since_reset / self.isolated[one.number]
+            one.since_reset = 0.0
+
+    def problem(self, table: RateTable, members: list[_Active]) -> AllocationProblem:
+        jobs = [one.job for one in members]
+        arrival = np.array([job.arrival_seconds for job in jobs])
+        slo = np.array([math.inf if job.slo_seconds is None else job.slo_seconds for job in jobs])
+        return AllocationProblem(
+            tuple(job.name for job in jobs),
+            table,
+            np.array([one.kind for one in members], dtype=np.int64),
+            np.array([job.weight for job in jobs]),
+            np.array([one.left for one in members]),
+            self.now - arrival,
+            np.array([one.isolated_seconds for one in members]),
+            arrival + slo - self.now,
+            np.array([self.entity_of.get(job.entity or "", -1) for job in jobs], dtype=np.int64),
+            self.entities,
+        )
+
+    def present(self) -> RateTable:
+        """The table of the accelerators that are in order."""
+        if not self.lost:
+            return self.table
+        accelerators, alone = [], self.table.alone.copy()
+        for position, accelerator in enumerate(self.table.pool.accelerators):
+            left = self.mechanism.available(position)
+            size = accelerator.per_server
+            accelerators.append(
+                replace(
+                    accelerator,
+                    count=max(left, 1),
+                    per_server=size if size and left and left % size == 0 else None,
+                )
+            )
+            here = self.table.accelerator == position
+            alone[np.ix_(self.table.scale > left, here)] = 0.0
+        kept = np.flatnonzero(alone[self.table.first, self.table.worker] > 0)
+        return replace(
+            self.table,
+            pool=replace(self.table.pool, accelerators=tuple(accelerators)),
+            alone=alone,
+            first=self.table.first[kept],
+            second=self.table.second[kept],
+            worker=self.table.worker[kept],
+            paired=self.table.paired[kept],
+        )
+
+    def round(self, keep_assignments: bool) -> None:
+        """One round, or the wait for the next event if nothing can run."""
+        assignments = self.mechanism.schedule()
+        if not assignments:
+            self.wait()
+            return
+        self.renewable += self.leases
+        self.renewals += sum(one.renewed for one in assignments)
+        plans = [self.plan(assignment) for assignment in assignments]
+        start = self.now
+        lengths = [max(seconds for _, seconds in plan) for plan in plans]
+        self.now = start + max(lengths)
+        active = len(self.active)
+        failed = self.failed_within(start)
+        busy = [0.0] * len(self.busy)
+        for assignment, plan, seconds in zip(assignments, plans, lengths, strict=True):
+            kind = self.type_of[assignment.worker]
+            busy[kind] += len(assignment.accelerators) * seconds
+            self.mechanism.account(assignment, seconds)
+            hit = failed and any(
+                failed.get((kind, number), math.inf) < start + seconds
+                for number in assignment.accelerators
+            )
+            if not hit:
+                self.advance(assignment, plan, start)
+        self.leases = sum(any(job in self.active for job in one.jobs) for one in assignments)
+        self.busy += busy
+        length = self.now - start
+        self.rounds.append(
+            Round(
+                start,
+                self.now,
+                active,
+                tuple(seconds / length for seconds in busy),
+                assignments if keep_assignments else (),
+            )
+        )
+
+    def quota(self, rate: float) -> _Quota:
+        """Whole steps of a round; a job whose step takes longer keeps what it did of it."""
+        most = rate * self.rules.round_seconds
+        steps = float(int(most)) or most
+        return rate, steps, steps / rate if rate else 0.0
+
+    def plan(self, assignment: Assignment) -> list[tuple[float, float]]:
+        """Steps that each job of the assignment runs, and how long that takes."""
+        members = [self.active[job] for job in assignment.jobs]
+        if len(members) == 1:
+            quotas = [self.alone[members[0].kind][assignment.worker]]
+        else:
+            quotas = self.paired[members[0].kind, members[1].kind, assignment.worker]
+        return [
+            (steps, seconds) if steps <= one.left else (one.left, one.left / rate)
+            for one, (rate, steps, seconds) in zip(members, quotas, strict=True)
+        ]
+
+    def advance(
+        self, assignment: Assignment, plan: list[tuple[float, float]], start: float
+    ) -> None:
+        for job, (steps, seconds) in zip(assignment.jobs, plan, strict=True):
+            one = self.active[job]
+            one.left -= steps
+            one.since_reset += steps
+            if one.left <= DONE * one.job.steps:
+                self.complete(one, start + seconds)
+
+    def complete(self, one: _Active, finish: float) -> None:
+        self.settle_one(one)
+        self.outcomes[one.number] = JobOutcome(one.job, finish, one.isolated_seconds)
+        del self.active[one.number]
+        self.mechanism.remove(one.number)
+        self.completed += 1
+        self.changed = True
+
+    def failed_within(self, start: float) -> dict[tuple[int, int], float]:
+        """Accelerators that fail before the round's end, and when."""
+        found: dict[tuple[int, int], float] = {}
+        while (outage := self.failing.peek()) is not None and outage.start_seconds < self.now:
+            next(self.failing)
+            found.setdefault((outage.accelerator, outage.number), outage.start_seconds)
+            self.fail(outage)
+        return found
+
+    def wait(self) -> None:
+        """Go on to when something changes."""
+        times = [self.now + self.rules.reset_seconds] if self.changed and self.active else []
+        if self.changed and self.active and self.last_reset:
+            times = [self.last_reset + self.rules.reset_seconds]
+        times += self.events()
+        later = [time for time in times if time > self.now]
+        if not later:
+            names = ", ".join(repr(one.job.name) for one in self.active.values())
+            raise InputError(f"nothing can run and nothing more happens; waiting: {names}")
+        self.now = min(later)
+
+    def events(self) -> list[float]:
+        """When the next job comes, and the next accelerator fails or is back."""
+        times = []
+        if (following := self.coming.peek()) is not None:
+            times.append(following[1].arrival_seconds)
+        if (outage := self.failing.peek()) is not None:
+            times.append(outage.start_seconds)
+        if self.repairs:
+            times.append(self.repairs[0][0])
+        return times
+
+    def flow(self) -> None:
+        """All jobs at their shares, until something changes."""
+        ends = {
+            number: self.now + self.active[number].left / speed
+            for number, speed in self.speeds.items()
+            if speed > 0 and number in self.active
+        }
+        if not ends:
+            self.wait()
+            return
+        times = [*self.events(), *ends.values()]
+        if self.changed and self.last_reset:
+            times.append(self.last_reset + self.rules.reset_seconds)
+        start = self.now
+        self.now = min((time for time in times if time > start), default=start)
+        length = self.now - start
+        for number, end in ends.items():
+            one = self.active[number]
+            steps = one.left if end <= self.now else min(one.left, self.speeds[number] * length)
+            one.left -= steps
+            one.since_reset += steps
+            if one.left <= DONE * one.job.steps:
+                self.complete(one, end)
+        busy = sum((self.usage[number] for number in ends), np.zeros(len(self.busy)))
+        self.busy += busy * length
+        self.rounds.append(Round(start, self.now, len(ends), tuple(busy.tolist())))
+
+    def timeline(self) -> ClusterTimeline:
+        self.settle()
+        for one in self.active.values():
+            self.outcomes[one.number] = JobOutcome(one.job, None, one.isolated_seconds)
+        pool = self.table.pool
+        prices = [accelerator.dollars_per_hour for accelerator in pool.accelerators]
+        dollars = None
+        if None not in prices:
+            hours = self.busy / HOUR
+            dollars = float(sum(price * part for price, part in zip(prices, hours, strict=True)))
+        return ClusterTimeline(
+            pool,
+            tuple(self.type_of),
+            tuple(outcome for outcome in self.outcomes if outcome is not None),
+            tuple(self.rounds),
+            tuple(self.resets),
+            self.now,
+            tuple(self.busy.tolist()),
+            dollars,
+            self.renewals,
+            self.renewable,
+        )
+
+
+def _usage(problem: AllocationProblem, allocation: Allocation) -> Floats:
+    """Accelerators of each type that each job has on average; of a pair's, half, (jobs, types)."""
+    usage = np.zeros((len(problem), len(problem.table.counts)))
+    accelerator = problem.table.accelerator[allocation.worker]
+    paired = allocation.partner >= 0
+    used = allocation.share * problem.scale[allocation.job] * np.where(paired, 0.5, 1.0)
+    np.add.at(usage, (allocation.job, accelerator), used)
+    np.add.at(usage, (allocation.partner[paired], accelerator[paired]), used[paired])
+    return usage
+
+
+class _Peekable(Generic[T]):
+    """An iterator whose next item can be seen before it is taken."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self.items = iter(items)
+        self.front: T | None = next(self.items, None)
+
+    def peek(self) -> T | None:
+        return self.front
+
+    def __next__(self) -> T:
+        if self.front is None:
+            raise StopIteration
+        taken, self.front = self.front, next(self.items, None)
+        return taken

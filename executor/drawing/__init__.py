@@ -1,0 +1,1 @@
+"""Timelines, charts and pages."""

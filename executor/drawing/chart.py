@@ -1,0 +1,191 @@
+"""A plan's timeline as a PNG picture."""
+
+import io
+import os
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stagewright.executor.drawing.timeline import (
+    BAND_COLOUR,
+    KIND_COLOURS,
+    KIND_NAMES,
+    Block,
+    Row,
+    finish_seconds,
+    headline,
+    phases,
+    row_note,
+    time_unit,
+    timeline,
+)
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents import documents
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_INCHES = 14.0
+DOTS_PER_INCH = 150
+CHARACTER_SHARE = 0.0055  # of the axis' width that one character of a block's label needs
+ROW_HEIGHT = {"device": 0.86, "channel": 0.5, "reduce": 0.5}  # of the space between two rows
+MAX_HEIGHT_INCHES = 30.0
+HEADING_ROWS = 1.0  # of a row's height: what the names of the periods need above the rows
+MAX_OUTLINED_BLOCKS = 120  # in a row; white outlines around more of them would hide the thin ones
+
+
+def write_png(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
+    """Draw the schedule and write it to ``path`` atomically."""
+    documents.write_bytes(path, png(plan))
+
+
+def png(plan: PipelinePlan) -> bytes:
+    """The schedule as a PNG: a row per device (or stage), channel and all-reduce."""
+    # Imported here: matplotlib takes a second to load, and only this function needs it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = timeline(plan)
+    height = min(MAX_HEIGHT_INCHES, 1.7 + 0.26 * len(rows))
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    unit, scale = time_unit(finish_seconds(plan))
+    for y, row in enumerate(rows):
+        _draw_row(axes, y, row, scale, finish_seconds(plan))
+    is_bounded = _draw_bound(axes, plan, scale)
+    _dress(axes, plan, rows, unit, scale)
+    _draw_phases(axes, plan, scale)
+    _draw_legend(axes, rows, is_bounded)
+    return _save(figure)
+
+
+def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> None:
+    height = ROW_HEIGHT[row.group]
+    colours = [KIND_COLOURS[block.action.kind] for block in row.blocks]
+    # White outlines part computations; a transfer's own colour makes the shortest one visible.
+    computes = row.group == "device"
+    width = 0.4 if len(row.blocks) <= MAX_OUTLINED_BLOCKS else 0
+    axes.broken_barh(
+        [
+            (block.start_seconds * scale, (block.finish_seconds - block.start_seconds) * scale)
+            for block in row.blocks
+        ],
+        (y - height / 2, height),
+        facecolors=colours,
+        edgecolors="white" if computes else colours,
+        linewidth=width if computes else 0.8,
+    )
+    if not computes:
+        return
+    for block in row.blocks:
+        m = block.action.microbatch
+        label = "" if m is None else str(m)  # the optimizer's step is of no microbatch
+        if label and _fits(block, label, finish):
+            middle = (block.start_seconds + block.finish_seconds) / 2 * scale
+            axes.text(middle, y, label, ha="center", va="center", fontsize=7, color="white")
+
+
+def _fits(block: Block, label: str, finish: float) -> bool:
+    lasting = block.finish_seconds - block.start_seconds
+    return lasting > 0 and lasting >= CHARACTER_SHARE * len(label) * finish
+
+
+def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> bool:
+    """Draw the bound on an iteration, where the time axis is one."""
+    if plan.certificate is None or phases(plan) is not None:
+        return False
+    axes.axvline(plan.certificate.bound_seconds * scale, color="#b02a30", lw=1.2, ls="--")
+    return True
+
+
+def _draw_phases(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
+    """Part a periodic plan's run into its periods, and name them above the rows."""
+    shown = phases(plan)
+    if shown is None:
+        return
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top - HEADING_ROWS)
+    axes.vlines([at * scale for at in shown.bounds], top, bottom, zorder=0.6,
+                color="#8593a3", lw=0.9, ls=(0, (2, 2)))  # fmt: skip
+    for i, (name, begin, end) in enumerate(shown.headings):
+        if i == 0:
+            axes.axvspan(begin * scale, end * scale, color=BAND_COLOUR, lw=0, zorder=0.4)
+        axes.text((begin + end) / 2 * scale, top - HEADING_ROWS / 2, name, ha="center",
+                  va="center", fontsize=8, color="#3c4a5a")  # fmt: skip
+
+
+def _dress(
+    axes: "Axes", plan: PipelinePlan, rows: tuple[Row, ...], unit: str, scale: float
+) -> None:
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, finish_seconds(plan) * scale * 1.005 or 1.0)
+    note = row_note(plan)
+    axes.set_xlabel(f"time in {unit}" + (f" · {note}" if note else ""))
+    axes.set_title(headline(plan), fontsize=11, loc="left")
+    axes.tick_params(length=0)
+    axes.grid(axis="x", color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _draw_legend(axes: "Axes", rows: Sequence[Row], bounded: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    kinds = {block.action.kind for row in rows for block in row.blocks}
+    handles: list[Patch | Line2D] = [
+        Patch(color=colour, label=KIND_NAMES[kind])
+        for kind, colour in KIND_COLOURS.items()
+        if kind in kinds
+    ]
+    if bounded:
+        handles.append(Line2D([], [], color="#b02a30", ls="--", label="proved lower bound"))
+    axes.figure.legend(
+        handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8
+    )
+
+
+def _save(figure: "Figure") -> bytes:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # A name in a script that the font lacks is drawn as boxes; that is no fault of the plan.
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def write_stacked_png(
+    plans: Sequence[PipelinePlan], titles: Sequence[str], path: str | os.PathLike[str]
+) -> None:
+    """Draw the schedules above each other and write them to ``path`` atomically."""
+    documents.write_bytes(path, stacked_png(plans, titles))
+
+
+def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
+    """The schedules above each other on one time axis, as a PNG: predicted over measured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = [timeline(plan) for plan in plans]
+    heights = [1.0 + 0.26 * len(rows) for rows in drawn]
+    height = min(MAX_HEIGHT_INCHES, 0.7 + sum(heights))
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    column = figure.subplots(len(plans), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    last = max(finish_seconds(plan) for plan in plans)
+    unit, scale = time_unit(last)
+    is_bounded = False
+    for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
+        for y, row in enumerate(rows):
+            _draw_row(axes, y, row, scale, last)
+        is_bounded |= _draw_bound(axes, plan, scale)
+        _dress(axes, plan, rows, unit, scale)
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_xlim(0, last * scale * 1.005 or 1.0)
+        axes.label_outer()
+    _draw_legend(column[-1], [row for rows in drawn for row in rows], is_bounded)
+    return _save(figure)

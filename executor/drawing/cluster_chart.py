@@ -1,0 +1,204 @@
+"""A simulated or real cluster's rounds as pictures: PNG, SVG or PDF, by the file's suffix."""
+
+import io
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stagewright.executor.clusters.simulation import ClusterTimeline, Round
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.pool import Pool
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+WIDTH_INCHES = 12.0
+DOTS_PER_INCH = 150
+MAX_HEIGHT_INCHES = 30.0
+ROW_INCHES = 0.18
+HOUR = 3600.0
+MAX_LABELLED_SPANS = 400  # more labels than that cannot be read
+BINS = 240  # of the utilisation's time
+
+
+def require_suffix(path: str | os.PathLike[str]) -> None:
+    """Refuse a file whose name does not end in one of ``SUFFIXES``."""
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise InputError(f"{path}: a picture's name ends in {', '.join(SUFFIXES)}")
+
+
+def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
+    """Who ran where: a row per accelerator, a colour per job, pairs split between their two.
+
+    Raises
+    ------
+    InputError
+        If the timeline has no assignments, or the suffix is not one of ``SUFFIXES``.
+    """
+    first_row = _first_rows(timeline.pool)
+    rows = sum(accelerator.count for accelerator in timeline.pool.accelerators)
+    spans = list(_spans(timeline, first_row))
+    if not spans:
+        raise InputError("the timeline has no assignments: simulate with keep_assignments=True")
+    height = min(MAX_HEIGHT_INCHES, 1.5 + ROW_INCHES * rows)
+    figure, axes = _figure(path, height)
+    for row, start, end, jobs in spans:
+        _draw_span(axes, row, start, end, jobs, len(spans) <= MAX_LABELLED_SPANS)
+    for name, row in zip(timeline.pool.names, first_row, strict=True):
+        axes.axhline(row - 0.5, color="black", linewidth=0.8)
+        axes.text(
+            -0.01, row, f"{name} ", transform=axes.get_yaxis_transform(), ha="right", va="top"
+        )
+    axes.set(xlabel="hours", ylim=(rows - 0.5, -0.5), yticks=[], title="Rounds by accelerator")
+    axes.set_xlim(spans[0][1] / HOUR, max(span[2] for span in spans) / HOUR)
+    _write(figure, path)
+
+
+_Span = tuple[int, float, float, tuple[int, ...]]
+
+
+def _spans(timeline: ClusterTimeline, first_row: list[int]) -> Iterable[_Span]:
+    """(row, start, end, jobs) of what ran; rounds of one job on end are one span."""
+    running: dict[int, _Span] = {}
+    for one in timeline.rounds:
+        for row, jobs in _rows(one, timeline.accelerator, first_row):
+            before = running.get(row)
+            if before is not None and before[2:] == (one.start_seconds, jobs):
+                running[row] = (row, before[1], one.end_seconds, jobs)
+                continue
+            if before is not None:
+                yield before
+            running[row] = (row, one.start_seconds, one.end_seconds, jobs)
+    yield from running.values()
+
+
+def _rows(
+    one: Round, accelerator: tuple[int, ...], first_row: list[int]
+) -> Iterable[tuple[int, tuple[int, ...]]]:
+    for assignment in one.assignments:
+        for number in assignment.accelerators:
+            yield first_row[accelerator[assignment.worker]] + number, assignment.jobs
+
+
+def _first_rows(pool: Pool) -> list[int]:
+    counts = [accelerator.count for accelerator in pool.accelerators]
+    return [0, *itertools.accumulate(counts)][:-1]
+
+
+def _draw_span(
+    axes: "Axes", row: int, start: float, end: float, jobs: tuple[int, ...], label: bool
+) -> None:
+    from matplotlib import colormaps
+
+    colours = colormaps["tab20"]
+    part = 0.9 / len(jobs)
+    for place, job in enumerate(jobs):
+        bottom = row - 0.45 + place * part
+        axes.broken_barh(
+            [(start / HOUR, (end - start) / HOUR)],
+            (bottom, part),
+            facecolors=colours(job % colours.N),
+            edgecolors="white" if label else "none",
+            linewidth=0.3,
+        )
+        if label:
+            middle = (start + end) / 2 / HOUR
+            axes.text(middle, bottom + part / 2, str(job), ha="center", va="center", fontsize=6)
+
+
+def draw_jct_cdf(
+    timelines: Mapping[str, ClusterTimeline],
+    path: str | os.PathLike[str],
+    window: range | None = None,
+) -> None:
+    """Part of the jobs that took no longer, by completion time; a line for each timeline.
+
+    Raises
+    ------
+    InputError
+        If no job completed, or the suffix is not one of ``SUFFIXES``.
+    """
+    figure, axes = _figure(path, 5.0)
+    for name, timeline in timelines.items():
+        hours = np.sort(timeline.durations(window)) / HOUR
+        if not hours.size:
+            raise InputError(f"{name}: no job completed, there is no completion time to draw")
+        part = np.arange(1, len(hours) + 1) / len(hours)
+        axes.step(hours, part, where="post", label=f"{name} (mean {hours.mean():.2f} h)")
+    axes.set(xlabel="job completion time, hours", ylabel="part of the jobs", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _write(figure, path)
+
+
+def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
+    """Busy accelerators of each type and active jobs over time.
+
+    Raises
+    ------
+    InputError
+        If there was no round, or the suffix is not one of ``SUFFIXES``.
+    """
+    if not timeline.rounds:
+        raise InputError("the timeline has no rounds to draw")
+    edges, busy, active = _binned(timeline)
+    figure, axes = _figure(path, 5.0)
+    middle = (edges[1:] + edges[:-1]) / 2 / HOUR
+    counts = np.array([accelerator.count for accelerator in timeline.pool.accelerators])
+    for name, part in zip(timeline.pool.names, (busy / counts).T, strict=True):
+        axes.plot(middle, part, label=name)
+    axes.set(xlabel="hours", ylabel="part of the accelerators in use", ylim=(0, 1.02))
+    axes.margins(x=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+    jobs = axes.twinx()
+    jobs.plot(middle, active, color="grey", linewidth=0.8)
+    jobs.set_ylabel("active jobs (grey)")
+    jobs.set_ylim(bottom=0)
+    _write(figure, path)
+
+
+def _binned(timeline: ClusterTimeline) -> tuple[Floats, Floats, Floats]:
+    """Edges in seconds, mean busy accelerators (bins, types) and mean active jobs, by time."""
+    edges = np.linspace(0.0, timeline.rounds[-1].end_seconds, BINS + 1)
+    times = [0.0]
+    areas = [np.zeros(len(timeline.pool.accelerators) + 1)]
+    for one in timeline.rounds:
+        values = np.array([*one.busy, one.active_jobs])
+        if one.start_seconds > times[-1]:
+            times.append(one.start_seconds)
+            areas.append(areas[-1])
+        times.append(one.end_seconds)
+        areas.append(areas[-1] + values * (one.end_seconds - one.start_seconds))
+    table = np.array(areas)
+    at_edges = np.array([np.interp(edges, times, column) for column in table.T]).T
+    means = np.diff(at_edges, axis=0) / np.diff(edges)[:, None]
+    return edges, means[:, :-1], means[:, -1]
+
+
+def _figure(path: str | os.PathLike[str], height: float) -> "tuple[Figure, Axes]":
+    # Imported here: matplotlib takes a second to load.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    require_suffix(path)
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _write(figure: "Figure", path: str | os.PathLike[str]) -> None:
+    suffix = Path(path).suffix.lower()[1:]
+    picture = io.BytesIO()
+    # No date in it: the same timeline gives the same file.
+    metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[suffix]
+    figure.savefig(picture, format=suffix, metadata=metadata)
+    documents.write_bytes(path, picture.getvalue())

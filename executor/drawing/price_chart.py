@@ -1,0 +1,93 @@
+"""Prices over time and the stays of a plan as a PNG picture."""
+
+import datetime
+import io
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stagewright.formulations.cloud.switching import Offer, Stay, SwitchingProblem
+from stagewright.graphs.documents import documents
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DAY = 86_400.0
+MOST_LINES = 8
+"""Offers that are drawn: those of the plan, then the cheapest of other places and kinds of GPU."""
+HEADROOM = 4.0
+"""Height of the picture over the dearest work of the plan; higher prices are cut off."""
+
+
+def write_price_png(
+    problem: SwitchingProblem, plan: Sequence[Stay], title: str, path: str | os.PathLike[str]
+) -> None:
+    """Draw the plan over the prices and write it to ``path`` atomically."""
+    documents.write_bytes(path, price_png(problem, plan, title))
+
+
+def price_png(problem: SwitchingProblem, plan: Sequence[Stay], title: str) -> bytes:
+    """Dollars per hour of work on the plan's offers and a few others; its stays drawn thick."""
+    # Imported here: matplotlib takes a second to load, and only this function needs it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.0, 5.0), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for place, number in enumerate(drawn_offers(problem, plan)):
+        stays = [stay for stay in plan if stay.offer == number]
+        _draw_offer(axes, problem, problem.offers[number], stays, f"C{place}")
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_ylabel("dollars per hour of work")
+    paid = [problem.offers[stay.offer].dollars_per_work(stay.begin_seconds) for stay in plan]
+    axes.set_ylim(0, HEADROOM * max(paid, default=0.0) or None)
+    began = datetime.datetime.fromtimestamp(problem.start_seconds, datetime.UTC)
+    axes.set_xlabel(f"days after {began:%Y-%m-%d %H:%M} UTC")
+    axes.grid(color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def drawn_offers(problem: SwitchingProblem, plan: Sequence[Stay]) -> list[int]:
+    """Positions of the offers in a picture: the plan's, then the cheapest of each other sort.
+
+    A sort is a region and a kind of GPU; the cheapest is that at the start.
+    """
+    used = list(dict.fromkeys(stay.offer for stay in plan))
+    kinds = {_sort(problem.offers[number]) for number in used}
+    others = []
+    for number in sorted(
+        range(len(problem.offers)),
+        key=lambda i: (problem.offers[i].dollars_per_work(problem.start_seconds), i),
+    ):
+        if _sort(problem.offers[number]) not in kinds:
+            kinds.add(_sort(problem.offers[number]))
+            others.append(number)
+    return [*used, *others[: max(0, MOST_LINES - len(used))]]
+
+
+def _sort(offer: Offer) -> tuple[str, str, str]:
+    return offer.instance.provider, offer.instance.region, offer.instance.gpu
+
+
+def _draw_offer(
+    axes: "Axes", problem: SwitchingProblem, offer: Offer, stays: Sequence[Stay], colour: str
+) -> None:
+    begin, end = problem.start_seconds, problem.deadline_seconds
+    times = [begin, *(at for at in offer.series.seconds if begin < at < end), end]
+    axes.step(*_steps(offer, times, begin), where="post", color=colour, lw=1.0,
+              label=offer.instance.key)  # fmt: skip
+    for stay in stays:
+        inside = [at for at in times if stay.begin_seconds < at < stay.end_seconds]
+        axes.step(*_steps(offer, [stay.begin_seconds, *inside, stay.end_seconds], begin),
+                  where="post", color=colour, lw=5.0, alpha=0.45)  # fmt: skip
+
+
+def _steps(offer: Offer, times: Sequence[float], start: float) -> tuple[list[float], list[float]]:
+    """Days after the start, and the cost of work from each time on; the last repeats."""
+    costs = [offer.dollars_per_work(at) for at in times[:-1]]
+    return [(at - start) / DAY for at in times], [*costs, costs[-1]]

@@ -1,0 +1,1 @@
+"""Profiles of layers and links, and predictions beside measurements."""

@@ -1,0 +1,463 @@
+"""A model's costs, measured layer by layer on one device.
+
+Every layer runs alone on the values that the layers before it hand over. The forward (F), the
+gradient of its inputs alone (I) and its whole backward (B) are timed; the weight gradient is the
+rest, W = B - I. Rounds over all layers are repeated and medians taken, so that a disturbance of the
+machine falls on all layers alike. With one thread of a CPU its processor time counts, which other
+processes do not lengthen; otherwise elapsed time counts.
+
+``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
+tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
+copies of it. ``output_bytes`` counts all values that pass from a layer to the next. The parameters
+of a layer are counted in each layer that uses them.
+
+``update_seconds`` is the update of a layer's parameters by an optimizer for them alone, as the
+executor does it. What the optimizer takes for a single number is counted once for all layers, as a
+stage has one optimizer for its layers.
+"""
+
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stagewright.executor.capture.loss_graph import (
+    backward_nodes,
+    require_from_outputs,
+    require_no_parameters,
+)
+from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
+from stagewright.executor.capture.tracing import LayeredModel
+from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
+from stagewright.executor.training.weights import MakeOptimizer, Weights
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+
+WARM_UP = 2  # rounds
+DIGITS = 4  # significant ones of a time
+
+Values = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What measures: ``kind`` is the name that clusters will give to devices like it."""
+
+    device: torch.device
+    threads: int = 1
+    kind: str = ""
+
+    @property
+    def device_kind(self) -> str:
+        """``kind``, or else the device's own name."""
+        if self.kind:
+            return self.kind
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu core"
+        return name.lower().replace(" ", "-")
+
+    @property
+    def clock(self) -> str:
+        """What the seconds are."""
+        return "processor time" if self._counts_processor_time else "elapsed time"
+
+    def __str__(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"{self.threads} of {os.cpu_count()} cores of {_processor()}, {self.clock}"
+
+    @property
+    def _counts_processor_time(self) -> bool:
+        return self.device.type == "cpu" and self.threads == 1
+
+    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """The seconds that ``work`` takes, and its result."""
+        clock = time.process_time if self._counts_processor_time else time.perf_counter
+        self._synchronise()
+        start = clock()
+        result = work()
+        self._synchronise()
+        return clock() - start, result
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure_layers(
+    model: LayeredModel,
+    batch: tuple[Any, Any],
+    microbatch_sizes: Sequence[int],
+    *,
+    machine: Machine,
+    loss: Loss = cross_entropy,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    clips: bool = False,
+    rounds: int = 9,
+    autocast: torch.dtype | None = None,
+    name: str = "model",
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Chain:
+    """Measure ``model``, which is on the machine's device, with samples of ``batch``.
+
+    ``batch`` is (inputs, targets): tensors, or tuples of tensors, of which dimension 0 counts the
+    samples. The loss is part of the last layer. ``autocast`` is the type that mixed precision
+    computes in, None for the parameters' own type. An update ``clips`` if the norm of the gradients
+    is taken, too.
+
+    Raises
+    ------
+    InputError
+        If the batch has too few samples, or a run would refuse the model or the loss, or the
+        optimizer does not take its parameters.
+    """
+    inputs, targets = _on_device(batch, model, machine.device)
+    _require_samples(inputs, microbatch_sizes)
+    require_no_parameters(loss)
+    for size in microbatch_sizes:  # as a run does before it starts
+        propagate(model.layers, values_of(inputs, size), machine.device, autocast)
+    measured = []
+    with _threads(machine.threads):
+        for size in microbatch_sizes:
+            runs = _runs(model, _first(inputs, size), _first(targets, size), loss, autocast)
+            seconds = np.empty((WARM_UP + rounds, len(model), 3))
+            for i in range(len(seconds)):
+                on_progress(f"microbatch size {size}, round {i + 1} of {len(seconds)}")
+                seconds[i] = [run.times(machine) for run in runs]
+            measured.append((seconds[WARM_UP:], [run.bytes() for run in runs]))
+        min_samples = [_min_samples(run) for run in runs] if min(microbatch_sizes) > 1 else None
+        on_progress("the optimizer's step")
+        updates, state = _measure_updates(model, optimizer, clips, machine, rounds)
+    costs = [
+        _costs(size, machine.device_kind, times, bytes_, updates)
+        for size, (times, bytes_) in zip(microbatch_sizes, measured, strict=True)
+    ]
+    return Chain(
+        name=name,
+        source=_source(machine, autocast or _dtype(model), [times for times, _ in measured]),
+        microbatch_size=max(microbatch_sizes),
+        layers=tuple(
+            Layer(layer.name, float(_parameter_bytes(layer.module)), of_layer, least)
+            for layer, of_layer, least in zip(
+                model.layers,
+                zip(*costs, strict=True),
+                min_samples or [None] * len(model),
+                strict=True,
+            )
+        ),
+        optimizer_bytes_per_parameter_byte=state,
+    )
+
+
+def first_batch(batches: Any) -> tuple[Any, Any]:
+    """The first (inputs, targets) of an iterable of mini-batches.
+
+    Raises
+    ------
+    InputError
+        If it is no iterable of pairs.
+    """
+    try:
+        first = next(iter(batches), None)
+    except InputError:
+        raise
+    except Exception as error:  # whatever the code that makes the data raises
+        reason = " ".join(str(error).split())
+        raise InputError(f"the data raised {type(error).__name__}: {reason}") from error
+    if not isinstance(first, list | tuple) or len(first) != 2:
+        what = "nothing" if first is None else f"a {type(first).__name__}"
+        raise InputError(f"the data's first mini-batch is {what}, not a pair (inputs, targets)")
+    return first[0], first[1]
+
+
+# One layer at one microbatch size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """A layer and what it runs on; the last one ends in the loss."""
+
+    module: nn.Module
+    inputs: Values
+    end: Callable[[Values], Values]
+    autocast: torch.dtype | None
+
+    def forward(self) -> Values:
+        with self._cast():
+            return self.end(self.module(*self.inputs))
+
+    def _cast(self) -> torch.autocast:
+        mixed, device = self.autocast is not None, self.inputs[0].device.type
+        return torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False)
+
+    def require_loss(self) -> None:
+        """Refuse what ``end`` makes of the layer's outputs if a run would."""
+        with self._cast():
+            outputs = self.module(*self.inputs)
+            leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
+            require_from_outputs(self.end(leaves)[0], leaves)
+
+    def times(self, machine: Machine) -> tuple[float, float, float]:
+        """Seconds of forward, input gradient and whole backward, once."""
+        inputs = [value for value in self.inputs if value.requires_grad]
+        parameters = [one for one in self.module.parameters() if one.requires_grad]
+        forward, outputs = machine.timed(self.forward)
+        if any(map(_has_reentrant_checkpoint, outputs)):  # its backward stays whole
+            whole = self._whole_backward(machine, outputs)
+            return forward, whole, whole
+        whole = self._backward(machine, outputs, [*inputs, *parameters])
+        if not parameters:
+            return forward, whole, whole
+        # On a forward of its own: a graph that is kept for a second backward slows both.
+        return forward, self._backward(machine, self.forward(), inputs), whole
+
+    def _backward(
+        self, machine: Machine, outputs: Sequence[Tensor], wanted: Sequence[Tensor]
+    ) -> float:
+        roots = [value for value in outputs if value.requires_grad]
+        if not wanted or not roots:
+            return 0.0
+        gradients = [torch.randn_like(value) for value in roots]
+        seconds, _ = machine.timed(
+            lambda: torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+        )
+        return seconds
+
+    def _whole_backward(self, machine: Machine, outputs: Sequence[Tensor]) -> float:
+        """Into the gradients of all leaves: the only way for a reentrant checkpoint."""
+        roots = [value for value in outputs if value.requires_grad]
+        gradients = [torch.randn_like(value) for value in roots]
+        seconds, _ = machine.timed(lambda: torch.autograd.backward(roots, gradients))
+        for one in (*self.inputs, *self.module.parameters()):
+            one.grad = None
+        return seconds
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes that autograd keeps from forward to backward, and bytes that leave the layer."""
+        kept = SavedStorages([*self.module.parameters(), *self.module.buffers()])
+        with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved):
+            results = self.forward()
+        return sum(kept.sizes.values()), sum(value.nbytes for value in results)
+
+
+def _runs(
+    model: LayeredModel, values: Values, targets: Any, loss: Loss, autocast: torch.dtype | None
+) -> list[_Run]:
+    """Every layer with its inputs, which need a gradient where they do in training."""
+
+    def end_in_loss(outputs: Values) -> Values:
+        total, _ = read_loss(loss(outputs[0] if model.single_output else outputs, targets))
+        return (total,)
+
+    runs = []
+    for i, layer in enumerate(model.layers):
+        last = i == len(model) - 1
+        end = end_in_loss if last else lambda outputs: outputs
+        run = _Run(layer.module, values, end, autocast)
+        try:
+            if last:
+                run.require_loss()
+            results = run.forward()
+        except InputError:
+            raise
+        except Exception as error:  # of shapes, types, memory: torch and the module say which
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"layer {layer.name!r} does not run on the data: {reason}") from error
+        values = tuple(value.detach().requires_grad_(value.requires_grad) for value in results)
+        runs.append(run)
+    return runs
+
+
+def _min_samples(run: _Run) -> int | None:
+    """2 for a layer that runs on some samples, but not on one of them, as batch norms do."""
+    count = len(run.inputs[0])
+    one = tuple(value[:1] if value.shape[:1] == (count,) else value for value in run.inputs)
+    try:
+        replace(run, inputs=one, end=lambda outputs: outputs).forward()
+    except Exception:  # whatever the layer's code raises
+        return 2
+    return None
+
+
+# The optimizer
+
+
+def _measure_updates(
+    model: LayeredModel, optimizer: MakeOptimizer, clips: bool, machine: Machine, rounds: int
+) -> tuple[list[float], float]:
+    """Seconds of the update of each layer, and bytes of state per byte of parameters."""
+
+    def times(weights: Weights) -> float:
+        def update() -> None:
+            if clips:
+                weights.squares()
+            weights.update(0.5 if clips else 1.0)
+
+        return float(
+            np.median([machine.timed(update)[0] for _ in range(WARM_UP + rounds)][WARM_UP:])
+        )
+
+    number = nn.Linear(1, 1, bias=False, device=machine.device, dtype=_dtype(model))
+    least = times(_weights(number, optimizer))
+    seconds, state = [], 0
+    for layer in model.layers:
+        try:
+            weights = _weights(deepcopy(layer.module), optimizer)
+            seconds.append(times(weights) if weights.names else 0.0)
+        except (ValueError, RuntimeError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(
+                f"the optimizer does not take layer {layer.name!r}: {reason}"
+            ) from error
+        state += weights.state_bytes
+    share = least / max(1, sum(one > 0 for one in seconds))
+    whole = sum(_parameter_bytes(layer.module) for layer in model.layers)
+    return [max(0.0, one - least) + share if one else 0.0 for one in seconds], state / (whole or 1)
+
+
+def _weights(module: nn.Module, optimizer: MakeOptimizer) -> Weights:
+    """A layer's parameters with an optimizer of their own, each by its first name."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    primary = {name: first.setdefault(id(one), name) for name, one in named}
+    return Weights([module], primary, (), optimizer, versions=1)
+
+
+def _has_reentrant_checkpoint(output: Tensor) -> bool:
+    return any(node.name() == "CheckpointFunctionBackward" for node in backward_nodes(output))
+
+
+# Samples
+
+
+def _on_device(
+    batch: tuple[Any, Any], model: LayeredModel, device: torch.device
+) -> tuple[Values, Any]:
+    """Inputs and targets on ``device``; floating inputs in the type of the parameters."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return tuple(map(moved, value))
+        if not isinstance(value, Tensor):
+            raise InputError(f"the data holds a {type(value).__name__} where a tensor must be")
+        return value.to(device)
+
+    inputs, targets = map(moved, batch)
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    inputs = tuple(one.to(_dtype(model)) if one.is_floating_point() else one for one in inputs)
+    if len(inputs) != model.input_count:
+        raise InputError(
+            f"the data has {len(inputs)} input tensors per mini-batch, the model takes "
+            f"{model.input_count}"
+        )
+    return inputs, targets
+
+
+def _first(value: Any, size: int) -> Any:
+    """A copy of the first samples, so that the batch's storage does not count as theirs."""
+    if isinstance(value, tuple):
+        return tuple(_first(one, size) for one in value)
+    return value[:size].clone()
+
+
+def _require_samples(inputs: Values, sizes: Sequence[int]) -> None:
+    samples = min(len(tensor) for tensor in inputs)
+    if max(sizes) > samples:
+        raise InputError(
+            f"a microbatch of {max(sizes)} samples is asked for, the data's first mini-batch has "
+            f"{samples}"
+        )
+
+
+def _dtype(model: LayeredModel) -> torch.dtype:
+    types = (parameter.dtype for parameter in model.parameters_by_name().values())
+    return next((one for one in types if one.is_floating_point), torch.get_default_dtype())
+
+
+def _parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# The document
+
+
+def _costs(
+    size: int,
+    kind: str,
+    times: Floats,
+    bytes_: Sequence[tuple[int, int]],
+    updates: Sequence[float],
+) -> list[LayerCost]:
+    """The medians of ``times``, shape (rounds, layers, 3), as costs of the layers."""
+    costs = []
+    for (forward, of_inputs, whole), (saved, output), update in zip(
+        np.median(times, axis=0), bytes_, updates, strict=True
+    ):
+        # A difference of two medians may come out below zero for a layer that has little of W.
+        input_gradient = min(of_inputs, whole)
+        costs.append(
+            LayerCost(
+                microbatch_size=size,
+                forward_seconds=_rounded(forward),
+                input_gradient_seconds=_rounded(input_gradient),
+                weight_gradient_seconds=_rounded(whole - input_gradient),
+                update_seconds=_rounded(update),
+                saved_bytes=float(saved),
+                output_bytes=float(output),
+                device_kind=kind,
+            )
+        )
+    return costs
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.{DIGITS}g}")
+
+
+def _source(machine: Machine, dtype: torch.dtype, measured: Sequence[Floats]) -> str:
+    spread = np.concatenate([_spread(times[:, :, [0, 2]]) for times in measured])
+    return (
+        f"measured: layer by layer with torch {torch.__version__}, "
+        f"{str(dtype).removeprefix('torch.')}, on {machine}, {date.today()}; "
+        f"medians of {len(measured[0])} rounds, "
+        f"interquartile range {np.median(spread):.0%} of the median for the typical layer, "
+        f"{spread.max():.0%} for the worst"
+    )
+
+
+def _spread(times: Floats) -> Floats:
+    """Interquartile range over the median per time, flat; 0 where nothing is timed."""
+    low, middle, high = np.percentile(times, [25, 50, 75], axis=0)
+    spread: Floats = np.divide(high - low, middle, out=np.zeros_like(low), where=middle > 0)
+    return spread.ravel()
+
+
+def _processor() -> str:
+    """The processor's name, with family and model where the kernel tells them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE))
+    name = fields.get("model name", platform.machine())
+    return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"

@@ -1,0 +1,1 @@
+"""Plans as instructions: lowering, verification, traces."""

@@ -1,0 +1,411 @@
+"""Lowering of periodic plans: what every rank does in an iteration, while the pipeline stays full.
+
+1. `pattern_order`: the operations of a period in one order, each with its index shift. That order,
+   period after period, is the order of the whole run, without times and their rounding.
+2. `in_periods`: the instructions of some periods, rank by rank. An iteration has as many periods as
+   microbatches; the drain has those that are left when no microbatch follows. Cut from one order,
+   both ranks of a pair have a transfer in the same iteration, in the same order.
+3. `with_early_sends`, `with_early_receives`: within the iteration. Nothing is posted for a
+   mini-batch that has not been given yet.
+4. `_Walk`: all-reduces, updates, and versions of the weights.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+from typing import NamedTuple
+
+from stagewright.executor.programs.lower import (
+    RECEIVE_BUFFERS,
+    Rows,
+    lower,
+    with_early_receives,
+    with_early_sends,
+)
+from stagewright.executor.programs.program import (
+    SENDS,
+    Families,
+    Instruction,
+    PeriodicProgram,
+    Program,
+    ProgramRows,
+    plan_devices,
+    received,
+    transfers,
+)
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    Operation,
+    parse_operation,
+)
+from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
+from stagewright.graphs.documents.errors import InvalidPlan
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
+
+TOLERANCE = 1e-9  # of the period: rounding of sums of times
+
+
+class Turn(NamedTuple):
+    """An operation, and how many periods after its microbatch began it is done."""
+
+    operation: Operation
+    shift: int
+
+
+class _Place(NamedTuple):
+    """When an operation is done for microbatch 0, and where it stands on the microbatch's way."""
+
+    shift: int
+    start_seconds: float
+    way: int
+
+    def in_period(self) -> tuple[float, int, int]:
+        """What orders the operations of a period: at one instant, the oldest microbatch goes first.
+
+        It may free what a younger one needs at that instant: a buffer, or a version of the weights.
+        """
+        return self.start_seconds, -self.shift, self.way
+
+
+def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgram:
+    """The program that carries out a periodic ``plan`` for any number of iterations.
+
+    Iterations are lowered until one begins as the one before did, only later: from there on they
+    repeat.
+
+    Parameters
+    ----------
+    families
+        Stages that have a parameter in common: their gradients are summed up over all of them.
+
+    Raises
+    ------
+    InvalidPlan
+        If the pattern contradicts its dependencies, or two versions of the weights are too few.
+        Everything else is `verify`'s to find.
+    """
+    _require_weights(plan)
+    order, m = pattern_order(plan), plan.microbatches
+    last = max(turn.shift for turn in order)
+    walk = _Walk(plan, order, families)
+    segments: list[ProgramRows] = []
+    drains: list[ProgramRows] = []
+    while True:
+        i, before = len(segments), walk.relative()
+        rows = in_periods(plan, order, range(i * m, (i + 1) * m), (i + 1) * m)
+        rest = in_periods(plan, order, range((i + 1) * m, (i + 1) * m + last), (i + 1) * m)
+        segments.append(walk.through(_with_early_transfers(plan, rows, rest)))
+        drains.append(deepcopy(walk).through(_with_early_transfers(plan, rest), to_the_end=True))
+        walk.iteration += 1
+        if i * m >= last and walk.relative() == before:
+            return PeriodicProgram(plan_devices(plan), m, tuple(segments), tuple(drains))
+
+
+def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | PeriodicProgram:
+    """The program of a plan: by `lower`, or of a periodic one by `lower_periodic`."""
+    if isinstance(plan.schedule, PeriodicSchedule):
+        return lower_periodic(plan, families)
+    return lower(plan, families)
+
+
+def _require_weights(plan: PipelinePlan) -> None:
+    if plan.weights != "double-buffer":
+        raise InvalidPlan(f"{plan.weights!r} weights, a periodic plan needs 'double-buffer'")
+    for s, stage in enumerate(plan.stages):
+        if stage.turns > 1:
+            raise InvalidPlan(
+                f"stage {s} is 'round-robin': in a periodic plan all devices of a stage do every "
+                "microbatch, use 'split'"
+            )
+
+
+# --- The order of a period ----------------------------------------------------------------------
+
+
+def pattern_order(plan: PipelinePlan) -> tuple[Turn, ...]:
+    """The operations in the order of a period, computations and transfers, from shift 0 on.
+
+    The order obeys every dependency within a period; those between periods the shifts obey. A
+    transfer that does not stand in the plan follows at once. One that would find RECEIVE_BUFFERS
+    and the one that is needed next taken waits for the computation that frees one: it comes later
+    than in the plan.
+
+    Raises
+    ------
+    InvalidPlan
+        If an operation begins before one that it waits for, is missing, or is not its stage's.
+    """
+    places = _places(plan)
+    for operation in places:
+        taker = _taker(places, operation)
+        if taker is not None:
+            shift, start, _ = places[taker]
+            freed = _Place(shift - RECEIVE_BUFFERS - 1, start, places[operation].way)
+            places[operation] = max(places[operation], freed)
+    first = min(place.shift for place in places.values())
+    order = sorted(places, key=lambda operation: places[operation].in_period())
+    return tuple(Turn(operation, places[operation].shift - first) for operation in order)
+
+
+def _places(plan: PipelinePlan) -> dict[Operation, _Place]:
+    """Where each operation stands, along a microbatch's way; none before the one before it."""
+    starts = _starts(plan)
+    found: dict[Operation, _Place] = {}
+    for chain in _ways(plan, starts):
+        before: Operation | None = None
+        for operation in chain:
+            earliest = (0, 0.0) if before is None else found[before][:2]
+            time = starts.get(operation, earliest)
+            if time < earliest:
+                raise InvalidPlan(f"{operation} begins before {before}, which it waits for")
+            found.setdefault(operation, _Place(*time, len(found)))
+            before = operation
+    return found
+
+
+def _starts(plan: PipelinePlan) -> dict[Operation, tuple[int, float]]:
+    """Shift and start of every operation that stands in the plan, without rounding.
+
+    What starts within TOLERANCE of another one starts with it.
+    """
+    schedule = plan.schedule
+    assert isinstance(schedule, PeriodicSchedule)
+    period = schedule.period_seconds
+    instants = sorted({0.0, period, *(one.start_seconds for one in schedule.actions)})
+    whole: dict[float, float] = {}
+    for before, instant in pairwise([-math.inf, *instants]):
+        together = instant - before <= TOLERANCE * period
+        whole[instant] = whole[before] if together else instant
+    found: dict[Operation, tuple[int, float]] = {}
+    for one in schedule.actions:
+        operation, start = parse_operation(one.action), whole[one.start_seconds]
+        if not 0 <= operation.stage < len(plan.stages):
+            raise InvalidPlan(f"{operation}: there are only {len(plan.stages)} stages")
+        if one.device not in plan.stages[operation.stage].devices:
+            raise InvalidPlan(f"{operation} stands on {one.device!r}, which is not in its stage")
+        is_next = start == whole[period]
+        time = (one.shift + is_next, 0.0 if is_next else start)
+        found[operation] = max(found.get(operation, time), time)
+    return found
+
+
+def _ways(plan: PipelinePlan, starts: Collection[Operation]) -> Iterator[list[Operation]]:
+    """A microbatch's way forth and back, and from each gradient of an input to the weights'."""
+    devices = [stage.devices for stage in plan.stages]
+    kinds = [_kinds(s, starts) for s in range(len(devices))]
+    way = []
+    for s, own in enumerate(devices):
+        way.append(Operation(s, F))
+        if own != devices[min(s + 1, len(devices) - 1)]:
+            way.append(Operation(s, SEND_F))
+    for s, own in reversed(list(enumerate(devices))):
+        way.append(Operation(s, kinds[s][1]))
+        if own != devices[max(s - 1, 0)]:
+            way.append(Operation(s, SEND_B))
+    yield way
+    for s, found in enumerate(kinds):
+        yield [Operation(s, kind) for kind in found[1:]]
+
+
+def _kinds(s: int, starts: Collection[Operation]) -> tuple[ActionKind, ...]:
+    """What a stage's computations are: F and B, or F, I and W."""
+    found = tuple(kind for kind in COMPUTE if Operation(s, kind) in starts)
+    if found not in ((F, B), (F, I, W)):
+        raise InvalidPlan(
+            f"stage {s} must work on a microbatch by {s}F and {s}B, or by {s}F, {s}I and {s}W; "
+            f"found: {', '.join(f'{s}{kind}' for kind in found) or 'nothing'}"
+        )
+    return found
+
+
+def _taker(places: Collection[Operation], send: Operation) -> Operation | None:
+    """The computation that needs what a transfer brings, if ``send`` is one."""
+    if send.kind not in SENDS:
+        return None
+    kinds, way = ((F,), 1) if send.kind is SEND_F else ((B, I), -1)
+    takers = (Operation(send.stage + way, kind) for kind in kinds)
+    return next(one for one in takers if one in places)
+
+
+# --- Instructions -------------------------------------------------------------------------------
+
+
+def in_periods(plan: PipelinePlan, order: Iterable[Turn], periods: range, stop: int) -> Rows:
+    """Computations and transfers of ``periods``, of the microbatches before ``stop``."""
+    rank = {name: r for r, name in enumerate(plan_devices(plan))}
+    rows: Rows = [[] for _ in rank]
+    order = tuple(order)
+    for period in periods:
+        for operation, shift in order:
+            if 0 <= period - shift < stop:
+                action = operation.of(period - shift)
+                for device, instruction in _instructions(plan, rank, action):
+                    rows[rank[device]].append(instruction)
+    return rows
+
+
+def _instructions(
+    plan: PipelinePlan, rank: dict[str, int], action: Action
+) -> Iterator[tuple[str, Instruction]]:
+    """What an action of the plan is on each of its devices."""
+    if action.kind in COMPUTE:
+        yield from ((device, Instruction(action)) for device in plan.stages[action.stage].devices)
+        return
+    for sender, receiver in transfers(plan, action):
+        yield sender, Instruction(action, rank[receiver])
+        yield receiver, Instruction(received(action), rank[sender])
+
+
+def _with_early_transfers(plan: PipelinePlan, rows: Rows, behind: Rows | None = None) -> Rows:
+    return with_early_receives(plan, with_early_sends(plan, rows), behind)
+
+
+# --- Weights ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Weights:
+    """A stage's weights on a rank, and the version in use.
+
+    Iterations are counted: those whose backwards have ended, whose gradients were given to be
+    summed up, and by which the weights were updated. After u updates there are versions u and
+    u + 1.
+    """
+
+    ended: int = 0
+    reduced: int = 0
+    updated: int = 0
+    used: int = 1
+
+
+class _Walk:
+    """The weights of all ranks' stages while the iterations are walked through.
+
+    Iteration i computes on version i. Its update makes version i + 2 from i + 1, and drops version
+    i, which nobody needs any more. It stands behind the last backward, or, where gradients are
+    summed up over devices or stages, as late as it may: before the first forward of iteration
+    i + 2, or the next all-reduce.
+
+    If that comes before another stage of the family has its gradients of iteration i, it waits for
+    the update: the other stage is at most m + 1 periods behind, so that there are no gradients of
+    iteration i + 2 yet.
+    """
+
+    def __init__(self, plan: PipelinePlan, order: Sequence[Turn], families: Families) -> None:
+        self.plan, self.iteration = plan, 0
+        devices = plan_devices(plan)
+        self._shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
+        self._shared.update(*families)
+        self._stages = [
+            {s: _Weights() for s, stage in enumerate(plan.stages) if name in stage.devices}
+            for name in devices
+        ]
+        at = {turn.operation: (turn.shift, i) for i, turn in enumerate(order)}
+        self._ends = {s: W if Operation(s, W) in at else B for s in range(len(plan.stages))}
+        ends = {s: at[Operation(s, kind)] for s, kind in self._ends.items()}
+        self._ahead = {
+            s
+            for family in families
+            for s, other in permutations(family, 2)
+            if (ends[other][0] - plan.microbatches, ends[other][1]) > ends[s]
+        }
+
+    def relative(self) -> list[dict[int, tuple[int, int, int, int]]]:
+        """Where the weights stand, counted from the iteration that comes next."""
+        i = self.iteration
+        return [
+            {
+                s: (one.ended - i, one.reduced - i, one.updated - i, one.used - i)
+                for s, one in stages.items()
+            }
+            for stages in self._stages
+        ]
+
+    def through(self, rows: Rows, *, to_the_end: bool = False) -> ProgramRows:
+        """``rows`` with all-reduces, updates and versions; all of them ``to_the_end``.
+
+        Raises
+        ------
+        InvalidPlan
+            If an iteration begins before the update that makes its weights.
+        """
+        return tuple(
+            tuple(self._through(row, stages, to_the_end))
+            for row, stages in zip(rows, self._stages, strict=True)
+        )
+
+    def _through(
+        self, row: Iterable[Instruction], stages: dict[int, _Weights], to_the_end: bool
+    ) -> Iterator[Instruction]:
+        due: list[int] = []
+        for one in row:
+            if one.action.kind not in SENDS:  # what a backward sends goes before its update
+                yield from self._ended(due, stages)
+                due = []
+            if one.action.kind in COMPUTE:
+                yield from self._before(one.action, stages[one.action.stage])
+            yield one
+            if self._ends_iteration(one.action):
+                due.append(one.action.stage)
+        yield from self._ended(due, stages)
+        if to_the_end:
+            # Gradients first that others wait for.
+            late = [(s, one) for s, one in stages.items() if one.ended > one.reduced]
+            for s, weights in (*late, *stages.items()):
+                yield from _late_update(s, weights)
+
+    def _ends_iteration(self, action: Action) -> bool:
+        m, count = action.microbatch, self.plan.microbatches
+        return action.kind is self._ends[action.stage] and m is not None and (m + 1) % count == 0
+
+    def _before(self, action: Action, weights: _Weights) -> Iterator[Instruction]:
+        """A computation of iteration i needs version i in use."""
+        assert action.microbatch is not None
+        s, iteration = action.stage, action.microbatch // self.plan.microbatches
+        if iteration > weights.updated + 1:
+            yield from _late_update(s, weights)
+        if iteration > weights.updated + 1:
+            raise InvalidPlan(
+                f"stage {s} begins iteration {iteration} by {action} before it has ended iteration "
+                f"{weights.updated}: two versions of its weights are too few"
+            )
+        if weights.used != iteration:
+            yield Instruction(Action(s, ActionKind.USE, iteration))
+            weights.used = iteration
+
+    def _ended(self, due: Iterable[int], stages: dict[int, _Weights]) -> Iterator[Instruction]:
+        """What follows the last backward of an iteration."""
+        for s in due:
+            weights = stages[s]
+            if s not in self._shared:
+                weights.reduced += 1
+            elif weights.reduced == weights.updated:
+                yield from _reduction(s, weights)
+            weights.ended += 1
+            if s not in self._shared or (weights.ended > weights.reduced and s not in self._ahead):
+                yield from _late_update(s, weights)  # its gradient's place is needed
+
+
+def _late_update(s: int, weights: _Weights) -> Iterator[Instruction]:
+    """The update whose gradients are being summed up, if there is one; then the next gradients."""
+    if weights.reduced > weights.updated:
+        yield Instruction(Action(s, ActionKind.DROP, weights.updated))
+        yield Instruction(Action(s, ActionKind.STASH, weights.updated + 1))
+        yield Instruction(Action(s, UPDATE))
+        weights.updated += 1
+        weights.used = weights.updated + 1
+    if weights.ended > weights.reduced:
+        yield from _reduction(s, weights)
+
+
+def _reduction(s: int, weights: _Weights) -> Iterator[Instruction]:
+    yield Instruction(Action(s, REDUCE))
+    weights.reduced += 1

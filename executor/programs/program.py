@@ -1,0 +1,186 @@
+"""A program per rank: the instructions that carry out one training iteration of a plan.
+
+A program prints and parses as text, a line per rank: ``0F0,0SEND_F0>1,0RECV_B0<1,0B0,0UPDATE``.
+``>1`` is sent to rank 1, ``<1`` is received from it.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from stagewright.formulations.plans.actions import VERSIONED, Action, ActionKind, parse_action
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
+
+SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An action of one rank; ``peer`` is the other rank of a transfer."""
+
+    action: Action
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.peer is None) == (self.action.kind in SENDS + RECEIVES):
+            raise InputError(f"{self.action}: a peer belongs to transfers, and only to them")
+
+    def __str__(self) -> str:
+        if self.peer is None:
+            return str(self.action)
+        return f"{self.action}{'>' if self.action.kind in SENDS else '<'}{self.peer}"
+
+
+Row = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Per rank its instructions in order; rank r is ``devices[r]`` of the plan."""
+
+    devices: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(",".join(map(str, row)) for row in self.rows)
+
+
+ProgramRows = tuple[Row, ...]
+Families = Collection[frozenset[int]]
+"""Sets of stages that have a parameter in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicProgram:
+    """What every rank does in each iteration of a periodic plan, and when no other one follows.
+
+    In its first iterations the pipeline fills: iteration i does ``segments[i]``. The last of them
+    repeats: one iteration later its microbatches are ``microbatches`` further on, its versions of
+    the weights by one. ``drains[i]`` ends what is under way after ``segments[i]``; the last repeats
+    likewise. Both hold a row per rank. Microbatches and versions are counted from where the
+    pipeline was empty, ``microbatches`` are those of an iteration.
+    """
+
+    devices: tuple[str, ...]
+    microbatches: int
+    segments: tuple[ProgramRows, ...]
+    drains: tuple[ProgramRows, ...]
+
+    def place(self, iteration: int) -> tuple[int, int]:
+        """Which segment, and which drain, an iteration does, and how many iterations later."""
+        position = min(iteration, len(self.segments) - 1)
+        return position, iteration - position
+
+    def segment(self, iteration: int) -> ProgramRows:
+        """What the ranks do in an iteration."""
+        position, later = self.place(iteration)
+        return tuple(self._moved(row, later) for row in self.segments[position])
+
+    def drain(self, iterations: int) -> ProgramRows:
+        """What the ranks do when no other one follows so many iterations."""
+        position, later = self.place(iterations - 1)
+        return tuple(self._moved(row, later) for row in self.drains[position])
+
+    def unrolled(self, iterations: int) -> Program:
+        """All that is done for so many iterations, from an empty pipeline to an empty one."""
+        parts = [*map(self.segment, range(iterations)), self.drain(iterations)]
+        rows = (tuple(one for row in part for one in row) for part in zip(*parts, strict=True))
+        return Program(self.devices, tuple(rows))
+
+    def until_it_repeats(self) -> Program:
+        """As many iterations as have all that can be at one time."""
+        return self.unrolled(len(self.segments) + 1)
+
+    def _moved(self, row: Row, later: int) -> Row:
+        return tuple(moved(one, later, self.microbatches) for one in row)
+
+
+def moved(one: Instruction, later: int, microbatches: int) -> Instruction:
+    """An instruction as it is ``later`` iterations of so many ``microbatches`` later."""
+    action = moved_action(one.action, later, microbatches)
+    return one if action is one.action else Instruction(action, one.peer)
+
+
+def moved_action(action: Action, later: int, microbatches: int) -> Action:
+    """As :func:`moved`: the microbatch, or the version of the weights, is another one then."""
+    if action.microbatch is None or later == 0:
+        return action
+    each = 1 if action.kind in VERSIONED else microbatches
+    return Action(action.stage, action.kind, action.microbatch + later * each)
+
+
+def plan_devices(plan: PipelinePlan) -> tuple[str, ...]:
+    """The devices that the plan uses, by rank: in the order in which the stages name them."""
+    return tuple(dict.fromkeys(name for stage in plan.stages for name in stage.devices))
+
+
+def stages_on(plan: PipelinePlan, device: str) -> list[int]:
+    """The stages that ``device`` has a part in."""
+    return [s for s, stage in enumerate(plan.stages) if device in stage.devices]
+
+
+def transfers(plan: PipelinePlan, action: Action) -> Iterator[tuple[str, str]]:
+    """The pairs (sender, receiver) of devices between which a SEND of ``plan`` goes.
+
+    None if its sender's stage and the receiver's run on the same devices: what a device keeps to
+    itself is no transfer, and equal groups hand their shares over as they are.
+    """
+    assert action.microbatch is not None
+    there = action.stage + (1 if action.kind is ActionKind.SEND_FORWARD else -1)
+    senders = plan.stages[action.stage].runners(action.microbatch)
+    receivers = plan.stages[there].runners(action.microbatch)
+    if senders != receivers:
+        for sender in senders:
+            for receiver in receivers:
+                if sender != receiver:
+                    yield sender, receiver
+
+
+def received(action: Action) -> Action:
+    """The receiver's action for a SEND.
+
+    Examples
+    --------
+    >>> str(received(parse_action("2SEND_F0"))), str(received(parse_action("2SEND_B0")))
+    ('3RECV_F0', '1RECV_B0')
+    """
+    if action.kind is ActionKind.SEND_FORWARD:
+        return Action(action.stage + 1, ActionKind.RECEIVE_FORWARD, action.microbatch)
+    return Action(action.stage - 1, ActionKind.RECEIVE_BACKWARD, action.microbatch)
+
+
+def parse_program(text: str, devices: tuple[str, ...]) -> Program:
+    """Read the text of a program.
+
+    Raises
+    ------
+    InputError
+        Naming rank and position of what is no instruction, or if the ranks are not as many as
+        ``devices``.
+    """
+    lines = text.splitlines()
+    if len(lines) != len(devices):
+        raise InputError(
+            f"a program for {len(devices)} ranks needs as many lines, got {len(lines)}"
+        )
+    rows = tuple(
+        tuple(_parse(word, rank, i) for i, word in enumerate(line.split(",")) if line)
+        for rank, line in enumerate(lines)
+    )
+    return Program(devices, rows)
+
+
+def _parse(word: str, rank: int, position: int) -> Instruction:
+    text, _, peer = re.split(r"([<>]|$)", word, maxsplit=1)
+    try:
+        instruction = Instruction(parse_action(text), int(peer) if peer.isdecimal() else None)
+    except InputError as error:
+        raise InputError(f"rank {rank}, position {position}: {error}") from None
+    if str(instruction) != word:
+        raise InputError(
+            f"rank {rank}, position {position}: {word!r} is no instruction; "
+            "write for example 2F0, 2SEND_F0>3, 3RECV_F0<2"
+        )
+    return instruction

@@ -1,0 +1,74 @@
+"""Which samples of a microbatch each device of a stage works on.
+
+A stage that splits its microbatches passes on what it made as SPP draws it (figure 3): each of k
+senders cuts its samples into as many pieces as there are receivers, and every receiver takes a
+piece from each. So every link carries the same share, as the cost model has it, and the order of
+the samples changes from stage to stage.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
+
+Rows = tuple[int, ...]
+
+
+def rows(plan: PipelinePlan, samples: int) -> tuple[tuple[Rows, ...], ...]:
+    """Per stage and device of ``stage.runners(m)``: the samples of a microbatch, in its order.
+
+    Raises
+    ------
+    InputError
+        If a stage has more devices than a microbatch has samples.
+    """
+    found: list[tuple[Rows, ...]] = []
+    for s, stage in enumerate(plan.stages):
+        if not found:
+            whole = [tuple(range(samples))]
+            lanes = _dealt(whole, len(stage.runners(0)))
+        elif stage.runners(0) == plan.stages[s - 1].runners(0):
+            lanes = found[-1]
+        else:
+            lanes = _dealt(found[-1], len(stage.runners(0)))
+        if not all(lanes):
+            raise InputError(
+                f"stage {s}: a microbatch of {samples} samples cannot be split among "
+                f"{len(lanes)} devices; take larger mini-batches or fewer microbatches"
+            )
+        found.append(lanes)
+    return tuple(found)
+
+
+def pieces(lengths: Sequence[int], receivers: int) -> list[list[tuple[int, int]]]:
+    """Per sender and receiver the range [start, stop) of the sender's samples that it is given.
+
+    ``lengths`` are the senders' numbers of samples. What does not divide evenly goes round, so
+    that the receivers' shares differ by one sample at most.
+
+    Examples
+    --------
+    >>> pieces([3, 3], 2)
+    [[(0, 2), (2, 3)], [(0, 1), (1, 3)]]
+    """
+    table, turn = [], 0
+    for length in lengths:
+        each, more = divmod(length, receivers)
+        sizes = [each + ((b - turn) % receivers < more) for b in range(receivers)]
+        stops = list(accumulate(sizes))
+        table.append([(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)])
+        turn += more
+    return table
+
+
+def _dealt(senders: Sequence[Rows], receivers: int) -> tuple[Rows, ...]:
+    cut = pieces([len(lane) for lane in senders], receivers)
+    return tuple(
+        tuple(
+            row
+            for lane, ranges in zip(senders, cut, strict=True)
+            for row in lane[slice(*ranges[receiver])]
+        )
+        for receiver in range(receivers)
+    )

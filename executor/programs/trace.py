@@ -1,0 +1,273 @@
+"""What a run really did, in the plan's terms: the trace document, and how the ranks' parts merge.
+
+Every time is in seconds from the start of its step. What a periodic plan does between two drains is
+one step, as its mini-batches overlap.
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from stagewright.executor.programs.program import SENDS, plan_devices
+from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.plan import (
+    PeriodicSchedule,
+    PipelinePlan,
+    ScheduledAction,
+    updates_every_round,
+)
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount
+
+FORMAT: Literal["stagewright-trace"] = "stagewright-trace"
+VERSION: Literal[1] = 1
+
+SENT = {  # what a receiver's action is called in the plan, and how far away the sender's stage is
+    ActionKind.RECEIVE_FORWARD: (ActionKind.SEND_FORWARD, -1),
+    ActionKind.RECEIVE_BACKWARD: (ActionKind.SEND_BACKWARD, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """One training step; of a periodic plan a run, from an empty pipeline to an empty one.
+
+    ``iteration_seconds`` is when the last action that the plan holds ended: the counterpart of its
+    prediction. ``update_seconds`` is what the optimizer took, on the rank where it took longest.
+    ``actions`` are spelled and shaped as in the plan; the optimizer's steps are among them also
+    where the plan has none. ``loss`` is None if it is not known, or no finite number.
+
+    ``iterations`` says how many mini-batches a run has, all of which these figures are of; None in
+    a step of a finite plan. ``step`` is then the first of them, microbatches are counted through
+    all of them, all-reduces and updates stand once for each, and ``loss`` is the mean.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    step: int
+    iteration_seconds: float
+    update_seconds: float
+    actions: tuple[ScheduledAction, ...]
+    loss: float | None = None
+    iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        place = f"step {self.step}"
+        if self.step < 0:
+            raise InputError(f"step must be at least 0, got {self.step}")
+        require_amount(self.iteration_seconds, f"{place}: iteration_seconds")
+        require_amount(self.update_seconds, f"{place}: update_seconds")
+        if self.iterations is not None and not 1 <= self.iterations <= len(self.actions):
+            raise InputError(
+                f"{place}: iterations must be from 1 to the number of actions, "
+                f"{len(self.actions)}, got {self.iterations}"
+            )
+        for timed in self.actions:
+            if not 0 <= timed.start_seconds <= timed.finish_seconds:
+                raise InputError(
+                    f"{place}: {timed.action} on {timed.device!r} lasts from "
+                    f"{timed.start_seconds:g} to {timed.finish_seconds:g} s: times count from the "
+                    "start of the step, and nothing ends before it starts"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Steps of one run of a plan.
+
+    ``digest`` is the plan's, ``machine`` says in words where the run was, ``backend`` is the
+    library that moved the tensors ("gloo", "nccl").
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    digest: str
+    model: str
+    machine: str
+    backend: str
+    world_size: int
+    dtype: str
+    steps: tuple[TracedStep, ...]
+    format: Literal["stagewright-trace"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise InputError("a trace needs at least one step")
+        if self.world_size < 1:
+            raise InputError(f"world_size must be at least 1, got {self.world_size}")
+        for one, other in pairwise(self.steps):
+            if one.step >= other.step:
+                raise InputError(f"step {other.step} stands behind step {one.step}; sort the steps")
+
+
+@dataclass(frozen=True, slots=True)
+class RankAction:
+    """One action as its own rank saw it; ``peer`` and ``bytes`` are those of a message."""
+
+    rank: int
+    action: str
+    start_seconds: float
+    finish_seconds: float
+    peer: int | None = None
+    bytes: float | None = None
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace document; any fault is an InputError of one line."""
+    return documents.read(Trace, path, FORMAT, VERSION)
+
+
+def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace document atomically."""
+    documents.write(Trace, trace, path)
+
+
+def traced_step(
+    plan: PipelinePlan,
+    step: int,
+    records: Iterable[RankAction],
+    loss: float | None = None,
+    iterations: int | None = None,
+) -> TracedStep:
+    """One step from the records of all ranks, in any order."""
+    records = tuple(records)
+    updates: dict[int, float] = defaultdict(float)
+    for record in records:
+        if parse_action(record.action).kind is ActionKind.UPDATE:
+            updates[record.rank] += record.finish_seconds - record.start_seconds
+    actions = merge(plan, records)
+    held = planned_updates(plan)
+    finish = max(
+        (
+            timed.finish_seconds
+            for timed in actions
+            if timed.action in held or parse_action(timed.action).kind is not ActionKind.UPDATE
+        ),
+        default=0.0,
+    )
+    known = loss if loss is not None and math.isfinite(loss) else None
+    return TracedStep(step, finish, max(updates.values(), default=0.0), actions, known, iterations)
+
+
+def planned_updates(plan: PipelinePlan) -> frozenset[str]:
+    """The optimizer's steps that a plan predicts."""
+    if isinstance(plan.schedule, PeriodicSchedule):
+        return frozenset()
+    every = {timed.action for timed in plan.actions}
+    return frozenset(one for one in every if parse_action(one).kind is ActionKind.UPDATE)
+
+
+def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledAction, ...]:
+    """The plan's actions, by ascending start, from the records of all ranks.
+
+    A transfer lasts from the first message's sending to the last one's receipt, and its bytes are
+    those of the messages: what a device keeps to itself is none. An all-reduce lasts from when the
+    first of its ranks enters it to when the last leaves it, so that waiting for the slowest rank
+    counts. With weights that change in every round, a step of the optimizer is a part of the
+    backward before it, as in the cost model. Versions of weights are left out.
+
+    Raises
+    ------
+    InputError
+        If only one side of a transfer was recorded.
+    """
+    devices = plan_devices(plan)
+    actions: list[ScheduledAction] = []
+    shared: dict[Action, list[RankAction]] = defaultdict(list)
+    for record in _in_rounds(records) if updates_every_round(plan.weights) else records:
+        action = _in_plan(parse_action(record.action))
+        if action.kind in ON_DEVICE:
+            times = (record.start_seconds, record.finish_seconds)
+            actions.append(ScheduledAction(devices[record.rank], record.action, *times))
+        elif action.kind is ActionKind.REDUCE or action.kind in SENDS:
+            shared[action].append(record)
+    for action, parts in shared.items():
+        if action.kind in SENDS:
+            actions.append(_joined_transfer(plan, action, parts))
+        else:
+            actions.extend(_joined_reduce(plan, action, one) for one in _sums(plan, parts))
+    return tuple(
+        sorted(actions, key=lambda a: (a.start_seconds, a.finish_seconds, a.device, a.action))
+    )
+
+
+def _in_rounds(records: Iterable[RankAction]) -> Iterable[RankAction]:
+    """``records`` with each update as a part of the backward before it."""
+    found: list[RankAction] = []
+    backwards: dict[tuple[int, int], int] = {}  # positions by rank and stage
+    for record in sorted(records, key=lambda one: one.start_seconds):
+        action = parse_action(record.action)
+        place = record.rank, action.stage
+        if action.kind is ActionKind.UPDATE:
+            before = found[backwards[place]]
+            later = before.finish_seconds + record.finish_seconds - record.start_seconds
+            found[backwards[place]] = replace(before, finish_seconds=later)
+            continue
+        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
+            backwards[place] = len(found)
+        found.append(record)
+    return found
+
+
+def _in_plan(action: Action) -> Action:
+    """The action of the plan that ``action`` is a part of: a receipt is a part of its sending."""
+    if action.kind not in SENT:
+        return action
+    kind, way = SENT[action.kind]
+    return Action(action.stage + way, kind, action.microbatch)
+
+
+def _joined_transfer(
+    plan: PipelinePlan, action: Action, parts: Sequence[RankAction]
+) -> ScheduledAction:
+    sent = [part for part in parts if part.action == str(action)]
+    received = [part for part in parts if part.action != str(action)]
+    if not sent or not received:
+        missing = "receipt" if sent else "sending"
+        raise InputError(
+            f"transfer {action} has no record of its {missing}; merge the records of all ranks"
+        )
+    assert action.microbatch is not None
+    way = 1 if action.kind is ActionKind.SEND_FORWARD else -1
+    sources = plan.stages[action.stage].runners(action.microbatch)
+    targets = plan.stages[action.stage + way].runners(action.microbatch)
+    start = min(part.start_seconds for part in sent)
+    # The ranks' clocks agree to microseconds only; nothing is received before it is sent.
+    finish = max(start, *(part.finish_seconds for part in received))
+    return ScheduledAction(
+        sources[0], str(action), start, finish, sources, targets, _sum_bytes(sent)
+    )
+
+
+def _sums(plan: PipelinePlan, parts: Sequence[RankAction]) -> Iterable[Sequence[RankAction]]:
+    """The parts of each of a stage's all-reduces: one in an iteration, by whatever rounds."""
+    if not isinstance(plan.schedule, PeriodicSchedule):
+        return [parts]
+    by_rank: dict[int, list[RankAction]] = defaultdict(list)
+    for part in sorted(parts, key=lambda part: part.start_seconds):
+        by_rank[part.rank].append(part)
+    return zip(*by_rank.values(), strict=True)
+
+
+def _joined_reduce(
+    plan: PipelinePlan, action: Action, parts: Sequence[RankAction]
+) -> ScheduledAction:
+    group = plan.stages[action.stage].devices
+    start = min(part.start_seconds for part in parts)
+    finish = max(part.finish_seconds for part in parts)
+    # Every rank of the group brings the same gradients; the plan counts them once.
+    size = max((part.bytes for part in parts if part.bytes is not None), default=None)
+    return ScheduledAction(group[0], str(action), start, finish, group, group, size)
+
+
+def _sum_bytes(parts: Sequence[RankAction]) -> float | None:
+    known = [part.bytes for part in parts if part.bytes is not None]
+    return sum(known) if known else None

@@ -1,0 +1,1 @@
+"""The discrete-event run of a plan."""

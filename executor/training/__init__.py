@@ -1,0 +1,1 @@
+"""The torch runtime: interpreter, weights, launcher, checkpoints."""

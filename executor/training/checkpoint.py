@@ -1,0 +1,329 @@
+"""Checkpoints of a run, with torch.distributed.checkpoint.
+
+A folder of checkpoints holds ``step-00000010`` and the like, complete by construction: a
+checkpoint is written as ``.step-00000010.partial`` and renamed when all ranks have written. Its
+``SHA256SUMS``, in the format of ``sha256sum``, tells whether it still is what was written. The
+tensors go by the names of the unsplit model, so that any plan of the same model can go on from
+them. All ranks must see the folder. Checkpoints are pickles: load only your own.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import ConfigDict
+from torch import Tensor
+
+from stagewright.formulations.plans.plan_class import Weights
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+
+# torch.distributed.checkpoint takes a second to import; only those who write or read need it.
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+FORMAT: Literal["stagewright-checkpoint"] = "stagewright-checkpoint"
+VERSION: Literal[1] = 1
+HEADER = "stagewright.json"
+SUMS = "SHA256SUMS"
+KEPT = 2  # complete checkpoints in a folder
+MODEL = "model."  # what the keys of parameters and buffers start with
+
+TensorKinds = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a checkpoint says of its run: the steps done, and how the weights are updated."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    steps: int
+    weights: Weights
+    optimizer: str
+    format: Literal["stagewright-checkpoint"] = FORMAT
+    version: Literal[1] = VERSION
+
+
+def save(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    header: Header,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint to ``folder``; every rank of ``group`` calls it with its own share.
+
+    Parameters
+    ----------
+    folder
+        Made if it does not exist. The two newest checkpoints in it are kept.
+    state
+        Tensors by key; no key stands on two ranks.
+    header
+        The same on every rank.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; the checkpoints that were there stay.
+    """
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    path = folder / f"step-{header.steps:08d}"
+    partial = _partial(path)
+    is_first = dist.get_rank(group) == 0
+    if is_first:
+        for leftover in folder.glob(".step-*.partial"):  # of a run that was killed while it wrote
+            shutil.rmtree(leftover)
+    dist.barrier(group)
+    try:
+        writer = FileSystemWriter(partial)
+        state_dict_saver.save(dict(state), storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        raise OSError(f"{path}: the checkpoint cannot be written: {_cause(error)}") from None
+    if is_first:  # all have written
+        documents.write_text(partial / HEADER, documents.to_json(header))
+    sums = _shared_sums(partial, group)
+    if is_first:
+        documents.write_text(partial / SUMS, _as_text(sums))
+        _sync(partial)
+        _publish(partial, path)
+    return path
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Give a checkpoint that is written its name, and remove those that it replaces."""
+    folder = path.parent
+    for damaged in (one for one in _complete(folder) if _steps(one) >= _steps(path)):
+        _remove(damaged)  # the run has gone on from an older one
+    partial.rename(path)
+    _sync(folder)
+    for old in _complete(folder)[:-KEPT]:
+        _remove(old)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in ``folder``."""
+    return next(reversed(_complete(folder)), None)
+
+
+def candidates(folder: Path | None, resume: bool) -> list[Path]:
+    """The complete checkpoints in ``folder`` to resume, the newest first; none for a new run.
+
+    Raises
+    ------
+    InputError
+        If there is none to resume, or one that must not be overwritten.
+    """
+    if folder is None:
+        return []
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is no folder for checkpoints")
+    found = _complete(folder)[::-1]
+    if resume and not found:
+        raise InputError(f"there is no complete checkpoint in {folder}; leave out --resume")
+    if found and not resume:
+        raise InputError(
+            f"{folder} holds {found[0].name} of an earlier run; "
+            "add --resume to go on from it, or name another folder"
+        )
+    return found
+
+
+def find(
+    folder: Path | None,
+    resume: bool,
+    goal: Header,
+    tell: Callable[[str], None] = lambda _: None,
+    group: dist.ProcessGroup | None = None,
+) -> Path | None:
+    """The newest whole checkpoint in ``folder`` from which to reach ``goal``; None for a new run.
+
+    Every rank of ``group`` calls it. What is damaged is passed over, which ``tell`` is told in a
+    line.
+
+    Raises
+    ------
+    InputError
+        As `candidates`; if all are damaged; if nothing is left to do; if the weights are updated in
+        another way.
+    """
+    faults: list[str] = []
+    for path in candidates(folder, resume):
+        fault = _fault(path, group)
+        if fault is None:
+            for line in faults:
+                tell(f"{line}; going on from {path.name}")
+            _require_reachable(path, goal)
+            return path
+        faults.append(f"{path} is damaged ({fault})")
+    if faults:
+        raise InputError(f"{'; '.join(faults)}; no whole checkpoint is left")
+    return None
+
+
+def _fault(path: Path, group: dist.ProcessGroup | None) -> str | None:
+    """What of a checkpoint is not as it was written, in words; the same on every rank."""
+    try:
+        written = (path / SUMS).read_text(errors="replace")
+    except OSError as error:
+        return f"{SUMS}: {error.strerror}"
+    found = _as_text(_shared_sums(path, group))
+    odd = set(written.splitlines()) ^ set(found.splitlines())
+    if odd:
+        return f"{min(line.rpartition('  ')[2] for line in odd)} does not match {SUMS}"
+    return None if written == found else f"{SUMS} is not as it was written"
+
+
+def _shared_sums(path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint but `SUMS`; every rank reads a share of them."""
+    names = [sorted(one.name for one in path.iterdir() if one.name != SUMS)]
+    if not dist.is_initialized():
+        return {name: _digest(path / name) for name in names[0]}
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    dist.broadcast_object_list(names, group=group, group_src=0)
+    shares: list[dict[str, str]] = [{}] * world
+    own = {name: _digest(path / name) for name in names[0][rank::world]}
+    dist.all_gather_object(shares, own, group)
+    return {name: digest for share in shares for name, digest in share.items()}
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:  # the others wait for an answer
+        return f"unreadable: {error.strerror}"
+
+
+def _as_text(sums: Mapping[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+
+
+def _require_reachable(path: Path, goal: Header) -> None:
+    found = read_header(path)
+    if found.steps >= goal.steps:
+        raise InputError(f"{path} has done {found.steps} of {goal.steps} steps; nothing is left")
+    for name in ("weights", "optimizer"):
+        theirs, ours = getattr(found, name), getattr(goal, name)
+        if theirs != ours:
+            raise InputError(f"{path} is of a run with {name} {theirs!r}, this one has {ours!r}")
+
+
+def read_header(path: Path) -> Header:
+    """What the checkpoint says of its run; InputError if it is damaged."""
+    return documents.read(Header, path / HEADER, FORMAT, VERSION)
+
+
+def read_kinds(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and type of every tensor in the checkpoint; InputError if it is damaged."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # a damaged pickle may raise whatever it likes
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+    return {
+        key: (entry.size, entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read(
+    path: Path, keys: Iterable[str], group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """The tensors ``keys``, on the CPU; every rank of ``group`` calls it with what it wants.
+
+    Raises
+    ------
+    InputError
+        On every rank, if one of them cannot read what it wants.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    kinds = read_kinds(path)
+    tensors = {key: torch.empty(kinds[key][0], dtype=kinds[key][1]) for key in keys}
+    try:
+        reader = FileSystemReader(path)
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=group)
+    except CheckpointException as error:
+        raise InputError(f"{path} is damaged ({_cause(error)})") from None
+    return tensors
+
+
+def require_same_model(
+    path: Path, state: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Refuse the checkpoint of another model, naming the first parameter that differs.
+
+    Parameters
+    ----------
+    path
+        The checkpoint.
+    state
+        This rank's share of what a checkpoint of the run would hold.
+    """
+    mine = {key: (tensor.shape, tensor.dtype) for key, tensor in state.items()}
+    shares: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(shares, mine, group)
+    ours = {key: kind for share in shares for key, kind in share.items()}
+    theirs = read_kinds(path)
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key.startswith(MODEL) and ours.get(key) != theirs.get(key):
+            raise InputError(
+                f"{path} is of another model: {key.removeprefix(MODEL)} is "
+                f"{_kind(theirs.get(key))} there, {_kind(ours.get(key))} here"
+            )
+
+
+def _kind(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+    if kind is None:
+        return "missing"
+    shape, dtype = kind
+    return f"{'x'.join(map(str, shape)) or 'a number'} of {str(dtype).removeprefix('torch.')}"
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The complete checkpoints by their steps."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(paths, key=_steps)
+
+
+def _steps(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; one that is removed in part is no complete one."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.old.partial")))
+
+
+def _cause(error: "CheckpointException") -> str:
+    cause = next(iter(error.failures.values()))[0]
+    return " ".join(f"{type(cause).__name__}: {cause}".split())
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

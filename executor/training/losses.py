@@ -1,0 +1,58 @@
+"""What a loss returns: a mean over samples, or a sum and the count that it is to be divided by."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from stagewright.graphs.documents.errors import InputError
+
+Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+IGNORED = -100  # the label that torch's cross-entropy leaves out
+
+
+def cross_entropy(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy as a sum and the number of labels, without those that are ``IGNORED``."""
+    total = F.cross_entropy(output, targets, reduction="sum", ignore_index=IGNORED)
+    if targets.is_floating_point():  # probabilities of classes
+        return total, torch.tensor(targets.numel() // targets.shape[1])
+    return total, (targets != IGNORED).sum()
+
+
+def read_loss(found: object) -> tuple[Tensor, Tensor | None]:
+    """The number that is differentiated, and its count; None where it is a mean.
+
+    Raises
+    ------
+    InputError
+        If a loss must not return ``found``.
+    """
+    total, count = found, None
+    if isinstance(found, tuple | list) and len(found) == 2:
+        total, count = found[0], _as_count(found[1])
+    fits = isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad
+    if not fits or (count is None and total is not found):
+        raise InputError(
+            "the loss must be a tensor of one number that depends on the output, or a pair "
+            f"(sum, count) of such a tensor and a number, got {_shown(found)}"
+        )
+    assert isinstance(total, Tensor)
+    return total, count
+
+
+def _as_count(count: object) -> Tensor | None:
+    if isinstance(count, int | float):
+        return torch.tensor(count)
+    fits = isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex()
+    return count.detach() if isinstance(count, Tensor) and fits else None
+
+
+def _shown(found: object) -> str:
+    if isinstance(found, tuple | list):
+        return f"({', '.join(map(_shown, found))})"
+    if not isinstance(found, Tensor):
+        return type(found).__name__
+    shape = f"a tensor of shape {tuple(found.shape)}"
+    return shape if found.requires_grad else f"{shape} without a gradient"

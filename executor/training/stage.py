@@ -1,0 +1,360 @@
+"""The computations of one stage on one rank: forward, whole backward, or its two parts.
+
+Layers run one after another. Every layer that draws random numbers is seeded before, so that a
+forward that is computed again draws the same, and so that no cut changes what is drawn. A replica
+that has some of the samples draws for all of them and takes its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from stagewright.executor.capture.draws import DrawsOfShare, WholeDraw
+from stagewright.executor.capture.shapes import LayerTrace, Value
+from stagewright.executor.capture.split_backward import (
+    CannotSplit,
+    Saved,
+    SavedForWeights,
+    SplitLayer,
+    split_layer,
+)
+from stagewright.executor.capture.tracing import CapturedLayer
+from stagewright.executor.programs.shares import Rows
+from stagewright.executor.programs.verify import Footprint
+
+Tensors = tuple[Tensor, ...]
+Gradients = Sequence[Tensor | None]
+Seed = Callable[[int], int]  # of the stage's i-th layer
+Buffer = tuple[dict[str, Tensor | None], str, Tensor | None]  # where it is held, its name, itself
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One layer of a stage, with what is known of its inputs."""
+
+    layer: CapturedLayer
+    inputs: tuple[Value, ...]
+    trace: LayerTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The samples ``rows`` of a microbatch of ``samples`` that one of the stage's devices has.
+
+    ``draws`` are those of each layer for all samples, None where a share cannot take its rows of
+    them: what such a layer draws depends on the ``lane``, the device's place among them.
+    """
+
+    rows: Rows
+    samples: int
+    lane: int
+    draws: tuple[tuple[WholeDraw, ...] | None, ...]
+
+
+@dataclass(slots=True)
+class _Graph:
+    """Autograd's record of some layers: where gradients go in and where they come out."""
+
+    leaves: Tensors
+    outputs: list[GradientEdge | None]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What a microbatch keeps between its computations; which fields are set, its course decides.
+
+    ``inputs`` per layer (of the first alone under full recomputation) with copies of the
+    ``buffers`` that it found, ``graphs`` of autograd, or what each layer's pieces saved.
+    """
+
+    seed: Seed
+    inputs: list[Tensors] = field(default_factory=list)
+    buffers: list[list[Buffer]] = field(default_factory=list)
+    graphs: list[_Graph] = field(default_factory=list)
+    saved: list[Saved | _Graph] = field(default_factory=list)
+    for_weights: list[SavedForWeights | None] = field(default_factory=list)
+
+
+class StageComputation:
+    """Layers in a row on one device.
+
+    ``recompute`` and ``offload`` as in the plan. Microbatches in ``split`` have their backward in
+    two parts. What autocast computes in is ``autocast``, None for the parameters' own type.
+    ``share`` says which samples it works on, None for all in order.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        recompute: Literal["none", "full", "layer"],
+        device: torch.device,
+        autocast: torch.dtype | None,
+        *,
+        offload: bool = False,
+        share: Share | None = None,
+    ) -> None:
+        self.parts = tuple(parts)
+        self.recompute = recompute
+        self.offload = offload
+        self.device = device
+        self.autocast = autocast
+        self._pieces: dict[int, SplitLayer | None] = {}
+        self._flights: dict[int, _InFlight] = {}
+        self._share = share
+        self._buffers = self._find_buffers()
+
+    def _find_buffers(self) -> list[list[tuple[dict[str, Tensor | None], str]]]:
+        """Per layer, where it holds a buffer that some layer of the stage changes."""
+        every = [
+            [
+                (module._buffers, name)
+                for module in part.layer.module.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+            for part in self.parts
+        ]
+        changing = {
+            id(held[name])
+            for part, places in zip(self.parts, every, strict=True)
+            for held, name in places
+            if part.trace.changes
+        }
+        return [[one for one in places if id(one[0][one[1]]) in changing] for places in every]
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which of the stage's outputs depend on a parameter that is trained."""
+        return tuple(value.gradient for value in self.parts[-1].trace.outputs)
+
+    def footprint(self) -> Footprint:
+        """What the stage needs at least: the optimizer's state is not known before its first step.
+
+        What a layer needs besides while it runs is not counted either.
+        """
+        tensors = [one for part in self.parts for one in part.layer.module.parameters()]
+        own = {id(one): one for one in tensors}.values()
+        weights = sum(one.nbytes for one in own)
+        saved = [part.trace.saved_bytes for part in self.parts]
+        inputs = [sum(value.bytes for value in part.inputs) for part in self.parts]
+        gradients = sum(one.nbytes for one in own if one.requires_grad)
+        kept, working = {
+            "none": (sum(saved), 0),
+            "full": (inputs[0], sum(saved)),
+            "layer": (sum(inputs), max(saved)),
+        }[self.recompute]
+        if self.offload:
+            kept, working = 0, sum(saved)
+        return Footprint(weights + gradients, weights, kept, working)
+
+    def split(self) -> None:
+        """Prepare for backwards in two parts. A layer that cannot be split keeps a whole one."""
+        for i, part in enumerate(self.parts):
+            if i in self._pieces:
+                continue
+            examples = [
+                torch.empty(value.shape, dtype=value.dtype, device=self.device)
+                for value in part.inputs
+            ]
+            try:
+                with self.cast():
+                    self._pieces[i] = split_layer(
+                        part.layer.module,
+                        examples,
+                        [value.gradient for value in part.inputs],
+                        [value.gradient for value in part.trace.outputs],
+                        name=part.layer.name,
+                    )
+            except CannotSplit:
+                self._pieces[i] = None
+
+    def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
+        """Outputs of the stage; ``in_two`` if the backward will come as I and W."""
+        flight = self._flights[microbatch] = _InFlight(seed)
+        if self.recompute == "none":
+            return self._run(flight, inputs, in_two)
+        if self.recompute == "full":
+            self._keep(flight, range(len(self.parts)), inputs)
+        with torch.no_grad(), self.cast():
+            for i, part in enumerate(self.parts):
+                if self.recompute == "layer":
+                    self._keep(flight, range(i, i + 1), inputs)
+                inputs = self._layer(i, part.layer.module, inputs, seed)
+        return inputs
+
+    def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
+        """The whole backward: gradients of the stage's inputs; the weights' are summed up."""
+        flight = self._flights.pop(microbatch)
+        if self.recompute == "layer":
+            for i in reversed(range(len(self.parts))):
+                layer = range(i, i + 1)
+                with self._again(flight):
+                    graph, _ = self._record(layer, flight.inputs.pop(), flight.seed)
+                output_gradients = _backward(graph, output_gradients)
+            return output_gradients
+        if self.recompute == "full":
+            with self._again(flight):
+                self._run(flight, flight.inputs.pop(), in_two=False)
+        return _backward(flight.graphs.pop(), output_gradients)
+
+    def input_gradient(self, microbatch: int, output_gradients: Gradients) -> Gradients:
+        """I: gradients of the stage's inputs alone."""
+        flight = self._flights[microbatch]
+        if self.recompute == "full":
+            with self._again(flight):
+                self._run(flight, flight.inputs.pop(), in_two=True)
+        for i in reversed(range(len(self.parts))):
+            if self.recompute == "layer":
+                with self._again(flight):
+                    self._run_layer(flight, i, flight.inputs.pop())
+            saved = flight.saved.pop()
+            if isinstance(saved, _Graph):
+                output_gradients = _backward(saved, output_gradients)
+                flight.for_weights.append(None)
+            else:
+                pieces = self._pieces[i]
+                assert pieces is not None
+                output_gradients, rest = pieces.input_gradient(saved, output_gradients)
+                flight.for_weights.append(rest)
+        return output_gradients
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """W: the weights' gradients are summed up."""
+        flight = self._flights.pop(microbatch)
+        for part, pieces, saved in zip(
+            self.parts, self._in_order(), reversed(flight.for_weights), strict=True
+        ):
+            if saved is None or pieces is None:
+                continue
+            # Whatever version is in use: the gradients of all are summed up in one place.
+            for parameter, gradient in zip(
+                part.layer.module.parameters(), pieces.weight_gradient(saved), strict=True
+            ):
+                if gradient is not None and parameter.grad is not None:
+                    parameter.grad += gradient
+
+    def _in_order(self) -> Iterator[SplitLayer | None]:
+        return (self._pieces[i] for i in range(len(self.parts)))
+
+    def _run(self, flight: _InFlight, inputs: Tensors, in_two: bool) -> Tensors:
+        if not in_two:
+            graph, outputs = self._record(range(len(self.parts)), inputs, flight.seed)
+            flight.graphs.append(graph)
+            return outputs
+        for i in range(len(self.parts)):
+            inputs = self._run_layer(flight, i, inputs)
+        return inputs
+
+    def _run_layer(self, flight: _InFlight, i: int, inputs: Tensors) -> Tensors:
+        """One layer by its pieces, or by autograd where it has none."""
+        pieces = self._pieces[i]
+        if pieces is None:
+            graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)
+            flight.saved.append(graph)
+            return outputs
+        module = self.parts[i].layer.module
+        weights, buffers = list(module.parameters()), list(module.buffers())
+        with self._drawing(i, flight.seed):
+            outputs, saved = pieces.forward(weights, buffers, inputs)
+        flight.saved.append(saved)
+        return outputs
+
+    def _record(self, layers: range, inputs: Tensors, seed: Seed) -> tuple[_Graph, Tensors]:
+        """Run ``layers`` under autograd."""
+        leaves = tuple(
+            one.detach().requires_grad_(value.gradient)
+            for one, value in zip(inputs, self.parts[layers[0]].inputs, strict=True)
+        )
+        values = leaves
+        with torch.enable_grad(), self.cast(), self._offloading():
+            for i in layers:
+                values = self._layer(i, self.parts[i].layer.module, values, seed)
+        edges = [get_gradient_edge(one) if one.requires_grad else None for one in values]
+        return _Graph(leaves, edges), tuple(one.detach() for one in values)
+
+    @contextmanager
+    def _offloading(self) -> Iterator[None]:
+        """What autograd keeps goes to the host, but for the weights; it is fetched as needed."""
+        if not self.offload:
+            yield
+            return
+        held = [one for part in self.parts for one in part.layer.module.parameters()]
+        weights = {one.untyped_storage().data_ptr() for one in held}
+
+        def keep(one: Tensor) -> Tensor:
+            if one.untyped_storage().data_ptr() in weights:
+                return one
+            host = torch.empty_like(one, device="cpu", pin_memory=one.is_cuda)
+            return host.copy_(one, non_blocking=True)
+
+        def fetch(one: Tensor) -> Tensor:
+            return one.to(self.device, non_blocking=True)
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
+            yield
+
+    def _layer(self, i: int, module: nn.Module, inputs: Tensors, seed: Seed) -> Tensors:
+        with self._drawing(i, seed):
+            outputs: Tensors = module(*inputs)
+        return outputs
+
+    @contextmanager
+    def _drawing(self, i: int, seed: Seed) -> Iterator[None]:
+        """What layer ``i`` draws: the same for a sample, whichever device works on it."""
+        share = self._share
+        draws = None if share is None else share.draws[i]
+        if self.parts[i].trace.random:
+            own = 0 if share is None or draws is not None else share.lane
+            torch.default_generator.manual_seed(seed(i) + own)
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[self.device.index].manual_seed(seed(i) + own)
+        if share is None or not draws:
+            yield
+            return
+        with DrawsOfShare(share.rows, share.samples, draws):
+            yield
+
+    def cast(self) -> torch.autocast:
+        """The context of mixed precision; without effect where there is none."""
+        return torch.autocast(
+            self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
+        )
+
+    def _keep(self, flight: _InFlight, layers: range, inputs: Tensors) -> None:
+        """Keep what ``layers`` need to run again: their inputs, and the buffers that change."""
+        flight.inputs.append(inputs)
+        now = [(held, name, held[name]) for i in layers for held, name in self._buffers[i]]
+        copies = {id(one): one.clone() for _, _, one in now if one is not None}
+        flight.buffers.append([(held, name, copies.get(id(one))) for held, name, one in now])
+
+    @contextmanager
+    def _again(self, flight: _InFlight) -> Iterator[None]:
+        """A forward that is computed again begins with the buffers that the first one found.
+
+        They are copies, so that none changes twice. To change them and then back would not do:
+        autograd may have saved them.
+        """
+        kept = flight.buffers.pop()
+        before = [(held, name, held[name]) for held, name, _ in kept]
+        for held, name, buffer in kept:
+            held[name] = buffer
+        try:
+            yield
+        finally:
+            for held, name, buffer in before:
+                held[name] = buffer
+
+
+def _backward(graph: _Graph, output_gradients: Gradients) -> Gradients:
+    pairs = [
+        (edge, gradient)
+        for edge, gradient in zip(graph.outputs, output_gradients, strict=True)
+        if edge is not None and gradient is not None
+    ]
+    torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+    return [leaf.grad for leaf in graph.leaves]

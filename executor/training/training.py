@@ -1,0 +1,214 @@
+"""The training loop of one rank: mini-batches, steps, checkpoints, results."""
+
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from stagewright.executor.programs.program import plan_devices
+from stagewright.executor.programs.trace import save_trace
+from stagewright.executor.training import checkpoint
+from stagewright.executor.training.checkpoint import Header
+from stagewright.executor.training.initialise import Model
+from stagewright.executor.training.launch import Member
+from stagewright.executor.training.losses import Loss, cross_entropy
+from stagewright.executor.training.runtime import Executor, require_clip_norm
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+
+Report = Callable[[int, float, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """A class of torch.optim with its arguments."""
+
+    name: str
+    kind: type[Optimizer]
+    arguments: Mapping[str, Any]
+
+    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """Make the optimizer of ``parameters``."""
+        return self.kind(parameters, **self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be trained, the same on every rank.
+
+    ``data`` makes one pass over the mini-batches; the loss is cross-entropy if it is None;
+    ``clip_norm`` is the most that the norm of all gradients may be; ``steps`` counts those of an
+    earlier run that is resumed. A checkpoint is written to the folder ``checkpoints`` every
+    ``checkpoint_every`` steps and at the end.
+    """
+
+    plan: PipelinePlan
+    model: Callable[[], Model]
+    data: Callable[[], Iterable[Any]]
+    loss: Loss | None
+    optimizer: NamedOptimizer
+    clip_norm: float | None
+    steps: int
+    seed: int
+    dtype: torch.dtype
+    timeout_seconds: float
+    checkpoints: Path | None
+    checkpoint_every: int
+    resume: bool
+    parameters: Path | None
+    trace: Path | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**31:
+            raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
+        require_clip_norm(self.plan, self.clip_norm)
+
+    def header(self, steps: int) -> Header:
+        """What a checkpoint after ``steps`` says of itself."""
+        return Header(steps, self.plan.weights, self.optimizer.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Mean loss and duration of every step of a run.
+
+    Where mini-batches overlap, a step lasts as long as the call that began it, and with a
+    checkpoint behind it, or the end, as long as it takes until nothing is under way.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def train(task: Task, member: Member, report: Report, tell: Callable[[str], None]) -> Course:
+    """Carry out ``task`` as one of its ranks.
+
+    ``report`` is called with number, loss and seconds of every step, on one rank that knows them,
+    as soon as it does; ``tell``, on the first rank, with what a person should know. The same course
+    is returned on every rank.
+    """
+    devices = plan_devices(task.plan)
+    if len(devices) != member.world_size:
+        raise InputError(
+            f"the plan needs {len(devices)} ranks (devices {', '.join(devices)}), "
+            f"torchrun started {member.world_size}"
+        )
+    told = tell if member.rank == 0 else lambda _: None
+    path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
+    executor = Executor(
+        task.plan,
+        task.model,
+        task.loss or cross_entropy,
+        task.optimizer,
+        clip_norm=task.clip_norm,
+        seed=task.seed,
+        dtype=task.dtype,
+        device=member.device,
+        timeout_seconds=task.timeout_seconds,
+        trace=task.trace is not None,
+    )
+    if path is not None:
+        _resume(executor, path)
+    reporter = devices.index(task.plan.stages[-1].devices[0])
+    course = Course()
+    batches = mini_batches(task.data, task.seed)
+    first = executor.steps_done
+    for _ in range(first):
+        next(batches)
+    for step in range(first + 1, task.steps + 1):
+        member.place = f"at step {step}"
+        batch = _pair(next(batches))
+        start = time.perf_counter()
+        losses = _step(executor, batch, to_the_end=_is_due(task, step))
+        course.seconds.append(time.perf_counter() - start)
+        for loss in losses if member.rank == reporter else ():
+            course.losses.append(loss)
+            report(first + len(course.losses), loss, course.seconds[-1])
+        _save(task, executor, step)
+    member.place = "after the last step"
+    _write_results(task, executor)
+    seen = [course]
+    dist.broadcast_object_list(seen, src=reporter)
+    return seen[0]
+
+
+def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
+    """The mini-batches of ``data``, pass after pass, without end.
+
+    They draw from a random state of their own: what the executor draws differs from rank to rank,
+    and all ranks must see the same mini-batches.
+
+    Raises
+    ------
+    InputError
+        If a pass is empty.
+    """
+    state = torch.Generator().manual_seed(seed).get_state()
+    batches: Iterator[Any] | None = None
+    is_new = True
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            if batches is None:
+                batches, is_new = iter(data()), True
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if is_new:
+                    raise InputError("the data hold no mini-batch") from None
+                batches = None
+            state = torch.get_rng_state()
+        if batches is not None:
+            is_new = False
+            yield batch
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not (isinstance(batch, list | tuple) and len(batch) == 2):
+        raise InputError(f"the data must be pairs (inputs, targets), got {type(batch).__name__}")
+    inputs, targets = batch  # torch's loaders make lists of what was a tuple
+    return tuple(inputs) if isinstance(inputs, list) else inputs, targets
+
+
+def _resume(executor: Executor, path: Path) -> None:
+    checkpoint.require_same_model(path, executor.state())
+    keys = executor.wanted(checkpoint.read_kinds(path))
+    executor.load_state(checkpoint.read(path, keys), checkpoint.read_header(path).steps)
+
+
+def _step(executor: Executor, batch: tuple[Any, Any], *, to_the_end: bool) -> list[float]:
+    """Do a step, ``to_the_end`` of all that is under way; the losses that are known then."""
+    loss = executor.step(*batch)
+    losses = [] if loss is None else [loss]
+    return losses + (executor.finish() if to_the_end else [])
+
+
+def _is_due(task: Task, step: int) -> bool:
+    """Whether a checkpoint would follow ``step``, if there are any."""
+    return step % task.checkpoint_every == 0 or step == task.steps
+
+
+def _save(task: Task, executor: Executor, step: int) -> None:
+    if task.checkpoints is not None and _is_due(task, step):
+        checkpoint.save(task.checkpoints, executor.state(), task.header(step))
+
+
+def _write_results(task: Task, executor: Executor) -> None:
+    if task.parameters is not None:
+        parameters = executor.parameters_on_first_rank()
+        if parameters is not None:
+            buffer = io.BytesIO()
+            torch.save(parameters, buffer)
+            documents.write_bytes(task.parameters, buffer.getvalue())
+    if task.trace is not None:
+        trace = executor.trace_on_first_rank()
+        if trace is not None:
+            save_trace(trace, task.trace)

@@ -1,0 +1,319 @@
+"""The weights of one stage on one rank: their versions, their gradient, their optimizer."""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stagewright.executor.capture.twins import twin
+
+CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
+BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Flat tensors, one for each type, with a view for every parameter's gradient.
+
+    Gradients of ``tied`` parameters are in tensors of their own. A parameter that is left out has
+    no view.
+    """
+
+    flat: list[Tensor]
+    tied: list[Tensor]
+    views: list[Tensor | None]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all."""
+        for one in (*self.flat, *self.tied):
+            one.mul_(factor)
+
+    def zero(self) -> None:
+        """Begin anew."""
+        for one in (*self.flat, *self.tied):
+            one.zero_()
+
+
+class Weights:
+    """Parameters that are trained, in versions; the newest belongs to the optimizer.
+
+    Gradients of all versions are summed up in flat tensors, one for each type, so that an
+    all-reduce needs no copies. Those of parameters that other stages have too (``tied``) are apart:
+    they are summed up over all of these stages' devices. A parameter goes by its ``primary`` name,
+    whatever the module calls it. With ``two_gradients`` the next gradient is summed up in one set
+    of flat tensors while the other one is reduced, until its update.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        primary: Mapping[str, str],
+        tied: Collection[str],
+        make_optimizer: MakeOptimizer,
+        versions: int,
+        *,
+        two_gradients: bool = False,
+    ) -> None:
+        by_name = {
+            primary[name]: one
+            for module in modules
+            for name, one in module.named_parameters(remove_duplicate=False)
+            if one.requires_grad
+        }
+        self.names, parameters = list(by_name), list(by_name.values())
+        self._places = _places(modules, parameters)
+        self._gradients = self._lay_out(parameters, tied)
+        self._reduced = self._lay_out(parameters, tied) if two_gradients else self._gradients
+        self.held = dict.fromkeys(range(versions), parameters)
+        self.newest = versions - 1
+        self._stash: int | None = None
+        self._reductions: list[dist.Work] = []
+        self.optimizer = make_optimizer(parameters) if parameters else None
+        self._adopt(parameters, self._gradients)
+
+    def _lay_out(self, parameters: list[nn.Parameter], tied: Collection[str]) -> _Gradients:
+        views: dict[int, Tensor] = {}
+        made: dict[bool, list[Tensor]] = {False: [], True: []}
+        for is_tied, flat in made.items():
+            chosen = [
+                (i, one)
+                for i, (name, one) in enumerate(zip(self.names, parameters, strict=True))
+                if (name in tied) == is_tied
+            ]
+            for dtype in dict.fromkeys(one.dtype for _, one in chosen):
+                same = [(i, one) for i, one in chosen if one.dtype == dtype]
+                flat.append(same[0][1].new_zeros(sum(one.numel() for _, one in same)))
+                parts = flat[-1].split([one.numel() for _, one in same])
+                for (i, one), part in zip(same, parts, strict=True):
+                    views[i] = part.view_as(one)
+        return _Gradients(made[False], made[True], [views[i] for i in range(len(parameters))])
+
+    def _adopt(self, parameters: Sequence[nn.Parameter], gradients: _Gradients) -> None:
+        for one, gradient in zip(parameters, gradients.views, strict=True):
+            one.grad = gradient
+
+    def leave_out(self, trained: Collection[str]) -> None:
+        """Give no gradient to what is not ``trained``: the optimizer passes it over."""
+        for gradients in (self._gradients, self._reduced):
+            gradients.views = [
+                gradient if name in trained else None
+                for name, gradient in zip(self.names, gradients.views, strict=True)
+            ]
+        self._adopt(self.held[self.newest], self._gradients)
+
+    def use(self, version: int) -> None:
+        """Compute on ``version`` from now on."""
+        parameters = self.held[version]
+        for module, key, i in self._places:
+            module._parameters[key] = parameters[i]
+
+    def stash(self, version: int) -> None:
+        """Keep ``version``, the newest, beside the one that the next update makes."""
+        self._stash = version
+
+    def drop(self, version: int) -> None:
+        """Forget ``version``."""
+        del self.held[version]
+
+    def reduce(self, group: dist.ProcessGroup | None, share: float = 1.0) -> None:
+        """Begin to sum ``share`` of the gradients up over the stage's devices, if there are more.
+
+        With ``two_gradients``, what comes from now on belongs to the next update.
+        """
+        if self._reduced is not self._gradients:
+            self._gradients, self._reduced = self._reduced, self._gradients
+            for parameters in self.held.values():
+                self._adopt(parameters, self._gradients)
+        for flat in self._reduced.flat if group is not None else ():
+            flat.mul_(share)
+            for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
+                self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
+
+    def under_way(self) -> list[dist.Work]:
+        """The all-reduces that were begun for the next update."""
+        return list(self._reductions)
+
+    def wait(self) -> None:
+        """Wait for them."""
+        for work in self._reductions:
+            work.wait()
+
+    def squares(self) -> float:
+        """The squared norm of the gradients that the next update takes, but for tied ones."""
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._reduced.flat]
+        return float(sum(norm.square() for norm in norms))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes that an all-reduce sums up."""
+        return sum(flat.nbytes for flat in self._gradients.flat)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the optimizer keeps, but for single numbers such as those of steps."""
+        kept = self.optimizer.state.values() if self.optimizer else ()
+        every = (one for state in kept for one in state.values() if isinstance(one, Tensor))
+        return sum(one.nbytes for one in every if one.dim())
+
+    def update(self, factor: float = 1.0) -> None:
+        """Step the optimizer, once the gradients are there, by ``factor`` times them.
+
+        The new version is the newest.
+        """
+        self.wait()
+        self._reductions.clear()
+        if factor != 1.0:
+            self._reduced.scale(factor)
+        if self._stash is None:
+            parameters = self.held.pop(self.newest)
+        else:
+            parameters = self._copied()
+            self._stash = None
+        self.newest += 1
+        self.held[self.newest] = parameters
+        self._adopt(parameters, self._reduced)  # also: autograd gives zeros to what is left out
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self._reduced.zero()
+        self._adopt(parameters, self._gradients)
+        self.use(self.newest)
+
+    def _copied(self) -> list[nn.Parameter]:
+        """The newest version once more, for the optimizer; microbatches in flight keep the old.
+
+        New objects and not new data: autograd saves a parameter itself, and would compute on
+        whatever data that has by the time of the backward.
+        """
+        old = self.held[self.newest]
+        new = [twin(one, one.detach().clone()) for one in old]
+        if self.optimizer is None:
+            return new
+        newer = dict(zip(map(id, old), new, strict=True))
+        for group in self.optimizer.param_groups:
+            group["params"] = [newer[id(one)] for one in group["params"]]
+        for one in old:
+            if one in self.optimizer.state:
+                self.optimizer.state[newer[id(one)]] = self.optimizer.state.pop(one)
+        return new
+
+    def begin(self) -> None:
+        """Number the versions from 0 again, for the next iteration."""
+        self.held = dict(enumerate(self.held[version] for version in sorted(self.held)))
+        self.newest = len(self.held) - 1
+
+    def load(self, tensors: Mapping[str, Tensor], *, buffered: bool) -> None:
+        """Take over what the optimizer kept, and the weights before the last update."""
+        newest = self.parameters(self.newest)
+        for name, one in newest.items():
+            prefix = f"optimizer.{name}."
+            kept = {
+                # A copy, as stages that share a parameter are given the same tensors; a number of
+                # steps stays on the CPU, where the optimizer keeps it.
+                key.removeprefix(prefix): value.to(one.device if value.dim() else "cpu", copy=True)
+                for key, value in tensors.items()
+                if key.startswith(prefix)
+            }
+            if self.optimizer is not None:
+                self.optimizer.state.pop(one, None)
+                if kept:
+                    self.optimizer.state[one] = kept
+        if buffered:
+            self.held[0] = [
+                twin(one, tensors.get(f"previous.{name}", one.detach()).to(one, copy=True))
+                for name, one in newest.items()
+            ]
+            self._adopt(self.held[0], self._gradients)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient that the next update takes of a parameter: a view."""
+        return self._reduced.views[self.names.index(name)]
+
+    def parameters(self, version: int) -> dict[str, nn.Parameter]:
+        """The parameters in a version, by name."""
+        return dict(zip(self.names, self.held[version], strict=True))
+
+
+class TiedSums:
+    """Sums of what several stages have of the gradients of a parameter that they share.
+
+    They are made while the next gradients are summed up, for one update at a time: a rank gives a
+    stage's gradient of the next one when it has updated the stage by the last.
+
+    Parameters
+    ----------
+    weights
+        Of this rank's stages.
+    sharing
+        Per parameter, this rank's stages that have it.
+    groups
+        Per parameter, the processes that have it, where there are several.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[int, Weights],
+        sharing: Mapping[str, Collection[int]],
+        groups: Mapping[str, dist.ProcessGroup],
+    ) -> None:
+        self._weights, self._sharing, self._groups = weights, sharing, groups
+        self._given: dict[str, set[int]] = {name: set() for name in sharing}
+        self._sums: dict[str, Tensor] = {}
+        self._works: dict[str, dist.Work] = {}
+
+    def give(self, stage: int) -> None:
+        """A stage's gradients are complete; with the rank's last one the sum over ranks begins."""
+        for name in self._names(stage):
+            self._given[name].add(stage)
+            if self._given[name] == set(self._sharing[name]):
+                self._given[name].clear()
+                self._begin(name)
+
+    def take(self, stage: int) -> None:
+        """Put the sums in the place of a stage's own gradients, once they are there."""
+        for name in self._names(stage):
+            work = self._works.pop(name, None)
+            if work is not None:
+                work.wait()
+            gradient = self._weights[stage].gradient(name)
+            if gradient is not None:
+                gradient.copy_(self._sums[name])
+
+    def _names(self, stage: int) -> list[str]:
+        return [name for name, stages in self._sharing.items() if stage in stages]
+
+    def _begin(self, name: str) -> None:
+        own = [self._weights[s].gradient(name) for s in self._sharing[name]]
+        found = [one for one in own if one is not None]
+        if found:
+            self._sums[name] = torch.stack(found).sum(0)
+            if name in self._groups:
+                group = self._groups[name]
+                self._works[name] = dist.all_reduce(self._sums[name], group=group, async_op=True)
+
+
+def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
+    """What of an optimizer says that it clips gradients by a norm, if anything does."""
+    name = type(optimizer).__name__
+    for key, value in optimizer.defaults.items():
+        if CLIPPING_ARGUMENT.fullmatch(key) and value:
+            return f"{name} with {key}={value}"
+    clipping = (one.__name__ for one in type(optimizer).__mro__ if "clip" in one.__name__.lower())
+    return next(clipping, None)
+
+
+def _places(
+    modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+) -> list[tuple[nn.Module, str, int]]:
+    """Every place in the modules where a parameter stands, and its position in ``parameters``."""
+    position = {id(one): i for i, one in enumerate(parameters)}
+    return [
+        (module, key, position[id(one)])
+        for module in {id(m): m for root in modules for m in root.modules()}.values()
+        for key, one in module._parameters.items()
+        if one is not None and id(one) in position
+    ]

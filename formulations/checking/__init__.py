@@ -1,0 +1,1 @@
+"""The independent checker, and certificates with their proofs."""

@@ -1,0 +1,157 @@
+"""A plan's certificate: the best bounds among those that speak of the plan, and their gaps."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from stagewright.formulations.plans.plan import Bound, Certificate, Guarantee
+from stagewright.formulations.plans.plan_class import EVERY_PLAN, PlanClass
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.errors import InvalidPlan
+
+BOUND_ROUNDING = 1e-6  # relative; a bound further above the cost is a fault of ours
+EQUAL = 1e-9  # relative; bounds that are no further apart are equal
+
+
+def certificate(
+    plans: PlanClass, cost: float, bounds: Sequence[Bound], guarantees: Sequence[Guarantee] = ()
+) -> Certificate:
+    """The certificate of a plan whose smallest class is ``plans`` and that takes ``cost`` seconds.
+
+    ``bounds`` needs one of scope ``problem`` on every plan.
+
+    Raises
+    ------
+    InvalidPlan
+        If a bound that holds for this plan exceeds its cost: a fault of ours.
+    """
+    # An infinite bound says that its class has no plan, of which this plan is not one.
+    kept = tuple(_capped(bound, plans, cost) for bound in bounds if bound.seconds < math.inf)
+    own = [bound for bound in kept if bound.plans.contains(plans)]
+    whole = [bound for bound in own if bound.scope == "problem"]
+    best, schedule = best_of(whole), best_of(own)
+    every = best_of([bound for bound in whole if bound.plans == EVERY_PLAN])
+    return Certificate(
+        cost_seconds=cost,
+        bound_seconds=best.seconds,
+        gap=gap(cost, best.seconds),
+        proved_by=best.proved_by,
+        plans=best.plans,
+        every_bound_seconds=every.seconds,
+        every_gap=gap(cost, every.seconds),
+        every_proved_by=every.proved_by,
+        schedule_bound_seconds=schedule.seconds,
+        schedule_gap=gap(cost, schedule.seconds),
+        schedule_proved_by=schedule.proved_by,
+        schedule_plans=schedule.plans,
+        bounds=kept,
+        guarantees=tuple(guarantees),
+    )
+
+
+def best_of(bounds: Sequence[Bound]) -> Bound:
+    """The largest bound; of equal ones the first for the largest class."""
+    most = max(bound.seconds for bound in bounds)
+    equal = [bound for bound in bounds if math.isclose(bound.seconds, most, rel_tol=EQUAL)]
+    best = equal[0]
+    for bound in equal:
+        if bound.plans != best.plans and bound.plans.contains(best.plans):
+            best = bound
+    return best
+
+
+def gap(cost: float, bound: float) -> float:
+    """(cost - bound) / cost; 0 for a plan that takes no time, and within the last bit."""
+    return (cost - bound) / cost if cost - bound > 1e-15 * cost else 0.0
+
+
+class Headline(NamedTuple):
+    """A bound that the certificate states first: of what, how large, and by what argument."""
+
+    plans: str
+    seconds: float
+    gap: float
+    proved_by: str
+
+
+def headlines(stated: Certificate) -> tuple[Headline, ...]:
+    """What is said of a plan: its gap in its class, to every plan, and among its schedules."""
+    own = Headline(str(stated.plans), stated.bound_seconds, stated.gap, stated.proved_by)
+    every = Headline(
+        str(EVERY_PLAN), stated.every_bound_seconds, stated.every_gap, stated.every_proved_by
+    )
+    schedule = Headline(
+        stated.schedule_plans.schedule_phrase(),
+        stated.schedule_bound_seconds,
+        stated.schedule_gap,
+        stated.schedule_proved_by,
+    )
+    return (own, schedule) if stated.plans == EVERY_PLAN else (own, every, schedule)
+
+
+def faults(
+    stated: Certificate, plans: PlanClass, cost: float, tolerance: float
+) -> Iterator[tuple[str, str]]:
+    """Place and message of everything in the certificate that does not follow from its bounds.
+
+    ``plans`` is the smallest class of the plan, ``cost`` its time.
+    """
+    if not abs(stated.cost_seconds - cost) <= tolerance:
+        yield "cost_seconds", f"says {stated.cost_seconds}, the actions give {cost}"
+    for i, bound in enumerate(stated.bounds):
+        most = cost + tolerance if bound.plans.contains(plans) else math.inf
+        if not 0 <= bound.seconds <= most:
+            yield (
+                f"bounds[{i}]",
+                f"{bound.seconds} by {bound.proved_by} is no lower bound on {cost}",
+            )
+    for i, one in enumerate(stated.guarantees):
+        excess = one.cost_seconds - one.seconds
+        # Within the rounding either answer is right.
+        if not abs(excess) <= tolerance and one.holds != (excess < 0):
+            yield (
+                f"guarantees[{i}]",
+                f"holds is {one.holds}, the cost is {one.cost_seconds} and {one.theorem} promises "
+                f"{one.seconds}",
+            )
+    yield from _headline_faults(stated, plans, cost, tolerance)
+
+
+def _headline_faults(
+    stated: Certificate, plans: PlanClass, cost: float, tolerance: float
+) -> Iterator[tuple[str, str]]:
+    """Each headline is the best of the listed bounds that it may be, and its gap follows."""
+    own = [bound for bound in stated.bounds if bound.plans.contains(plans)]
+    whole = [bound for bound in own if bound.scope == "problem"]
+    every = [bound for bound in whole if bound.plans == EVERY_PLAN]
+    same = [bound for bound in whole if bound.plans == stated.plans]
+    of_schedule = [bound for bound in own if bound.plans == stated.schedule_plans]
+    for prefix, listed, rivals in (
+        ("", same, whole),
+        ("every_", every, every),
+        ("schedule_", of_schedule, own),
+    ):
+        seconds = getattr(stated, f"{prefix}bound_seconds")
+        proved_by = getattr(stated, f"{prefix}proved_by")
+        if (seconds, proved_by) not in [(bound.seconds, bound.proved_by) for bound in listed]:
+            yield (
+                f"{prefix}bound_seconds",
+                f"{seconds} by {proved_by} is not listed among the bounds that it may be",
+            )
+        if any(bound.seconds > seconds + tolerance for bound in rivals):
+            yield f"{prefix}bound_seconds", f"{seconds} is not the best of the bounds"
+        stated_gap, right = getattr(stated, f"{prefix}gap"), gap(cost, seconds)
+        if not abs(stated_gap - right) <= RELATIVE_TOLERANCE:
+            yield f"{prefix}gap", f"says {stated_gap}, the bound gives {right}"
+
+
+def _capped(bound: Bound, plans: PlanClass, cost: float) -> Bound:
+    """A bound that equals the cost may exceed it by the rounding of its sums."""
+    if not bound.plans.contains(plans):
+        return bound
+    if bound.seconds > cost * (1 + BOUND_ROUNDING):
+        raise InvalidPlan(
+            f"the cost of {cost} s is below {bound.seconds} s, a bound by {bound.proved_by}"
+        )
+    return replace(bound, seconds=min(bound.seconds, cost))

@@ -1,0 +1,240 @@
+"""The arguments that bounds and guarantees may name, and how each is checked again.
+
+A bound names an argument and a class of plans. The argument must be known, and proved for that
+class; where it is cheap its value is computed again, from the problem and the plan's stages alone.
+What a search proved is *claimed*: running it again is for :mod:`stagewright.solvers.proofs`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
+from stagewright.formulations.patterns.one_f_one_b import (
+    PATTERN_LOAD,
+    PATTERN_MEMORY,
+    load_bound,
+    period_bound,
+)
+from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.formulations.patterns.pattern_models import PATTERN
+from stagewright.formulations.patterns.periodic_bounds import NAMES as OF_PERIODS
+from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
+from stagewright.formulations.pipelines import every_plan
+from stagewright.formulations.pipelines.bounds import NAMES as OF_SCHEDULES
+from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.joint import JOINT_SEARCH
+from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.pipelines.makespan_models import CP_SAT
+from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.spp import (
+    LEMMA_1,
+    LEMMA_1_PREMISE,
+    THEOREM_1,
+    lemma1_seconds,
+    makespan_problem,
+    theorem1_premise,
+    theorem1_seconds,
+)
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan, Stage
+from stagewright.formulations.plans.plan_class import (
+    DISJOINT_SPLIT,
+    DISJOINT_WHOLE,
+    EVERY_FINITE,
+    EVERY_PERIODIC,
+    EVERY_PLAN,
+    PATTERNS,
+    SEARCHED_ALLOCATIONS,
+    PlanClass,
+    class_of,
+)
+
+ROUNDING = 1e-9  # relative; sums of the same numbers in another order
+
+Value = Callable[[PipelineProblem, PipelinePlan, Bound], float | None]
+"""What an argument proves, in seconds; None where it does not apply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The scope and the largest class of plans that an argument is proved for; its value.
+
+    ``value`` is None where only a search can find it.
+    """
+
+    scope: Literal["problem", "schedule"]
+    plans: PlanClass
+    value: Value | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a bound or a guarantee when it was checked again.
+
+    ``verified``: the named argument gives it. ``claimed``: whoever is named says so. ``refuted``:
+    the argument gives less, does not apply, or is not known; ``reason`` says which.
+    """
+
+    place: str
+    name: str
+    seconds: float
+    verdict: Literal["verified", "claimed", "refuted"]
+    reason: str = ""
+
+
+def verdicts(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Verdict, ...]:
+    """Every bound and guarantee in the certificate of a valid plan, checked again if cheap."""
+    if plan.certificate is None:
+        return ()
+    return (
+        *(_of_bound(problem, plan, i, one) for i, one in enumerate(plan.certificate.bounds)),
+        *(_of_guarantee(problem, plan, i, one)
+          for i, one in enumerate(plan.certificate.guarantees)),
+    )  # fmt: skip
+
+
+def judged(place: str, bound: Bound, value: float) -> Verdict:
+    """The verdict on a bound whose argument proves ``value`` seconds."""
+    if bound.seconds <= value * (1 + ROUNDING):
+        return Verdict(place, bound.proved_by, bound.seconds, "verified")
+    reason = f"the argument gives {value:.9g} s"
+    return Verdict(place, bound.proved_by, bound.seconds, "refuted", reason)
+
+
+def scheduling_of(problem: PipelineProblem, stages: tuple[Stage, ...]) -> MakespanProblem | None:
+    """The makespan problem of stages on disjoint devices that split microbatches; else None."""
+    devices = [name for stage in stages for name in stage.devices]
+    plain = all(
+        (stage.turns, stage.recompute, stage.offload) == (1, "none", False) for stage in stages
+    )
+    if not plain or len(set(devices)) < len(devices):
+        return None
+    index = problem.cluster.index
+    return makespan_problem(
+        problem,
+        [StageChoice(*stage.layers, tuple(index[v] for v in stage.devices)) for stage in stages],
+    )
+
+
+def _of_bound(problem: PipelineProblem, plan: PipelinePlan, i: int, bound: Bound) -> Verdict:
+    place, argument = f"bounds[{i}]", ARGUMENTS.get(bound.proved_by)
+
+    def refuted(reason: str) -> Verdict:
+        return Verdict(place, bound.proved_by, bound.seconds, "refuted", reason)
+
+    if argument is None:
+        return refuted("no argument of this name is known")
+    if bound.scope != argument.scope:
+        return refuted(f"the argument is about the {argument.scope}, not the {bound.scope}")
+    if not argument.plans.contains(bound.plans):
+        return refuted(f"proved for {argument.plans} only")
+    if argument.value is None:
+        return Verdict(place, bound.proved_by, bound.seconds, "claimed")
+    value = argument.value(problem, plan, bound)
+    if value is None:
+        return refuted("the argument does not apply to these stages")
+    found = judged(place, bound, value)
+    if found.verdict == "refuted" and _may_be_of_search(bound):
+        return Verdict(place, bound.proved_by, bound.seconds, "claimed")
+    return found
+
+
+def _may_be_of_search(bound: Bound) -> bool:
+    """Whether the bound is the least over several sizes, of which a search settled some."""
+    return bound.proved_by in OF_PERIODS and bound.plans.merged
+
+
+def _of_guarantee(problem: PipelineProblem, plan: PipelinePlan, i: int, one: Guarantee) -> Verdict:
+    def verdict(found: Literal["verified", "claimed", "refuted"], reason: str = "") -> Verdict:
+        return Verdict(f"guarantees[{i}]", one.theorem, one.seconds, found, reason)
+
+    scheduling = scheduling_of(problem, one.stages) if one.stages else None
+    if one.theorem not in (LEMMA_1, THEOREM_1):
+        return verdict("refuted", "no theorem of this name is known")
+    if scheduling is None:
+        return verdict("refuted", "the theorem does not apply to its stages")
+    lemma = one.theorem == LEMMA_1
+    premise = LEMMA_1_PREMISE if lemma else theorem1_premise(problem)
+    right = lemma1_seconds(scheduling) if lemma else theorem1_seconds(problem, scheduling)
+    if one.premise != premise:
+        return verdict("refuted", f"its premise is: {premise}")
+    if not math.isclose(one.seconds, right, rel_tol=ROUNDING):
+        return verdict("refuted", f"the formula gives {right:.9g} s")
+    if lemma:  # its cost is that of another schedule
+        return verdict("claimed", "the formula is right; the cost is that of PE's schedule")
+    assert plan.certificate is not None
+    if not math.isclose(one.cost_seconds, plan.certificate.cost_seconds, rel_tol=ROUNDING):
+        return verdict("refuted", "its cost is not the plan's")
+    return verdict("verified")
+
+
+def _finite(bound_of: Callable[[PipelineProblem, bool], float]) -> Value:
+    """A bound on finite plans, which is larger where no backward is divided."""
+    return lambda problem, plan, bound: bound_of(problem, not bound.plans.split_backward)
+
+
+def _of_load(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+    if len(bound.witness) != len(problem.kinds):
+        return None
+    return every_plan.load_bound(problem, np.array(bound.witness))
+
+
+def _of_schedule(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+    scheduling = scheduling_of(problem, plan.stages)
+    if scheduling is None:
+        return None
+    return next(
+        one.seconds for one in schedule_bounds(scheduling) if one.proved_by == bound.proved_by
+    )
+
+
+def _of_pattern(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+    if not PATTERNS.contains(class_of(plan)):
+        return None
+    asked = pattern_problem(problem, plan.stages)
+    period = (load_bound if bound.proved_by == PATTERN_LOAD else period_bound)(asked)
+    return asked.iteration_seconds(period)
+
+
+def _of_periods(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+    """The best cheap bound on the plans of each size, and the least of these."""
+    sizes = bound.plans.equal_groups
+    if sizes is None:
+        return None
+    best = [
+        max(
+            one.seconds
+            for one in iteration_bounds(problem, size)
+            if one.plans.contains(replace(bound.plans, equal_groups=(size,)))
+        )
+        for size in sizes
+    ]
+    return min(best)
+
+
+ARGUMENTS: dict[str, Argument] = {
+    every_plan.LOAD: Argument("problem", EVERY_PLAN, _of_load),
+    every_plan.LAYER: Argument(
+        "problem", EVERY_PLAN, lambda problem, plan, bound: every_plan.layer_bound(problem)
+    ),
+    every_plan.COPIES: Argument(
+        "problem", EVERY_PLAN, lambda problem, plan, bound: every_plan.copies_bound(problem)
+    ),
+    every_plan.WAY: Argument("problem", EVERY_FINITE, _finite(every_plan.way_bound)),
+    every_plan.LAYER_WAY: Argument("problem", EVERY_FINITE, _finite(every_plan.layer_way_bound)),
+    FILL_AND_DRAIN: Argument("problem", DISJOINT_SPLIT),
+    WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
+    JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
+    CP_SAT: Argument("schedule", DISJOINT_SPLIT),
+    **{name: Argument("schedule", DISJOINT_SPLIT, _of_schedule) for name in OF_SCHEDULES},
+    **{name: Argument("problem", EVERY_PERIODIC, _of_periods) for name in OF_PERIODS},
+    ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),
+    PATTERN: Argument("schedule", PATTERNS),
+    PATTERN_LOAD: Argument("schedule", PATTERNS, _of_pattern),
+    PATTERN_MEMORY: Argument("schedule", PATTERNS, _of_pattern),
+}

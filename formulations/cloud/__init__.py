@@ -1,0 +1,1 @@
+"""Moving between cloud regions while prices change."""

@@ -1,0 +1,1 @@
+"""Allocations of accelerators to jobs, and the policies of Gavel."""

@@ -1,0 +1,45 @@
+"""Shortest job first (thesis 5.4.2): the job that can be done soonest is done as soon as it can.
+
+    minimise_X  min_m  num_steps_m / throughput(m, X)
+
+No job is done sooner than at its fastest all of the time, and the shortest one can be. That leaves
+the others free: they are served like first in, first out (``fifo``), in order of their shortest
+durations instead of their arrival.
+"""
+
+import numpy as np
+
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
+from stagewright.graphs.documents.arrays import Floats
+
+
+def shortest_seconds(problem: AllocationProblem) -> Floats:
+    """Of each job alone where it is fastest, all of the time, shape (jobs,)."""
+    return np.asarray(problem.steps / problem.rates.max(axis=1))
+
+
+def least_seconds(problem: AllocationProblem) -> Floats:
+    """No allocation has a job done sooner: as above, or in the pair that is best for it."""
+    return np.asarray(problem.steps / problem.best_rates())
+
+
+def objective(problem: AllocationProblem, allocation: Allocation) -> float:
+    """Seconds until the first job is done."""
+    with np.errstate(divide="ignore"):
+        return float((problem.steps / throughput(problem, allocation)).min())
+
+
+def values(problem: AllocationProblem) -> Floats:
+    """What a step per second of each job adds to the second objective: M for the shortest."""
+    order = np.argsort(shortest_seconds(problem), kind="stable")
+    rank = np.empty(len(problem))
+    rank[order] = np.arange(len(problem), 0, -1)
+    return np.asarray(rank / problem.rates.max(axis=1))
+
+
+def floor(problem: AllocationProblem) -> Floats:
+    """Steps per second that the shortest job must have; 0 for the others."""
+    shortest = int(shortest_seconds(problem).argmin())
+    least = np.zeros(len(problem))
+    least[shortest] = problem.rates[shortest].max()
+    return least

@@ -1,0 +1,1 @@
+"""The canonical shapes that backends take, and what they answer."""

@@ -1,0 +1,126 @@
+"""Limits of a solve, its progress, and its answer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
+
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import (
+    is_finite,
+    require_count,
+    require_number,
+    require_seed,
+)
+
+MAX_THREADS = 1024
+
+V = TypeVar("V")
+
+
+class Status(StrEnum):
+    """The one vocabulary of answers."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNBOUNDED = "unbounded"
+    NO_ANSWER = "no-answer"  # the limit came before anything was found or proved
+    INTERRUPTED = "interrupted"  # a stop token came first; what was found by then is there
+
+
+class StopToken(Protocol):
+    """Asks a search to end early, such as a :class:`threading.Event` that another thread sets."""
+
+    def is_set(self) -> bool:
+        """Whether the search is to end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long and with what a backend may work; ``seed`` and ``threads`` as in CP-SAT.
+
+    ``stop`` ends the work before ``seconds`` are over, once it is set; searches look at it as often
+    as they look at the time.
+    """
+
+    seconds: float = 10.0
+    threads: int = 1
+    seed: int = 0
+    stop: StopToken | None = None
+
+    def stopped(self) -> bool:
+        """Whether the work is to end, whatever time is left."""
+        return self.stop is not None and self.stop.is_set()
+
+    def left(self, elapsed: float) -> float:
+        """The seconds that are left after ``elapsed`` ones, at least 0; 0 once stopped."""
+        return 0.0 if self.stopped() else max(0.0, self.seconds - elapsed)
+
+    def status(self, found: bool) -> Status:
+        """How a search ended that proved nothing of what it found, if it found anything."""
+        if self.stopped():
+            return Status.INTERRUPTED
+        return Status.FEASIBLE if found else Status.NO_ANSWER
+
+    @property
+    def end(self) -> str:
+        """What ended a search that was not complete."""
+        return "an interrupt" if self.stopped() else "the time limit"
+
+
+def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limits:
+    """``limits``, if a person may ask for them; ``spelled`` is how their names are written.
+
+    Raises
+    ------
+    InputError
+        If there is no time, or endless time; no thread, or more than any machine has; or if the
+        seed is none that all solvers take.
+    """
+    time_limit = spelled("time_limit")
+    require_number(limits.seconds, time_limit)
+    if not is_finite(limits.seconds) or limits.seconds <= 0:
+        raise InputError(f"{time_limit} must be a positive number of seconds, got {limits.seconds}")
+    require_count(limits.threads, spelled("threads"), MAX_THREADS)
+    require_seed(limits.seed, spelled("seed"))
+    if not (limits.stop is None or callable(getattr(limits.stop, "is_set", None))):
+        raise InputError(f"{spelled('stop')} must have is_set(), as a threading.Event has")
+    return limits
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """An improvement while a backend works: the incumbent and the bound, after ``seconds``."""
+
+    seconds: float
+    objective: float | None
+    bound: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer(Generic[V]):
+    """A backend's answer. ``values`` is None exactly if nothing feasible was found.
+
+    ``bound`` bounds the form's optimum from below when minimising (from above when maximising).
+    ``duals`` has one number per row of a linear program without integers that was solved.
+    """
+
+    status: Status
+    values: V | None
+    objective: float | None
+    bound: float
+    seconds: float
+    backend: str
+    log: str = ""
+    progress: tuple[Progress, ...] = ()
+    duals: Floats | None = None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def silent(_: Progress) -> None:
+    """Report progress to nobody."""

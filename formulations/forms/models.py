@@ -1,0 +1,43 @@
+"""The canonical shapes in which a problem is handed to a backend."""
+
+from dataclasses import dataclass
+
+from scipy import sparse
+
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearProgram:
+    """min cost @ x  s.t.  row_lower <= matrix @ x <= row_upper, lower <= x <= upper.
+
+    ``matrix`` has shape (rows, n); ``integral`` marks the columns that must be integers.
+    """
+
+    cost: Floats
+    matrix: sparse.csr_array
+    row_lower: Floats
+    row_upper: Floats
+    lower: Floats
+    upper: Floats
+    integral: Bools
+    hint: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Intervals:
+    """Non-preemptive intervals of fixed integer duration; minimise the largest end plus tail.
+
+    ``machines[k]`` are intervals that must not overlap. Each row (i, j) of ``before`` asks that j
+    starts no earlier than i ends. ``tails[i]`` follows the end of interval i. ``lower_bound`` is a
+    proved bound on the objective; ``horizon`` an upper bound on it; ``hint`` start times of a
+    feasible answer.
+    """
+
+    durations: Ints
+    machines: tuple[Ints, ...]
+    before: Ints
+    tails: Ints
+    horizon: int
+    lower_bound: int = 0
+    hint: Ints | None = None

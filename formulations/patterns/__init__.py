@@ -1,0 +1,1 @@
+"""Periodic schedules: patterns, 1F1B*, MadPipe."""

@@ -1,0 +1,216 @@
+"""1F1B*: the periodic pattern that keeps the fewest microbatches (MadPipe section 4.1).
+
+Stages and the transfers between them are the items of a chain, each with the time of its forward
+and of its backward. Items are put into groups from the last one on, as many in a group as the
+period has time for. An item of the g-th group keeps g microbatches, and by Proposition 1 no pattern
+of the same period keeps fewer, even if every item had a device of its own. That makes it a schedule
+where every stage has one, and a bound on all others.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import accumulate
+
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.formulations.plans.actions import ActionKind
+
+PATTERN_LOAD = "load of devices and links"
+PATTERN_MEMORY = "memory that 1F1B* needs"
+
+MARGIN = 1e-12  # relative; sums of the same times in another order differ by rounding
+
+
+def groups(problem: PatternProblem, period: float) -> tuple[int, ...]:
+    """The group of every stage, shape (N,): how many microbatches it keeps in flight."""
+    return tuple(group for group, _ in _items(problem, period)[::2])
+
+
+def one_f_one_b_star(problem: PatternProblem, period: float) -> Pattern:
+    """The pattern of 1F1B*: forwards one after another, each group's backwards in its own period.
+
+    It is valid where every stage has a device of its own and ``period`` is at least every item's
+    time; whether it fits is for `least_period` to say.
+    """
+    items = _items(problem, period)
+    jobs, item_of = problem.jobs, {}
+    forward, starts = 0.0, []
+    for i, _ in enumerate(items):
+        item_of[i] = forward
+        forward += _seconds(problem, i)[0]
+    backward: dict[int, float] = {}
+    for i in reversed(range(len(items))):
+        group = items[i][0]
+        if i == len(items) - 1 or items[i + 1][0] < group:
+            # The group's last item turns round at once, group - 1 periods later.
+            backward[i] = item_of[i] + _seconds(problem, i)[0] + (group - 1) * period
+        else:
+            backward[i] = backward[i + 1] + _seconds(problem, i + 1)[1]
+    for job in jobs:
+        kind, s = job.operation.kind, job.operation.stage
+        if kind in (ActionKind.FORWARD, ActionKind.SEND_FORWARD):
+            starts.append(item_of[2 * s + (kind is ActionKind.SEND_FORWARD)])
+        else:
+            starts.append(backward[2 * s - (kind is ActionKind.SEND_BACKWARD)])
+    return Pattern(period, tuple(starts))
+
+
+def load_bound(problem: PatternProblem) -> float:
+    """The largest load of a device or link, and what the all-reduces of a device take of a period.
+
+    These may go on in the pause.
+    """
+    loads = [sum(problem.jobs[i].seconds for i in members) for members in problem.shared]
+    reduced = max(sum(problem.reduce[s] for s in stages) for stages in problem.reducing)
+    reduced -= problem.pause_seconds
+    return max(*loads, problem.least_seconds, reduced / problem.microbatches)
+
+
+def iteration_bound(problem: PatternProblem) -> float:
+    """What an iteration takes at least: periods of `period_bound`, and the pause."""
+    return problem.iteration_seconds(period_bound(problem))
+
+
+def allows(problem: PatternProblem, period: float) -> bool:
+    """Whether loads and memory leave room for a pattern of ``period``: ``period_bound`` <= it."""
+    return _least_load(problem) <= period and _suffices(problem, period)
+
+
+def period_bound(problem: PatternProblem) -> float:
+    """A period that no pattern undercuts, by loads and by the memory that Proposition 1 asks for.
+
+    At some instant a stage has all g microbatches of 1F1B*, at no instant less than g - 1, and no
+    stage has ever less than a later one: a device of several stages keeps at least g - 1 of each,
+    and at some instant one more of a stage and of all earlier ones of its group. MadPipe (4.2.1)
+    counts g - 1 for all of them. Infinite if nothing fits at any period. Where every stage has a
+    device of its own and nothing is reduced, 1F1B* reaches it.
+    """
+    return _least(problem, _least_load(problem), lambda period: True, [])
+
+
+def _least_load(problem: PatternProblem) -> float:
+    """The largest load, and what a microbatch's way takes of the m + 1 periods that it may.
+
+    Between the backward of a stage and when its weights are needed lie the all-reduces of all
+    earlier stages of its device, too: their backwards end later, and their weights are needed
+    earlier. One pause may go by meanwhile.
+    """
+    seconds = [sum(_seconds(problem, i)) for i in reversed(range(_count(problem)))]
+    trips = list(accumulate(seconds))[::-1][::2]
+    through = list(trips)
+    for stages in problem.reducing:
+        for s, reduced in zip(stages, accumulate(problem.reduce[s] for s in stages), strict=True):
+            through[s] += max(0.0, reduced - problem.pause_seconds)
+    return max(load_bound(problem), max(through) / (problem.microbatches + 1))
+
+
+def least_period(problem: PatternProblem) -> float:
+    """The least period at which 1F1B* fits; infinite if it never does.
+
+    Found exactly: the groups, and with them the memory, change only at sums of consecutive items,
+    and an all-reduce fits from a quotient of such a sum on.
+
+    Every stage must have a device of its own.
+    """
+    waits = _waits(problem)
+    extra = [
+        (waits[s] + total + problem.reduce[s]) / periods
+        for s, seconds in enumerate(problem.reduce)
+        if seconds > 0
+        for total in accumulate(sum(_seconds(problem, i)) for i in range(2 * s, _count(problem)))
+        for periods in range(1, problem.microbatches + 2)
+    ]
+    low = max(load_bound(problem), max(problem.reduce) / problem.microbatches)
+    return _least(problem, low, lambda t: _reduces_in_time(problem, t), extra)
+
+
+def _least(
+    problem: PatternProblem, low: float, fits: Callable[[float], bool], extra: list[float]
+) -> float:
+    """The least of the breakpoints from ``low`` on at which the memory suffices, and ``fits``."""
+    seconds = [sum(_seconds(problem, i)) for i in range(_count(problem))]
+    sums = {total for first in range(len(seconds)) for total in accumulate(seconds[first:])}
+    points = sorted({low, *(point for point in (*sums, *extra) if point > low)})
+
+    def suffices(period: float) -> bool:
+        return _suffices(problem, period) and fits(period)
+
+    if not suffices(points[-1]):
+        return math.inf
+    below, least = -1, len(points) - 1
+    while least - below > 1:
+        middle = (below + least) // 2
+        if suffices(points[middle]):
+            least = middle
+        else:
+            below = middle
+    return points[least]
+
+
+def _suffices(problem: PatternProblem, period: float) -> bool:
+    """Whether memory, and two versions of the weights, suffice at ``period``."""
+    in_flight = groups(problem, period)
+    return max(in_flight) <= problem.microbatches + 1 and all(
+        _needed(problem, in_flight, device) <= room
+        for device, room in enumerate(problem.room_bytes)
+    )
+
+
+def _needed(problem: PatternProblem, in_flight: tuple[int, ...], device: int) -> float:
+    """Bytes that the stages of a device keep at least at some instant."""
+    stages = problem.stages_on(device)
+    kept = [(in_flight[s], problem.kept[s]) for s in stages]
+    always = sum((group - 1) * one.saved_bytes for group, one in kept)
+    most = before = 0.0
+    for s, (group, one) in enumerate(kept):
+        # Earlier stages of this group have all its microbatches as well.
+        before = before if s > 0 and kept[s - 1][0] == group else 0.0
+        most = max(most, before + one.saved_bytes + one.working_bytes)
+        before += one.saved_bytes
+    return always + most
+
+
+def _reduces_in_time(problem: PatternProblem, period: float) -> bool:
+    """Whether 1F1B* leaves every all-reduce its time before the next version is needed."""
+    limit = (problem.microbatches + 1) * period * (1 + MARGIN)
+    items = _items(problem, period)[::2]
+    return all(
+        wait + (group - 1) * period + rest + reduce <= limit
+        for wait, (group, rest), reduce in zip(_waits(problem), items, problem.reduce, strict=True)
+    )
+
+
+def _waits(problem: PatternProblem) -> list[float]:
+    """Per stage from when its all-reduce must be over to when its forward begins.
+
+    With a pause, all-reduces must be over as the first stage begins the iteration.
+    """
+    stages = len(problem.forward)
+    if problem.pause_seconds == 0:
+        return [0.0] * stages
+    forwards = [_seconds(problem, i)[0] for i in range(_count(problem))]
+    return [sum(forwards[: 2 * s]) for s in range(stages)]
+
+
+def _items(problem: PatternProblem, period: float) -> list[tuple[int, float]]:
+    """Per item its group, and the seconds of its group from this item on."""
+    found: list[tuple[int, float]] = []
+    group, taken = 1, 0.0
+    for i in reversed(range(_count(problem))):
+        own = sum(_seconds(problem, i))
+        if taken + own > period * (1 + MARGIN):
+            group, taken = group + 1, 0.0
+        taken += own
+        found.append((group, taken))
+    return found[::-1]
+
+
+def _count(problem: PatternProblem) -> int:
+    return 2 * len(problem.forward) - 1
+
+
+def _seconds(problem: PatternProblem, item: int) -> tuple[float, float]:
+    """Forward and backward time of an item: stage i / 2, or the transfer behind it."""
+    s = item // 2
+    if item % 2:
+        return problem.there[s], problem.back[s]
+    return problem.forward[s], problem.backward[s]

@@ -1,0 +1,126 @@
+"""Iterations that no periodic plan of a problem undercuts, by work, memory, sums and updates.
+
+They hold for every partition, allocation and pattern in which all stages have ``size`` devices each
+that split the microbatches. An iteration takes m periods and a pause. The bounds of one and of the
+other add up.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.formulations.plans.periodic import keeps_gradients
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan_class import EVERY_PERIODIC, WHOLE_PERIODIC
+from stagewright.graphs.documents.arrays import Floats
+
+MARGIN = 1e-12
+
+LOAD = "load of all devices"
+LAYER = "longest layer"
+REDUCTION = "largest all-reduce of a layer"
+REDUCTIONS = "all-reduces of all devices"
+AVERAGE_MEMORY = "memory of all devices, averaged over the period"
+LAYER_MEMORY = "microbatches in flight that 1F1B* keeps of one layer"
+
+NAMES = (LOAD, LAYER, REDUCTION, REDUCTIONS, AVERAGE_MEMORY, LAYER_MEMORY)
+
+
+def iteration_bounds(
+    problem: PipelineProblem, size: int, recompute: tuple[str, ...] = ("none",)
+) -> tuple[Bound, ...]:
+    """Bounds on an iteration, in seconds, if every stage has ``size`` devices.
+
+    ``recompute`` is what the stages may do; where that is anything but "none", the memory bounds
+    are left out. Infinite if nothing fits.
+    """
+    work = fastest_work(problem, size)
+    periods = [(name, one, EVERY_PERIODIC) for name, one in work_periods(problem, size).items()]
+    if recompute == ("none",):
+        periods += [
+            (AVERAGE_MEMORY, _average_memory(problem, size, work), WHOLE_PERIODIC),
+            (LAYER_MEMORY, _layer_memory(problem, size, work), WHOLE_PERIODIC),
+        ]
+    pause, reductions = least_pause(problem, size), _least_reductions(problem, size)
+    found = [
+        (name, problem.microbatches * period + pause, plans) for name, period, plans in periods
+    ]
+    # All-reduces go on in the pause as well.
+    found += [
+        (REDUCTION, float(reductions.max()), EVERY_PERIODIC),
+        (REDUCTIONS, size * float(reductions.sum()) / len(problem.cluster), EVERY_PERIODIC),
+    ]
+    return tuple(
+        Bound(seconds, name, "problem", replace(plans, equal_groups=(size,)))
+        for name, seconds, plans in found
+    )
+
+
+def work_periods(problem: PipelineProblem, size: int) -> dict[str, float]:
+    """Periods that are too short for the work, by the argument's name."""
+    work = fastest_work(problem, size)
+    return {LOAD: size * float(work.sum()) / len(problem.cluster), LAYER: float(work.max())}
+
+
+def least_pause(problem: PipelineProblem, size: int) -> float:
+    """What the updates of an iteration take at least on the device where they take longest.
+
+    Every layer is updated on ``size`` devices.
+    """
+    updates = np.min([problem.update_per_layer(kind) for kind in problem.kinds], axis=0)
+    return max(size * float(updates.sum()) / len(problem.cluster), float(updates.max()))
+
+
+def fastest_work(problem: PipelineProblem, size: int) -> Floats:
+    """Seconds of forward and backward per layer on ``size`` devices of its best kind, (L,)."""
+    rows = [
+        problem.costs(kind, size).forward_seconds + problem.costs(kind, size).backward_seconds
+        for kind in problem.kinds
+    ]
+    return np.asarray(np.min(rows, axis=0))
+
+
+def _least_reductions(problem: PipelineProblem, size: int) -> Floats:
+    if size == 1:
+        return np.zeros(len(problem.chain))
+    bandwidth = problem.cluster.bandwidth[~np.eye(len(problem.cluster), dtype=bool)]
+    return 2 * (size - 1) / size * problem.chain.parameter_bytes / float(bandwidth.max())
+
+
+def _weights(problem: PipelineProblem, size: int) -> Floats:
+    """Bytes that a device holds all the time for each of its layers, shape (L,).
+
+    As `static_bytes` of :mod:`stagewright.formulations.patterns.pattern`, without the buffers.
+    """
+    gradients = 1 + keeps_gradients(problem, size)
+    states = 2 + gradients + problem.chain.optimizer_bytes_per_parameter_byte
+    return problem.chain.parameter_bytes * states
+
+
+def _average_memory(problem: PipelineProblem, size: int, work: Floats) -> float:
+    """A layer's activations stay for all the work from its forward to its backward.
+
+    Over a period, each layer keeps them for (sum of the work from it on) / T microbatches on
+    average, and the devices' memory is at least that and the weights.
+    """
+    trips = np.cumsum(work[::-1])[::-1]
+    kept = size * float(problem.saved_per_layer(size) @ trips)
+    memory = float(problem.memory_bytes.sum()) * (1 + MARGIN)
+    room = memory - size * float(_weights(problem, size).sum())
+    return kept / room if room > 0 else math.inf
+
+
+def _layer_memory(problem: PipelineProblem, size: int, work: Floats) -> float:
+    """A layer with a whole device to itself: T g is at least the work from it to the end."""
+    trips = np.cumsum(work[::-1])[::-1]
+    saved = problem.saved_per_layer(size)
+    # Room for exactly g of them must not be taken for less by rounding.
+    room = float(problem.memory_bytes.max()) * (1 + MARGIN) - _weights(problem, size)
+    most = np.full(len(saved), np.inf)
+    np.divide(room * (1 + MARGIN), saved, out=most, where=saved > 0)
+    if (room < 0).any() or (most < 1).any():
+        return math.inf
+    most = np.minimum(np.floor(most), problem.microbatches + 1)
+    return float((trips / most).max())

@@ -1,0 +1,1 @@
+"""Finite pipeline schedules and partitions: makespan, job shops, SPP, BPPM."""

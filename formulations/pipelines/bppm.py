@@ -1,0 +1,209 @@
+"""BPPM: balanced pipeline partition and device mapping (SPP section IV-B, Algorithm 4, PRM).
+
+Devices stand in a fixed order and every stage takes the next ones; the largest time that all
+microbatches of an iteration spend on one stage (all-reduce included) or one channel is minimised,
+for every number of stages. The recurrence W(l, xi, r, i) is read from the last layer to the first,
+which leaves its values as they are and tells every stage how many stages follow it: that decides
+how many microbatches it must hold in flight (1F1B's min(M, number of stages from the last)).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.errors import InputError
+
+
+class Recurrence(NamedTuple):
+    """PRM's tables, a tuple that compiled kernels can take.
+
+    Layers and devices are counted from the end of the pipeline.
+    K device kinds, V devices, L layers, M microbatches. Every prefix has L + 1 entries, entry l
+    for the last l layers.
+
+    Attributes
+    ----------
+    microbatches
+        M.
+    samples
+        b, of a microbatch.
+    held
+        The n-th stage from the end must hold min(held, n) microbatches in memory.
+    forward, backward
+        Prefixes of one replica's seconds per microbatch, shape (K, R + 1, L + 1) by kind and
+        number of replicas, of which a stage has at most R.
+    update
+        Prefixes of the optimizer's step in seconds, shape (K, L + 1) by kind.
+    parameters
+        Prefix of parameter bytes, shape (L + 1,).
+    first
+        Where a stage of r devices that ends with the last l layers may begin at the earliest, so
+        that its shares of a microbatch are large enough, shape (R + 1, L + 1) by r.
+    boundary
+        Bytes per microbatch that enter the last l layers, shape (L + 1,); 0 at both ends.
+    saved
+        Prefixes of saved bytes per microbatch, shape (R + 1, L + 1) by number of replicas.
+    state_factor
+        Bytes of weights, gradients and optimizer state per parameter byte.
+    kinds
+        kinds[k, i]: how many of the first i devices are of kind k, shape (K, V + 1).
+    memory
+        Memory bytes per device, shape (V,).
+    pace, delay
+        Seconds per byte and latency from device to device, shape (V, V).
+    group_pace, group_delay
+        The largest of these among the r devices that end before position i, shape (V + 1, V + 1)
+        by i and r.
+    """
+
+    microbatches: int
+    samples: int
+    held: int
+    forward: Floats
+    backward: Floats
+    update: Floats
+    parameters: Floats
+    first: Ints
+    boundary: Floats
+    saved: Floats
+    state_factor: float
+    kinds: Ints
+    memory: Floats
+    pace: Floats
+    delay: Floats
+    group_pace: Floats
+    group_delay: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class BalancedPartition:
+    """Partition, replication and mapping for ``problem`` with devices in ``order``.
+
+    ``order`` lists the positions of the devices to use, all of them; the first stage takes the
+    first ones. The n-th stage from the end must hold min(held, n) microbatches; None stands for
+    1F1B's min(M, n).
+    """
+
+    problem: PipelineProblem
+    order: tuple[int, ...]
+    held: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.order or len({*self.order}) < len(self.order):
+            raise InputError("order must list devices of the cluster, each once")
+        if not {*self.order} <= {*range(len(self.problem.cluster))}:
+            raise InputError(f"order must list positions below {len(self.problem.cluster)}")
+
+    def evaluate(self, stages: Sequence["StageChoice"]) -> float:
+        """W of given stages: the largest time of a stage or channel over all microbatches."""
+        problem, total = self.problem, self.problem.microbatches
+        times = [
+            total * sum(problem.compute_seconds(stage.start, stage.stop, stage.devices))
+            + problem.finish_seconds(stage.start, stage.stop, stage.devices)
+            for stage in stages
+        ]
+        times += [
+            total * sum(problem.transfer_seconds(one.stop, one.devices, next_.devices))
+            for one, next_ in pairwise(stages)
+        ]
+        return max(times)
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """Layers [start, stop) on the devices at these positions of the cluster."""
+
+    start: int
+    stop: int
+    devices: tuple[int, ...]
+
+
+class ByRecurrence:
+    """BPPM as a dynamic program."""
+
+    def apply(self, question: BalancedPartition) -> Recurrence:
+        """The tables of PRM's recurrence."""
+        problem = question.problem
+        backwards = np.array(question.order[::-1])
+        size = len(backwards)
+        cluster = problem.cluster
+        pace = 1.0 / cluster.bandwidth[np.ix_(backwards, backwards)]
+        delay = cluster.latency[np.ix_(backwards, backwards)]
+        kinds = [cluster.devices[v].kind for v in backwards]
+        counts = np.array([[kind == k for kind in kinds] for k in problem.kinds], dtype=np.int64)
+        most = min(size, int(problem.replicas_per_layer.max()))
+        shares = [max(r, 1) for r in range(most + 1)]
+        by_share = [[problem.costs(kind, r) for r in shares] for kind in problem.kinds]
+        saved = np.array([problem.saved_per_layer(r) for r in shares])
+        entering = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
+        return Recurrence(
+            problem.microbatches,
+            problem.chain.microbatch_size,
+            question.held or problem.microbatches,
+            _suffix_sums(np.array([[c.forward_seconds for c in row] for row in by_share])),
+            _suffix_sums(np.array([[c.backward_seconds for c in row] for row in by_share])),
+            _suffix_sums(np.array([problem.update_per_layer(kind) for kind in problem.kinds])),
+            _suffix_sums(problem.chain.parameter_bytes),
+            earliest_starts(problem.replicas_per_layer[::-1], most),
+            np.array([0.0, *entering[::-1], 0.0]),
+            _suffix_sums(saved),
+            2.0 + problem.chain.optimizer_bytes_per_parameter_byte,
+            np.concatenate([np.zeros((len(counts), 1), np.int64), counts.cumsum(axis=1)], axis=1),
+            problem.memory_bytes[backwards],
+            pace,
+            delay,
+            _largest_in_windows(pace),
+            _largest_in_windows(delay),
+        )
+
+    def invert(
+        self, question: BalancedPartition, cuts: Sequence[tuple[int, int]]
+    ) -> tuple[StageChoice, ...]:
+        """Stages from ``cuts``: per stage from the last, layers and devices placed so far."""
+        layers, size = len(question.problem.chain), len(question.order)
+        stages = []
+        taken = used = 0
+        for l, i in cuts:
+            devices = question.order[size - i : size - used]
+            stages.append(StageChoice(layers - l, layers - taken, tuple(devices)))
+            taken, used = l, i
+        return tuple(stages[::-1])
+
+
+def prefix_sums(values: Floats) -> Floats:
+    """Entry l holds the sum of the first l values along the last axis, from l = 0 on."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    sums[..., 1:] = np.cumsum(values, axis=-1)
+    return sums
+
+
+def earliest_starts(replicas: Ints, most: int) -> Ints:
+    """out[r, l] = the least l' such that each of the layers (l', l] can be split among r."""
+    layers = np.arange(1, len(replicas) + 1)
+    blocked = np.where(replicas[None, :] < np.arange(most + 1)[:, None], layers, 0)
+    out = np.zeros((most + 1, len(replicas) + 1), dtype=np.int64)
+    out[:, 1:] = np.maximum.accumulate(blocked, axis=1)
+    return out
+
+
+def _suffix_sums(values: Floats) -> Floats:
+    """Entry l holds the sum of the last l values along the last axis."""
+    return prefix_sums(values[..., ::-1])
+
+
+def _largest_in_windows(matrix: Floats) -> Floats:
+    """out[i, r] = the largest entry among rows and columns i - r ... i - 1; 0 for r < 2."""
+    size = len(matrix)
+    either = np.maximum(matrix, matrix.T)
+    np.fill_diagonal(either, 0.0)
+    out = np.zeros((size + 1, size + 1))
+    for i in range(2, size + 1):
+        # Row i - 1 against the devices just before it, nearest first.
+        newest = np.maximum.accumulate(either[i - 1, : i - 1][::-1])
+        out[i, 2 : i + 1] = np.maximum(out[i - 1, 1:i], newest)
+    return out

@@ -1,0 +1,195 @@
+"""BPPM for a given number of stages as a mixed-integer program (SPP section IV-B), for small cases.
+
+It shares nothing with the recurrence but the question, and so is a second opinion on it. A plan is
+a path: stage, channel, stage, ..., stage. Stages are numbered n = N ... 1 by their place from the
+end of the pipeline.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy import sparse
+
+from stagewright.formulations.forms.models import LinearProgram
+from stagewright.formulations.pipelines.bppm import BalancedPartition, StageChoice
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+
+Rows = list[dict[int, float]]
+Place = tuple[int, int, int, int]
+
+
+class _StageColumn(NamedTuple):
+    """1 if stage ``n`` holds layers [a, b) on the devices order[i:j]."""
+
+    n: int
+    a: int
+    b: int
+    i: int
+    j: int
+
+
+class _ChannelColumn(NamedTuple):
+    """1 if the cut in front of layer ``l`` is behind stage ``n``: from order[h:i] to order[i:j]."""
+
+    n: int
+    l: int
+    h: int
+    i: int
+    j: int
+
+
+@dataclass(frozen=True, slots=True)
+class ByAssignment:
+    """One binary per possible stage, one variable per possible channel, and the bottleneck W.
+
+    Columns are the stages, the channels, and W in units of the slowest stage, so that the
+    coefficients of the rows are at most 1 or so; the objective is in seconds.
+    """
+
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise InputError(f"stages must be at least 1, got {self.stages}")
+
+    def apply(self, question: BalancedPartition) -> LinearProgram:
+        """The form; infeasible if no partition into so many stages fits in memory."""
+        stages = list(_stage_columns(question, self.stages))
+        channels = list(_channel_columns(question, self.stages))
+        taken = np.array([_stage_seconds(question, stage) for stage in stages])
+        passed = np.array([_channel_seconds(question, channel) for channel in channels])
+        unit = float(taken.max(initial=0.0)) or 1.0
+        size = len(stages) + len(channels)
+        flow = [*_one_path(stages, self.stages), *_links(stages, channels, self.stages)]
+        loads = _loads([stage.n for stage in stages], taken / unit, 0, size)
+        loads += _loads([channel.n for channel in channels], passed / unit, len(stages), size)
+        right = np.r_[1.0, np.zeros(len(flow) - 1)]
+        return LinearProgram(
+            cost=np.r_[np.zeros(size), unit],
+            matrix=_sparse([*flow, *loads], size + 1),
+            row_lower=np.r_[right, np.full(len(loads), -np.inf)],
+            row_upper=np.r_[right, np.zeros(len(loads))],
+            lower=np.zeros(size + 1),
+            upper=np.r_[np.ones(size), np.inf],
+            # Whole stages leave every channel but those between them without flow.
+            integral=np.arange(size + 1) < len(stages),
+        )
+
+    def invert(self, question: BalancedPartition, values: Floats) -> tuple[StageChoice, ...]:
+        """The stages whose binaries are 1, first to last."""
+        columns = list(_stage_columns(question, self.stages))
+        chosen = [stage for stage, value in zip(columns, values, strict=False) if value > 0.5]
+        return tuple(
+            StageChoice(stage.a, stage.b, question.order[stage.i : stage.j])
+            for stage in sorted(chosen, key=lambda stage: -stage.n)
+        )
+
+
+def _stage_columns(question: BalancedPartition, stages: int) -> Iterator[_StageColumn]:
+    """Every stage that leaves a layer and a device to each other one, and fits in memory.
+
+    The n-th stage from the end holds min(M, n) microbatches in flight, or min(held, n) if given.
+    """
+    problem = question.problem
+    for n in range(stages, 0, -1):
+        for a, b in _spans(len(problem.chain), stages, n):
+            for i, j in _spans(len(question.order), stages, n):
+                limit = problem.in_flight_limit(a, b, question.order[i:j])
+                if limit >= min(question.held or problem.microbatches, n):
+                    yield _StageColumn(n, a, b, i, j)
+
+
+def _spans(total: int, stages: int, n: int) -> Iterator[tuple[int, int]]:
+    """The [start, stop) of ``total`` that stage n may take: all before it and behind it get one."""
+    before, behind = stages - n, n - 1
+    starts = [0] if before == 0 else range(before, total - behind)
+    for start in starts:
+        stops = [total] if behind == 0 else range(start + 1, total - behind + 1)
+        yield from ((start, stop) for stop in stops if stop > start)
+
+
+def _channel_columns(question: BalancedPartition, stages: int) -> Iterator[_ChannelColumn]:
+    layers, devices = len(question.problem.chain), len(question.order)
+    for n in range(stages, 1, -1):
+        before, behind = stages - n, n - 1
+        for l in range(before + 1, layers - behind + 1):
+            for h, i in _spans(devices, stages, n):
+                for _, j in (span for span in _spans(devices, stages, n - 1) if span[0] == i):
+                    yield _ChannelColumn(n, l, h, i, j)
+
+
+def _stage_seconds(question: BalancedPartition, stage: _StageColumn) -> float:
+    """M times forward and backward, all-reduce and update: a stage's entry in W(l, xi, r, i)."""
+    problem, devices = question.problem, question.order[stage.i : stage.j]
+    computed = sum(problem.compute_seconds(stage.a, stage.b, devices))
+    return problem.microbatches * computed + problem.finish_seconds(stage.a, stage.b, devices)
+
+
+def _channel_seconds(question: BalancedPartition, channel: _ChannelColumn) -> float:
+    """M times the transfers there and back: a channel's entry in W(l, xi, r, i)."""
+    h, i, j = channel.h, channel.i, channel.j
+    sent = question.problem.transfer_seconds(channel.l, question.order[h:i], question.order[i:j])
+    return question.problem.microbatches * sum(sent)
+
+
+def _one_path(stages: Sequence[_StageColumn], count: int) -> Rows:
+    """The path leaves the source once, into a first stage."""
+    return [{x: 1.0 for x, stage in enumerate(stages) if stage.n == count}]
+
+
+def _links(stages: Sequence[_StageColumn], channels: Sequence[_ChannelColumn], count: int) -> Rows:
+    """What enters a place of the network leaves it.
+
+    There are two kinds of places: behind stage n, where its cut and its devices decide which
+    channels may follow, and in front of stage n - 1 likewise.
+    """
+    out = _balance(
+        stages, channels, lambda s: (s.n, s.b, s.i, s.j), lambda c: (c.n, c.l, c.h, c.i), end=1
+    )
+    into = _balance(
+        stages,
+        channels,
+        lambda s: (s.n, s.a, s.i, s.j),
+        lambda c: (c.n - 1, c.l, c.i, c.j),
+        end=count,
+    )
+    return out + into
+
+
+def _balance(
+    stages: Sequence[_StageColumn],
+    channels: Sequence[_ChannelColumn],
+    of_stage: Callable[[_StageColumn], Place],
+    of_channel: Callable[[_ChannelColumn], Place],
+    end: int,
+) -> Rows:
+    """A row per place: its stages minus its channels. Stage ``end`` has none on that side."""
+    rows: dict[Place, dict[int, float]] = {}
+    for x, stage in enumerate(stages):
+        if stage.n != end:
+            rows.setdefault(of_stage(stage), {})[x] = 1.0
+    for y, channel in enumerate(channels, start=len(stages)):
+        rows.setdefault(of_channel(channel), {})[y] = -1.0
+    return list(rows.values())
+
+
+def _loads(numbers: Sequence[int], seconds: Floats, offset: int, bottleneck: int) -> Rows:
+    """W is at least the time of the chosen column, for every n; ``numbers`` are the columns' n."""
+    rows: dict[int, dict[int, float]] = {}
+    for x, (n, time) in enumerate(zip(numbers, seconds.tolist(), strict=True), start=offset):
+        rows.setdefault(n, {bottleneck: -1.0})[x] = time
+    return list(rows.values())
+
+
+def _sparse(rows: Rows, columns: int) -> sparse.csr_array:
+    return sparse.csr_array(
+        (
+            np.array([value for row in rows for value in row.values()], dtype=float),
+            np.array([column for row in rows for column in row], dtype=np.int32),
+            np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32),
+        ),
+        shape=(len(rows), columns),
+    )

@@ -1,0 +1,329 @@
+"""Bounds that hold for every plan that the checker accepts, or for every finite one.
+
+They rest on what no plan can avoid. A stage takes the longest of its devices' times, and a device's
+time is a sum over the stage's layers: a device is busy at least for its own times of every layer it
+has. A layer of a microbatch is on r devices at once, each with ceil(b/r) samples, or, where the
+microbatches go round, on one with all of them (r = 1). Recomputation and steps of the optimizer
+within a backward only add to that, and transfers are left out, as stages on the same devices have
+none. While a backward lasts, a device holds the states and the saved activations of its layers.
+
+A bound is computed from tables of the least times, all of shape (..., L). The proofs are in
+docs/certificates.md.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from stagewright.formulations.forms.models import LinearProgram
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.units import format_bytes
+
+LOAD = "load of all device kinds"
+LAYER = "longest layer with its all-reduce"
+COPIES = "copies of the layers that fit in memory"
+WAY = "way of one microbatch"
+LAYER_WAY = "longest layer and the way around it"
+
+PRECISION = 1e-6  # relative width at which the bisection for the copies stops
+MARGIN = 1e-9  # relative; what sums of bytes may exceed by rounding
+
+
+@dataclass(frozen=True)
+class LeastTimes:
+    """The least that a layer takes, over the devices and their numbers that it can have.
+
+    Axes are kinds of devices K, numbers of devices R = 1 .. most, devices V, and layers L; inf
+    stands where the memory or the number of samples forbids it.
+    """
+
+    problem: PipelineProblem
+
+    @cached_property
+    def numbers(self) -> range:
+        """Numbers of devices that a stage can split its microbatches among."""
+        most = int(self.problem.replicas_per_layer.max())
+        return range(1, min(len(self.problem.cluster), most) + 1)
+
+    @cached_property
+    def kind_of(self) -> NDArray[np.int64]:
+        """Per device the position of its kind, shape (V,)."""
+        kinds = self.problem.kinds
+        return np.array([kinds.index(one.kind) for one in self.problem.cluster.devices])
+
+    @cached_property
+    def state_bytes(self) -> Floats:
+        """Weights, gradients and the optimizer's state, shape (L,)."""
+        chain = self.problem.chain
+        return chain.parameter_bytes * (2 + chain.optimizer_bytes_per_parameter_byte)
+
+    @cached_property
+    def needs(self) -> Floats:
+        """Bytes that a device of a layer has during a backward, shape (R, L)."""
+        saved = [self.problem.saved_per_layer(r) for r in self.numbers]
+        return np.asarray(saved) + self.state_bytes
+
+    @cached_property
+    def possible(self) -> NDArray[np.bool_]:
+        """Whether r devices can split a layer, by its samples and their memory, shape (R, L)."""
+        numbers, memory = np.array(self.numbers)[:, None], np.sort(self.problem.memory_bytes)
+        with_room = len(memory) - np.searchsorted(memory * (1 + MARGIN), self.needs)
+        return np.asarray((with_room >= numbers) & (numbers <= self.problem.replicas_per_layer))
+
+    @cached_property
+    def forward(self) -> Floats:
+        """Seconds of a layer's forward on a device of kind k, one of r, shape (K, R, L)."""
+        return self._table(lambda kind, r: self.problem.costs(kind, r).forward_seconds)
+
+    @cached_property
+    def backward(self) -> Floats:
+        """Seconds of the backward, whole or its two parts, shape (K, R, L)."""
+        return self._table(lambda kind, r: self.problem.costs(kind, r).backward_seconds)
+
+    @cached_property
+    def gradient(self) -> Floats:
+        """Seconds until the input's gradient is sent on, shape (K, R, L).
+
+        The whole backward where the layer does not know its parts.
+        """
+        known = [
+            all(cost.backward_seconds is None for cost in layer.costs)
+            for layer in self.problem.chain.layers
+        ]
+        parts = self._table(lambda kind, r: self.problem.gradient_costs(kind, r).forward_seconds)
+        return np.where(known, parts, self.backward)
+
+    @cached_property
+    def update(self) -> Floats:
+        """Seconds of the optimizer's step on a layer, shape (K, L)."""
+        return np.array([self.problem.update_per_layer(kind) for kind in self.problem.kinds])
+
+    @cached_property
+    def device_seconds(self) -> Floats:
+        """Device-seconds of a microbatch on kind k, split as is best there, shape (K, L)."""
+        numbers = np.array(self.numbers)[None, :, None]
+        return np.asarray((numbers * (self.forward + self.backward)).min(axis=1))
+
+    @cached_property
+    def ring(self) -> tuple[Floats, Floats]:
+        """Pace and delay of the best all-reduce among r devices, shapes (V,), r = 1 .. V.
+
+        A device of the group has links to r - 1 others; the (r - 1)-th best of some device is at
+        least as good as the group's worst.
+        """
+        cluster, size = self.problem.cluster, len(self.problem.cluster)
+        apart = ~np.eye(size, dtype=bool)
+        pace, delay = np.zeros(size), np.zeros(size)
+        if size > 1:
+            width = np.minimum(cluster.bandwidth, cluster.bandwidth.T)[apart].reshape(size, -1)
+            late = np.maximum(cluster.latency, cluster.latency.T)[apart].reshape(size, -1)
+            pace[1:] = 1 / np.sort(width, axis=1)[:, ::-1].max(axis=0)
+            delay[1:] = np.sort(late, axis=1).min(axis=0)
+        return pace, delay
+
+    def all_reduce(self, r: int) -> Floats:
+        """Least seconds of a layer's all-reduce among r devices, shape (L,)."""
+        pace, delay = self.ring
+        volume = 2 * (r - 1) / r * self.problem.chain.parameter_bytes
+        return np.asarray(volume * pace[r - 1] + 2 * (r - 1) * delay[r - 1])
+
+    def slowest_of(self, r: int, seconds: Floats) -> Floats:
+        """The least that the slowest of r devices takes, shape (L,), from times per kind (K, L)."""
+        order = np.argsort(seconds, axis=0)
+        so_many = np.cumsum(np.bincount(self.kind_of)[order], axis=0)
+        kind = np.take_along_axis(order, np.argmax(so_many >= r, axis=0)[None, :], axis=0)
+        return np.asarray(np.take_along_axis(seconds, kind, axis=0)[0])
+
+    def _table(self, of: Callable[[str, int], Floats]) -> Floats:
+        """``of`` a kind and a number of devices, where they have room; else inf."""
+        kinds, memory = self.problem.kinds, self.problem.memory_bytes * (1 + MARGIN)
+        values = np.array([[of(kind, r) for r in self.numbers] for kind in kinds])
+        largest = [memory[self.kind_of == k].max() for k in range(len(kinds))]
+        room = self.needs <= np.array(largest)[:, None, None]
+        return np.where(room & self.possible, values, np.inf)
+
+
+def load_bound(problem: PipelineProblem, prices: Floats) -> float:
+    """All devices together have only so much time; ``prices`` of a second on each kind, (K,).
+
+    In a plan of T seconds the n_k devices of kind k are busy for at most n_k T. On kind k a layer
+    takes e(l, k) device-seconds of a microbatch at least, or a share of that for a share of the
+    microbatches, and its optimizer's step u(l, k) once. At prices p >= 0 with sum n_k p_k = 1 all
+    the time costs T, so that T >= sum_l (M min_k p_k e(l, k) + min_k p_k u(l, k)). This holds for
+    any prices; the best are duals of a linear program (:func:`price_program`).
+    """
+    times = LeastTimes(problem)
+    whole = float(np.bincount(times.kind_of) @ prices)
+    if not (prices >= 0).all() or not 0 < whole < math.inf:
+        return 0.0
+    work = _priced(prices, times.device_seconds).min(axis=0).sum()
+    steps = _priced(prices, times.update).min(axis=0).sum()
+    return float(problem.microbatches * work + steps) / whole
+
+
+def price_program(problem: PipelineProblem) -> LinearProgram:
+    """The best prices for :func:`load_bound`: the columns are p_k, then what layers cost at least.
+
+    First M times the work of every layer, then every optimizer's step.
+    """
+    times = LeastTimes(problem)
+    seconds = np.hstack([problem.microbatches * times.device_seconds, times.update])
+    scale = float(seconds.max(initial=0.0, where=np.isfinite(seconds))) or 1.0
+    kinds, costs = seconds.shape
+    # p_k e(l, k) - c_l >= 0; a kind without room for a layer asks for nothing.
+    items, of_kind = np.nonzero(np.isfinite(seconds.T))
+    rows = len(items)
+    matrix = sparse.csr_array(
+        (
+            np.concatenate([seconds[of_kind, items] / scale, -np.ones(rows)]),
+            (np.tile(np.arange(rows), 2), np.concatenate([of_kind, kinds + items])),
+        ),
+        shape=(rows, kinds + costs),
+    )
+    counts = np.append(np.bincount(times.kind_of), np.zeros(costs))
+    free = np.full(kinds + costs, np.inf)
+    return LinearProgram(
+        cost=np.append(np.zeros(kinds), -np.ones(costs)),
+        matrix=sparse.csr_array(sparse.vstack([matrix, counts[None, :]])),
+        row_lower=np.append(np.zeros(rows), 1.0),
+        row_upper=np.append(np.full(rows, np.inf), 1.0),
+        lower=np.zeros(kinds + costs),
+        upper=free,
+        integral=np.zeros(kinds + costs, dtype=bool),
+    )
+
+
+def layer_bound(problem: PipelineProblem) -> float:
+    """The layer that takes longest on the devices that suit it best, and its all-reduce.
+
+    Split among r devices, each does all M microbatches; if they go round, one of r does at least
+    M / r of them, and then the optimizer's step. The gradients are summed once per iteration; in a
+    periodic plan next to the next one's computations, and through another iteration's step.
+    """
+    times, best = LeastTimes(problem), np.full(len(problem.chain), np.inf)
+    for r in range(1, len(problem.cluster) + 1):
+        ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
+        for busy in _busy(times, times.forward + times.backward, r):
+            best = np.minimum(best, np.maximum(busy + step, ring))
+    return float(best.max())
+
+
+def copies_bound(problem: PipelineProblem) -> float:
+    """The time in which so few copies of the layers can do the work that memory has room for them.
+
+    A device gives a layer at most T - u of its time, so that its states stand on at least
+    M e / (T - u) devices. The time is found by bisection; for all below it the memory of all
+    devices is too small. Infinite if it is too small for a single copy.
+    """
+    times = LeastTimes(problem)
+    work = problem.microbatches * times.device_seconds.min(axis=0)
+    steps = times.update.min(axis=0)
+    memory = float(problem.memory_bytes.sum()) * (1 + MARGIN)
+
+    states = times.state_bytes
+    kept = states > 0
+    if not np.isfinite(work).all():
+        return math.inf
+
+    def fits(limit: float) -> bool:
+        if (limit < steps).any():
+            return False
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            copies = np.where(work > 0, work / (limit - steps), 1.0)
+        copies = np.ceil(np.maximum(1.0, copies * (1 - MARGIN)))
+        return float(copies[kept] @ states[kept]) <= memory
+
+    low, high = 0.0, float((work + steps).max())
+    if not fits(high):
+        return math.inf
+    least = PRECISION * high
+    while high > max(least, low * (1 + PRECISION)):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
+
+
+def way_bound(problem: PipelineProblem, whole: bool) -> float:
+    """A microbatch passes all forwards and then all backwards, each at its quickest.
+
+    ``whole``: no backward is divided. Else a stage may send the input's gradient on before it
+    computes the weights': of those only one layer's is on the way, and its optimizer's step.
+    """
+    times = LeastTimes(problem)
+    back = _least(times.backward if whole else times.gradient)
+    ahead = np.append(np.cumsum(back[::-1])[::-1], 0.0)[1:]  # of the layers after l
+    last = ahead + _least(times.backward) + times.update.min(axis=0)
+    return float(_least(times.forward).sum() + last.max())
+
+
+def layer_way_bound(problem: PipelineProblem, whole: bool) -> float:
+    """The way to a layer, all its work, and what must follow; ``whole`` as in :func:`way_bound`.
+
+    The way back to the first layer follows the last backward, or the last input gradient; the
+    all-reduce and the optimizer's step follow all the work.
+    """
+    times, layers = LeastTimes(problem), len(problem.chain)
+    forward, back = _least(times.forward), _least(times.backward if whole else times.gradient)
+    steps = times.update.min(axis=0)
+    head = np.cumsum(forward) - forward
+    # Back through the layers before l: the first one's weights and its step end it.
+    first = float(_least(times.backward)[0] + steps[0])
+    tail = np.where(np.arange(layers) > 0, first + np.cumsum(back) - back - back[0], 0.0)
+    best = np.full(layers, np.inf)
+    for r in range(1, len(problem.cluster) + 1):
+        ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
+        work = _busy(times, times.forward + times.backward, r)
+        sent = _busy(times, times.forward + (times.backward if whole else times.gradient), r)
+        for busy, until in zip(work, sent, strict=True):
+            best = np.minimum(best, head + np.maximum(busy + ring + step, until + tail))
+    return float(best.max())
+
+
+def why_nothing_fits(problem: PipelineProblem) -> str | None:
+    """Why memory alone, or the samples of a microbatch, leaves no plan; None if it does not."""
+    times = LeastTimes(problem)
+    for l, layer in enumerate(problem.chain.layers):
+        if not times.possible[:, l].any():
+            need = float(times.needs[: problem.replicas_per_layer[l], l].min())
+            largest = float(problem.memory_bytes.max())
+            return (
+                f"layer {layer.name!r} with one microbatch needs {format_bytes(need)} on a device, "
+                f"the largest has {format_bytes(largest)}: {need - largest:.0f} bytes short"
+            )
+    need, memory = float(times.state_bytes.sum()), float(problem.memory_bytes.sum())
+    if need <= memory * (1 + MARGIN):
+        return None
+    return (
+        f"weights, gradients and optimizer state of all layers need {format_bytes(need)}, all "
+        f"devices have {format_bytes(memory)}: {need - memory:.0f} bytes short"
+    )
+
+
+def _least(seconds: Floats) -> Floats:
+    """The least over kinds and numbers of devices, shape (L,)."""
+    return np.asarray(seconds.min(axis=(0, 1)))
+
+
+def _priced(prices: Floats, seconds: Floats) -> Floats:
+    """What ``seconds``, (K, L), cost; what is impossible costs inf even where time is free."""
+    return np.where(np.isfinite(seconds), prices[:, None] * seconds, np.inf)
+
+
+def _busy(times: LeastTimes, seconds: Floats, r: int) -> list[Floats]:
+    """Least seconds of all microbatches on the busiest of r devices, shape (L,).
+
+    If these take turns, and if they split the microbatches.
+    """
+    total, alone = times.problem.microbatches, seconds[:, 0]
+    turns = -(-total // r) * times.slowest_of(1, alone)
+    if total >= r:
+        turns = np.maximum(turns, total // r * times.slowest_of(r, alone))
+    if r not in times.numbers:
+        return [turns]
+    return [turns, total * times.slowest_of(r, seconds[:, r - 1])]

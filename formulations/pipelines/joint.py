@@ -1,0 +1,325 @@
+"""Partition, replication and mapping at once, as a tree of prefixes, each with a lower bound.
+
+A prefix is the first stages of a plan; its children append one stage. Every contiguous partition
+and every choice of disjoint device sets (devices may stay idle, stages split their microbatches)
+is reached once, up to symmetries of the cluster. Every bound holds for all schedules of all plans
+below the prefix. Notation as in :mod:`bounds`: head, round trip, tail.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.relaxation import Relaxation, relax
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.arrays import Floats
+
+Devices = tuple[int, ...]
+
+JOINT_SEARCH = "joint branch and bound with CP-SAT"
+MARGIN = 1e-9  # relative; differences of prefix sums are rounded
+
+
+class Placed(NamedTuple):
+    """A stage of a prefix in numbers.
+
+    ``sends`` is the time of a microbatch on the channel in front, both ways; ``head``, ``tail`` and
+    ``limit`` (in flight, at most M) as in :mod:`stagewright.formulations.pipelines.bounds`.
+    """
+
+    forward: float
+    backward: float
+    sends: float
+    limit: int
+    head: float
+    tail: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The first stages of a plan; no plan that begins so is shorter than ``bound``.
+
+    ``taken[c]`` lists how many devices of class c each of the stages has.
+    """
+
+    stages: tuple[StageChoice, ...]
+    placed: tuple[Placed, ...]
+    taken: tuple[tuple[int, ...], ...]
+    bound: float
+
+    @property
+    def layers(self) -> int:
+        """How many layers are placed."""
+        return self.stages[-1].stop if self.stages else 0
+
+
+class Rest(NamedTuple):
+    """What the layers from l on, on at most d devices, need at least; entries [d, l].
+
+    All three follow one recursion over the next stage, and take the best of everything, link by
+    link and stage by stage (:mod:`relaxation`); inf if nothing fits.
+
+    Attributes
+    ----------
+    path
+        One microbatch there and back, shape (V + 1, L + 1).
+    fill
+        Both ways through the stages before, plus M microbatches on a stage or channel, for the
+        stage or channel where that is largest.
+    reduced
+        The way there, plus M microbatches on a stage, its all-reduce and its update.
+    """
+
+    path: Floats
+    fill: Floats
+    reduced: Floats
+
+
+@dataclass(frozen=True)
+class JointPlanning:
+    """The tree of all plans of ``problem``."""
+
+    problem: PipelineProblem
+
+    @cached_property
+    def root(self) -> Prefix:
+        """The empty prefix; its bound holds for every plan of the tree."""
+        size = len(self.problem.cluster)
+        bound = max(float(table[size, 0]) for table in self.rest)
+        return Prefix((), (), tuple(() for _ in self.classes), bound)
+
+    @cached_property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """Devices that are alike: any two of a class can trade places in every plan."""
+        classes: list[list[int]] = []
+        for v in range(len(self.problem.cluster)):
+            home = next((c for c in classes if _can_trade(self.problem, c[:1], [v])), None)
+            if home is None:
+                classes.append([v])
+            else:
+                home.append(v)
+        return tuple(tuple(members) for members in classes)
+
+    @cached_property
+    def like(self) -> tuple[int, ...]:
+        """Per class the first class that can trade places with it as a whole (equal servers)."""
+        first: list[int] = []
+        for c, members in enumerate(self.classes):
+            pairs = (d for d in range(c) if _can_trade(self.problem, self.classes[d], members))
+            first.append(next(pairs, c))
+        return tuple(first)
+
+    @cached_property
+    def relaxed(self) -> Relaxation:
+        """The problem with the best link, kind and memory everywhere."""
+        return relax(self.problem)
+
+    @cached_property
+    def rest(self) -> Rest:
+        """Bounds on what follows a prefix."""
+        return _rest(self.relaxed, len(self.problem.cluster))
+
+    def children(self, prefix: Prefix) -> Iterator[Prefix]:
+        """Prefixes with one stage more, one by one; those that cannot be completed are left out."""
+        layers = len(self.problem.chain)
+        for counts in self._counts(prefix.taken):
+            taken = tuple((*c, n) for c, n in zip(prefix.taken, counts, strict=True))
+            devices = self._devices(prefix.taken, counts)
+            for stop in range(prefix.layers + 1, layers + 1):
+                child = self._child(prefix, StageChoice(prefix.layers, stop, devices), taken)
+                if child is not None and child.bound < np.inf:
+                    yield child
+
+    def _counts(self, taken: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
+        """How many devices of every class the next stage takes, at least one in all.
+
+        Of classes that are alike and were used alike so far, an earlier one gives no fewer.
+        """
+        twins = [
+            next((d for d in reversed(range(c)) if self._alike(taken, c, d)), None)
+            for c in range(len(taken))
+        ]
+        left = [len(c) - sum(used) for c, used in zip(self.classes, taken, strict=True)]
+
+        def choose(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+            c = len(chosen)
+            if c == len(left):
+                if any(chosen):
+                    yield chosen
+                return
+            twin = twins[c]
+            most = left[c] if twin is None else min(left[c], chosen[twin])
+            for count in range(most + 1):
+                yield from choose((*chosen, count))
+
+        return choose(())
+
+    def _alike(self, taken: tuple[tuple[int, ...], ...], c: int, d: int) -> bool:
+        return self.like[c] == self.like[d] and taken[c] == taken[d]
+
+    def _devices(
+        self, taken: tuple[tuple[int, ...], ...], counts: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The first unused devices of every class."""
+        chosen = [
+            members[sum(used) : sum(used) + count]
+            for members, used, count in zip(self.classes, taken, counts, strict=True)
+        ]
+        return tuple(sorted(v for members in chosen for v in members))
+
+    def _child(
+        self, prefix: Prefix, stage: StageChoice, taken: tuple[tuple[int, ...], ...]
+    ) -> Prefix | None:
+        """``prefix`` and ``stage``; None if the stage cannot hold a microbatch."""
+        key = (stage.start, stage.stop, stage.devices)
+        if key not in self._numbers:
+            limit = self.problem.in_flight_limit(*key)
+            times = self.problem.compute_seconds(*key)
+            self._numbers[key] = (limit, *times, self.problem.finish_seconds(*key))
+        limit, forward, backward, finish = self._numbers[key]
+        if limit < 1:
+            return None
+        there = back = head = 0.0
+        tail = finish
+        if prefix.stages:
+            last = prefix.placed[-1]
+            there, back = self._transfer(stage.start, prefix.stages[-1].devices, stage.devices)
+            head = last.head + last.forward + there
+            tail = max(finish, back + last.backward + last.tail)
+        one = Placed(forward, backward, there + back, limit, head, tail)
+        placed = (*prefix.placed, one)
+        unused = len(self.problem.cluster) - sum(map(sum, taken))
+        bound = max(prefix.bound, self._bound(placed, stage.stop, len(stage.devices), unused))
+        return Prefix((*prefix.stages, stage), placed, taken, bound)
+
+    def _transfer(self, cut: int, senders: Devices, receivers: Devices) -> tuple[float, float]:
+        key = (cut, senders, receivers)
+        if key not in self._transfers:
+            self._transfers[key] = self.problem.transfer_seconds(*key)
+        return self._transfers[key]
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int, Devices], tuple[int, float, float, float]]:
+        return {}
+
+    @cached_property
+    def _transfers(self) -> dict[tuple[int, Devices, Devices], tuple[float, float]]:
+        return {}
+
+    def _bound(self, placed: Sequence[Placed], stop: int, senders: int, unused: int) -> float:
+        """The largest bound of a placed stage, of a channel, and of what follows."""
+        last, total = placed[-1], self.problem.microbatches
+        path = bound = 0.0
+        if stop < len(self.problem.chain):
+            if unused == 0:
+                return np.inf
+            form = self.relaxed
+            send = float(form.boundary[stop]) / (senders * unused) * form.pace + form.delay
+            path = 2 * send + float(self.rest.path[unused, stop])
+            around = last.head + last.forward + last.backward + last.tail
+            bound = max(
+                around + 2 * send * total,
+                around + 2 * send + float(self.rest.fill[unused, stop]),
+                last.head + last.forward + send + float(self.rest.reduced[unused, stop]),
+            )
+        trip = path  # from the end of a stage's forward to the start of its backward
+        for stage, before in zip(placed[::-1], (*placed[-2::-1], None), strict=True):
+            trip += stage.forward
+            bound = max(bound, _stage_bound(stage, trip, total))
+            if before is not None:
+                around = before.head + before.forward + before.backward + before.tail
+                bound = max(bound, around + total * stage.sends)
+            trip += stage.backward + stage.sends
+        return bound
+
+
+def _stage_bound(stage: Placed, trip: float, total: int) -> float:
+    """Warm-up and drain, and in-flight slots (:mod:`stagewright.formulations.pipelines.bounds`)."""
+    limit = min(stage.limit, total)
+    warm_up = max(0.0, trip - limit * stage.forward)
+    drain = max(0.0, trip - stage.forward - (limit - 1) * stage.backward)
+    idle = warm_up + drain if total > limit else max(warm_up, drain)
+    load = total * (stage.forward + stage.backward) + idle
+    slots = -(-total // limit) * (trip + stage.backward)
+    return stage.head + max(load, slots) + stage.tail
+
+
+def _can_trade(problem: PipelineProblem, ones: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether swapping these devices, position by position, leaves the cluster as it is."""
+    if len(ones) != len(others):
+        return False
+    swapped = np.arange(len(problem.cluster))
+    swapped[list(ones)], swapped[list(others)] = others, ones
+    devices, cluster = problem.cluster.devices, problem.cluster
+    alike = all(
+        (devices[u].kind, devices[u].memory_bytes) == (devices[v].kind, devices[v].memory_bytes)
+        for u, v in zip(ones, others, strict=True)
+    )
+    return alike and all(
+        np.array_equal(matrix, matrix[np.ix_(swapped, swapped)])
+        for matrix in (cluster.bandwidth, cluster.latency)
+    )
+
+
+class _Stages(NamedTuple):
+    """One stage of layers [l, l') on r devices, entries [l, l']; inf where it does not fit.
+
+    ``turn`` is forward and backward, ``load`` M of them, ``reduced`` those, the all-reduce and the
+    optimizer's step.
+    """
+
+    forward: Floats
+    turn: Floats
+    load: Floats
+    reduced: Floats
+
+
+def _rest(form: Relaxation, devices: int) -> Rest:
+    """The tables, row by row: at most d devices, the next stage on r of them, up to layer l'."""
+    replicas, layers = form.forward.shape[0] - 1, form.forward.shape[1] - 1
+    stages = {r: _stages(form, r) for r in range(1, replicas + 1)}
+    rest = Rest(*(np.full((devices + 1, layers + 1), np.inf) for _ in range(3)))
+    for table in rest:
+        table[:, layers] = 0.0
+    for d in range(1, devices + 1):
+        for r in range(1, min(d, replicas) + 1):
+            rows = _next_stage(form, rest, stages[r], r, d - r)
+            for table, row in zip(rest, rows, strict=True):
+                np.minimum(table[d, :layers], row[:layers], out=table[d, :layers])
+    return rest
+
+
+def _next_stage(
+    form: Relaxation, rest: Rest, stages: _Stages, r: int, others: int
+) -> tuple[Floats, Floats, Floats]:
+    """Rows of :class:`Rest` if the next stage has r devices, what follows ``others`` at most."""
+    # The channel behind the stage, none behind the last layer; without devices the rest is inf.
+    receivers = min(max(others, 1), form.forward.shape[0] - 1)
+    send = form.share_bytes(form.boundary, r * receivers) * form.pace + form.delay
+    send[-1] = 0.0
+    behind = np.maximum(2 * form.microbatches * send, 2 * send + rest.fill[others])
+    path = stages.turn + (2 * send + rest.path[others])
+    fill = np.maximum(stages.load, stages.turn + behind)
+    reduced = np.maximum(stages.reduced, stages.forward + (send + rest.reduced[others]))
+    return path.min(axis=1), fill.min(axis=1), reduced.min(axis=1)
+
+
+def _stages(form: Relaxation, r: int) -> _Stages:
+    forward = _between(form.forward[r])
+    parameters = _between(form.parameters)
+    held = form.state_factor * parameters + _between(form.saved[r])
+    fits = np.triu(held <= form.memory * (1 + MARGIN), 1)
+    fits &= form.first[r][None, :] <= np.arange(len(form.parameters))[:, None]
+    turn = np.where(fits, forward + _between(form.backward[r]), np.inf)
+    load = form.microbatches * turn
+    ring = 2 * (r - 1) * (parameters / r * form.pace + form.delay)
+    return _Stages(forward, turn, load, load + ring + _between(form.update))
+
+
+def _between(prefix: Floats) -> Floats:
+    """Sums over the layers [l, l'), shape (L + 1, L + 1)."""
+    return prefix[None, :] - prefix[:, None]

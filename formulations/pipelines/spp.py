@@ -1,0 +1,121 @@
+"""Synchronous pipeline planning (SPP): from stages to their makespan problem, and its theorems."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+
+LEMMA_1_PREMISE = "for PE's schedule of its stages, whose microbatches all fit in memory"
+LEMMA_1 = "SPP Lemma 1, (1 + (4S-4)/M) M C + max A"
+THEOREM_1 = "SPP Theorem 1, (2 + (4V-4)/M) W"
+
+
+def makespan_problem(
+    problem: PipelineProblem, stages: Sequence[StageChoice]
+) -> MakespanProblem | None:
+    """The scheduling problem (section III-B2) that is left when the stages are chosen.
+
+    Its ``reduce`` is all that follows a stage's last backward: the all-reduce, then the optimizer's
+    step, for which a device that has no other stage is free. None if some stage cannot hold even
+    one microbatch.
+    """
+    computed = [problem.compute_seconds(s.start, s.stop, s.devices) for s in stages]
+    sent = [
+        problem.transfer_seconds(one.stop, one.devices, following.devices)
+        for one, following in pairwise(stages)
+    ]
+    limits = tuple(problem.in_flight_limit(s.start, s.stop, s.devices) for s in stages)
+    if min(limits) < 1:
+        return None
+    return MakespanProblem(
+        problem.microbatches,
+        tuple(forward for forward, _ in computed),
+        tuple(backward for _, backward in computed),
+        tuple(there for there, _ in sent),
+        tuple(back for _, back in sent),
+        tuple(problem.finish_seconds(s.start, s.stop, s.devices) for s in stages),
+        limits,
+    )
+
+
+def lemma1_seconds(problem: MakespanProblem) -> float:
+    """Lemma 1: PE ends within (1 + (4|S| - 4) / M) M C + max A, without in-flight limits.
+
+    C is the largest time of a microbatch on a stage or channel, both ways.
+    """
+    stages = np.add(problem.forward, problem.backward)
+    channels = np.add(problem.send_forward, problem.send_backward)
+    largest = max([*stages, *channels])
+    return float((problem.microbatches + 4 * len(stages) - 4) * largest + max(problem.reduce))
+
+
+def theorem1_seconds(problem: PipelineProblem, balanced: MakespanProblem) -> float:
+    """Theorem 1's figure, from the balanced stages: (2 + (4V - 4) / M) W.
+
+    W is the largest time of a stage, with what follows it, or of a channel over all microbatches.
+    """
+    stages = np.add(balanced.forward, balanced.backward) * balanced.microbatches
+    channels = np.add(balanced.send_forward, balanced.send_backward) * balanced.microbatches
+    largest = max([*(stages + np.array(balanced.reduce)), *channels])
+    return float((2 + (4 * len(problem.cluster) - 4) / problem.microbatches) * largest)
+
+
+def theorem1_premise(problem: PipelineProblem) -> str:
+    """What Theorem 1 compares with, and where that holds."""
+    return (
+        f"at most {theorem1_factor(problem):.4g} T*, T* the least time of plans with disjoint "
+        "devices and split replicas that use every device, where devices are of one kind, take "
+        "time in proportion to their share of a microbatch, and links have no latency"
+    )
+
+
+def theorem1_factor(problem: PipelineProblem) -> float:
+    """Theorem 1: SPP's makespan is below this factor times the optimum over all devices.
+
+    (2 + (4V - 4) / M) (1 + Phi), Phi of Lemma 2. The proof knows neither latencies nor memory,
+    and one kind of devices whose time is proportional to the share of a microbatch.
+    """
+    cluster, size = problem.cluster, len(problem.cluster)
+    links = cluster.bandwidth[~np.eye(size, dtype=bool)]
+    if not len(links):
+        return 2.0
+    costs = problem.costs(problem.kinds[0], 1)
+    work = costs.forward_seconds + costs.backward_seconds
+    if not work.any():
+        return float("inf")  # Lemma 2 compares with the work
+    moved = [2 * problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
+    slowest = 1 / links.min() - 1 / links.max()
+    phi = max(float(work.max()) * links.max(), *moved, 0.0) * slowest * size / work.sum()
+    return float((2 + (4 * size - 4) / problem.microbatches) * (1 + phi))
+
+
+def shortest_path_seconds(problem: PipelineProblem, stages: int) -> float:
+    """No plan of ``stages`` stages lets a microbatch pass in less time.
+
+    Stage s does w_s of the work on r_s devices in w_s / r_s; sum r_s <= V. By Cauchy and Schwarz
+    sum w_s / r_s >= (sum sqrt w_s)^2 / V, which is least when all stages but one have a single
+    layer each, the smallest ones. Work is taken at its cheapest kind and share of a microbatch.
+    """
+    work = cheapest_work(problem)
+    smallest = np.sort(work)[: stages - 1]
+    roots = np.sqrt(smallest).sum() + np.sqrt(max(work.sum() - smallest.sum(), 0.0))
+    return float(roots**2 / len(problem.cluster))
+
+
+def cheapest_work(problem: PipelineProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Device-seconds per layer and microbatch at the cheapest kind and share, shape (L,)."""
+    allowed = problem.replicas_per_layer
+    rows = [
+        np.where(
+            r <= allowed,
+            r * (problem.costs(kind, r).forward_seconds + problem.costs(kind, r).backward_seconds),
+            np.inf,
+        )
+        for kind in problem.kinds
+        for r in range(1, min(len(problem.cluster), int(allowed.max())) + 1)
+    ]
+    return np.asarray(np.min(rows, axis=0))

@@ -1,0 +1,1 @@
+"""The plan and its language: actions, stages, schedules, prices."""

@@ -1,0 +1,149 @@
+"""Actions of a schedule, in the spelling of ``torch.distributed.pipelining``'s schedule files.
+
+``2F0`` is stage 2, forward, microbatch 0; ``B`` a whole backward, which ``I`` (gradient of the
+input) and ``W`` (of the weights) may replace; ``2SEND_F0`` sends stage 2's output of microbatch 0
+to stage 3, ``3RECV_F0`` takes it there; ``3SEND_B0`` sends stage 3's input gradient back to stage
+2; ``2REDUCE_GRAD`` is stage 2's all-reduce. Of our own are ``2UPDATE``, the optimizer's step, and
+the switches between versions of a stage's weights: ``2STASH0`` keeps version 0 beside the one that
+the next update makes, ``2USE0`` computes on it, ``2DROP0`` forgets it.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stagewright.graphs.documents.errors import InputError
+
+
+class ActionKind(StrEnum):
+    """What an action does; the values are torch's spelling where torch has one."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+    REDUCE = "REDUCE_GRAD"
+    UPDATE = "UPDATE"
+    STASH = "STASH"
+    USE = "USE"
+    DROP = "DROP"
+
+
+COMPUTE = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.INPUT_GRADIENT,
+    ActionKind.WEIGHT_GRADIENT,
+)
+"""What keeps a device busy for a microbatch."""
+
+ON_DEVICE = (*COMPUTE, ActionKind.UPDATE)
+"""What keeps a device busy."""
+
+BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
+"""What is done once per iteration, for no microbatch of its own."""
+
+PLANNED = (*COMPUTE, ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, *BARE)
+"""What a plan's schedule is made of; the other kinds belong to programs."""
+
+VERSIONED = (ActionKind.STASH, ActionKind.USE, ActionKind.DROP)
+"""What carries a version of the weights in place of a microbatch."""
+
+# One spelling per action: no leading zeros, no digits of other scripts, no numbers without end.
+_NUMBER = r"0|[1-9][0-9]{0,8}"
+_KINDS = "|".join(sorted(ActionKind, key=len, reverse=True))
+_PATTERN = re.compile(rf"({_NUMBER})({_KINDS})({_NUMBER})?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Operation:
+    """What a pattern repeats for every microbatch: an action without one."""
+
+    stage: int
+    kind: ActionKind
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}"
+
+    def of(self, microbatch: int) -> "Action":
+        """The operation on one microbatch; an all-reduce is on no one's own."""
+        return Action(self.stage, self.kind, None if self.kind in BARE else microbatch)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One action: stage, kind, and microbatch.
+
+    ``microbatch`` is None for an all-reduce and an update, and the version of the weights for
+    ``STASH``, ``USE`` and ``DROP``.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.microbatch is None) != (self.kind in BARE):
+            raise InputError(
+                f"{self}: a microbatch or version belongs to every action but an all-reduce and "
+                "an update"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+def along_way(action: Action) -> tuple[int, int]:
+    """The order of actions at one instant, where they last no time: a microbatch's way.
+
+    Forth by stage, then back; gradients of weights, which only the optimizer's step waits for,
+    come after them.
+    """
+    kind = action.kind
+    if kind in (ActionKind.FORWARD, ActionKind.SEND_FORWARD):
+        return 0, action.stage
+    late = (ActionKind.WEIGHT_GRADIENT, ActionKind.UPDATE)
+    return 2 + late.index(kind) if kind in late else 1, -action.stage
+
+
+def parse_action(text: str) -> Action:
+    """Read one action.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is no action.
+
+    Examples
+    --------
+    >>> str(parse_action("2SEND_F0"))
+    '2SEND_F0'
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise InputError(f"{text!r} is no action; write for example 2F0, 1B3, 2SEND_F0")
+    stage, kind, microbatch = match.groups()
+    return Action(int(stage), ActionKind(kind), None if microbatch is None else int(microbatch))
+
+
+def parse_operation(text: str) -> Operation:
+    """Read one operation.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is no operation.
+
+    Examples
+    --------
+    >>> str(parse_operation("2SEND_F"))
+    '2SEND_F'
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None or match[3] is not None:
+        raise InputError(f"{text!r} is no operation; write for example 2F, 1B, 2SEND_F")
+    return Operation(int(match[1]), ActionKind(match[2]))

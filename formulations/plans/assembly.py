@@ -1,0 +1,194 @@
+"""From stages and start times to the plan document."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.formulations.checking.certificates import certificate
+from stagewright.formulations.checking.check import (
+    Blocks,
+    durations,
+    expected_actions,
+    predict,
+    require_valid,
+    updated_stages,
+)
+from stagewright.formulations.patterns.pattern import Pattern, pattern_problem
+from stagewright.formulations.plans.actions import COMPUTE, ON_DEVICE, ActionKind, Operation
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import (
+    Bound,
+    Guarantee,
+    PeriodicAction,
+    PeriodicSchedule,
+    PipelinePlan,
+    PlannedLayer,
+    Schedule,
+    ScheduledAction,
+    Stage,
+)
+from stagewright.formulations.plans.plan_class import Weights, class_of
+
+
+def assemble(
+    problem: PipelineProblem, planner: str, stages: Sequence[Stage], starts: Blocks
+) -> PipelinePlan:
+    """The checked plan of ``stages`` with the start times of all actions, uncertified.
+
+    A backward is split where ``starts`` has its input gradient.
+
+    Raises
+    ------
+    InvalidPlan
+        If a planner's answer breaks a rule of the problem: a fault of ours.
+    """
+    actions = sorted(
+        _scheduled(problem, stages, starts),
+        key=lambda entry: (entry.start_seconds, entry.finish_seconds, entry.action),
+    )
+    plan = _uncertified(problem, planner, stages, Schedule(tuple(actions)), "flush")
+    require_valid(problem, plan)
+    return replace(plan, predicted=predict(problem, plan))
+
+
+def assemble_pattern(
+    problem: PipelineProblem, planner: str, stages: Sequence[Stage], pattern: Pattern
+) -> PipelinePlan:
+    """The checked periodic plan of ``stages`` with the times of ``pattern``, uncertified.
+
+    ``pattern`` answers ``pattern_problem(problem, stages)``.
+
+    Raises
+    ------
+    InvalidPlan
+        If a planner's answer breaks a rule of the problem: a fault of ours.
+    """
+    asked = pattern_problem(problem, stages)
+    timed = [
+        (job.operation, start, job.seconds)
+        for job, start in zip(asked.jobs, pattern.starts, strict=True)
+    ]
+    reduces = zip(stages, asked.reduce_starts(pattern), asked.reduce, strict=True)
+    timed += [
+        (Operation(s, ActionKind.REDUCE), start, seconds)
+        for s, (stage, start, seconds) in enumerate(reduces)
+        if len(stage.devices) > 1
+    ]
+    actions = [
+        entry
+        for operation, start, seconds in timed
+        for entry in _repeated(problem, stages, operation, start, seconds, pattern.period)
+    ]
+    actions.sort(key=lambda entry: (entry.start_seconds, entry.seconds, entry.action, entry.device))
+    schedule = PeriodicSchedule(pattern.period, tuple(actions), asked.pause_seconds)
+    plan = _uncertified(problem, planner, stages, schedule, "double-buffer")
+    require_valid(problem, plan)
+    return replace(plan, predicted=predict(problem, plan))
+
+
+def _uncertified(
+    problem: PipelineProblem,
+    planner: str,
+    stages: Sequence[Stage],
+    schedule: Schedule | PeriodicSchedule,
+    weights: Weights,
+) -> PipelinePlan:
+    return PipelinePlan(
+        problem.digest,
+        planner,
+        problem.chain.name,
+        problem.cluster.name,
+        problem.microbatches,
+        tuple(stages),
+        schedule,
+        weights=weights,
+        memory_limit_bytes=problem.memory_limit_bytes,
+        layers=tuple(
+            PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
+        ),
+    )
+
+
+def _repeated(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    operation: Operation,
+    start: float,
+    seconds: float,
+    period: float,
+) -> Iterator[PeriodicAction]:
+    """The entries of an operation whose first time begins at ``start``."""
+    shift = math.floor(start / period)
+    begin = start - shift * period
+    if begin >= period:  # rounded up to the next period's begin
+        shift, begin = shift + 1, 0.0
+    stage, text = stages[operation.stage], str(operation)
+    if operation.kind in COMPUTE:
+        for device in stage.devices:
+            yield PeriodicAction(device, text, max(begin, 0.0), shift, seconds)
+        return
+    sources, targets, volume = _carried(problem, stages, operation)
+    yield PeriodicAction(
+        sources[0], text, max(begin, 0.0), shift, seconds, sources, targets, volume
+    )
+
+
+def _carried(
+    problem: PipelineProblem, stages: Sequence[Stage], operation: Operation
+) -> tuple[tuple[str, ...], tuple[str, ...], float]:
+    """From where to where a transfer or an all-reduce goes, and its bytes."""
+    s = operation.stage
+    if operation.kind is ActionKind.REDUCE:
+        return stages[s].devices, stages[s].devices, problem.gradient_bytes(*stages[s].layers)
+    towards = s + 1 if operation.kind is ActionKind.SEND_FORWARD else s - 1
+    volume = problem.boundary_bytes(stages[min(s, towards)].layers[1])
+    return stages[s].devices, stages[towards].devices, volume
+
+
+def certify(
+    problem: PipelineProblem,
+    plan: PipelinePlan,
+    bounds: Sequence[Bound],
+    guarantees: Sequence[Guarantee],
+) -> PipelinePlan:
+    """``plan`` with its certificate, checked.
+
+    ``bounds`` needs one of scope ``problem`` on every plan. Those of classes without this plan are
+    listed only.
+
+    Raises
+    ------
+    InvalidPlan
+        If the plan costs less than a bound on its class: a fault of ours.
+    """
+    assert plan.predicted is not None
+    cost = plan.predicted.iteration_seconds
+    certified = replace(plan, certificate=certificate(class_of(plan), cost, bounds, guarantees))
+    require_valid(problem, certified)
+    return certified
+
+
+def _scheduled(
+    problem: PipelineProblem, stages: Sequence[Stage], starts: Blocks
+) -> Iterator[ScheduledAction]:
+    split = ~np.isnan(starts[ActionKind.INPUT_GRADIENT])
+    seconds = durations(problem, stages, split)
+    updated = updated_stages(problem, stages, "flush")
+    for action in expected_actions(stages, problem.microbatches, split, updated):
+        s, m = action.stage, action.microbatch
+        start = float(starts[action.kind][s, m or 0])  # an all-reduce has one column
+        finish = start + float(seconds[action.kind][s, m or 0])
+        if action.kind is ActionKind.REDUCE:
+            group, volume = stages[s].devices, problem.gradient_bytes(*stages[s].layers)
+            yield ScheduledAction(group[0], str(action), start, finish, group, group, volume)
+        elif m is None or action.kind in ON_DEVICE:
+            for device in stages[s].devices if m is None else stages[s].runners(m):
+                yield ScheduledAction(device, str(action), start, finish)
+        else:
+            assert m is not None  # a transfer is of a microbatch
+            towards = s + 1 if action.kind is ActionKind.SEND_FORWARD else s - 1
+            sources, targets = stages[s].runners(m), stages[towards].runners(m)
+            volume = problem.boundary_bytes(stages[min(s, towards)].layers[1])
+            yield ScheduledAction(sources[0], str(action), start, finish, sources, targets, volume)

@@ -1,0 +1,299 @@
+"""Pipeline planning: a model, a cluster and a number of microbatches; and its one cost model.
+
+Every planner and checker takes its seconds and bytes from here. Sources: SPP section III
+(inter-stage transfers after the erratum ``c = d / (|F(s)| |F(s+1)| min b)``, equation 1 for the
+all-reduce), with latencies added.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_MICROBATCHES, MIN_MEMORY, require_count
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.models.chain import (
+    Chain,
+    ChainCosts,
+    LayerCost,
+    Profile,
+    profile_on,
+    update_seconds_on,
+)
+
+
+@dataclass(frozen=True)
+class PipelineProblem:
+    """Train ``chain`` on ``cluster`` with ``microbatches`` per iteration, in least time.
+
+    Devices of a plan are given by their positions in ``cluster.devices``. Samples are whole: of a
+    microbatch that r devices split, the largest share is ceil(b / r) samples, and a replicated
+    stage takes the time of its slowest device for that share.
+    """
+
+    chain: Chain
+    cluster: Cluster
+    microbatches: int
+    memory_limit_bytes: float | None = None  # of every device, where it has more
+
+    def __post_init__(self) -> None:
+        require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
+        limit = self.memory_limit_bytes
+        if limit is not None and not MIN_MEMORY <= limit < math.inf:
+            raise InputError(
+                f"the memory limit must be at least {MIN_MEMORY:g} bytes, got {limit:g}: is a "
+                f"unit missing? Write for example 8GB"
+            )
+        self._require_samples()
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the problem; a plan carries the digest of the problem that it answers."""
+        parts = [self.chain.digest(), self.cluster.digest(), str(self.microbatches)]
+        if self.memory_limit_bytes is not None:
+            parts.append(repr(float(self.memory_limit_bytes)))
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The device kinds of the cluster, sorted."""
+        return tuple(sorted({device.kind for device in self.cluster.devices}))
+
+    @cached_property
+    def memory_bytes(self) -> Floats:
+        """Memory per device that may be used, shape (V,)."""
+        given = np.array([device.memory_bytes for device in self.cluster.devices])
+        limit = self.memory_limit_bytes
+        return given if limit is None else np.minimum(given, limit)
+
+    def samples(self, shares: int) -> int:
+        """Samples in the largest of ``shares`` shares of a microbatch."""
+        return -(-self.chain.microbatch_size // shares)
+
+    def most_replicas(self, start: int, stop: int) -> int:
+        """Among how many devices a stage of layers [start, stop) can split a microbatch.
+
+        The smallest share, floor(b / r) samples, must do for every layer.
+        """
+        return int(self.replicas_per_layer[start:stop].min())
+
+    @cached_property
+    def replicas_per_layer(self) -> NDArray[np.int64]:
+        """Among how many devices each layer can be split, shape (L,)."""
+        return self.chain.microbatch_size // self.chain.min_samples
+
+    def costs(self, kind: str, replicas: int) -> ChainCosts:
+        """Costs of every layer for the largest of ``replicas`` shares of a microbatch."""
+        key = (kind, self.samples(replicas))
+        if key not in self._cost_table:
+            self._cost_table[key] = self._profiles[kind].at(key[1])
+        return self._cost_table[key]
+
+    @cached_property
+    def _profiles(self) -> dict[str, Profile]:
+        return {kind: profile_on(self.chain, kind) for kind in self.kinds}
+
+    @cached_property
+    def _cost_table(self) -> dict[tuple[str, int], ChainCosts]:
+        return {}
+
+    def compute_seconds(self, start: int, stop: int, devices: Sequence[int]) -> tuple[float, float]:
+        """Forward and backward time of layers [start, stop) for a microbatch split on devices."""
+        kinds = {self.cluster.devices[v].kind for v in devices}
+        return _slowest([self.costs(kind, len(devices)) for kind in sorted(kinds)], start, stop)
+
+    def gradient_seconds(
+        self, start: int, stop: int, devices: Sequence[int]
+    ) -> tuple[float, float]:
+        """Time of the input gradient and of the weight gradient, the two parts of the backward.
+
+        Only for layers that know them, see :meth:`layer_with_whole_backward`.
+        """
+        kinds = {self.cluster.devices[v].kind for v in devices}
+        parts = [self.gradient_costs(kind, len(devices)) for kind in sorted(kinds)]
+        return _slowest(parts, start, stop)
+
+    def gradient_costs(self, kind: str, replicas: int) -> ChainCosts:
+        """As :meth:`costs`, with the input gradient as forward, the weight gradient as backward.
+
+        Layers that know only their whole backward count 0.
+        """
+        return self._gradient_profiles[kind].at(self.samples(replicas))
+
+    def layer_with_whole_backward(self, start: int, stop: int) -> str | None:
+        """The first of layers [start, stop) that knows only the sum of its backward's parts."""
+        for layer in self.chain.layers[start:stop]:
+            if any(cost.backward_seconds is not None for cost in layer.costs):
+                return layer.name
+        return None
+
+    @cached_property
+    def _gradient_profiles(self) -> dict[str, Profile]:
+        """Profiles in which the input gradient stands as forward, the weight gradient as backward.
+
+        They are read at other microbatch sizes just as the costs are.
+        """
+        layers = tuple(
+            replace(layer, costs=tuple(_parts(cost) for cost in layer.costs))
+            for layer in self.chain.layers
+        )
+        chain = replace(self.chain, layers=layers)
+        return {kind: profile_on(chain, kind) for kind in self.kinds}
+
+    def boundary_bytes(self, stop: int) -> float:
+        """Bytes that a whole microbatch passes from layer ``stop - 1`` to layer ``stop``.
+
+        The larger of the device kinds' figures, should they differ.
+        """
+        return max(float(self.costs(kind, 1).output_bytes[stop - 1]) for kind in self.kinds)
+
+    def transfer_seconds(
+        self, stop: int, senders: Sequence[int], receivers: Sequence[int]
+    ) -> tuple[float, float]:
+        """Time of the activations after layer ``stop - 1``, and of their gradients back.
+
+        Every sender shares with every receiver, whole samples; the largest share on the slowest
+        link decides (SPP section III-B).
+        """
+        share = self.share_bytes(self.boundary_bytes(stop), len(senders) * len(receivers))
+        there, back = np.ix_(senders, receivers), np.ix_(receivers, senders)
+        bandwidth, latency = self.cluster.bandwidth, self.cluster.latency
+        return (
+            float(share / bandwidth[there].min() + latency[there].max()),
+            float(share / bandwidth[back].min() + latency[back].max()),
+        )
+
+    def share_bytes(self, volume: float, shares: int) -> float:
+        """Bytes of the largest of ``shares`` shares of what a microbatch holds ``volume`` of."""
+        return volume * self.samples(shares) / self.chain.microbatch_size
+
+    def gradient_bytes(self, start: int, stop: int) -> float:
+        """Bytes of the gradients of layers [start, stop)."""
+        return float(self.chain.parameter_bytes[start:stop].sum())
+
+    def reduce_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
+        """Ring all-reduce of the gradients: 2(k-1)/k b / slowest link (SPP equation 1).
+
+        2(k-1) steps pay the largest latency each. Zero for a single device.
+        """
+        k = len(devices)
+        if k == 1:
+            return 0.0
+        group = np.ix_(devices, devices)
+        volume = 2 * (k - 1) / k * self.gradient_bytes(start, stop)
+        latency = 2 * (k - 1) * float(self.cluster.latency[group].max())
+        return volume / float(self.cluster.bandwidth[group].min()) + latency
+
+    def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
+        """The optimizer's step on layers [start, stop), on the slowest kind of ``devices``."""
+        kinds = {self.cluster.devices[v].kind for v in devices}
+        return max(float(self.update_per_layer(kind)[start:stop].sum()) for kind in kinds)
+
+    def update_per_layer(self, kind: str) -> Floats:
+        """Seconds of the optimizer's step per layer on devices of ``kind``, shape (L,)."""
+        return self._updates[kind]
+
+    def finish_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
+        """What follows the last backward of a stage: the all-reduce and the optimizer's step."""
+        reduction = self.reduce_seconds(start, stop, devices)
+        return reduction + self.update_seconds(start, stop, devices)
+
+    @cached_property
+    def _updates(self) -> dict[str, Floats]:
+        return {kind: update_seconds_on(self.chain, kind) for kind in self.kinds}
+
+    def static_bytes(self, start: int, stop: int, replicas: int) -> float:
+        """Bytes that a device of the stage holds all the time, when ``replicas`` share it.
+
+        Weights, gradients and optimizer state of its layers, and buffers for one activation and
+        one gradient on each side of the stage.
+        """
+        weights = self.gradient_bytes(start, stop)
+        states = weights * (2 + self.chain.optimizer_bytes_per_parameter_byte)
+        boundary = self.boundary_bytes(start) if start > 0 else 0.0
+        boundary += self.boundary_bytes(stop) if stop < len(self.chain) else 0.0
+        return states + 2 * self.share_bytes(boundary, replicas)
+
+    def saved_bytes(self, start: int, stop: int, replicas: int) -> float:
+        """Bytes that a device keeps per microbatch in flight, when ``replicas`` share it.
+
+        Every layer counts with the largest figure of the device kinds, should they differ.
+        """
+        return float(self.saved_per_layer(replicas)[start:stop].sum())
+
+    def saved_per_layer(self, replicas: int) -> Floats:
+        """Saved bytes of every layer, shape (L,), on one of ``replicas`` shares."""
+        kinds = [self.costs(kind, replicas).saved_bytes for kind in self.kinds]
+        return np.asarray(np.max(kinds, axis=0))
+
+    def inputs_per_layer(self, replicas: int) -> Floats:
+        """Bytes of every layer's input, shape (L,), on one of ``replicas`` shares.
+
+        The first layer's counts 0: the data stay where they are.
+        """
+        outputs = np.max([self.costs(kind, 1).output_bytes for kind in self.kinds], axis=0)
+        share = self.samples(replicas) / self.chain.microbatch_size
+        return np.concatenate([[0.0], outputs[:-1] * share])
+
+    def offload_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float | None:
+        """Time in which all that a microbatch keeps goes to the host's memory, or comes back.
+
+        None if some device has no link to the host that is known.
+        """
+        rates = [self.cluster.devices[v].host_bytes_per_second for v in devices]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < len(rates):
+            return None
+        return self.saved_bytes(start, stop, len(devices)) / min(known)
+
+    def in_flight_limit(
+        self, start: int, stop: int, devices: Sequence[int], shares: int | None = None
+    ) -> int:
+        """How many microbatches fit in the memory of the smallest device; 0 if not even one.
+
+        Also 0 if a microbatch has too few samples. ``shares`` (default: the number of devices) is
+        among how many a microbatch is split.
+        """
+        parts = shares or len(devices)
+        if parts > self.most_replicas(start, stop):
+            return 0
+        free = float(self.memory_bytes[list(devices)].min())
+        free -= self.static_bytes(start, stop, parts)
+        saved = self.saved_bytes(start, stop, parts)
+        if free < 0 or saved > free:
+            return 0
+        return self.microbatches if saved == 0 else min(self.microbatches, int(free // saved))
+
+    def _require_samples(self) -> None:
+        """Refuse costs that do not cover a microbatch, and layers that need more samples."""
+        assert self._profiles  # reading them checks the sizes
+        for layer, replicas in zip(self.chain.layers, self.replicas_per_layer, strict=True):
+            if replicas < 1:
+                raise InputError(
+                    f"layer {layer.name!r} needs at least {layer.min_samples} samples, the planned "
+                    f"microbatch has {self.chain.microbatch_size}: plan a larger microbatch"
+                )
+
+
+def _slowest(costs: Sequence[ChainCosts], start: int, stop: int) -> tuple[float, float]:
+    """The longest forward and the longest backward time of layers [start, stop)."""
+    return (
+        max(float(cost.forward_seconds[start:stop].sum()) for cost in costs),
+        max(float(cost.backward_seconds[start:stop].sum()) for cost in costs),
+    )
+
+
+def _parts(cost: LayerCost) -> LayerCost:
+    return replace(
+        cost,
+        forward_seconds=cost.input_gradient_seconds or 0.0,
+        backward_seconds=cost.weight_gradient_seconds or 0.0,
+        input_gradient_seconds=None,
+        weight_gradient_seconds=None,
+    )

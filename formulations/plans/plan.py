@@ -1,0 +1,318 @@
+"""The pipeline plan: one versioned JSON document that people and other programs read."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication, Weights
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount
+
+FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
+VERSION: Literal[1] = 1
+
+
+def updates_every_round(weights: str) -> bool:
+    """Whether weights of this semantics change within the iteration, after every microbatch.
+
+    Where a stage's devices take turns, after every round of them.
+    """
+    return weights.startswith("stash")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers ``[start, stop)`` on ``devices``.
+
+    ``replication`` says how several devices share the microbatches: ``split`` divides every
+    microbatch evenly among them (SPP), ``round-robin`` gives microbatch m to device m mod r whole.
+    ``recompute`` says what is forgotten after the forward and computed again for the backward:
+    nothing (``none``), all but the stage's input (``full``), or all but every layer's input
+    (``layer``). With ``offload`` all that is kept goes to the host's memory behind the forward, and
+    is back when the backward begins.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    layers: tuple[int, int]
+    devices: tuple[str, ...]
+    replication: Replication = "split"
+    recompute: Recompute = "none"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.layers[0] < self.layers[1]:
+            raise InputError(f"layers must be [start, stop) with start < stop, got {self.layers}")
+        if not self.devices:
+            raise InputError("a stage needs at least one device")
+        if self.offload and self.recompute != "none":
+            raise InputError(
+                f"a stage offloads what it keeps or computes it again, not both; got recompute "
+                f"{self.recompute!r} with offload"
+            )
+
+    def runners(self, microbatch: int) -> tuple[str, ...]:
+        """The devices that process ``microbatch``."""
+        if self.replication == "split":
+            return self.devices
+        return (self.devices[microbatch % len(self.devices)],)
+
+    @property
+    def turns(self) -> int:
+        """Among how many groups of runners the microbatches go round."""
+        return 1 if self.replication == "split" else len(self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayer:
+    """A layer of the planned model, by which a program recognises its own."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    parameter_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledAction:
+    """One action in time.
+
+    Computations stand once per device. A transfer stands once, led by its first source, with all
+    endpoints; an all-reduce stands once, led by its first device, with the whole group as sources
+    and targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    device: str
+    action: str
+    start_seconds: float
+    finish_seconds: float
+    sources: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A finite schedule: every action once, with its times from the start of the iteration."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    actions: tuple[ScheduledAction, ...]
+    kind: Literal["finite"] = "finite"
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicAction:
+    """One operation of a pattern; in its k-th period it is done for microbatch k - ``shift``.
+
+    ``action`` is a stage and a kind, without microbatch: ``2F``. It begins ``start_seconds`` after
+    its period begins, in [0, period), and takes ``seconds``, over the period's end if need be. An
+    all-reduce is done for the last microbatch of every iteration alone. The rest as in
+    :class:`ScheduledAction`.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    device: str
+    action: str
+    start_seconds: float
+    shift: int
+    seconds: float
+    sources: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicSchedule:
+    """A pattern that is repeated every ``period_seconds``, a microbatch each time (MadPipe, 3).
+
+    ``pause_seconds`` are put in once per iteration, before each period whose number is a multiple
+    of the microbatches in an iteration: whatever starts in that period or later starts so much
+    later, what is running goes on. Every device is idle for a pause and updates its weights in it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    period_seconds: float
+    actions: tuple[PeriodicAction, ...]
+    pause_seconds: float = 0.0
+    kind: Literal["periodic"] = "periodic"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.period_seconds < math.inf:
+            raise InputError(f"period_seconds must be positive, got {self.period_seconds}")
+        require_amount(self.pause_seconds, "pause_seconds")
+        for i, one in enumerate(self.actions):
+            if not (0 <= one.start_seconds < self.period_seconds and 0 <= one.seconds < math.inf):
+                raise InputError(
+                    f"actions[{i}], {one.action}: start_seconds must be in [0, "
+                    f"{self.period_seconds}) and seconds not negative, got {one.start_seconds} "
+                    f"and {one.seconds}"
+                )
+            if not 0 <= one.shift <= MAX_MICROBATCHES:
+                raise InputError(
+                    f"actions[{i}], {one.action}: shift must be from 0 to {MAX_MICROBATCHES}, "
+                    f"got {one.shift}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the cost model says of the plan.
+
+    ``bubble`` is the idle share of the used devices' time in the iteration; memory is the peak per
+    device, link bytes the sum per iteration over each pair of stages ("0-1") and group ("0"). An
+    iteration of a periodic plan is as many periods as it has microbatches, and a pause.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    iteration_seconds: float
+    bubble: float
+    peak_memory_bytes: dict[str, float]
+    link_bytes: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proved lower bound on the iteration time.
+
+    ``scope`` says of what: ``problem`` bounds every plan of the problem, ``schedule`` every
+    schedule of this plan's stages; either only as far as the plans belong to the class ``plans``.
+    ``proved_by`` names the argument (docs/certificates.md); ``witness`` holds the numbers that it
+    needs to be checked again, such as dual prices.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    seconds: float
+    proved_by: str
+    scope: Literal["problem", "schedule"]
+    plans: PlanClass
+    witness: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """An upper bound that a theorem promises, beside the cost that was reached.
+
+    ``premise`` says under what conditions, and in comparison to what, the theorem promises it;
+    ``stages`` are those whose times stand in its formula.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    theorem: str
+    seconds: float
+    cost_seconds: float
+    holds: bool
+    premise: str
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How good the plan is, and who proved it; a gap is (cost - bound) / cost.
+
+    ``bound_seconds`` is the best bound over all plans of a class that has this plan, ``plans`` the
+    class (of equal bounds, the largest). ``every_bound_seconds`` is the best bound over every plan
+    that the checker accepts. ``schedule_bound_seconds`` compares with the other schedules of the
+    same stages, as far as they belong to ``schedule_plans``. ``bounds`` lists all that were
+    computed, also those of classes without this plan: they may exceed its cost, and then no plan of
+    their class is as good.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    cost_seconds: float
+    bound_seconds: float
+    gap: float
+    proved_by: str
+    plans: PlanClass
+    every_bound_seconds: float
+    every_gap: float
+    every_proved_by: str
+    schedule_bound_seconds: float
+    schedule_gap: float
+    schedule_proved_by: str
+    schedule_plans: PlanClass
+    bounds: tuple[Bound, ...]
+    guarantees: tuple[Guarantee, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """A plan for one training iteration of a model on a cluster.
+
+    ``digest`` names the problem (model, cluster, microbatches) that the plan answers, ``layers``
+    (None: not told) are the model's; ``memory_limit_bytes`` is the problem's. A stage's devices may
+    be those of another stage. ``weights`` says when the weights change:
+
+    - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
+    - ``stash``: after every microbatch (of every round of a stage's turns), as its backward ends; a
+      forward takes the newest weights, and its backward the same (PipeDream's weight stashing).
+    - ``stash+vertical-sync``: likewise, but every stage's forward takes the version that the first
+      stage took for this microbatch.
+    - ``double-buffer``: once, at the end of the iteration, by a gradient at the weights before the
+      last update: W(t+1) = W(t) - lr grad f(W(t-1)) (PipeDream-2BW). With a periodic schedule the
+      next iteration begins before this one ends.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    digest: str
+    planner: str
+    model: str
+    cluster: str
+    microbatches: int
+    stages: tuple[Stage, ...]
+    schedule: Annotated[Schedule | PeriodicSchedule, Field(discriminator="kind")]
+    predicted: Predicted | None = None
+    certificate: Certificate | None = None
+    weights: Weights = "flush"
+    memory_limit_bytes: float | None = None
+    layers: tuple[PlannedLayer, ...] | None = None
+    format: Literal["stagewright-plan"] = FORMAT
+    version: Literal[1] = VERSION
+    kind: Literal["pipeline"] = "pipeline"
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise InputError("a plan needs at least one stage")
+        if self.microbatches < 1:
+            raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+
+    @property
+    def actions(self) -> tuple[ScheduledAction, ...]:
+        """The actions of a finite schedule.
+
+        Raises
+        ------
+        InvalidPlan
+            If the schedule is periodic: what takes finite plans does not take it.
+        """
+        if isinstance(self.schedule, PeriodicSchedule):
+            raise InvalidPlan("the plan is periodic: unroll it where one iteration is asked for")
+        return self.schedule.actions
+
+
+def load_plan(path: str | os.PathLike[str]) -> PipelinePlan:
+    """Read a plan document; any fault is an InputError of one line."""
+    return documents.read(PipelinePlan, path, FORMAT, VERSION)
+
+
+def save_plan(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
+    """Write a plan document atomically."""
+    documents.write(PipelinePlan, plan, path)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the plan document."""
+    return TypeAdapter(PipelinePlan).json_schema()

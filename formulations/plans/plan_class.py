@@ -1,0 +1,224 @@
+"""Classes of plans: what a bound, or a refusal, speaks of.
+
+A proof about plans holds for the plans that its argument covers. A class says which these are:
+feature by feature, what a plan of the class may use. Classes are ordered by inclusion, feature by
+feature, and every plan has a smallest class that it belongs to.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.formulations.plans.plan import PipelinePlan, Stage
+
+Weights = Literal["flush", "stash", "stash+vertical-sync", "double-buffer"]
+Replication = Literal["split", "round-robin"]
+Recompute = Literal["none", "full", "layer"]
+ScheduleKind = Literal["finite", "periodic"]
+Sharing = Literal["none", "groups", "any"]
+
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+REPLICATION: tuple[Replication, ...] = get_args(Replication)
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+SCHEDULES: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
+SHARING: tuple[Sharing, ...] = get_args(Sharing)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanClass:
+    """The plans that use no more than this; by default all that the checker accepts.
+
+    Attributes
+    ----------
+    sharing
+        Stages on common devices: ``none``; ``groups``, any two stages have the same devices or
+        none in common; or ``any``.
+    replication
+        Kinds of replication of the stages on several devices; empty: no such stages.
+    split_backward
+        Backwards may be divided into input gradient and weight gradient.
+    recompute
+        What the stages may recompute.
+    offload
+        Stages may keep activations in the host's memory.
+    schedules, weights
+        Kinds of schedules, semantics of the weight update.
+    equal_groups
+        All stages have the same number of devices, which is one of these; None: no such limit.
+    merged
+        Neighbouring stages are on different devices: neighbouring layers on the same devices are
+        one stage.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    sharing: Sharing = "any"
+    replication: tuple[Replication, ...] = REPLICATION
+    split_backward: bool = True
+    recompute: tuple[Recompute, ...] = RECOMPUTE
+    offload: bool = True
+    schedules: tuple[ScheduleKind, ...] = SCHEDULES
+    weights: tuple[Weights, ...] = WEIGHTS
+    equal_groups: tuple[int, ...] | None = None
+    merged: bool = False
+
+    def __post_init__(self) -> None:
+        _require_choice("replication", self.replication, REPLICATION, empty=True)
+        _require_choice("recompute", self.recompute, RECOMPUTE)
+        _require_choice("schedules", self.schedules, SCHEDULES)
+        _require_choice("weights", self.weights, WEIGHTS)
+        groups = self.equal_groups
+        if groups is not None and (
+            not groups or groups[0] < 1 or any(a >= b for a, b in pairwise(groups))
+        ):
+            raise InputError(
+                f"equal_groups must be ascending positive numbers of devices, got {groups}"
+            )
+
+    def contains(self, other: "PlanClass") -> bool:
+        """Whether every plan of ``other`` is a plan of this class."""
+        return (
+            SHARING.index(other.sharing) <= SHARING.index(self.sharing)
+            and set(other.replication) <= set(self.replication)
+            and other.split_backward <= self.split_backward
+            and set(other.recompute) <= set(self.recompute)
+            and other.offload <= self.offload
+            and set(other.schedules) <= set(self.schedules)
+            and set(other.weights) <= set(self.weights)
+            and _within(other.equal_groups, self.equal_groups)
+            and other.merged >= self.merged
+        )
+
+    def describe(self) -> str:
+        """What the plans of the class must keep to, beside their kind of schedule.
+
+        Empty if that is nothing.
+        """
+        return ", ".join(_limits(self))
+
+    def phrase(self, quantifier: str) -> str:
+        """The class as a noun, such as "every finite plan with disjoint devices"."""
+        kind = f"{self.schedules[0]} plan" if len(self.schedules) == 1 else "plan"
+        limits = self.describe()
+        return f"{quantifier} {kind}" + (f" with {limits}" if limits else "")
+
+    def schedule_phrase(self) -> str:
+        """The schedules of given stages that belong to the class."""
+        kind = f"{self.schedules[0]} schedule" if len(self.schedules) == 1 else "schedule"
+        limits = "" if self.split_backward else " with whole backwards"
+        return f"every {kind} of these stages{limits}"
+
+    def __str__(self) -> str:
+        return self.phrase("every")
+
+
+def class_of(plan: "PipelinePlan") -> PlanClass:
+    """The smallest class that ``plan`` belongs to."""
+    stages = plan.stages
+    sizes = {len(stage.devices) for stage in stages}
+    kinds = {stage.replication for stage in stages if len(stage.devices) > 1}
+    ways = {stage.recompute for stage in stages}
+    parts = any("I" in one.action or "W" in one.action for one in plan.schedule.actions)
+    return PlanClass(
+        sharing=_sharing(stages),
+        replication=tuple(kind for kind in REPLICATION if kind in kinds),
+        split_backward=parts,
+        recompute=tuple(way for way in RECOMPUTE if way in ways),
+        offload=any(stage.offload for stage in stages),
+        schedules=(plan.schedule.kind,),
+        weights=(plan.weights,),
+        equal_groups=tuple(sizes) if len(sizes) == 1 else None,
+        merged=all(set(a.devices) != set(b.devices) for a, b in pairwise(stages)),
+    )
+
+
+def _sharing(stages: "tuple[Stage, ...]") -> Sharing:
+    groups = {frozenset(stage.devices) for stage in stages}
+    if any(one & other for one, other in combinations(groups, 2)):
+        return "any"
+    return "none" if len(groups) == len(stages) else "groups"
+
+
+def _within(inner: tuple[int, ...] | None, outer: tuple[int, ...] | None) -> bool:
+    return outer is None or (inner is not None and set(inner) <= set(outer))
+
+
+def _require_choice(
+    name: str, found: tuple[Any, ...], known: tuple[Any, ...], empty: bool = False
+) -> None:
+    if found != tuple(one for one in known if one in found) or not (found or empty):
+        raise InputError(
+            f"{name} must be a choice of {', '.join(map(repr, known))} in this order, "
+            f"got {list(found)}"
+        )
+
+
+def _limits(plans: PlanClass) -> Iterator[str]:
+    yield from _device_limits(plans)
+    if not plans.split_backward:
+        yield "whole backwards"
+    yield from _memory_limits(plans)
+    full = EVERY_PLAN if "finite" in plans.schedules else EVERY_PERIODIC
+    if plans.weights != full.weights:
+        yield f"weights {' or '.join(plans.weights)}"
+
+
+def _device_limits(plans: PlanClass) -> Iterator[str]:
+    if plans.sharing == "none":
+        yield "disjoint devices"
+    elif plans.sharing == "groups":
+        yield "groups of devices that do not overlap"
+    if plans.equal_groups is not None:
+        numbers = " or ".join(map(str, plans.equal_groups))
+        yield f"{numbers} device{'s' if plans.equal_groups != (1,) else ''} in every stage"
+    if plans.replication != REPLICATION and plans.equal_groups != (1,):
+        yield f"{' '.join(plans.replication) or 'no'} replicas"
+    if plans.merged:
+        yield "neighbouring layers on the same devices in one stage"
+
+
+def _memory_limits(plans: PlanClass) -> Iterator[str]:
+    if plans.recompute == ("none",):
+        yield "no recomputation" if plans.offload else "no recomputation or offloading"
+        return
+    if plans.recompute != RECOMPUTE:
+        yield f"recomputation {' or '.join(plans.recompute)}"
+    if not plans.offload:
+        yield "no offloading"
+
+
+EVERY_PLAN = PlanClass()
+EVERY_FINITE = PlanClass(schedules=("finite",))
+WHOLE_FINITE = replace(EVERY_FINITE, split_backward=False)
+DISJOINT_WHOLE = replace(WHOLE_FINITE, sharing="none")
+EVERY_PERIODIC = PlanClass(
+    replication=("split",), schedules=("periodic",), weights=("double-buffer",)
+)
+DISJOINT_SPLIT = PlanClass(
+    sharing="none",
+    replication=("split",),
+    split_backward=False,
+    recompute=("none",),
+    offload=False,
+    schedules=("finite",),
+)
+"""What the joint search looks at, and SPP, PipeDream and the other planners of split stages.
+
+Their schedules update the weights once, at the end. A plan of this class with other weights needs
+no less time: see docs/certificates.md.
+"""
+WHOLE_PERIODIC = replace(EVERY_PERIODIC, split_backward=False, recompute=("none",), offload=False)
+"""Periodic plans with whole backwards that keep what they need until then."""
+SEARCHED_ALLOCATIONS = replace(
+    WHOLE_PERIODIC, sharing="groups", recompute=("none", "full"), merged=True
+)
+"""What the search over all allocations to groups of devices looks at."""
+PATTERNS = replace(EVERY_PERIODIC, sharing="groups", split_backward=False, offload=False)
+"""What the patterns of given stages are compared with."""

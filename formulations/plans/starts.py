@@ -1,0 +1,46 @@
+"""Start times of a plan's actions, as the checker has them, and as timetables of SPP's problem."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stagewright.formulations.checking.check import Blocks, durations
+from stagewright.formulations.pipelines.makespan import Timetable
+from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+
+
+def starts_of(problem: PipelineProblem, stages: Sequence[Stage], times: Timetable) -> Blocks:
+    """The start times of ``times`` in the form of the checker.
+
+    The all-reduce and the optimizer's step, which are one in a makespan problem, stand apart; so
+    do transfers that are none, between stages on the same devices.
+    """
+    lasting = durations(problem, stages)
+    nowhere = np.full((1, problem.microbatches), np.nan)
+    reduced = np.nan_to_num(lasting[ActionKind.REDUCE])
+    starts = {
+        ActionKind.FORWARD: times.forward,
+        ActionKind.BACKWARD: times.backward,
+        ActionKind.SEND_FORWARD: np.concatenate([times.send_forward, nowhere]),
+        ActionKind.SEND_BACKWARD: np.concatenate([nowhere, times.send_backward]),
+        ActionKind.REDUCE: times.reduce[:, None],
+        ActionKind.UPDATE: times.reduce[:, None] + reduced,
+    }
+    return {
+        kind: np.where(np.isnan(seconds), np.nan, starts.get(kind, np.nan))
+        for kind, seconds in lasting.items()
+    }
+
+
+def timetable_of(starts: Blocks) -> Timetable:
+    """The other way round, for split stages on disjoint devices with whole backwards."""
+    begun = np.fmin(starts[ActionKind.REDUCE], starts[ActionKind.UPDATE])[:, 0]
+    return Timetable(
+        starts[ActionKind.FORWARD],
+        starts[ActionKind.BACKWARD],
+        starts[ActionKind.SEND_FORWARD][:-1],
+        starts[ActionKind.SEND_BACKWARD][1:],
+        np.where(np.isnan(begun), starts[ActionKind.BACKWARD].max(axis=1), begun),
+    )

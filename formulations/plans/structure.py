@@ -1,0 +1,255 @@
+"""What is chosen of a finite plan before its order: the stages, and which backwards are split.
+
+`work_of` writes a structure down in plain numbers, from which its actions can be put in order: what
+lasts how long, on which devices and channels, and how many bytes it keeps until when.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.checking.check import Blocks, durations
+from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Stages, and for each whether its backwards are split into I and W."""
+
+    stages: tuple[Stage, ...]
+    split: tuple[bool, ...]
+
+    @classmethod
+    def whole(cls, stages: Sequence[Stage]) -> "Structure":
+        """The stages with whole backwards."""
+        return cls(tuple(stages), (False,) * len(stages))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A structure in numbers.
+
+    S stages, M microbatches, V devices; N lanes: a stage has one, or one per device if its devices
+    take turns.
+
+    Attributes
+    ----------
+    seconds
+        Of F, of B or I, of W (0 if there is none), of SEND_F to the next stage, of SEND_B to the
+        one before; shape (5, S, M).
+    split
+        Whether a stage's backwards stand as I and W, shape (S,).
+    lane, channel
+        On which lane a stage runs a microbatch, and on which channel it is sent between stage s and
+        s + 1 (-1: on none), shape (S, M).
+    stage
+        Of every lane, shape (N,).
+    members
+        The devices of every lane.
+    near
+        The lanes that share a device with a lane, itself among them.
+    places
+        The lanes of every device.
+    kept, again
+        Bytes that a lane's device holds per microbatch from the start of F, and on top from the
+        start of B or I, until the backward ends; shape (N,). What is offloaded is not kept.
+    offloaded, offload
+        Bytes that a lane's device offloads per microbatch, and the seconds that takes one way (-1:
+        it does not offload); shape (N,).
+    memory, room
+        Bytes of every device, and those that are left for microbatches; shape (V,).
+    alone
+        Bytes that one microbatch alone may need on every device at its peak, shape (V,).
+    """
+
+    seconds: Floats
+    split: NDArray[np.bool_]
+    lane: Ints
+    channel: Ints
+    stage: Ints
+    members: list[list[int]]
+    near: list[list[int]]
+    places: list[list[int]]
+    kept: Floats
+    again: Floats
+    offloaded: Floats
+    offload: Floats
+    memory: Floats
+    room: Floats
+    alone: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Endings:
+    """What follows the backwards: all-reduces and optimizer's steps in seconds, NaN where none is.
+
+    ``devices`` are the positions of every stage's devices; arrays have shape (S,).
+    """
+
+    devices: tuple[tuple[int, ...], ...]
+    reduce: Floats
+    update: Floats
+
+
+def work_of(problem: PipelineProblem, structure: Structure) -> tuple[Work, Endings, Blocks]:
+    """The structure in numbers, what follows, and the durations as the checker has them."""
+    stages, m = structure.stages, problem.microbatches
+    split = np.array(structure.split)
+    seconds = durations(problem, stages, np.repeat(split[:, None], m, axis=1))
+    lanes = [
+        (s, tuple(problem.cluster.index[name] for name in stage.runners(turn)))
+        for s, stage in enumerate(stages)
+        for turn in range(stage.turns)
+    ]
+    bytes_ = [_lane_bytes(problem, structure, s, devices) for s, devices in lanes]
+    kept, again, offloaded, offload = np.array(bytes_).T
+    size = len(problem.cluster)
+    places: list[list[int]] = [[] for _ in range(size)]
+    for n, (_, devices) in enumerate(lanes):
+        for v in devices:
+            places[v].append(n)
+    near = [sorted({n for v in devices for n in places[v]}) for _, devices in lanes]
+    work = Work(
+        _seconds(seconds),
+        split,
+        _lane_table(stages, m),
+        _channel_table(stages, m),
+        np.array([s for s, _ in lanes]),
+        [list(devices) for _, devices in lanes],
+        near,
+        places,
+        kept,
+        again,
+        offloaded,
+        offload,
+        problem.memory_bytes,
+        _room(problem, stages),
+        np.array([_alone(places[v], kept, again, offloaded) for v in range(size)]),
+    )
+    everyone = tuple(tuple(problem.cluster.index[name] for name in s.devices) for s in stages)
+    endings = Endings(everyone, seconds[ActionKind.REDUCE][:, 0], seconds[ActionKind.UPDATE][:, 0])
+    return work, endings, seconds
+
+
+def misfit(problem: PipelineProblem, structure: Structure, work: Work) -> str | None:
+    """Why the structure has no schedule; None if one microbatch at a time fits everywhere."""
+    for s, stage in enumerate(structure.stages):
+        most, shares = problem.most_replicas(*stage.layers), len(stage.runners(0))
+        if shares > most:
+            return (
+                f"stage {s} (layers {stage.layers[0]} to {stage.layers[1] - 1}) splits "
+                f"microbatches of {problem.chain.microbatch_size} samples among {shares} devices, "
+                f"{most} are the most: plan larger microbatches"
+            )
+    short = work.alone - work.room
+    v = int(short.argmax())
+    if short[v] <= 0:
+        return None
+    device = problem.cluster.devices[v]
+    memory = float(problem.memory_bytes[v])
+    return (
+        f"device {device.name!r} with one microbatch in flight needs "
+        f"{format_bytes(memory + short[v])}, it has {format_bytes(memory)}: "
+        f"{short[v]:.0f} bytes short"
+    )
+
+
+def device_loads(work: Work) -> Floats:
+    """How long every device computes in an iteration, shape (V,)."""
+    busy = np.zeros(len(work.room))
+    every = work.seconds[:3].sum(axis=0)
+    for n, s in enumerate(work.stage):
+        busy[work.members[n]] += every[s, work.lane[s] == n].sum()
+    return busy
+
+
+def structure_bound(work: Work, endings: Endings) -> float:
+    """No schedule of the structure is shorter.
+
+    A microbatch passes every stage twice. A device begins when the first microbatch gets to its
+    first stage; after its last whole backward that gradient passes the stages before. All-reduces
+    of a device take turns.
+    """
+    least = work.seconds.min(axis=2)  # (5, S)
+    there = np.concatenate([[0.0], np.cumsum(least[0, :-1] + least[3, :-1])])
+    back = np.concatenate([[0.0], np.cumsum(least[1, :-1] + least[4, 1:])])
+    reduce, update = np.nan_to_num(endings.reduce), np.nan_to_num(endings.update)
+    bound = float(there[-1] + least[0, -1] + least[1, -1] + back[-1])
+    for v, load in enumerate(device_loads(work)):
+        mine = work.stage[work.places[v]]
+        if not len(mine):
+            continue
+        first = int(mine.min())
+        rest = 0.0 if work.split[mine].any() else back[first]
+        after = max(rest, float(update[mine].sum()), float((reduce + update)[mine].min()))
+        bound = max(bound, there[first] + load + after, float(reduce[mine].sum()))
+    return bound
+
+
+def _seconds(seconds: Blocks) -> Floats:
+    of = seconds.__getitem__
+    backward = np.fmax(of(ActionKind.BACKWARD), of(ActionKind.INPUT_GRADIENT))
+    weights = np.nan_to_num(of(ActionKind.WEIGHT_GRADIENT))
+    sends = of(ActionKind.SEND_FORWARD), of(ActionKind.SEND_BACKWARD)
+    return np.stack([of(ActionKind.FORWARD), backward, weights, *map(np.nan_to_num, sends)])
+
+
+def _lane_table(stages: Sequence[Stage], microbatches: int) -> Ints:
+    turns = np.array([stage.turns for stage in stages])
+    first = np.concatenate([[0], np.cumsum(turns)[:-1]])
+    return np.asarray(first[:, None] + np.arange(microbatches)[None, :] % turns[:, None])
+
+
+def _channel_table(stages: Sequence[Stage], microbatches: int) -> Ints:
+    channel = np.full((len(stages), microbatches), -1)
+    known: dict[tuple[int, tuple[str, ...], tuple[str, ...]], int] = {}
+    for s in range(len(stages) - 1):
+        for m in range(microbatches):
+            here, there = stages[s].runners(m), stages[s + 1].runners(m)
+            if here != there:
+                channel[s, m] = known.setdefault((s, here, there), len(known))
+    return channel
+
+
+def _lane_bytes(
+    problem: PipelineProblem, structure: Structure, s: int, devices: tuple[int, ...]
+) -> tuple[float, float, float, float]:
+    """Bytes kept, bytes kept again, bytes offloaded, and the seconds of that."""
+    stage, shares = structure.stages[s], len(devices)
+    start, stop = stage.layers
+    saved = problem.saved_bytes(start, stop, shares)
+    if stage.offload:
+        seconds = problem.offload_seconds(start, stop, devices)
+        assert seconds is not None  # the search offloads only where the host's link is known
+        return 0.0, 0.0, saved, seconds
+    if stage.recompute == "none":
+        return saved, 0.0, 0.0, -1.0
+    inputs = problem.inputs_per_layer(shares)[start:stop]
+    if stage.recompute == "full":
+        return float(inputs[0]), saved, 0.0, -1.0
+    largest = float(problem.saved_per_layer(shares)[start:stop].max())
+    return float(inputs.sum()), saved if structure.split[s] else largest, 0.0, -1.0
+
+
+def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:
+    static = np.zeros(len(problem.cluster))
+    for stage in stages:
+        bytes_ = problem.static_bytes(*stage.layers, len(stage.runners(0)))
+        for name in stage.devices:
+            static[problem.cluster.index[name]] += bytes_
+    return np.asarray(problem.memory_bytes - static)
+
+
+def _alone(lanes: Sequence[int], kept: Floats, again: Floats, offloaded: Floats) -> float:
+    """The most that a microbatch alone needs on a device of ``lanes``, in the stages' order."""
+    if not lanes:
+        return 0.0
+    mine = list(lanes)
+    peak = float((np.cumsum(kept[mine]) + again[mine]).max())
+    return peak + float(offloaded[mine].max())

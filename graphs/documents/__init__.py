@@ -1,0 +1,1 @@
+"""Strict JSON documents, units and errors: what every other module stands on."""

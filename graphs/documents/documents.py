@@ -1,0 +1,220 @@
+"""Strict reading and atomic writing of the project's JSON documents.
+
+A document is one frozen dataclass with the fields ``format`` and ``version``; pydantic checks it
+against the annotations and its ``__post_init__`` against the rules between fields.
+"""
+
+import contextlib
+import json
+import os
+import reprlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_type
+
+T = TypeVar("T")
+
+STANDARD_OUTPUT = 1  # its file descriptor
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""Configuration that every document's dataclass carries as ``__pydantic_config__``."""
+
+
+def parse(kind: type[T], text: str | bytes, place: str, format_name: str, version: int) -> T:
+    """Read one document of type ``kind``; ``place`` (a file name) starts every message.
+
+    Raises
+    ------
+    InputError
+        One line: truncated or malformed JSON, another format or version, unknown fields,
+        wrong types, or a broken rule, with the path of the field.
+    """
+    try:
+        # The json module recurses into deep nesting and lets lone surrogates pass; once that is
+        # ruled out, it is the one that tells of a key that stands twice.
+        data = from_json(text)
+        json.loads(text, object_pairs_hook=_require_single_keys)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+    except ValueError as error:
+        raise InputError(f"{place}: not a complete JSON document ({error})") from None
+    if not isinstance(data, dict) or data.get("format") != format_name:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"{place}: expected a {format_name!r} document, found {found!r}")
+    if data.get("version") != version or type(data["version"]) is not int:  # true == 1
+        raise InputError(
+            f"{place}: version {data.get('version')!r} is not known; this release reads {version}"
+        )
+    try:
+        # From JSON, because only then do strict types take an array for a tuple.
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise InputError(f"{place}: {first_problem(error, data)}") from None
+
+
+def _require_single_keys(pairs: list[tuple[str, Any]]) -> None:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise InputError(f"the field {twice!r} stands twice in one object")
+
+
+def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version: int) -> T:
+    """Read the document at ``path``; see :func:`parse`."""
+    return parse(kind, read_text(path), str(path), format_name, version)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of the file at ``path``; unreadable files raise InputError in one line."""
+    name = file_name(path)
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{name}: not a text file (UTF-8 expected)") from None
+
+
+def file_name(path: str | os.PathLike[str]) -> str:
+    """``path`` as text; what can name no file raises InputError."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
+        raise InputError(f"{reprlib.repr(path)} is no file name")
+    return os.fsdecode(path)
+
+
+def to_json(document: Any) -> str:
+    """The JSON text of a dataclass document, without its unset (None) fields.
+
+    Numbers are written so that reading them back gives the same floats.
+    """
+    plain = TypeAdapter(type(document)).dump_python(document, mode="json", exclude_none=True)
+    return json.dumps(plain, indent=1, allow_nan=False) + "\n"
+
+
+def write(kind: type[T], document: T, path: str | os.PathLike[str]) -> None:
+    """Write a document of type ``kind`` to ``path`` atomically.
+
+    Raises
+    ------
+    InputError
+        If ``document`` is something else, or the file cannot be written.
+    """
+    require_type(document, kind, "the document")
+    write_text(path, to_json(document))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` to ``path`` atomically: the old file or the whole new one, never a part."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` to ``path`` atomically, as :func:`write_text` does.
+
+    Pipes and devices, and what standard output goes to, are written straight away.
+    """
+    path = file_name(path)
+    try:
+        if is_standard_output(path):
+            sys.stdout.flush()
+            _pour(STANDARD_OUTPUT, data)
+        elif os.path.exists(path) and not os.path.isfile(path):
+            _pour(path, data)
+        else:
+            _replace(path, data)
+    except BrokenPipeError:
+        raise  # nobody reads on: no fault of the path
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def is_standard_output(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is where standard output goes, as /dev/stdout is, unless that is nowhere."""
+    try:
+        found = os.stat(path)
+        nowhere = os.path.samestat(found, os.stat(os.devnull))
+        return not nowhere and os.path.samestat(found, os.fstat(STANDARD_OUTPUT))
+    except OSError:
+        return False
+
+
+def _pour(file: int | str | os.PathLike[str], data: bytes) -> None:
+    with open(file, "wb", closefd=not isinstance(file, int)) as opened:
+        opened.write(data)
+
+
+def _replace(path: str | os.PathLike[str], data: bytes) -> None:
+    target = os.path.realpath(path)  # what a link points to is written, not the link
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def first_problem(error: ValidationError, document: Any = None) -> str:
+    """The first problem as ``field.path[3]: message, got value``, and how many more there are.
+
+    ``document`` is what was read, as plain data: with it, the path holds its fields alone, without
+    the tag by which pydantic chose the member of a union.
+    """
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    path, message = list(first["loc"]), first["msg"].removeprefix("Value error, ")
+    if document is not None:
+        path = _without_tags(path, document, first["type"])
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        message = "unknown field"
+    elif first["type"] == "missing":
+        message = "missing field"
+    elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path, message = _about_tag(path, first["ctx"])
+    elif first["type"] != "value_error" and isinstance(first["input"], str | int | float):
+        message += f", got {reprlib.repr(first['input'])}"
+    place = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part if part.isprintable() else ascii(part)}"
+        for part in path
+    )
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{place.lstrip('.')}: {message}{more}" if place else f"{message}{more}"
+
+
+def _without_tags(path: Sequence[int | str], document: Any, problem: str) -> list[int | str]:
+    """The parts of ``path`` that are steps in ``document``; the field that is missing is one."""
+    found: list[int | str] = []
+    node = document
+    for position, part in enumerate(path):
+        is_absent_field = problem == "missing" and position == len(path) - 1
+        if isinstance(node, dict) and part not in node and not is_absent_field:
+            continue
+        found.append(part)
+        node = _child(node, part)
+    return found
+
+
+def _child(node: Any, part: int | str) -> Any:
+    if isinstance(node, list) and isinstance(part, int) and part < len(node):
+        return node[part]
+    return node.get(part) if isinstance(node, dict) else None
+
+
+def _about_tag(path: Sequence[int | str], context: dict[str, Any]) -> tuple[list[int | str], str]:
+    """The place of the field that chooses a union's member, and what is wrong with it."""
+    place = [*path, context["discriminator"].strip("'")]
+    if "tag" not in context:
+        return place, "missing field"
+    tag = reprlib.repr(context["tag"])
+    return place, f"must be one of {context['expected_tags']}, got {tag}"

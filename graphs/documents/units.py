@@ -1,0 +1,135 @@
+"""Quantities with units, read from and written for people."""
+
+import math
+import re
+import reprlib
+from numbers import Real
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from stagewright.graphs.documents.errors import InputError
+
+MIN_BANDWIDTH = 1e6  # bytes/s; anything below is a number of GB/s that lost its unit
+MIN_MEMORY = 1e6  # bytes
+
+# Far above what anybody trains with, and low enough that arrays of them fit in memory.
+MAX_MICROBATCHES = 65_536
+MAX_DEVICES = 16_384
+MAX_LAYERS = 16_384
+
+_BYTES = TypeAdapter(ByteSize)
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes in ``text``: ``16GB``, ``16GiB``, ``16e9``.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is no size, or a negative one.
+    """
+    try:
+        value = _plain_or_bytes(text)
+    except ValidationError:
+        raise InputError(f"{text!r} is not a size; write for example 16GB or 16GiB") from None
+    require_amount(value, f"size {text!r}")
+    return value
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second in ``text``: ``12.5GB/s``, ``100Gbps``, ``100Gbit/s``, ``12.5e9``.
+
+    Raises
+    ------
+    InputError
+        If ``text`` is no bandwidth, or so small that its unit must have been forgotten.
+    """
+    size = re.sub(r"(?i)bps$", "bit", text.strip())
+    size = re.sub(r"(?i)/s(ec)?$", "", size)
+    try:
+        value = _plain_or_bytes(size)
+    except ValidationError:
+        raise InputError(
+            f"{text!r} is not a bandwidth; write for example 12.5GB/s or 100Gbps"
+        ) from None
+    require_bandwidth(value, f"bandwidth {text!r}")
+    return value
+
+
+def _plain_or_bytes(text: str) -> float:
+    """A plain number in any notation, which pydantic's sizes (``16GB``) are not."""
+    try:
+        return float(text)
+    except ValueError:
+        return float(_BYTES.validate_python(text))
+
+
+def require_bandwidth(value: float, place: str) -> None:
+    """Refuse a bandwidth (bytes/s) that is not finite and positive, or that lost its unit."""
+    if not math.isfinite(value) or value <= 0:
+        raise InputError(f"{place} must be positive and finite, got {value:g} bytes/s")
+    if value < MIN_BANDWIDTH:
+        raise InputError(
+            f"{place} is {value:g} bytes/s, less than 1 MB/s: is a unit missing? "
+            f"Write {value:g}GB/s on the command line, {value * 1e9:g} in a file"
+        )
+
+
+def require_count(value: int, name: str, most: int) -> None:
+    """Refuse a count below 1, or so large that only a slip can have written it."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise InputError(f"{name} must be at least 1, got {value}")
+    if value > most:
+        raise InputError(f"{name} must be at most {most}, got {value}")
+
+
+def require_amount(value: float, place: str) -> None:
+    """Refuse a time, size or rate that is no number, negative or not finite."""
+    require_number(value, place)
+    if not is_finite(value) or value < 0:
+        raise InputError(f"{place} must be finite and not negative, got {value}")
+
+
+def require_number(value: float, place: str) -> None:
+    """Refuse what is no real number, such as a size with its unit."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InputError(f"{place} must be a number, got {reprlib.repr(value)}")
+
+
+def require_seed(value: int, name: str) -> None:
+    """Refuse a seed that some generator or solver does not take."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise InputError(f"{name} must be from 0 to {2**31 - 1}, got {reprlib.repr(value)}")
+
+
+def is_finite(value: float) -> bool:
+    """Whether ``value`` is a number that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def require_type(value: object, kind: type, name: str) -> None:
+    """Refuse an argument of another type than ``kind``."""
+    if not isinstance(value, kind):
+        found = type(value).__name__
+        raise InputError(f"{name} must be a {kind.__name__}, got {reprlib.repr(value)} ({found})")
+
+
+def format_bytes(value: float) -> str:
+    """``value`` bytes for people, with decimal units."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def format_seconds(value: float) -> str:
+    """``value`` seconds for people."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.4g} s"

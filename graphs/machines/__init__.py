@@ -1,0 +1,1 @@
+"""Clusters: devices, links, named topologies, and the order of devices."""

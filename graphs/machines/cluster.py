@@ -1,0 +1,319 @@
+"""The machines: devices and the links between them."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Discriminator, Tag
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import (
+    MAX_DEVICES,
+    MIN_MEMORY,
+    require_amount,
+    require_bandwidth,
+    require_count,
+)
+
+FORMAT: Literal["stagewright-cluster"] = "stagewright-cluster"
+VERSION: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator: ``name`` is its id in every plan, ``kind`` selects the layers' costs.
+
+    ``host_bytes_per_second`` is how fast it writes to the host's memory, and at the same time reads
+    from there; None where that is not known.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    kind: str
+    memory_bytes: float
+    peak_flops: float | None = None
+    host_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        place = f"device {self.name!r}: "
+        require_amount(self.memory_bytes, place + "memory_bytes")
+        if self.memory_bytes < MIN_MEMORY:
+            raise InputError(
+                f"{place}memory_bytes is {self.memory_bytes:g}, less than 1 MB: is a unit missing? "
+                f"{self.memory_bytes:g} GB is {self.memory_bytes * 1e9:g}"
+            )
+        if self.peak_flops is not None:
+            require_amount(self.peak_flops, place + "peak_flops")
+        if self.host_bytes_per_second is not None:
+            require_bandwidth(self.host_bytes_per_second, place + "host_bytes_per_second")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One kind of link: bandwidth of a direction (bytes/s) and latency (s)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    bandwidth_bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_bandwidth(self.bandwidth_bytes_per_second, "bandwidth_bytes_per_second")
+        require_amount(self.latency_seconds, "latency_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLinks:
+    """Servers of devices: one kind of link inside each of them, one between them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    servers: tuple[tuple[str, ...], ...]
+    intra: Link
+    inter: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLinks:
+    """Any links: bandwidth[i][j] in bytes/s from device i to device j, None for no direct link.
+
+    The diagonal is not read. ``latency_seconds`` is one number or a matrix like the first.
+    ``servers`` names the devices of each server where the planners should know them.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    bandwidth_bytes_per_second: tuple[tuple[float | None, ...], ...]
+    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0
+    servers: tuple[tuple[str, ...], ...] | None = None
+
+
+def _shape_of_links(links: object) -> str:
+    """Which of the two a document means, so that its faults are told against that one alone."""
+    of_servers = isinstance(links, ServerLinks) or (isinstance(links, dict) and "intra" in links)
+    return "servers" if of_servers else "matrix"
+
+
+Links = Annotated[
+    Annotated[ServerLinks, Tag("servers")] | Annotated[MatrixLinks, Tag("matrix")],
+    Discriminator(_shape_of_links),
+]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and links. Devices without a direct link talk over the widest path between them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    devices: tuple[Device, ...]
+    links: Links
+    format: Literal["stagewright-cluster"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InputError(f"cluster {self.name!r} has no devices")
+        names = [device.name for device in self.devices]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"two devices are named {twice!r}; a device's name is its id")
+        if self.links.servers is not None:
+            _require_cover(self.links.servers, names)
+        if isinstance(self.links, MatrixLinks):
+            _require_matrix(self.links, names)
+        elif len(self.links.servers) > 1 and self.links.inter is None:
+            raise InputError(
+                f"cluster {self.name!r} is not connected: several servers and no inter link"
+            )
+        _require_connected(self)
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each device name in ``devices``."""
+        return {device.name: i for i, device in enumerate(self.devices)}
+
+    @cached_property
+    def servers(self) -> tuple[tuple[int, ...], ...]:
+        """Device positions per server; one server of all devices where none are named."""
+        if self.links.servers is None:
+            return (tuple(range(len(self.devices))),)
+        return tuple(tuple(self.index[name] for name in server) for server in self.links.servers)
+
+    @cached_property
+    def direct_bandwidth(self) -> Floats:
+        """Bandwidth of the direct links in bytes/s, shape (V, V); 0 where there is none."""
+        return self._pairwise("bandwidth_bytes_per_second")
+
+    @cached_property
+    def bandwidth(self) -> Floats:
+        """Bandwidth in bytes/s from i to j over the widest path, shape (V, V); inf for i = j."""
+        return self._paths[0]
+
+    @cached_property
+    def latency(self) -> Floats:
+        """Latency in seconds along the widest path, shape (V, V); 0 for i = j."""
+        return self._paths[1]
+
+    @cached_property
+    def _paths(self) -> tuple[Floats, Floats]:
+        return _widest_paths(self.direct_bandwidth, self._pairwise("latency_seconds"))
+
+    def digest(self) -> str:
+        """A SHA-256 of the cluster's document."""
+        return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
+
+    def _pairwise(self, name: str) -> Floats:
+        size = len(self.devices)
+        if isinstance(self.links, MatrixLinks):
+            value = getattr(self.links, name)
+            if isinstance(value, float | int):
+                matrix = np.full((size, size), float(value))
+            else:
+                matrix = np.array([[entry or 0.0 for entry in row] for row in value], dtype=float)
+        else:
+            inter, intra = self.links.inter or self.links.intra, self.links.intra
+            matrix = np.full((size, size), getattr(inter, name))
+            for server in self.servers:
+                matrix[np.ix_(server, server)] = getattr(intra, name)
+        np.fill_diagonal(matrix, 0.0)
+        return matrix
+
+
+def uniform_servers(
+    servers: int,
+    devices_per_server: int,
+    intra: Link,
+    inter: Link | None = None,
+    *,
+    kind: str = "v100",
+    memory_bytes: float = 16e9,
+    peak_flops: float | None = None,
+    name: str | None = None,
+) -> Cluster:
+    """A cluster of ``servers`` x ``devices_per_server`` equal devices named s0g0, s0g1, ..."""
+    if servers < 1 or devices_per_server < 1:
+        raise InputError(
+            f"a cluster needs at least one server and device, got {servers}x{devices_per_server}"
+        )
+    require_count(servers * devices_per_server, "the number of devices", MAX_DEVICES)
+    names = [[f"s{s}g{g}" for g in range(devices_per_server)] for s in range(servers)]
+    return Cluster(
+        name or f"{servers}x{devices_per_server}",
+        tuple(Device(id_, kind, memory_bytes, peak_flops) for row in names for id_ in row),
+        ServerLinks(tuple(tuple(row) for row in names), intra, inter),
+    )
+
+
+def from_matrix(
+    devices: Sequence[Device],
+    bandwidth: Sequence[Sequence[float | None]] | Floats,
+    latency: float | Sequence[Sequence[float]] = 0.0,
+    *,
+    servers: Sequence[Sequence[str]] | None = None,
+    name: str = "matrix",
+) -> Cluster:
+    """A cluster of arbitrary links; ``bandwidth[i][j]`` in bytes/s, None where there is none."""
+    rows = tuple(
+        tuple(None if i == j or entry is None else float(entry) for j, entry in enumerate(row))
+        for i, row in enumerate(bandwidth)
+    )
+    fixed_latency = (
+        float(latency)
+        if isinstance(latency, float | int)
+        else tuple(tuple(float(entry) for entry in row) for row in latency)
+    )
+    grouped = None if servers is None else tuple(tuple(server) for server in servers)
+    return Cluster(name, tuple(devices), MatrixLinks(rows, fixed_latency, grouped))
+
+
+def load_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """Read a cluster document; any fault is an InputError of one line."""
+    return documents.read(Cluster, path, FORMAT, VERSION)
+
+
+def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
+    """Write a cluster document atomically."""
+    documents.write(Cluster, cluster, path)
+
+
+def _require_cover(servers: Sequence[Sequence[str]], names: Sequence[str]) -> None:
+    """Every device stands in exactly one server, and every name in a server is a device."""
+    listed = [name for server in servers for name in server]
+    for name in listed:
+        if name not in names:
+            raise InputError(f"links.servers names {name!r}, which is no device")
+        if listed.count(name) > 1:
+            raise InputError(f"links.servers names {name!r} twice")
+    for name in names:
+        if name not in listed:
+            raise InputError(f"device {name!r} stands in no server of links.servers")
+
+
+def _require_matrix(links: MatrixLinks, names: Sequence[str]) -> None:
+    size = len(names)
+    matrices: list[tuple[str, Sequence[Sequence[float | None]]]] = [
+        ("bandwidth_bytes_per_second", links.bandwidth_bytes_per_second)
+    ]
+    if isinstance(links.latency_seconds, tuple):
+        matrices.append(("latency_seconds", links.latency_seconds))
+    else:
+        require_amount(links.latency_seconds, "links.latency_seconds")
+    for field, matrix in matrices:
+        if len(matrix) != size or any(len(row) != size for row in matrix):
+            raise InputError(f"links.{field} must have {size} rows of {size} entries")
+        for (i, j), entry in np.ndenumerate(np.array(matrix, dtype=object)):
+            if i != j and entry is not None:
+                _require_entry(field, entry, f"links.{field}[{i}][{j}] ({names[i]} to {names[j]})")
+
+
+def _require_entry(field: str, entry: float, place: str) -> None:
+    if field == "latency_seconds":
+        require_amount(entry, place)
+    elif entry == 0:
+        raise InputError(f"{place} is zero; write null where there is no link")
+    else:
+        require_bandwidth(entry, place)
+
+
+def _require_connected(cluster: Cluster) -> None:
+    if isinstance(cluster.links, ServerLinks):
+        return
+    cut = np.argwhere(cluster.bandwidth == 0)
+    if len(cut):
+        source, target = (cluster.devices[i].name for i in cut[0])
+        raise InputError(
+            f"cluster {cluster.name!r} is not connected: no path of links from "
+            f"{source!r} to {target!r}"
+        )
+
+
+def _widest_paths(direct: Floats, latency: Floats) -> tuple[Floats, Floats]:
+    """Bottleneck bandwidth and summed latency of the widest path between every two devices.
+
+    Pairs with a direct link use it; Floyd-Warshall over (max, min) serves the others.
+    """
+    linked = direct > 0
+    np.fill_diagonal(linked, True)
+    wide = direct.copy()
+    np.fill_diagonal(wide, np.inf)
+    if linked.all():
+        return wide, latency
+    own, delay = wide.copy(), latency.copy()
+    for via in range(len(direct)):
+        through = np.minimum.outer(wide[:, via], wide[via])
+        better = through > wide
+        wide[better] = through[better]
+        delay[better] = np.add.outer(delay[:, via], delay[via])[better]
+    return np.where(linked, own, wide), np.where(linked, latency, delay)

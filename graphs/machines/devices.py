@@ -1,0 +1,66 @@
+"""Accelerators by name: peaks and memory from their makers' datasheets."""
+
+from dataclasses import dataclass
+
+from stagewright.graphs.documents.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """Peaks of one device.
+
+    ``fp16_flops`` is the dense peak with fp32 accumulation, on tensor cores where there are some.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_second: float
+    fp32_flops: float
+    fp16_flops: float
+
+
+ACCELERATORS: dict[str, Accelerator] = {
+    accelerator.name: accelerator
+    for accelerator in (
+        Accelerator("k80", 12e9, 240e9, 4.37e12, 4.37e12),  # one of the board's two GPUs
+        Accelerator("1080ti", 11e9, 484e9, 11.3e12, 11.3e12),  # fp16 runs as fp32
+        Accelerator("p100", 16e9, 732e9, 10.6e12, 21.2e12),  # SXM2
+        Accelerator("v100", 16e9, 900e9, 15.7e12, 125e12),  # SXM2
+        Accelerator("v100-32gb", 32e9, 900e9, 15.7e12, 125e12),
+        Accelerator("t4", 16e9, 320e9, 8.1e12, 65e12),
+        Accelerator("a100", 40e9, 1555e9, 19.5e12, 312e12),  # SXM4
+        Accelerator("a100-80gb", 80e9, 2039e9, 19.5e12, 312e12),
+        Accelerator("h100", 80e9, 3350e9, 67e12, 989e12),  # SXM5
+        Accelerator("h200", 141e9, 4800e9, 67e12, 989e12),
+    )
+}
+
+
+def accelerator(name: str) -> Accelerator:
+    """The accelerator called ``name``, in any case.
+
+    Raises
+    ------
+    InputError
+        If the table has none of that name.
+    """
+    try:
+        return ACCELERATORS[name.lower()]
+    except KeyError:
+        known = ", ".join(sorted(ACCELERATORS))
+        raise InputError(f"device {name!r} is not known; known are {known}") from None
+
+
+def kind_of_device(kind: str, memory_bytes: float | None) -> tuple[str, float, float | None]:
+    """Kind, memory and fp32 peak of a device; what is not in the table needs its memory given.
+
+    Raises
+    ------
+    InputError
+        If the kind is unknown and no memory is given.
+    """
+    if memory_bytes is not None and kind.lower() not in ACCELERATORS:
+        return kind, memory_bytes, None
+    card = accelerator(kind)
+    memory = card.memory_bytes if memory_bytes is None else memory_bytes
+    return card.name, memory, card.fp32_flops

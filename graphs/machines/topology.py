@@ -1,0 +1,243 @@
+"""Builders of clusters from machines and from descriptions in text."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import parse_bandwidth
+from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
+from stagewright.graphs.machines.devices import kind_of_device
+
+NVLINK_BRICK = 25e9
+"""Bytes per second and direction of one NVLink of the second to fourth generation (V100, A100,
+H100; NVIDIA's datasheets). The first, on the P100, has 20e9."""
+
+PATH_BANDWIDTH: dict[str, float] = {
+    "PIX": 12e9,  # one PCIe switch
+    "PXB": 12e9,  # several PCIe switches
+    "PHB": 10e9,  # a PCIe host bridge, that is the CPU
+    "NODE": 10e9,  # the host bridges of one NUMA node
+    "SYS": 6e9,  # the link between CPUs
+}
+"""Bytes per second and direction over the paths that ``nvidia-smi topo -m`` names.
+
+Rates that NCCL assumes (src/graph/topo.h): PCIe 3.0 x16 at 12 GB/s, a fifth more traffic through
+an Intel CPU, 6 GB/s between Broadwell CPUs. Newer machines are faster: give your own.
+"""
+
+# NVLinks between the GPUs of a DGX-1 V100 (hybrid cube mesh; six per GPU).
+_DGX1_NVLINKS = (
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header
+_GPU = re.compile(r"GPU\d+")
+_NO_LINK = ("-", "x", "none", "null")
+
+
+def dgx1(
+    *,
+    brick: float = NVLINK_BRICK,
+    pcie: float = PATH_BANDWIDTH["SYS"],
+    latency: float = 0.0,
+    kind: str = "v100",
+    memory_bytes: float | None = None,
+    name: str = "dgx1",
+) -> Cluster:
+    """A DGX-1 with eight V100: the hybrid cube mesh of NVLinks, PCIe between the other pairs.
+
+    Parameters
+    ----------
+    brick
+        Bytes/s and direction of one NVLink; pairs have one or two of them.
+    pcie
+        Bytes/s between GPUs without an NVLink, which stand at different CPUs.
+    latency
+        Seconds per transfer.
+    kind, memory_bytes
+        The devices' kind, and their memory: that of the table in ``devices`` if not given.
+    name
+        Of the cluster.
+    """
+    names = [f"g{i}" for i in range(8)]
+    rows = [[links * brick if links else pcie for links in row] for row in _DGX1_NVLINKS]
+    devices = _devices(names, kind, memory_bytes)
+    return from_matrix(devices, rows, latency, servers=[names], name=name)
+
+
+def read_matrix(
+    path: str | os.PathLike[str],
+    *,
+    latency: float = 0.0,
+    kind: str = "v100",
+    memory_bytes: float | None = None,
+    name: str | None = None,
+) -> Cluster:
+    """A cluster from a text file of bandwidths: entry j of row i is that from device i to j.
+
+    Entries are bytes/s (``12e9``) or have a unit (``12GB/s``), with commas or spaces between
+    them; ``-`` or ``x`` stands for no link. The diagonal is not read. Lines that start with ``#``
+    are skipped. A first line of names names the devices (g0, g1, ... otherwise); the rows may
+    then start with their names too.
+
+    Raises
+    ------
+    InputError
+        One line with file, line and column.
+    """
+    lines = [
+        (f"{path}:{number}", _split(line))
+        for number, line in enumerate(documents.read_text(path).splitlines(), start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not lines:
+        raise InputError(f"{path}: no rows of bandwidths")
+    names = [f"g{i}" for i in range(len(lines))]
+    if all(_is_name(entry) for entry in lines[0][1]):
+        names = lines.pop(0)[1]
+        lines = [(place, _without_name(entries, names)) for place, entries in lines]
+    if len(lines) != len(names):
+        raise InputError(f"{path}: {len(lines)} rows for {len(names)} devices")
+    rows = [_parse_row(entries, names, i, place) for i, (place, entries) in enumerate(lines)]
+    title = name or Path(path).stem
+    return from_matrix(_devices(names, kind, memory_bytes), rows, latency, name=title)
+
+
+def parse_nvidia_smi(
+    text: str,
+    *,
+    place: str = "nvidia-smi topo -m",
+    brick: float = NVLINK_BRICK,
+    paths: Mapping[str, float] = PATH_BANDWIDTH,
+    latency: float = 0.0,
+    kind: str = "v100",
+    memory_bytes: float | None = None,
+    name: str = "nvidia-smi",
+) -> Cluster:
+    """A cluster of one server from the text that ``nvidia-smi topo -m`` prints.
+
+    Network cards, CPU affinities and the legend are passed over.
+
+    Parameters
+    ----------
+    text
+        The output.
+    place
+        Starts every message; a file's name, say.
+    brick
+        Bytes/s and direction of one NVLink: ``NV2`` is two of them.
+    paths
+        Bytes/s of the other paths; those that are not named keep ``PATH_BANDWIDTH``.
+    latency
+        Seconds per transfer.
+    kind, memory_bytes
+        The devices' kind, and their memory: that of the table in ``devices`` if not given.
+    name
+        Of the cluster.
+
+    Raises
+    ------
+    InputError
+        One line that names the row and column.
+    """
+    unknown = sorted(paths.keys() - PATH_BANDWIDTH.keys())
+    if unknown:
+        raise InputError(f"{unknown[0]!r} is no path of nvidia-smi ({', '.join(PATH_BANDWIDTH)})")
+    columns, table = _smi_table(text, place)
+    names = [column for column in columns if _GPU.fullmatch(column)]
+    links = [[_smi_entry(table, columns, a, b, place) for b in names] for a in names]
+    bandwidths = {**PATH_BANDWIDTH, **paths}
+    rows = []
+    for i, row in enumerate(links):
+        for j, link in enumerate(row):
+            if link != links[j][i]:
+                raise InputError(
+                    f"{place}: {names[i]} to {names[j]} is {link}, back it is {links[j][i]}"
+                )
+        rows.append([_smi_bandwidth(link, brick, bandwidths) for link in row])
+    devices = _devices(names, kind, memory_bytes)
+    return from_matrix(devices, rows, latency, servers=[names], name=name)
+
+
+def _devices(names: Sequence[str], kind: str, memory_bytes: float | None) -> list[Device]:
+    return [Device(name, *kind_of_device(kind, memory_bytes)) for name in names]
+
+
+def _split(line: str) -> list[str]:
+    if "," in line:
+        return [entry.strip() for entry in line.split(",")]
+    return line.split()
+
+
+def _is_name(entry: str) -> bool:
+    return entry[:1].isalpha() and entry.lower() not in (*_NO_LINK, "nan", "inf")
+
+
+def _without_name(entries: list[str], names: Sequence[str]) -> list[str]:
+    return entries[1:] if len(entries) == len(names) + 1 and entries[0] in names else entries
+
+
+def _parse_row(
+    entries: Sequence[str], names: Sequence[str], i: int, place: str
+) -> list[float | None]:
+    if len(entries) != len(names):
+        raise InputError(f"{place}: {len(entries)} entries for {len(names)} devices")
+    row: list[float | None] = []
+    for j, entry in enumerate(entries):
+        if i == j or entry.lower() in _NO_LINK:
+            row.append(None)
+            continue
+        try:
+            row.append(parse_bandwidth(entry))
+        except InputError as error:
+            raise InputError(f"{place}: {names[i]} to {names[j]}: {error}") from None
+    return row
+
+
+def _smi_table(text: str, place: str) -> tuple[list[str], dict[str, list[str]]]:
+    """The column names before the affinities, and the entries of each row below them."""
+    lines = [line.split() for line in _ESCAPES.sub("", text).splitlines()]
+    header = next((i for i, line in enumerate(lines) if line and _GPU.fullmatch(line[0])), None)
+    if header is None or "X" in lines[header]:
+        raise InputError(f"{place}: no header of GPU0, GPU1, ...; paste the whole output")
+    columns = []
+    for word in lines[header]:
+        if word in ("CPU", "NUMA", "GPU"):  # "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"
+            break
+        columns.append(word)
+    rows = {line[0]: line[1:] for line in lines[header + 1 :] if line and line[0] in columns}
+    return columns, rows
+
+
+def _smi_entry(
+    table: Mapping[str, Sequence[str]], columns: Sequence[str], a: str, b: str, place: str
+) -> str:
+    if a not in table:
+        raise InputError(f"{place}: the row of {a} is missing; paste the whole output")
+    column = columns.index(b)
+    if len(table[a]) <= column:
+        raise InputError(f"{place}: the row of {a} ends before the column of {b}")
+    link = table[a][column]
+    if (link == "X") != (a == b) or not re.fullmatch(
+        rf"X|NV[1-9]\d*|{'|'.join(PATH_BANDWIDTH)}", link
+    ):
+        raise InputError(
+            f"{place}: {a} to {b}: {link!r} is none of NV#, {', '.join(PATH_BANDWIDTH)}"
+        )
+    return link
+
+
+def _smi_bandwidth(link: str, brick: float, bandwidths: Mapping[str, float]) -> float | None:
+    if link == "X":
+        return None
+    return int(link[2:]) * brick if link.startswith("NV") else bandwidths[link]

@@ -1,0 +1,216 @@
+"""Analytic profiles: costs of named models from operation counts and a device's peaks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.devices import Accelerator, accelerator
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.graphs.models.language import Attention
+from stagewright.graphs.models.named import NamedModel, named_model
+from stagewright.graphs.models.operations import LayerWork, Operation
+
+Precision = Literal["fp32", "fp16"]
+
+OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by their numbers per parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What is reached of a device's peaks: by matrix products, convolutions, and memory traffic.
+
+    With the defaults and materialized attention a V100 in fp32 trains BERT-large (384 tokens) at 10
+    sequences and ResNet-50 at 345 images per second; NVIDIA publishes 9.85 and 367
+    (DeepLearningExamples, one V100 of a DGX-1). A convolution reaches more as fast algorithms save
+    multiplications.
+    """
+
+    matmul: float = 0.5
+    convolution: float = 0.75
+    memory: float = 0.75
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(
+                    f"efficiency: {name} must be in (0, 1], got {getattr(self, name):g}"
+                )
+
+
+def analytic_model(
+    name: str,
+    microbatch_size: int | None = None,
+    device: str | Sequence[str] = "v100",
+    *,
+    efficiency: Efficiency | None = None,
+    precision: Precision = "fp32",
+    attention: Attention = "fused",
+    tied_copies: bool = True,
+    optimizer_state: int = 2,
+    **sizes: int,
+) -> Chain:
+    """A named model with computed, not measured, costs.
+
+    Each operation takes the larger of its FLOPs over what the device reaches of its peak, and its
+    bytes over what it reaches of its memory's bandwidth; launch times are not counted. See
+    ``models.operations`` for what is counted as the gradients and as kept for the backward. The
+    optimizer's step moves its bytes through memory: in fp32 it reads weights, gradients and state
+    and writes weights and state, in fp16 it works on fp32 masters.
+
+    A table that several layers use (logits tied to the embedding) counts in each of them: every
+    stage but its first holds a copy, with its gradient and its state, and updates it. Where a plan
+    has two of these layers in one stage, the copy is counted twice: more than is used, never less.
+    The all-reduce of the table's gradient between the stages is not counted.
+
+    Parameters
+    ----------
+    name
+        One of ``models.MODELS``, or ``bert-N``.
+    microbatch_size
+        Samples; by default the model's usual number.
+    device
+        A device of ``devices.ACCELERATORS``, or several for a mixed cluster.
+    efficiency
+        What is reached of the peaks.
+    precision
+        ``fp32``, or ``fp16``: weights, gradients and activations of 2 bytes, and an optimizer
+        that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per parameter).
+    attention
+        ``fused``: one kernel that keeps no matrix of scores and computes them again in the
+        backward, or ``materialized``. It does not apply to networks for images.
+    tied_copies
+        False: a table that several layers use counts in the first of them alone, as on one device.
+    optimizer_state
+        Numbers per parameter: SGD 0, with momentum 1, Adam 2.
+    sizes
+        The model's sizes, such as ``layers``, ``hidden``, ``sequence``.
+
+    Raises
+    ------
+    InputError
+        If the model, the device or a size is unknown or out of range.
+    """
+    model = named_model(name)
+    samples = model.microbatch_size if microbatch_size is None else microbatch_size
+    if samples < 1:
+        raise InputError(f"microbatch_size must be at least 1, got {samples}")
+    if precision not in ("fp32", "fp16"):
+        raise InputError(f"precision must be fp32 or fp16, got {precision!r}")
+    if attention not in get_args(Attention):
+        raise InputError(f"attention must be fused or materialized, got {attention!r}")
+    if optimizer_state not in OPTIMIZERS:
+        raise InputError(f"optimizer_state must be 0, 1 or 2, got {optimizer_state!r}")
+    cards = [accelerator(kind) for kind in ([device] if isinstance(device, str) else device)]
+    if not cards:
+        raise InputError("an analytic profile needs at least one device")
+    rates = [_Rates(card, precision, efficiency or Efficiency(), optimizer_state) for card in cards]
+    works = model.layers(samples, sizes, attention)
+    counted = [work.parameters + tied_copies * work.tied_parameters for work in works]
+    assumed = [
+        *map(str, rates),
+        *_assumed(model, works, attention, tied_copies),
+        f"update by {OPTIMIZERS[optimizer_state]}",
+    ]
+    chosen = ",".join(f"{size}={value}" for size, value in sizes.items())
+    return Chain(
+        f"{name}({chosen})" if chosen else name,
+        f"analytic: {'; '.join(assumed)}",
+        samples,
+        tuple(_layer(*one, samples, rates) for one in zip(works, counted, strict=True)),
+        optimizer_bytes_per_parameter_byte=rates[0].state_bytes_per_parameter_byte,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What one device reaches at one precision."""
+
+    card: Accelerator
+    precision: Precision
+    efficiency: Efficiency
+    optimizer_state: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.card.name}, {self.precision} peak {self.peak_flops / 1e12:g} TFLOP/s at "
+            f"{self.efficiency.matmul:.0%} (matmul) and {self.efficiency.convolution:.0%} "
+            f"(convolution), memory {self.card.memory_bytes_per_second / 1e9:g} GB/s at "
+            f"{self.efficiency.memory:.0%}"
+        )
+
+    @property
+    def peak_flops(self) -> float:
+        return self.card.fp32_flops if self.precision == "fp32" else self.card.fp16_flops
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def state_bytes_per_parameter_byte(self) -> float:
+        """The optimizer's state, with fp32 masters where the weights are fp16."""
+        if self.precision == "fp32":
+            return float(self.optimizer_state)
+        return 2.0 * (1 + self.optimizer_state)
+
+    def moving_seconds(self, moved_bytes: float) -> float:
+        """Time in which so many bytes are read or written."""
+        return moved_bytes / (self.card.memory_bytes_per_second * self.efficiency.memory)
+
+    def update_seconds(self, parameter_bytes: float) -> float:
+        """The optimizer's step: reads gradients and state, writes state and weights.
+
+        In fp32 it reads the weights too: 7 times their bytes with Adam, 5 with momentum, 3 with
+        SGD. In fp16 the weights that it reads are the masters.
+        """
+        once = 3 if self.precision == "fp32" else 2
+        passes = once + 2 * self.state_bytes_per_parameter_byte
+        return self.moving_seconds(passes * parameter_bytes)
+
+    def seconds(self, operation: Operation) -> float:
+        """Forward time of one operation (a roofline)."""
+        memory = self.moving_seconds(operation.moved * self.element_bytes)
+        if operation.kind == "memory":
+            return memory
+        reached: float = getattr(self.efficiency, operation.kind)
+        return max(operation.flops / (self.peak_flops * reached), memory)
+
+
+def _assumed(
+    model: NamedModel, works: Sequence[LayerWork], attention: Attention, tied_copies: bool
+) -> list[str]:
+    """What the source says besides the devices, where it concerns the model."""
+    found = [f"{attention} attention"] if model.attends else []
+    if any(work.tied_parameters for work in works):
+        where = "copied to every layer that uses them" if tied_copies else "in their first layer"
+        found.append(f"tied weights {where}")
+    return found
+
+
+def _layer(work: LayerWork, parameters: float, samples: int, rates: Sequence[_Rates]) -> Layer:
+    parameter_bytes = parameters * rates[0].element_bytes
+    costs = tuple(_cost(work, parameter_bytes, samples, rate) for rate in rates)
+    return Layer(work.name, parameter_bytes, costs)
+
+
+def _cost(work: LayerWork, parameter_bytes: float, samples: int, rate: _Rates) -> LayerCost:
+    times = [(rate.seconds(operation), operation) for operation in work.operations]
+    inputs = sum(seconds * operation.input_gradients for seconds, operation in times)
+    weights = sum(seconds * operation.weight_gradients for seconds, operation in times)
+    if not work.differentiable:
+        inputs, weights = 0.0, inputs + weights
+    saved = sum(
+        operation.saved * rate.element_bytes + operation.saved_bytes
+        for operation in work.operations
+    )
+    return LayerCost(
+        microbatch_size=samples,
+        forward_seconds=sum(seconds for seconds, _ in times),
+        saved_bytes=saved,
+        output_bytes=work.output * rate.element_bytes,
+        input_gradient_seconds=inputs,
+        weight_gradient_seconds=weights,
+        device_kind=rate.card.name,
+        update_seconds=rate.update_seconds(parameter_bytes),
+    )

@@ -1,0 +1,274 @@
+"""A model as a chain of layers, with the measured or computed cost of each."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount
+
+FORMAT: Literal["stagewright-model"] = "stagewright-model"
+VERSION: Literal[1] = 1
+MAX_LAYER_SECONDS = 1e5  # a day per layer and microbatch: the times were written in milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What one layer costs on one kind of device at one microbatch size.
+
+    ``device_kind`` None stands for any device: the source does not say where it was measured.
+    The backward time is given whole (``backward_seconds``) or as the input gradient's and the
+    weight gradient's parts. ``saved_bytes`` are what the forward keeps for the backward,
+    ``output_bytes`` what the next layer receives (and returns as a gradient). ``update_seconds``
+    is the optimizer's step on the layer's parameters (None: not known, and priced as 0); it does
+    not depend on the microbatch size.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    microbatch_size: int
+    forward_seconds: float
+    saved_bytes: float
+    output_bytes: float
+    backward_seconds: float | None = None
+    input_gradient_seconds: float | None = None
+    weight_gradient_seconds: float | None = None
+    update_seconds: float | None = None
+    device_kind: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatch_size < 1:
+            raise InputError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
+        parts = (self.input_gradient_seconds, self.weight_gradient_seconds)
+        whole = self.backward_seconds is not None
+        if whole == (None not in parts) or whole != (parts == (None, None)):
+            raise InputError(
+                "give either backward_seconds or both input_gradient_seconds and "
+                "weight_gradient_seconds"
+            )
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float | int):
+                require_amount(value, name)
+                if name.endswith("_seconds") and value > MAX_LAYER_SECONDS:
+                    raise InputError(f"{name} is {value:g} s for one microbatch: times are seconds")
+
+    @property
+    def total_backward_seconds(self) -> float:
+        """Time of the whole backward, B = I + W."""
+        if self.backward_seconds is not None:
+            return self.backward_seconds
+        assert self.input_gradient_seconds is not None
+        assert self.weight_gradient_seconds is not None
+        return self.input_gradient_seconds + self.weight_gradient_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: its parameters and its costs, one entry per device kind and microbatch size.
+
+    ``min_samples`` is the least number of samples the layer can be run on (None: one); batch
+    normalisation over a single value per channel, for example, is undefined.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    parameter_bytes: float
+    costs: tuple[LayerCost, ...]
+    min_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_samples is not None and self.min_samples < 1:
+            raise InputError(
+                f"layer {self.name!r}: min_samples must be at least 1, got {self.min_samples}"
+            )
+        require_amount(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
+        if not self.costs:
+            raise InputError(f"layer {self.name!r} has no costs")
+        measured = [(cost.device_kind, cost.microbatch_size) for cost in self.costs]
+        if len(set(measured)) < len(measured):
+            raise InputError(f"layer {self.name!r}: two costs for one device kind and size")
+        updates = {(cost.device_kind, cost.update_seconds) for cost in self.costs}
+        if len(updates) > len({kind for kind, _ in updates}):
+            raise InputError(
+                f"layer {self.name!r}: update_seconds must be the same at every microbatch size"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A model: layers in the order in which a microbatch passes them.
+
+    ``microbatch_size`` (samples) is the size that is planned; ``source`` says how the costs came
+    about ("analytic: ...", "measured: ..."). ``optimizer_bytes_per_parameter_byte`` is the
+    optimizer's state: 0 for plain SGD, 1 for momentum, 2 for Adam.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    source: str
+    microbatch_size: int
+    layers: tuple[Layer, ...]
+    optimizer_bytes_per_parameter_byte: float = 2.0
+    format: Literal["stagewright-model"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InputError(f"model {self.name!r} has no layers")
+        if self.microbatch_size < 1:
+            raise InputError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
+        require_amount(
+            self.optimizer_bytes_per_parameter_byte, "optimizer_bytes_per_parameter_byte"
+        )
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"two layers are named {twice!r}")
+        kinds = _kinds(self.layers[0])
+        for layer in self.layers:
+            if _kinds(layer) != kinds:
+                raise InputError(
+                    f"layer {layer.name!r} has costs for {_shown(_kinds(layer))}, "
+                    f"layer {names[0]!r} for {_shown(kinds)}: every layer needs the same kinds"
+                )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def parameter_bytes(self) -> Floats:
+        """Parameter bytes per layer, shape (L,)."""
+        return np.array([layer.parameter_bytes for layer in self.layers], dtype=float)
+
+    @property
+    def min_samples(self) -> NDArray[np.int64]:
+        """The least number of samples per layer, shape (L,)."""
+        return np.array([layer.min_samples or 1 for layer in self.layers], dtype=np.int64)
+
+    def digest(self) -> str:
+        """A SHA-256 of everything that the plan of this chain depends on."""
+        return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainCosts:
+    """Costs per layer on one device kind at one number of samples; every array has shape (L,)."""
+
+    forward_seconds: Floats
+    backward_seconds: Floats
+    saved_bytes: Floats
+    output_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """A chain's costs on one device kind, ready to be read at any number of samples.
+
+    ``sizes`` are each layer's measured microbatch sizes behind a 0, ascending, rows filled up with
+    inf, shape (L, n + 1); ``values`` the four costs of ChainCosts at these sizes, (4, L, n + 1).
+    """
+
+    sizes: Floats
+    values: Floats
+
+    def at(self, samples: int) -> ChainCosts:
+        """Costs for ``samples`` samples.
+
+        Between measured sizes the costs are interpolated linearly; below the smallest they are
+        proportional to the number of samples, which with a single measured size is SPP's
+        assumption p/k (section III-B and its footnote 2). Nobody asks for more than the planned
+        size, which :func:`profile_on` holds to the measured ones.
+        """
+        rows = np.arange(len(self.sizes))
+        above = np.maximum(1, (self.sizes < samples).sum(axis=1))
+        low, high = self.sizes[rows, above - 1], self.sizes[rows, above]
+        share = np.clip((samples - low) / (high - low), 0.0, 1.0)
+        below_values, above_values = self.values[:, rows, above - 1], self.values[:, rows, above]
+        return ChainCosts(*(below_values + share * (above_values - below_values)))
+
+
+def profile_on(chain: Chain, device_kind: str) -> Profile:
+    """The costs of every layer on ``device_kind``, or else those for any kind.
+
+    Raises
+    ------
+    InputError
+        If the chain has no costs for ``device_kind``, or its microbatch size is outside the sizes
+        for which a layer has costs.
+    """
+    per_layer = [_costs_for(chain, layer, device_kind) for layer in chain.layers]
+    for layer, costs in zip(chain.layers, per_layer, strict=True):
+        _require_measured(chain, layer.name, costs)
+    longest = max(len(costs) for costs in per_layer)
+    sizes = np.full((len(per_layer), longest + 1), np.inf)
+    values = np.zeros((4, len(per_layer), longest + 1))
+    sizes[:, 0] = 0.0
+    for i, costs in enumerate(per_layer):
+        for k, cost in enumerate(costs, start=1):
+            sizes[i, k] = cost.microbatch_size
+            values[:, i, k] = (
+                cost.forward_seconds,
+                cost.total_backward_seconds,
+                cost.saved_bytes,
+                cost.output_bytes,
+            )
+    return Profile(sizes, values)
+
+
+def update_seconds_on(chain: Chain, device_kind: str) -> Floats:
+    """Seconds of the optimizer's step per layer on ``device_kind``, shape (L,); 0 if not known."""
+    per_layer = [_costs_for(chain, layer, device_kind)[0].update_seconds for layer in chain.layers]
+    return np.array([seconds or 0.0 for seconds in per_layer])
+
+
+def load_model(path: str | os.PathLike[str]) -> Chain:
+    """Read a model document; any fault is an InputError of one line."""
+    return documents.read(Chain, path, FORMAT, VERSION)
+
+
+def save_model(chain: Chain, path: str | os.PathLike[str]) -> None:
+    """Write a model document atomically."""
+    documents.write(Chain, chain, path)
+
+
+def _costs_for(chain: Chain, layer: Layer, device_kind: str) -> Sequence[LayerCost]:
+    """The layer's costs on ``device_kind``, else those for any kind, by ascending size."""
+    for kind in (device_kind, None):
+        found = [cost for cost in layer.costs if cost.device_kind == kind]
+        if found:
+            return sorted(found, key=lambda cost: cost.microbatch_size)
+    raise InputError(
+        f"model {chain.name!r} has costs for {_shown(_kinds(layer))}, "
+        f"the cluster has a device of kind {device_kind!r}"
+    )
+
+
+def _require_measured(chain: Chain, name: str, costs: Sequence[LayerCost]) -> None:
+    """The planned microbatch size lies within the measured ones."""
+    smallest, largest = costs[0].microbatch_size, costs[-1].microbatch_size
+    if not smallest <= chain.microbatch_size <= largest:
+        sizes = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
+        raise InputError(
+            f"model {chain.name!r}: microbatch_size is {chain.microbatch_size}, layer {name!r} has "
+            f"costs for {sizes} samples: costs are not extrapolated; measure that size too, or "
+            f"plan another one"
+        )
+
+
+def _kinds(layer: Layer) -> set[str | None]:
+    return {cost.device_kind for cost in layer.costs}
+
+
+def _shown(kinds: set[str | None]) -> str:
+    return ", ".join(sorted(repr(kind) if kind else "any device" for kind in kinds))

@@ -1,0 +1,1 @@
+"""Jobs, pools of accelerators, arrivals and prices."""

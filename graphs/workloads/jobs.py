@@ -1,0 +1,230 @@
+"""The jobs that share a cluster: what each still has to do, and how fast it runs where."""
+
+import itertools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount, require_count
+
+FORMAT: Literal["stagewright-jobs"] = "stagewright-jobs"
+VERSION: Literal[1] = 1
+MAX_SCALE = 16_384
+
+Discipline = Literal["fairness", "fifo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training job: ``steps`` iterations of ``model`` on ``scale`` accelerators at once.
+
+    ``weight`` is its share beside other jobs, ``arrival_seconds`` when it came,
+    ``slo_seconds`` how long after that it may take, ``entity`` who owns it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    model: str
+    steps: float
+    scale: int = 1
+    weight: float = 1.0
+    arrival_seconds: float = 0.0
+    slo_seconds: float | None = None
+    entity: str | None = None
+
+    def __post_init__(self) -> None:
+        place = f"job {self.name!r}: "
+        require_count(self.scale, place + "scale", MAX_SCALE)
+        require_amount(self.arrival_seconds, place + "arrival_seconds")
+        for field in ("steps", "weight", "slo_seconds"):
+            value = getattr(self, field)
+            if value is not None:
+                require_amount(value, place + field)
+                if value == 0:
+                    raise InputError(f"{place}{field} must be more than zero, got 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """An organisation or user that owns jobs or other entities and shares its part among them.
+
+    ``fairness`` shares by weight; ``fifo`` serves its jobs in order of arrival.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    weight: float = 1.0
+    discipline: Discipline = "fairness"
+    parent: str | None = None
+
+    def __post_init__(self) -> None:
+        require_amount(self.weight, f"entity {self.name!r}: weight")
+        if self.weight == 0:
+            raise InputError(f"entity {self.name!r}: weight must be more than zero, got 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Steps per second of ``model`` on ``scale`` accelerators of one type.
+
+    ``spread_steps_per_second`` is the rate on accelerators of different servers, where known; 0
+    says that the model does not run there.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    model: str
+    scale: int
+    accelerator: str
+    steps_per_second: float
+    spread_steps_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        place = f"rate of {self.model!r} x{self.scale} on {self.accelerator!r}: "
+        require_count(self.scale, place + "scale", MAX_SCALE)
+        require_amount(self.steps_per_second, place + "steps_per_second")
+        if self.spread_steps_per_second is not None:
+            require_amount(self.spread_steps_per_second, place + "spread_steps_per_second")
+
+
+@dataclass(frozen=True, slots=True)
+class PairRate:
+    """Steps per second of two models that share ``scale`` accelerators, the first's first."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    models: tuple[str, str]
+    scale: int
+    accelerator: str
+    steps_per_second: tuple[float, float]
+    spread_steps_per_second: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        place = f"rate of {' with '.join(self.models)} x{self.scale} on {self.accelerator!r}: "
+        require_count(self.scale, place + "scale", MAX_SCALE)
+        for rate in (*self.steps_per_second, *(self.spread_steps_per_second or ())):
+            require_amount(rate, place + "steps per second")
+        for rates in (self.steps_per_second, self.spread_steps_per_second):
+            if self.models[0] == self.models[1] and rates and rates[0] != rates[1]:
+                raise InputError(
+                    f"{place}two jobs of one model run at one rate, got {rates[0]:g} and "
+                    f"{rates[1]:g}; give both the mean"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Throughputs:
+    """How fast models run, alone and in pairs."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    alone: tuple[Rate, ...]
+    pairs: tuple[PairRate, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_unique((rate.model, rate.scale, rate.accelerator) for rate in self.alone)
+        _require_unique((*sorted(rate.models), rate.scale, rate.accelerator) for rate in self.pairs)
+
+    def of(self, models: Iterable[tuple[str, int]]) -> "Throughputs":
+        """The part about these models at these scales."""
+        wanted = set(models)
+        return Throughputs(
+            tuple(rate for rate in self.alone if (rate.model, rate.scale) in wanted),
+            tuple(
+                rate
+                for rate in self.pairs
+                if all((model, rate.scale) in wanted for model in rate.models)
+            ),
+        )
+
+
+def _require_unique(keys: Iterable[tuple[object, ...]]) -> None:
+    seen = set()
+    for key in keys:
+        if key in seen:
+            raise InputError(f"throughputs: {key} stands twice")
+        seen.add(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Jobs in order of arrival, their throughputs, and the entities that own them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    jobs: tuple[Job, ...]
+    throughputs: Throughputs
+    entities: tuple[Entity, ...] = ()
+    format: Literal["stagewright-jobs"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.jobs:
+            raise InputError("the workload has no jobs")
+        _require_unique_names("jobs", [job.name for job in self.jobs])
+        _require_unique_names("entities", [entity.name for entity in self.entities])
+        _require_order(self.jobs)
+        _require_tree(self.jobs, self.entities)
+
+
+def _require_unique_names(what: str, names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"two {what} are named {twice!r}")
+
+
+def _require_order(jobs: tuple[Job, ...]) -> None:
+    for before, after in itertools.pairwise(jobs):
+        if after.arrival_seconds < before.arrival_seconds:
+            raise InputError(
+                f"job {after.name!r} arrives at {after.arrival_seconds:g} s, before job "
+                f"{before.name!r} at {before.arrival_seconds:g} s: list jobs in order of arrival"
+            )
+
+
+def _require_tree(jobs: tuple[Job, ...], entities: tuple[Entity, ...]) -> None:
+    parents = {entity.name: entity.parent for entity in entities}
+    disciplines = {entity.name: entity.discipline for entity in entities}
+    for name, parent in parents.items():
+        if parent is not None and parent not in parents:
+            raise InputError(f"entity {name!r}: its parent {parent!r} is no entity")
+        if parent is not None and disciplines[parent] == "fifo":
+            raise InputError(f"entity {parent!r} serves jobs in order; it cannot own {name!r}")
+        if _is_own_owner(name, parents):
+            raise InputError(f"entity {name!r} is among its own owners")
+    owners = set(parents.values()) - {None}
+    for job in jobs:
+        if entities and job.entity not in parents:
+            raise InputError(
+                f"job {job.name!r}: entity {job.entity!r} is not one of "
+                f"{', '.join(map(repr, parents))}"
+            )
+        if job.entity in owners:
+            raise InputError(
+                f"entity {job.entity!r} owns both entities and job {job.name!r}; "
+                "give the jobs an entity of their own"
+            )
+
+
+def _is_own_owner(name: str, parents: dict[str, str | None]) -> bool:
+    above = parents[name]
+    for _ in parents:
+        above = parents.get(above) if above is not None else None
+    return above is not None
+
+
+def load_workload(path: str | os.PathLike[str]) -> Workload:
+    """Read a jobs file; see :func:`documents.read` for the errors."""
+    return documents.read(Workload, path, FORMAT, VERSION)
+
+
+def save_workload(workload: Workload, path: str | os.PathLike[str]) -> None:
+    """Write ``workload`` to ``path`` atomically."""
+    documents.write(Workload, workload, path)

@@ -1,0 +1,137 @@
+"""The accelerators that a cluster's jobs share: types, counts, servers and prices."""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount, require_count, require_type
+from stagewright.graphs.machines.cluster import Cluster
+
+FORMAT: Literal["stagewright-pool"] = "stagewright-pool"
+VERSION: Literal[1] = 1
+MAX_ACCELERATORS = 10_000_000
+
+_SPELLING = re.compile(
+    r"(?P<name>[A-Za-z][\w.-]*)=(?P<count>\d{1,9})(x(?P<per_server>\d{1,9}))?(@(?P<price>[\d.eE+-]+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One type of accelerator: how many there are, how many on a server, dollars per hour of one.
+
+    ``per_server`` is None where servers do not matter, ``dollars_per_hour`` where cost does not.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    count: int
+    per_server: int | None = None
+    dollars_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        place = f"accelerator {self.name!r}: "
+        if not self.name:
+            raise InputError("an accelerator has an empty name")
+        require_count(self.count, place + "count", MAX_ACCELERATORS)
+        if self.per_server is not None:
+            require_count(self.per_server, place + "per_server", self.count)
+            if self.count % self.per_server:
+                raise InputError(
+                    f"{place}{self.count} do not fill servers of {self.per_server}; "
+                    "name the odd servers' accelerators as a type of their own"
+                )
+        if self.dollars_per_hour is not None:
+            require_amount(self.dollars_per_hour, place + "dollars_per_hour")
+
+    @property
+    def servers(self) -> int:
+        """Number of servers; all accelerators are on one where servers do not matter."""
+        return self.count // (self.per_server or self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The accelerators of a cluster, by type."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    accelerators: tuple[Accelerator, ...]
+    format: Literal["stagewright-pool"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.accelerators:
+            raise InputError("the pool has no accelerators")
+        names = self.names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"two types of accelerators are named {twice!r}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The types' names, in order."""
+        return tuple(accelerator.name for accelerator in self.accelerators)
+
+
+def parse_pool(text: str) -> Pool:
+    """The pool that ``text`` spells: ``v100=36,p100=9x4,k80=16@0.45``.
+
+    ``36`` accelerators; ``9x4`` are 9 servers of 4; ``@`` starts the dollars per hour of one.
+
+    Raises
+    ------
+    InputError
+        If a part is spelled in another way, or a type stands twice.
+    """
+    require_type(text, str, "cluster")
+    accelerators = []
+    for part in text.split(","):
+        match = _SPELLING.fullmatch(part.strip())
+        if match is None:
+            raise InputError(
+                f"cluster {text!r}: {part.strip()!r} is no accelerator type; write name=count, "
+                "name=SERVERSxPER_SERVER or name=count@DOLLARS_PER_HOUR, for example v100=9x4@2.48"
+            )
+        accelerators.append(_accelerator(match))
+    return Pool(tuple(accelerators))
+
+
+def _accelerator(match: re.Match[str]) -> Accelerator:
+    count, per_server = int(match["count"]), match["per_server"]
+    try:
+        price = None if match["price"] is None else float(match["price"])
+    except ValueError:
+        raise InputError(f"{match[0]!r}: {match['price']!r} is no price per hour") from None
+    if per_server is None:
+        return Accelerator(match["name"], count, None, price)
+    return Accelerator(match["name"], count * int(per_server), int(per_server), price)
+
+
+def pool_of_cluster(cluster: Cluster) -> Pool:
+    """The devices of ``cluster`` by kind; servers count where all of a kind's are of one size."""
+    accelerators = []
+    kinds = [device.kind for device in cluster.devices]
+    for kind in dict.fromkeys(kinds):
+        on_servers = [sum(kinds[device] == kind for device in server) for server in cluster.servers]
+        sizes = {size for size in on_servers if size}
+        accelerators.append(
+            Accelerator(kind, kinds.count(kind), sizes.pop() if len(sizes) == 1 else None)
+        )
+    return Pool(tuple(accelerators))
+
+
+def load_pool(path: str | os.PathLike[str]) -> Pool:
+    """Read a pool file; see :func:`documents.read` for the errors."""
+    return documents.read(Pool, path, FORMAT, VERSION)
+
+
+def save_pool(pool: Pool, path: str | os.PathLike[str]) -> None:
+    """Write ``pool`` to ``path`` atomically."""
+    documents.write(Pool, pool, path)

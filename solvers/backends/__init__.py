@@ -1,0 +1,1 @@
+"""One module per solver library, and the registry of backends."""

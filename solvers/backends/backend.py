@@ -1,0 +1,105 @@
+"""Which solver answers a form: the registry of backends, and the one way to call them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, overload
+
+from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, silent
+from stagewright.formulations.forms.models import Intervals, LinearProgram
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.errors import InputError
+
+DEFAULT_LIMITS = Limits()
+
+Run = Callable[[Any, Limits, OnProgress], Answer[Any]]
+
+
+class UnknownStatusError(RuntimeError):
+    """A solver's status that its backend's table does not list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A solver: its ``name``, the type of form that it ``accepts``, and how to ``run`` it.
+
+    ``integers`` says whether it takes a ``LinearProgram`` with integral columns.
+    """
+
+    name: str
+    accepts: type
+    run: Run
+    integers: bool = True
+
+
+def _late(module: str, function: str) -> Run:
+    """``module.function``, imported at the first call: solver libraries are slow to import."""
+
+    def run(form: Any, limits: Limits, on_progress: OnProgress) -> Answer[Any]:
+        found: Run = getattr(import_module(f"stagewright.solvers.backends.{module}"), function)
+        return found(form, limits, on_progress)
+
+    return run
+
+
+# The first backend that accepts a form is its default.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("cp-sat", Intervals, _late("cpsat", "run")),
+        Backend("highs", LinearProgram, _late("highs", "run")),
+        Backend("highs-ipm", LinearProgram, _late("highs", "run_interior")),
+        Backend("pulp-highs", LinearProgram, _late("pulp_milp", "run_highs")),
+        Backend("pulp-cbc", LinearProgram, _late("pulp_milp", "run_cbc")),
+        Backend("pdlp", LinearProgram, _late("pdlp", "run"), integers=False),
+    )
+}
+
+
+@overload
+def solve(
+    form: Intervals,
+    backend: str | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    on_progress: OnProgress = silent,
+) -> Answer[Ints]: ...
+@overload
+def solve(
+    form: LinearProgram,
+    backend: str | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    on_progress: OnProgress = silent,
+) -> Answer[Floats]: ...
+def solve(
+    form: Any,
+    backend: str | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    on_progress: OnProgress = silent,
+) -> Answer[Any]:
+    """Hand ``form`` to a backend (default: the first that accepts it) and return its answer.
+
+    Raises
+    ------
+    InputError
+        If there is no such backend, or it does not accept this kind of form.
+    UnknownStatusError
+        If the solver ends in a way that the backend does not know.
+    """
+    return _choose(form, backend).run(form, limits, on_progress)
+
+
+def _choose(form: Any, name: str | None) -> Backend:
+    fitting = [backend for backend in BACKENDS.values() if isinstance(form, backend.accepts)]
+    kind = type(form).__name__
+    if not fitting:
+        raise InputError(f"no backend accepts {kind}")
+    if name is None:
+        return fitting[0]
+    if name not in BACKENDS:
+        raise InputError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
+    if BACKENDS[name] not in fitting:
+        raise InputError(
+            f"backend {name!r} accepts {BACKENDS[name].accepts.__name__}, not {kind}; "
+            f"use {' or '.join(backend.name for backend in fitting)}"
+        )
+    return BACKENDS[name]

@@ -1,0 +1,29 @@
+"""Calls of solver libraries that end early when a search is to stop."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from stagewright.formulations.forms.answers import Limits
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.1  # between two looks at the stop token
+
+
+def run_stoppable(call: Callable[[], T], halt: Callable[[], object], limits: Limits) -> T:
+    """The result of ``call``, which ``halt`` ends early once ``limits`` says stop.
+
+    The call runs in another thread, so that this one can react: signals are handled while it waits,
+    and a KeyboardInterrupt halts the call and is raised.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(call)
+        try:
+            while not wait([running], LOOK_SECONDS).done:
+                if limits.stopped():
+                    halt()
+            return running.result()
+        finally:
+            while not wait([running], LOOK_SECONDS).done:
+                halt()  # again and again: a solver that is only starting does not hear it

@@ -1,0 +1,1 @@
+"""The optimal way through changing prices."""

@@ -1,0 +1,159 @@
+"""How each policy's problem is answered: the registry of policies, and the one way to call them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from time import perf_counter
+
+from stagewright.formulations.clusters.allocation import AllocationProblem, check
+from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.backends.backend import UnknownStatusError
+from stagewright.solvers.clusters.policies.answer import AllocationResult
+
+Solve = Callable[..., AllocationResult]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy: ``aware`` ones know how fast each job runs on each type of accelerator.
+
+    ``pairs`` says that it can let jobs share accelerators, ``budget`` that it spends one,
+    ``fills`` that accelerators which no share claims go to jobs that would be idle.
+    """
+
+    name: str
+    summary: str
+    module: str
+    aware: bool = True
+    pairs: bool = True
+    budget: bool = False
+    fills: bool = True
+
+    def solve(
+        self, problem: AllocationProblem, limits: Limits, budget_dollars: float | None
+    ) -> AllocationResult:
+        """Answer ``problem``; the module is imported when first asked."""
+        run: Solve = import_module(f"stagewright.solvers.clusters.policies.{self.module}").solve
+        seen = problem if self.aware else problem.agnostic()
+        return run(seen, limits, budget_dollars) if self.budget else run(seen, limits)
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("max-min", "raise the least normalised throughput (LAS)", "max_min"),
+        Policy("las", "max-min of time alone, all accelerators alike", "max_min", aware=False),
+        Policy("makespan", "finish the last job as early as possible", "makespan"),
+        Policy("makespan-agnostic", "makespan, all accelerators alike", "makespan", aware=False),
+        Policy("finish-time-fairness", "nobody late beside 1/n of the cluster", "finish_time"),
+        Policy(
+            "finish-time-fairness-agnostic",
+            "finish-time-fairness, all accelerators alike",
+            "finish_time",
+            aware=False,
+        ),
+        Policy("fifo", "who came first runs where it is fastest", "fifo", fills=False),
+        Policy("fifo-agnostic", "fifo, all accelerators alike", "fifo", aware=False, fills=False),
+        Policy(
+            "sjf", "who is done soonest runs where it is fastest", "shortest_first", fills=False
+        ),
+        Policy(
+            "sjf-agnostic",
+            "sjf, all accelerators alike",
+            "shortest_first",
+            aware=False,
+            fills=False,
+        ),
+        Policy("isolated", "1/n of every type for each job", "isolated", pairs=False),
+        Policy(
+            "static-partition",
+            "a fixed part of every type for each entity, by weight",
+            "static_partition",
+            pairs=False,
+            fills=False,
+        ),
+        Policy("allox", "queues of least mean completion time", "allox", pairs=False, fills=False),
+        Policy("gandiva", "equal time for jobs and random pairs", "gandiva"),
+        Policy(
+            "water-filling", "max-min, then raise all others as far as they go", "water_filling"
+        ),
+        Policy(
+            "water-filling-agnostic", "water-filling of time alone", "water_filling", aware=False
+        ),
+        Policy(
+            "hierarchical", "water-filling by the weights of a tree of entities", "hierarchical"
+        ),
+        Policy("max-throughput", "most throughput in total, each job by its best", "throughput"),
+        Policy("min-cost", "most work for each dollar", "min_cost", fills=False),
+        Policy(
+            "min-cost-slo",
+            "most work for each dollar while SLOs are met",
+            "min_cost_slo",
+            fills=False,
+        ),
+        Policy(
+            "makespan-budget",
+            "makespan within --budget",
+            "makespan_budget",
+            budget=True,
+            fills=False,
+        ),
+    )
+}
+
+
+DEFAULT = "water-filling"
+"""Of the policies without a goal of their own the one that leaves nothing to give away."""
+
+
+def policy_named(name: str) -> Policy:
+    """The policy, or an InputError that lists them."""
+    if name not in POLICIES:
+        raise InputError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def allocate(
+    problem: AllocationProblem,
+    policy: str = DEFAULT,
+    limits: Limits | None = None,
+    *,
+    budget_dollars: float | None = None,
+) -> AllocationResult:
+    """Allocate by ``policy``, and check the allocation.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy, it spends no budget, the jobs lack what it needs, or their
+        numbers are too far apart for the solver.
+    """
+    began = perf_counter()
+    chosen = policy_named(policy)
+    if len(problem.table.paired) and not chosen.pairs:
+        raise InputError(f"policy {policy!r} does not share accelerators: leave out space sharing")
+    if budget_dollars is not None and not chosen.budget:
+        spending = ", ".join(one.name for one in POLICIES.values() if one.budget)
+        raise InputError(f"policy {policy!r} spends no budget; {spending} does")
+    try:
+        result = chosen.solve(problem, limits or Limits(seconds=math.inf), budget_dollars)
+    except UnknownStatusError as error:
+        raise InputError(
+            f"policy {policy!r}: {error}; bring the jobs' rates, steps and weights closer together"
+        ) from error
+    if result.allocation is not None:
+        check(problem, result.allocation)
+    return replace(result, policy=policy, seconds=perf_counter() - began)
+
+
+__all__ = [
+    "DEFAULT",
+    "POLICIES",
+    "AllocationResult",
+    "Policy",
+    "Status",
+    "allocate",
+    "policy_named",
+]

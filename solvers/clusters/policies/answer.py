@@ -1,0 +1,38 @@
+"""What a policy answers, with its certificate."""
+
+from dataclasses import dataclass
+
+from stagewright.formulations.clusters.allocation import Allocation
+from stagewright.formulations.forms.answers import Status
+from stagewright.graphs.documents.arrays import Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllocationResult:
+    """The answer of a policy to an allocation problem.
+
+    ``objective`` is the policy's, recomputed from ``allocation`` in floats; no valid allocation is
+    better than ``bound``, from above where ``maximises``; ``gap`` is |bound - objective| over the
+    larger of the two. ``proved_by`` names what proved the bound. An agnostic policy's objective
+    and bound are those of the problem as it sees it. ``levels`` is the round of water-filling in
+    which each job was fixed. ``notes`` are for people: whose SLO cannot be met, what was rounded.
+    """
+
+    status: Status
+    objective: float | None
+    bound: float | None
+    allocation: Allocation | None
+    proved_by: str | None
+    maximises: bool = True
+    levels: Floats | None = None
+    notes: tuple[str, ...] = ()
+    policy: str = ""
+    seconds: float = 0.0
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance of objective and bound, 0 for an optimum; None without an answer."""
+        if self.objective is None or self.bound is None:
+            return None
+        largest = max(abs(self.objective), abs(self.bound))
+        return abs(self.objective - self.bound) / largest if largest else 0.0

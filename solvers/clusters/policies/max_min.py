@@ -1,0 +1,21 @@
+"""Max-min fairness; see ``formulations.policies.max_min``."""
+
+from stagewright.formulations.clusters.allocation import AllocationProblem
+from stagewright.formulations.clusters.policies import max_min
+from stagewright.formulations.forms.answers import Limits
+from stagewright.solvers.clusters.levels import central_level
+from stagewright.solvers.clusters.policies.answer import AllocationResult
+
+
+def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
+    """One linear program over the classes of equal jobs."""
+    level = central_level(problem, max_min.needs(problem), limits)
+    if level.allocation is None:
+        return AllocationResult(level.status, None, None, None, None)
+    return AllocationResult(
+        level.status,
+        max_min.objective(problem, level.allocation),
+        level.bound,
+        level.allocation,
+        f"duals of the linear program over groups of jobs ({level.backend})",
+    )

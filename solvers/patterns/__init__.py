@@ -1,0 +1,1 @@
+"""Periodic patterns and the allocations under them."""

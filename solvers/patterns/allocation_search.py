@@ -1,0 +1,178 @@
+"""Local search over allocations: any number of devices with several stages, recomputation.
+
+Where MadPipe's dynamic program has one special processor, here every device may get more stages
+than one. Allocations are compared by the iteration that loads, memory and updates allow at best
+(:func:`~stagewright.formulations.patterns.one_f_one_b.iteration_bound`); patterns are not solved.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations, product
+from time import perf_counter
+from typing import Literal
+
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.patterns.one_f_one_b import allows, iteration_bound
+from stagewright.formulations.patterns.pattern import PatternProblem, PatternProblems
+from stagewright.formulations.plans.plan import Stage
+
+Stages = tuple[Stage, ...]
+Names = tuple[str, ...]
+
+STEPS = (-2, -1, 1, 2)  # layers by which a boundary moves
+MARGIN = 1e-9  # relative; less is no improvement
+LONGEST = 1e15  # seconds; an iteration in which every group is the first
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What may be changed: the device groups, and what a stage does about what it keeps.
+
+    ``ways`` are "none", "full" (recomputation) and "offload".
+    """
+
+    groups: tuple[Names, ...]
+    ways: tuple[str, ...] = ("none",)
+
+    def shuffled(self, stages: Stages, dice: random.Random) -> Iterator[Stages]:
+        """Allocations that differ from ``stages`` in one thing, in random order, made one by one.
+
+        There may be a great many: layers^2 / 2 times groups, and some more.
+        """
+        moves = list(self._moves(stages))
+        dice.shuffle(moves)
+        for move in moves:
+            one = _merged(move())
+            offloading = [stage.devices for stage in one if stage.offload]
+            if one != stages and len(set(offloading)) == len(offloading):
+                yield one
+
+    def _moves(self, stages: Stages) -> Iterator[Callable[[], Stages]]:
+        layers = stages[-1].layers[1]
+        for s, step in product(range(len(stages) - 1), STEPS):
+            yield partial(_shifted, stages, s, step)
+        for (start, stop), group in product(combinations(range(layers + 1), 2), self.groups):
+            yield partial(_reassigned, stages, start, stop, group)
+        for s, r in combinations(range(len(stages)), 2):
+            yield partial(_swapped, stages, s, r)
+        if len(self.ways) > 1:
+            for s, way in product(range(len(stages)), self.ways):
+                yield partial(_treated, stages, s, way)
+
+
+def _shifted(stages: Stages, s: int, step: int) -> Stages:
+    """The boundary behind stage s moves by some layers, if it can."""
+    (start, cut), (_, stop) = stages[s].layers, stages[s + 1].layers
+    if not start < cut + step < stop:
+        return stages
+    left = replace(stages[s], layers=(start, cut + step))
+    right = replace(stages[s + 1], layers=(cut + step, stop))
+    return (*stages[:s], left, right, *stages[s + 2 :])
+
+
+def _reassigned(stages: Stages, start: int, stop: int, group: Names) -> Stages:
+    """A range of layers, cut out of its stages, goes to one group."""
+    before, after = _cut(stages, 0, start), _cut(stages, stop, stages[-1].layers[1])
+    template = next(stage for stage in stages if stage.layers[1] > start)
+    return (*before, replace(template, layers=(start, stop), devices=group), *after)
+
+
+def _swapped(stages: Stages, s: int, r: int) -> Stages:
+    """Two stages change places."""
+    swapped = list(stages)
+    swapped[s] = replace(stages[s], devices=stages[r].devices)
+    swapped[r] = replace(stages[r], devices=stages[s].devices)
+    return tuple(swapped)
+
+
+def _treated(stages: Stages, s: int, way: str) -> Stages:
+    """A stage does otherwise about what it keeps."""
+    recompute: Literal["none", "full"] = "full" if way == "full" else "none"
+    changed = replace(stages[s], recompute=recompute, offload=way == "offload")
+    return (*stages[:s], changed, *stages[s + 1 :])
+
+
+def improve_allocation(
+    figures: PatternProblems,
+    moves: Moves,
+    stages: Stages,
+    target_seconds: float,
+    limits: Limits,
+) -> Iterator[tuple[Stages, PatternProblem, float]]:
+    """Allocations of ever lower bound on their iteration, beginning from ``stages``.
+
+    First improvement in a random order; ends in a local optimum, at ``target_seconds``, or at the
+    time limit.
+
+    Yields
+    ------
+    tuple
+        Stages, their scheduling problem, and its bound in seconds.
+    """
+    began, dice = perf_counter(), random.Random(limits.seed)
+    best = iteration_bound(figures.of(stages))
+    while best > target_seconds:
+        for one in moves.shuffled(stages, dice):
+            if limits.left(perf_counter() - began) <= 0:
+                return
+            asked = figures.of(one)
+            if allows(asked, asked.period_of(min(best * (1 - MARGIN), LONGEST))):
+                stages, best = one, iteration_bound(asked)
+                yield stages, asked, best
+                break
+        else:
+            return
+
+
+def disturbed(moves: Moves, stages: Stages, times: int, dice: random.Random) -> Stages:
+    """``stages`` after so many random moves: where a local search may begin again."""
+    for _ in range(times):
+        stages = next(moves.shuffled(stages, dice), stages)
+    return stages
+
+
+def interleaved(
+    figures: PatternProblems, groups: Sequence[Names], rounds: int, there_and_back: bool
+) -> Stages:
+    """Equal shares of the work, dealt out to the groups in so many rounds.
+
+    Always in the same order, or every other round backwards.
+    """
+    layers = len(figures.problem.chain)
+    whole = [Stage((layer, layer + 1), groups[0]) for layer in range(layers)]
+    work = [sum(figures.seconds(stage)) for stage in whole]
+    order: list[Names] = []
+    for turn in range(rounds):
+        order += groups[::-1] if there_and_back and turn % 2 else groups
+    ends = [sum(work) * (i + 1) / len(order) for i in range(len(order))]
+    done, middles = 0.0, []
+    for seconds in work:
+        middles.append(done + seconds / 2)
+        done += seconds
+    owners = [sum(end <= middle for end in ends) for middle in middles]
+    return _merged(
+        [
+            replace(stage, devices=order[min(owner, len(order) - 1)])
+            for stage, owner in zip(whole, owners, strict=True)
+        ]
+    )
+
+
+def _cut(stages: Stages, start: int, stop: int) -> Stages:
+    """The parts of ``stages`` with layers [start, stop)."""
+    parts = ((stage, max(start, stage.layers[0]), min(stop, stage.layers[1])) for stage in stages)
+    return tuple(replace(stage, layers=(low, high)) for stage, low, high in parts if low < high)
+
+
+def _merged(stages: Sequence[Stage]) -> Stages:
+    """Neighbours on the same devices become one stage."""
+    found: list[Stage] = []
+    for stage in stages:
+        last = found[-1] if found else None
+        if last and replace(last, layers=stage.layers) == stage:
+            found[-1] = replace(last, layers=(last.layers[0], stage.layers[1]))
+        else:
+            found.append(stage)
+    return tuple(found)

@@ -1,0 +1,304 @@
+"""The pattern of least period for given stages, proved (MadPipe section 4.3).
+
+First come bounds and list schedules: where they meet, nothing is left to prove. Else a solver looks
+for the orders of the jobs, and the exact times for these orders are computed from them. Whatever a
+solver's tolerances are, a pattern keeps every rule and the reported bound is what was proved.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.patterns.one_f_one_b import load_bound, period_bound
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.formulations.patterns.pattern_models import (
+    AtPeriod,
+    ByRate,
+    OrderModel,
+    in_ticks,
+    least_pattern,
+    sequential,
+)
+from stagewright.graphs.documents.arrays import Ints
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.backends.backend import solve
+
+PROVED = 1e-6  # relative: a period that is no further above its bound is called optimal
+LONGER = (1.0, 1.05, 1.2, 1.5)  # times the lower bound: periods of list schedules
+TICKS = 30  # log2 of CP-SAT's longest period
+LESS_ROOM = 1 - 1e-7  # after a solver's tolerance let orders pass that do not fit
+SAFETY = 1e-7  # relative: solvers' bounds are rounded, those that come as text the most
+MARGIN = 1e-12  # of the period: rounding in list schedules
+
+
+@dataclass(frozen=True, slots=True)
+class PatternAnswer:
+    """The best pattern that was found, checked, and what was proved.
+
+    ``pattern`` and ``period`` are None, and ``bound`` infinite, if nothing fits at any period.
+    ``bound`` is in seconds, ``proved_by`` names the argument or the solver behind it.
+    """
+
+    pattern: Pattern | None
+    period: float | None
+    bound: float
+    status: Status
+    proved_by: str
+    seconds: float
+
+
+def best_pattern(
+    problem: PatternProblem,
+    limits: Limits,
+    *,
+    backend: str = "auto",
+    lower_seconds: float = 0.0,
+    upper: Pattern | None = None,
+    on_progress: OnProgress = silent,
+) -> PatternAnswer:
+    """The pattern of least period, or the best within ``limits``.
+
+    Parameters
+    ----------
+    backend
+        ``highs``, ``pulp-highs`` or ``pulp-cbc`` for the mixed-integer program, ``cp-sat`` for a
+        search over periods; ``auto`` is the quickest of them, HiGHS.
+    lower_seconds
+        A period that is known to be a lower bound.
+    upper
+        A known pattern; the search ends as soon as nothing better is possible.
+
+    Raises
+    ------
+    InputError
+        If there is no such backend, or no operation takes time.
+    InvalidPlan
+        If ``upper`` breaks a rule.
+    """
+    if backend not in BACKENDS:
+        raise InputError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    began = perf_counter()
+    search = _Search(problem, limits, on_progress, began)
+    first = sequential(problem)
+    if first.period <= 0:
+        raise InputError("a pattern needs an operation that takes time")
+    if search.model.overfull(search.model.orders_of(first)):
+        seconds = perf_counter() - began
+        return PatternAnswer(None, None, math.inf, Status.INFEASIBLE, "memory", seconds)
+    search.prove(search.load, "load")
+    search.prove(period_bound(problem), "memory of 1F1B*")
+    search.prove(lower_seconds, "given bound")
+    search.offer(first)
+    if upper is not None:
+        search.offer(upper)
+    _list_schedules(search)
+    if not search.closed:
+        BACKENDS[backend](search)
+    return search.answer()
+
+
+@dataclass
+class _Search:
+    """What is known while a search goes on."""
+
+    problem: PatternProblem
+    limits: Limits
+    on_progress: OnProgress
+    began: float
+    bound: float = 0.0
+    proved_by: str = ""
+    best: Pattern | None = None
+    load: float = field(init=False)
+    model: OrderModel = field(init=False)
+    relaxed: OrderModel = field(init=False)  # what solvers are given, see `OrderModel`
+    rooms: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.load = load_bound(self.problem)
+        self.model, self.rooms = OrderModel(self.problem), self.problem.room_bytes
+        self.relaxed = replace(self.model, relaxed=True)
+
+    @property
+    def period(self) -> float:
+        """The best period so far."""
+        return math.inf if self.best is None else self.best.period
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing better is possible."""
+        return self.period <= self.bound * (1 + PROVED)
+
+    @property
+    def left(self) -> Limits:
+        """The limits for what is still to do."""
+        return replace(self.limits, seconds=self.limits.left(perf_counter() - self.began))
+
+    def offer(self, pattern: Pattern) -> None:
+        """Check a pattern and keep it if it is the best."""
+        if self.problem.evaluate(pattern) < self.period:
+            self.best = pattern
+            self._report()
+
+    def prove(self, bound: float, proved_by: str) -> None:
+        """Keep a lower bound if it is the best."""
+        if bound > self.bound:
+            self.bound, self.proved_by = bound, proved_by
+            if self.best is not None:
+                self._report()
+
+    def admit(self, orders: Ints) -> bool:
+        """Offer the exact pattern of a solver's orders; False, and less room, if none fits.
+
+        With less room than there is, an optimum is no bound any more; see :attr:`exact`.
+        """
+        full = self.model.overfull(orders)
+        if full:
+            self.rooms = tuple(
+                room * LESS_ROOM if device in full else room
+                for device, room in enumerate(self.rooms)
+            )
+            return False
+        pattern = least_pattern(self.model, orders, self.load)
+        if pattern is not None:
+            self.offer(pattern)
+        return True
+
+    @property
+    def exact(self) -> bool:
+        """Whether solvers are given the memory that there is."""
+        return self.rooms == self.problem.room_bytes
+
+    def answer(self) -> PatternAnswer:
+        """The answer at this point."""
+        status = Status.OPTIMAL if self.closed else Status.FEASIBLE
+        bound, seconds = min(self.bound, self.period), perf_counter() - self.began
+        return PatternAnswer(self.best, self.period, bound, status, self.proved_by, seconds)
+
+    def _report(self) -> None:
+        seconds = perf_counter() - self.began
+        self.on_progress(Progress(seconds, self.period, min(self.bound, self.period)))
+
+
+def _by_rate(backend: str, name: str) -> Callable[[_Search], None]:
+    """A search by the mixed-integer program of the rate."""
+
+    def run(search: _Search) -> None:
+        assert search.best is not None
+        while not search.closed:
+            model = ByRate(search.relaxed, search.bound, search.period, search.rooms)
+            form = replace(model.apply(), hint=model.hint(search.best))
+            answer = solve(form, backend, search.left)
+            if search.exact:
+                # Nothing is as short as the best pattern: it is the shortest.
+                infeasible = answer.status is Status.INFEASIBLE
+                bound = search.period if infeasible else model.period(answer.bound)
+                search.prove(bound * (1 - SAFETY), name)
+            if answer.values is None or search.admit(model.invert(answer.values)):
+                return
+
+    return run
+
+
+def _by_periods(search: _Search) -> None:
+    """CP-SAT at one period after the other: at the lower bound, then in the middle."""
+    from stagewright.solvers.backends.cpsat import run_integers  # CP-SAT is slow to import
+
+    unit = math.ldexp(1.0, math.frexp(search.period)[1] - TICKS)
+    model = OrderModel(in_ticks(search.problem, unit), relaxed=True)
+    # There is a pattern of ``high`` ticks and, as far as is known, none of ``low`` or less.
+    low, high = math.ceil(search.bound / unit) - 1, math.ceil(search.period / unit)
+    period = low + 1
+    while low + 1 < high and not search.closed:
+        form = AtPeriod(model, period, search.rooms)
+        answer = run_integers(form.apply(), search.left, silent)
+        if answer.status is Status.INFEASIBLE:
+            low = period
+            if search.exact:
+                search.prove(period * unit, "CP-SAT")
+        elif answer.values is None:
+            return
+        elif search.admit(form.invert(answer.values)):
+            high = _least_ticks(model, form.invert(answer.values))
+        period = (low + high) // 2
+
+
+def _least_ticks(model: OrderModel, orders: Ints) -> int:
+    """The least number of ticks for ``orders``, which some number of ticks fits."""
+    pattern = least_pattern(model, orders)
+    assert pattern is not None
+    return math.ceil(pattern.period * (1 - MARGIN))
+
+
+BACKENDS: dict[str, Callable[[_Search], None]] = {
+    "auto": _by_rate("highs", "HiGHS"),
+    "highs": _by_rate("highs", "HiGHS"),
+    "pulp-highs": _by_rate("pulp-highs", "HiGHS"),
+    "pulp-cbc": _by_rate("pulp-cbc", "CBC"),
+    "cp-sat": _by_periods,
+}
+
+
+def _list_schedules(search: _Search) -> None:
+    """Offer list schedules of growing periods until one fits; longer ones are seldom better."""
+    for longer in LONGER:
+        fits = False
+        for backward_first in (True, False):
+            pattern = list_pattern(search.problem, search.bound * longer, backward_first)
+            orders = None if pattern is None else search.model.orders_of(pattern)
+            if orders is None or search.model.overfull(orders):
+                continue
+            least = least_pattern(search.model, orders, search.load)
+            if least is not None:
+                fits = True
+                search.offer(least)
+        if fits:
+            return
+
+
+def list_pattern(problem: PatternProblem, period: float, backward_first: bool) -> Pattern | None:
+    """Place one operation after the other into a period, from the last stage to the first.
+
+    Every forward comes as late, every backward as early as its device or link is free, so that
+    few microbatches are in flight; on a chain of devices with one stage each these are the groups
+    of 1F1B*. None if an operation finds no place; memory is not looked at.
+    """
+    jobs = problem.jobs
+    busy: list[list[tuple[float, float]]] = [[] for _ in problem.shared]
+    starts = [0.0] * len(jobs)
+    begin, end = 0.0, 0.0  # of all operations so far, for one microbatch
+    for i in reversed(range(len(jobs) // 2)):
+        back = len(jobs) - 1 - i
+        for job in (back, i) if backward_first else (i, back):
+            seconds, taken = jobs[job].seconds, busy[jobs[job].resource]
+            at = end if job == back else begin - seconds
+            place = _place(taken, at, seconds, period, later=job == back)
+            if place is None:
+                return None
+            starts[job] = place
+            taken.append((place, seconds))
+        begin, end = starts[i], starts[back] + jobs[back].seconds
+    return Pattern(period, tuple(start - starts[0] for start in starts))
+
+
+def _place(
+    taken: list[tuple[float, float]], at: float, seconds: float, period: float, later: bool
+) -> float | None:
+    """The first free place at ``at`` or later, or the last one at ``at`` or earlier."""
+    for _ in range(2 * len(taken) + 1):
+        clash = next((one for one in taken if _clash(*one, at, seconds, period)), None)
+        if clash is None:
+            return at
+        begin, length = clash
+        if later:
+            at += (begin + length - at) % period
+        else:
+            at -= (at + seconds - begin) % period
+    return None
+
+
+def _clash(begin: float, length: float, at: float, seconds: float, period: float) -> bool:
+    """Whether two operations overlap, each repeated with the period."""
+    slack = MARGIN * period
+    return (at - begin) % period < length - slack or (begin - at) % period < seconds - slack

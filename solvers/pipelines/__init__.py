@@ -1,0 +1,1 @@
+"""Partitions and schedules of finite pipelines."""

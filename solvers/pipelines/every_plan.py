@@ -1,0 +1,51 @@
+"""The bounds of :mod:`every_plan`, with the best prices by HiGHS."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.pipelines.every_plan import (
+    COPIES,
+    LAYER,
+    LAYER_WAY,
+    LOAD,
+    WAY,
+    copies_bound,
+    layer_bound,
+    layer_way_bound,
+    load_bound,
+    price_program,
+    way_bound,
+)
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN, WHOLE_FINITE
+from stagewright.solvers.backends.backend import solve
+
+
+def every_plan_bounds(problem: PipelineProblem) -> tuple[Bound, ...]:
+    """Bounds on every plan that the checker accepts, and on every finite one.
+
+    ``problem`` must have room for every layer.
+    """
+    prices = best_prices(problem)
+    load = load_bound(problem, prices)
+    return (
+        Bound(load, LOAD, "problem", EVERY_PLAN, tuple(prices.tolist())),
+        Bound(layer_bound(problem), LAYER, "problem", EVERY_PLAN),
+        Bound(copies_bound(problem), COPIES, "problem", EVERY_PLAN),
+        *(
+            Bound(bound(problem, not plans.split_backward), name, "problem", plans)
+            for name, bound in ((WAY, way_bound), (LAYER_WAY, layer_way_bound))
+            for plans in (EVERY_FINITE, WHOLE_FINITE)
+        ),
+    )
+
+
+def best_prices(problem: PipelineProblem) -> NDArray[np.float64]:
+    """Prices of a second on each kind of device, for the best load bound.
+
+    The bound is computed from them in floats, whatever HiGHS's tolerances made of them.
+    """
+    kinds = len(problem.kinds)
+    found = solve(price_program(problem), "highs").values if kinds > 1 else None
+    return np.ones(kinds) if found is None else np.maximum(found[:kinds], 0.0)

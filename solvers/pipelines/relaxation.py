@@ -1,0 +1,136 @@
+"""The bound of :mod:`relaxation`, by bisection over a dynamic program."""
+
+import numpy as np
+from numba import njit
+
+from stagewright.formulations.pipelines.relaxation import Relaxation, relax
+from stagewright.formulations.pipelines.spp import cheapest_work
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.arrays import Floats
+
+PRECISION = 1e-3  # relative width at which the bisection stops
+STEPS = 2e9  # pairs of states beyond which only the load is looked at
+MARGIN = 1e-9
+
+
+def load_bound(problem: PipelineProblem) -> float:
+    """All devices together do at least this much per iteration: M sum(work) / V."""
+    total = float(cheapest_work(problem).sum())
+    return problem.microbatches * total / len(problem.cluster)
+
+
+def fill_and_drain_bound(problem: PipelineProblem, incumbent: float, wide: bool = False) -> float:
+    """A time that no plan of the class undercuts, up to ``incumbent`` (any known time).
+
+    Proved by the relaxation for every number of stages, replication and order at once; the load
+    bound where the tables would be too large. The class is DISJOINT_SPLIT, or if ``wide``
+    DISJOINT_WHOLE.
+    """
+    low = load_bound(problem)
+    if not _is_small(problem) or low >= incumbent:
+        return low
+    form, size = relax(problem), len(problem.cluster)
+    if not _fits_under(form, size, incumbent, wide):
+        return incumbent
+    high = incumbent
+    while high > low * (1 + PRECISION):
+        middle = (low + high) / 2
+        if _fits_under(form, size, middle, wide):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def is_fill_and_drain_bound(problem: PipelineProblem, seconds: float, wide: bool = False) -> bool:
+    """Whether the relaxation proves that no plan of the class takes less than ``seconds``."""
+    if seconds <= load_bound(problem):
+        return True
+    return _is_small(problem) and not _fits_under(
+        relax(problem), len(problem.cluster), seconds, wide
+    )
+
+
+def _is_small(problem: PipelineProblem) -> bool:
+    return (len(problem.chain) * len(problem.cluster)) ** 2 / 4 <= STEPS
+
+
+@njit(cache=True, error_model="numpy")
+def _fits_under(form: Relaxation, size: int, limit: float, wide: bool) -> bool:
+    """Whether some relaxed plan on ``size`` devices lasts no longer than ``limit``, rounding aside.
+
+    way[k, i, l] is the least time there and back through stages that hold the first l layers on i
+    devices, there[k, i, l] the least time there alone; both are kept apart, which only relaxes
+    more. The last stage splits its microbatches (k = 0), or its devices take turns (k = 1).
+    """
+    layers, replicas = form.forward.shape[1] - 1, form.forward.shape[0] - 1
+    way = np.full((2, size + 1, layers + 1), np.inf)
+    there = np.full((2, size + 1, layers + 1), np.inf)
+    way[0, 0, 0] = there[0, 0, 0] = 0.0
+    until = limit * (1 + MARGIN)
+    for used in range(size):
+        for last in range(2):
+            for before in range(layers):
+                if way[last, used, before] == np.inf:
+                    continue
+                for r in range(1, min(size - used, replicas) + 1):
+                    _place(form, until, used, r, before, last, 0, wide, way, there)
+                if wide:
+                    for r in range(2, size - used + 1):
+                        _place(form, until, used, r, before, last, 1, wide, way, there)
+    return bool(np.isfinite(way[:, :, layers]).any())
+
+
+@njit(cache=True, error_model="numpy")
+def _place(
+    form: Relaxation,
+    limit: float,
+    used: int,
+    r: int,
+    before: int,
+    last: int,
+    kind: int,
+    wide: bool,
+    way: Floats,
+    there: Floats,
+) -> None:
+    """Every stage that starts after layer ``before`` on r devices and stays under the limit.
+
+    ``kind`` is that of the stage, ``last`` that of the one before it. Devices that take turns have
+    whole microbatches, ceil(M / r) of them at least one; from or to them there are several
+    channels, each of which has one microbatch at least.
+    """
+    M = form.microbatches
+    shares, rounds, crossing = (r, M, M) if kind == 0 else (1, -(-M // r), 1)
+    # The channel in front: at best every device used so far sends.
+    once = 0.0
+    if used > 0:
+        pieces = shares * (used if last == 0 else 1)
+        share = -(-form.samples // pieces) / form.samples
+        once = form.boundary[before] * share * form.pace + form.delay
+    if last == 1:
+        crossing = 1
+    if 2 * crossing * once + there[last, used, before] > limit:
+        return
+    head, forth = way[last, used, before] + 2 * once, there[last, used, before] + once
+    ring = 2.0 * (r - 1) / r * form.pace
+    ring_delay = 2.0 * (r - 1) * form.delay
+    largest = 0.0
+    for l in range(before + 1, way.shape[2]):
+        f = form.forward[shares, l] - form.forward[shares, before]
+        x = f + form.backward[shares, l] - form.backward[shares, before]
+        weights = form.parameters[l] - form.parameters[before]
+        finish = ring * weights + ring_delay + form.update[l] - form.update[before]
+        saved = form.saved[shares, l] - form.saved[shares, before]
+        if wide:  # a stage that recomputes layer by layer holds one layer's at a time
+            largest = max(largest, form.saved[shares, l] - form.saved[shares, l - 1])
+            saved = largest * (1 - MARGIN)
+        if (
+            head + rounds * x > limit
+            or forth + rounds * x + finish > limit
+            or form.first[shares, l] > before
+            or form.state_factor * weights + saved > form.memory
+        ):
+            return
+        way[kind, used + r, l] = min(way[kind, used + r, l], head + x)
+        there[kind, used + r, l] = min(there[kind, used + r, l], forth + f)

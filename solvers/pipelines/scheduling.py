@@ -1,0 +1,189 @@
+"""Solve the makespan problem: list schedules, forward-backward improvement, then CP-SAT."""
+
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Literal
+
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.makespan_models import CP_SAT, ByIntervals
+from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.errors import InvalidPlan
+from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.pipelines.forward_backward import improve
+from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
+
+ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
+
+IMPROVEMENT = 0.2  # share of the time limit after which CP-SAT takes over
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduleResult:
+    """A checked schedule and how good it is; times in the problem's unit.
+
+    ``timetable``, ``cost`` and ``gap`` are None if the kind of schedule cannot keep the in-flight
+    limits. ``bound`` is the largest of ``bounds``, ``gap`` is (cost - bound) / cost. ``source``
+    names the method that found the timetable. ``rounding`` is by how much CP-SAT's ticks
+    understate the schedule that it answered.
+    """
+
+    timetable: Timetable | None
+    cost: float | None
+    bound: float
+    proved_by: str
+    bounds: tuple[Bound, ...]
+    gap: float | None
+    status: Status
+    source: str
+    seconds: float
+    rounding: float = 0.0
+    log: str = ""
+    progress: tuple[Progress, ...] = ()
+
+
+def solve_schedule(
+    problem: MakespanProblem,
+    kind: ScheduleKind,
+    limits: Limits,
+    on_progress: OnProgress = silent,
+    incumbent: Timetable | None = None,
+) -> ScheduleResult:
+    """The schedule of one rule, or the best that can be found and proved within ``limits``.
+
+    An ``"optimal"`` schedule is never worse than any list schedule, nor than ``incumbent``: they
+    are tried and checked first. The search ends as soon as a bound is met.
+
+    Raises
+    ------
+    InvalidPlan
+        If a schedule breaks a rule of the problem.
+    """
+    began = perf_counter()
+    bounds = schedule_bounds(problem)
+    if kind != "optimal":
+        timetable = list_schedule(problem, kind)
+        return _result(problem, timetable, kind, bounds, perf_counter() - began)
+    steps: list[Progress] = []
+
+    def note(step: Progress) -> None:
+        steps.append(step)
+        on_progress(step)
+
+    found = _first(problem, incumbent, bounds, began)
+    note(_step(found))
+    if found.status is not Status.OPTIMAL:
+        found = _improved(problem, found, limits, began)
+        note(_step(found))
+    if found.status is not Status.OPTIMAL:
+        found = _proved(problem, found, limits, began, note)
+    status = found.status if found.status is Status.OPTIMAL else limits.status(found=True)
+    return replace(found, status=status, seconds=perf_counter() - began, progress=tuple(steps))
+
+
+def _first(
+    problem: MakespanProblem, incumbent: Timetable | None, bounds: tuple[Bound, ...], began: float
+) -> ScheduleResult:
+    """The best list schedule, or the incumbent if that is better."""
+    source: str
+    source, timetable = best_list_schedule(problem)
+    if incumbent is not None and problem.evaluate(incumbent) < timetable.makespan(problem):
+        source, timetable = "incumbent", incumbent
+    return _result(problem, timetable, source, bounds, perf_counter() - began)
+
+
+def _improved(
+    problem: MakespanProblem, found: ScheduleResult, limits: Limits, began: float
+) -> ScheduleResult:
+    """Forward-backward improvement, for its share of the time."""
+    assert found.timetable is not None
+    target = found.bound * (1 + RELATIVE_TOLERANCE)
+    share = replace(limits, seconds=IMPROVEMENT * limits.seconds)
+    left = replace(limits, seconds=share.left(perf_counter() - began))
+    timetable = improve(problem, found.timetable, target, left)
+    better = _result(problem, timetable, "forward-backward", found.bounds, perf_counter() - began)
+    return better if _cost(better) < _cost(found) else found
+
+
+def _proved(
+    problem: MakespanProblem,
+    found: ScheduleResult,
+    limits: Limits,
+    began: float,
+    note: OnProgress,
+) -> ScheduleResult:
+    """CP-SAT for the rest of the time: a better schedule, a better bound, or both."""
+    assert found.timetable is not None
+    model = ByIntervals(problem, found.timetable)
+    form = model.apply()
+    start = perf_counter() - began
+    left = limits.left(start)
+
+    def seconds(step: Progress) -> None:
+        objective = None if step.objective is None else step.objective * model.unit
+        note(Progress(start + step.seconds, objective, step.bound * model.unit))
+
+    answer = solve(form, "cp-sat", replace(limits, seconds=left), seconds)
+    bounds = (*found.bounds, Bound(answer.bound * model.unit, CP_SAT, "schedule", DISJOINT_SPLIT))
+    timetable, source, rounding = found.timetable, found.source, 0.0
+    if answer.values is not None and answer.objective is not None:
+        other = model.invert(answer.values)
+        makespan = problem.evaluate(other)
+        rounding = max(0.0, makespan - answer.objective * model.unit)
+        if makespan < _cost(found):
+            timetable, source = other, CP_SAT
+    result = _result(problem, timetable, source, bounds, perf_counter() - began, rounding)
+    return replace(result, log=answer.log)
+
+
+def _result(
+    problem: MakespanProblem,
+    timetable: Timetable | None,
+    source: str,
+    bounds: tuple[Bound, ...],
+    seconds: float,
+    rounding: float = 0.0,
+) -> ScheduleResult:
+    """The result with the checked cost of ``timetable`` and the best bound."""
+    best = max(bounds, key=lambda bound: bound.seconds)
+    if timetable is None:
+        return ScheduleResult(
+            None,
+            None,
+            best.seconds,
+            best.proved_by,
+            bounds,
+            None,
+            Status.INFEASIBLE,
+            source,
+            seconds,
+        )
+    cost = problem.evaluate(timetable)
+    if best.seconds > cost * (1 + RELATIVE_TOLERANCE):
+        raise InvalidPlan(f"the schedule takes {cost}, below the bound {best}")
+    bound = min(best.seconds, cost)  # sums of the same numbers in different orders
+    met = cost - bound <= rounding + RELATIVE_TOLERANCE * cost
+    return ScheduleResult(
+        timetable,
+        cost,
+        bound,
+        best.proved_by,
+        bounds,
+        (cost - bound) / cost if cost > 0 else 0.0,
+        Status.OPTIMAL if met else Status.FEASIBLE,
+        source,
+        seconds,
+        rounding,
+    )
+
+
+def _cost(found: ScheduleResult) -> float:
+    assert found.cost is not None
+    return found.cost
+
+
+def _step(found: ScheduleResult) -> Progress:
+    return Progress(found.seconds, found.cost, found.bound)

@@ -1,0 +1,53 @@
+"""What a planner tells while it works, in terms of the whole problem."""
+
+import math
+from dataclasses import dataclass, field
+from time import monotonic
+
+from stagewright.formulations.forms.answers import OnProgress, Progress, silent
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
+from stagewright.solvers.pipelines.every_plan import every_plan_bounds
+
+
+def reporting(problem: PipelineProblem, on_progress: OnProgress, periodic: bool) -> OnProgress:
+    """What a planner is to report to, if anybody listens; tells at once what is known before."""
+    if on_progress is silent:
+        return silent
+    reporter = Reporter(problem, on_progress, periodic)
+    reporter.begin()
+    return reporter
+
+
+@dataclass
+class Reporter:
+    """Passes the best plan so far on to ``on_progress``, beside the bound on every plan.
+
+    Planners report one search after the other, each with its own clock and its own best plan. Their
+    own bounds are of smaller classes of plans: they stand in the certificate, not here.
+    """
+
+    problem: PipelineProblem
+    on_progress: OnProgress
+    periodic: bool  # whether plans of this kind are looked for
+    began: float = field(default_factory=monotonic)
+    cost: float = math.inf
+    bound: float = 0.0
+
+    def begin(self) -> None:
+        """Tell what is known before there is a plan."""
+        wanted = EVERY_PLAN if self.periodic else EVERY_FINITE
+        known = every_plan_bounds(self.problem)
+        self.bound = max(one.seconds for one in known if one.plans.contains(wanted))
+        self._report()
+
+    def __call__(self, step: Progress) -> None:
+        """Take a planner's step into account."""
+        if step.objective is not None:
+            self.cost = min(self.cost, step.objective)
+        self._report()
+
+    def _report(self) -> None:
+        cost = None if self.cost == math.inf else self.cost
+        seconds = monotonic() - self.began
+        self.on_progress(Progress(seconds, cost, min(self.bound, self.cost)))

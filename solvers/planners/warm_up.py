@@ -1,0 +1,36 @@
+"""Compiling the kernels before the clock of a time limit starts."""
+
+from functools import cache
+
+from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.patterns.madpipe import AllocationProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.patterns.madpipe import Grid, by_grid, least_period
+from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+from stagewright.solvers.planners.exact import exact
+from stagewright.solvers.planners.pipedream import partition
+from stagewright.solvers.planners.spp import plan_spp
+
+
+@cache
+def compile_kernels() -> None:
+    """Run every kernel once on a tiny problem, at most once per process.
+
+    Numba compiles on the first use on a machine (about ten seconds) and reads its cache on disk
+    later (under a second).
+    """
+    cost = LayerCost(4, 1.0, 1e6, 1e6, backward_seconds=1.0)
+    chain = Chain("tiny", "analytic: for compilation", 4, tuple(
+        Layer(name, 1e6, (cost,)) for name in "abc"
+    ))  # fmt: skip
+    cluster = uniform_servers(2, 2, Link(1e9), Link(1e8))
+    problem = PipelineProblem(chain, cluster, 2)
+    plan_spp(problem, Limits(), silent)
+    partition(problem)
+    fill_and_drain_bound(problem, 10.0, wide=True)
+    exact(problem, Limits(seconds=1.0))
+    allocation = AllocationProblem(problem, ((0,), (1,)), special=0)
+    least_period(allocation, Limits(seconds=1.0))
+    by_grid(allocation, Grid(2, 2, 2), passes=1)

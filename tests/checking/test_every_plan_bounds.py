@@ -1,0 +1,60 @@
+"""Bounds over every plan, against the best plan of the whole language by brute force."""
+
+import json
+from math import inf
+
+import pytest
+from language_instances import random_instance
+from language_oracle import Language, best
+
+from stagewright.formulations.pipelines.every_plan import why_nothing_fits
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import (
+    DISJOINT_SPLIT,
+    DISJOINT_WHOLE,
+    EVERY_FINITE,
+    EVERY_PLAN,
+    WHOLE_FINITE,
+)
+from stagewright.graphs.documents.documents import parse
+from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.models.chain import FORMAT as MODEL
+from stagewright.graphs.models.chain import Chain
+from stagewright.solvers.pipelines.every_plan import every_plan_bounds
+from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+
+SLACK = 1 + 1e-9
+NONE = frozenset({"none"})
+LANGUAGES = {
+    EVERY_PLAN: Language(),
+    EVERY_FINITE: Language(),
+    WHOLE_FINITE: Language(split_backward=False),
+    DISJOINT_WHOLE: Language(False, split_backward=False),
+    DISJOINT_SPLIT: Language(False, frozenset({"split"}), False, NONE, False),
+}
+
+
+def read(seed):
+    model, cluster, microbatches = random_instance(seed)
+    chain = parse(Chain, json.dumps(model), "model", MODEL, 1)
+    machines = parse(Cluster, json.dumps(cluster), "cluster", CLUSTER, 1)
+    return (model, cluster, microbatches), PipelineProblem(chain, machines, microbatches)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_undercuts_a_bound_on_its_class(seed):
+    documents, problem = read(seed)
+    optimum = {}
+    for plans, language in LANGUAGES.items():
+        found = best(*documents, language)
+        optimum[plans] = inf if found is None else found[0]
+    if why_nothing_fits(problem) is not None:
+        assert optimum[EVERY_FINITE] == inf
+        return
+    for bound in every_plan_bounds(problem):
+        assert bound.seconds <= optimum[bound.plans] * SLACK, bound
+    for plans in (DISJOINT_SPLIT, DISJOINT_WHOLE):
+        if optimum[plans] < inf:
+            bound = fill_and_drain_bound(problem, 1.0, wide=plans == DISJOINT_WHOLE)
+            assert bound <= optimum[plans] * SLACK

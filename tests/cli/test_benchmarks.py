@@ -1,0 +1,375 @@
+"""The benchmarks run, and what they claim of quality holds on their small cases."""
+
+import re
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from math import exp, log
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from ranks import Ranks
+
+from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
+from stagewright.executor.export.pipelines import one_forward_one_backward
+from stagewright.executor.programs.lower import lower
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.patterns.pattern import kept_bytes, static_bytes
+from stagewright.formulations.plans.actions import COMPUTE
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.machines.devices import accelerator
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.planning import plan
+
+
+def test_every_problem_of_the_spp_benchmark_builds():
+    for case in spp.PRINTED:
+        problem = spp.table3_problem(case)
+        assert len(problem.cluster) in (4, 8)
+    for sweep in spp.SWEEPS:
+        for point in sweep.points:
+            assert len(sweep.problem(point).cluster) == 32
+
+
+def test_testbed_of_1080ti_is_that_of_the_paper():
+    cluster = spp.testbed("1080ti")
+    assert [len(server) for server in cluster.servers] == [2, 2, 2, 2]
+    assert cluster.bandwidth[0, 1] == 16e9
+    assert cluster.bandwidth[0, 2] == 6.25e9
+    assert cluster.devices[0].memory_bytes == accelerator("1080ti").memory_bytes == 11e9
+
+
+def test_simulated_cluster_keeps_the_printed_ranges_and_the_seed():
+    cluster = spp.simulated_cluster()
+    gbps = cluster.bandwidth / spp.GBPS
+    assert [len(server) for server in cluster.servers] == [4] * 8
+    inside = [gbps[server[0], server[1]] for server in cluster.servers]
+    assert all(96 <= speed <= 128 for speed in inside[:3])
+    assert all(160 <= speed <= 200 for speed in inside[3:])
+    assert 32 <= gbps[:4, 4:].min() <= gbps[:4, 4:].max() <= 40
+    assert (gbps == gbps.T).all()
+    assert spp.simulated_cluster() == cluster
+
+
+@pytest.mark.parametrize("case", spp.PRINTED, ids="-".join)
+def test_spp_is_never_slower_than_a_baseline(case: tuple[str, str]):
+    assert spp.slower_than(spp.compare(spp.table3_problem(case))) == []
+
+
+def test_speedups_are_those_of_the_paper():
+    spp_seconds, dp_seconds, *_ = spp.PRINTED["vgg19", "1080ti"]
+    assert report.percent(dp_seconds / spp_seconds - 1) == "60.2%"
+
+
+def test_exact_bounds_spp_from_below():
+    problem = spp.table3_problem(("vgg19", "v100"))
+    exact, heuristic = (plan(problem, name, Limits(10)) for name in ("exact", "spp"))
+    assert exact.bound <= exact.cost * (1 + 1e-9) <= heuristic.cost * (1 + 1e-6)
+
+
+def test_sweep_by_stages_and_its_picture(tmp_path):
+    problem = spp.bert(microbatches=2, servers=(2, 2))
+    rows = spp.by_stages(problem)
+    assert [row.stages for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row.bottleneck_seconds <= row.seconds <= row.pe_seconds
+    results = spp.compare(problem)
+    figures = {sweep.figure: dict.fromkeys(sweep.points, results) for sweep in spp.SWEEPS}
+    trends = spp.trends(figures, rows)
+    assert {row[0] for row in trends} == {"6-10", 6, 7, 9, 10, 11}
+    spp.draw(figures, rows, tmp_path / "sweeps.png")
+    assert matplotlib.image.imread(tmp_path / "sweeps.png").std() > 0
+
+
+def test_partition_is_measured_in_its_own_process():
+    got = partition.measured(0)
+    assert got.search_seconds[0] > 0
+    assert 0 <= got.search_bytes <= got.plan_bytes
+    again = plan(partition.problem(partition.CASES[0]), "spp")
+    assert got.cost == again.cost
+
+
+def test_every_large_case_has_the_layers_and_devices_it_says():
+    for case in partition.CASES:
+        problem = partition.problem(case)
+        assert (len(problem.chain), len(problem.cluster)) == (
+            case.layers,
+            case.servers * case.gpus,
+        )
+
+
+@pytest.mark.skipif(not pipedream.DATA.is_dir(), reason=pipedream.MISSING)
+def test_planners_on_a_measured_profile():
+    rows = pipedream.planners_table(("alexnet",), 1.0).rows
+    assert len(rows) == len(pipedream.clusters())
+    # HetPipe's microbatches go round whole: no plan of SPP's class, and at times faster.
+    assert {row[-1] for row in rows} <= {"none", "hetpipe"}
+
+
+def small_network(memory_bytes: float, bandwidth: float, seed: int = 0) -> PipelineProblem:
+    """Six layers, of which the early ones hand on the most, on four devices."""
+    draw = np.random.default_rng(seed)
+    layers = tuple(
+        Layer(
+            f"l{i}",
+            float(draw.uniform(0, 2e7)),
+            (LayerCost(840, draw.uniform(1, 9), 0.0, (7 - i) * 1e7, draw.uniform(1, 9)),),
+        )
+        for i in range(6)
+    )
+    chain = madpipe.keeps_inputs(Chain("small", "test", 840, layers), 3e7)
+    cluster = uniform_servers(1, 4, Link(bandwidth), memory_bytes=memory_bytes)
+    return PipelineProblem(chain, cluster, 8)
+
+
+@pytest.mark.parametrize("memory", [4e8, 5e8, 6e8, 8e8, 1e10])
+@pytest.mark.parametrize("bandwidth", [5e6, 1e9])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pipedreams_partition_is_the_best_of_all(memory: float, bandwidth: float, seed: int):
+    problem = small_network(memory, bandwidth, seed)
+    layers, devices = problem.chain.layers, 4
+    outputs = [layer.costs[0].output_bytes for layer in layers]
+    inputs = [3e7, *outputs[:-1]]
+    ends = [0.0, *outputs[:-1], 0.0]  # what crosses a cut; nothing before the first layer
+    seconds = [
+        layer.costs[0].forward_seconds + layer.costs[0].total_backward_seconds for layer in layers
+    ]
+
+    def period(cuts: tuple[int, ...], limit: float) -> float:
+        worst = max((2 * outputs[cut - 1] / bandwidth for cut in cuts[1:-1]), default=0.0)
+        for start, stop in pairwise(cuts):
+            kept = 3 * sum(layer.parameter_bytes for layer in layers[start:stop])
+            kept += devices * sum(inputs[start:stop]) + 2 * (ends[start] + ends[stop])
+            worst = max(worst, sum(seconds[start:stop]) if kept <= limit else np.inf)
+        return worst
+
+    partitions = [
+        (0, *cuts, len(layers))
+        for count in range(devices)
+        for cuts in combinations(range(1, len(layers)), count)
+    ]
+    loads = madpipe.stage_loads(problem)
+    anywhere = madpipe.balanced_partition(problem, loads)
+    assert anywhere.period == pytest.approx(min(period(cuts, np.inf) for cuts in partitions))
+    fitting = madpipe.balanced_partition(
+        problem, np.where(madpipe.fits_by_estimate(problem), loads, np.inf)
+    )
+    best = min(period(cuts, memory) for cuts in partitions)
+    if fitting is None:
+        assert best == np.inf
+    else:
+        assert fitting.period == pytest.approx(best)
+        chosen = (0, *(stage.layers[1] for stage in fitting.stages))
+        assert period(chosen, memory) == pytest.approx(best)
+        names = [device.name for device in problem.cluster.devices]
+        assert [stage.devices for stage in fitting.stages] == [
+            (name,) for name in names[: len(fitting.stages)]
+        ]
+
+
+def test_memory_keeps_pipedream_from_its_prediction():
+    roomy, tight = (madpipe.pipedream(small_network(memory, 1e9)) for memory in (1e10, 5e8))
+    assert roomy.achieved == pytest.approx(roomy.predicted)
+    assert tight.achieved > roomy.achieved
+    assert madpipe.pipedream(small_network(1e8, 1e9)) == madpipe.Periods(None, None)
+
+
+def test_networks_of_the_madpipe_study_keep_what_the_paper_counts():
+    problem = madpipe.problem(madpipe.Case("resnet50", 2, 16, 12e9))
+    image, conv1 = (8 * elements * 4 for elements in (3 * 1000**2, 64 * 500**2))
+    stage = Stage((0, 2), ("s0g0",))
+    assert kept_bytes(problem, stage).saved_bytes == image + conv1
+    weights, pool1 = (64 * 3 * 49 + 2 * 64) * 4, conv1 / 4
+    assert static_bytes(problem, stage) == 3 * weights + 2 * pool1
+    assert len(madpipe.SWEEP) == 4 * 7 * 14 * 2
+
+
+def test_madpipe_is_ahead_where_memory_is_scarce():
+    outcome = madpipe.compare(madpipe.Case("resnet50", 2, 8, 12e9))
+    periods = outcome.madpipe.periods
+    assert outcome.madpipe.bound <= periods.predicted <= periods.achieved
+    assert outcome.ratio > 1.1
+    madpipe.require_never_slower([outcome])
+
+
+def outcome(case: madpipe.Case, theirs: float | None, ours: float | None) -> madpipe.Outcome:
+    planned = madpipe.Planned(madpipe.Periods(ours, ours), ours and 0.9 * ours, 1.5)
+    return madpipe.Outcome(case, madpipe.Periods(None, theirs), planned)
+
+
+def test_tables_of_the_madpipe_study_count_what_does_not_fit_apart():
+    cases = [case for case in madpipe.SWEEP if case.network == "resnet50"][:14]
+    periods = [(None, None), (None, 2.0), (2.6, 2.0), (2.2, 2.0)] + [(2.1, 2.1)] * 10
+    outcomes = [outcome(case, *pair) for case, pair in zip(cases, periods, strict=True)]
+    assert madpipe.mean_ratio(outcomes[:4]) == pytest.approx(exp((log(1.3) + log(1.1)) / 2))
+    madpipe.require_never_slower(outcomes)
+    ((name, tight, _, roomy, *counts),) = madpipe.summary_table(outcomes).rows
+    assert (name, tight, roomy) == ("ResNet-50", "1.074 (over 1.2)", "1.000")
+    assert counts == [14, 0, 1, 1, 0, 13, 0, "10.0%", "1.5"]
+    by_memory = madpipe.figure7_table(outcomes).rows
+    assert by_memory[:3] == ((3, "- (0, 0)"), (4, "- (0, 1)"), (5, "1.300 (1, 0)"))
+    lost = replace(outcomes[0], pipedream=madpipe.Periods(None, 3.0))
+    with pytest.raises(AssertionError, match="PipeDream is ahead"):
+        madpipe.require_never_slower([lost])
+
+
+def test_pictures_of_the_madpipe_study(tmp_path):
+    outcomes = [
+        outcome(case, 1 / case.devices if case.gigabytes > 5 else None, 1 / case.gigabytes)
+        for case in madpipe.SWEEP
+    ]
+    madpipe.draw(outcomes, tmp_path)
+    for figure in (6, 7, 8):
+        assert matplotlib.image.imread(tmp_path / f"madpipe-figure{figure}.png").std() > 0
+
+
+def test_periodic_tables_hold_what_they_claim_and_have_their_places():
+    tables = {table.name: table for table in periodic.tables(quick=True)}
+    readme = report.README.read_text()
+    assert all(f"<!-- {name} -->" in readme for name in tables)
+    (allocation,) = tables["periodic-allocation-quality"].rows
+    *_, gap, contiguous, _, grid = allocation
+    assert gap == "exact"
+    assert min(float(contiguous), float(grid)) >= 1
+    for row in tables["periodic-pattern-time"].rows:
+        assert not any(cell.startswith("no") for cell in row[1:])
+    for *_, gap, contiguous, special, planner in tables["periodic-joint-quality"].rows:
+        assert (gap, planner) == ("0.00%", "1.000")
+        assert min(float(contiguous), float(special)) >= 1
+
+
+def test_memory_binds_in_the_cases_of_periodic_planning():
+    for case in periodic.ALLOCATIONS.sweep[:6]:
+        problem = case.build()
+        roomy = periodic.tight_problem(problem.chain, case.devices, 1000.0)
+        tight_period, roomy_period = map(periodic.contiguous_period, (problem, roomy))
+        assert tight_period > 1.2 * roomy_period
+
+
+def test_what_stages_allow_is_what_the_search_says():
+    problem = periodic.tight_problem(periodic.random_chain(8, seed=1), 3, 2.5)
+    question = periodic.allocation_of(problem, 0)
+    answer = periodic.least_period(question)
+    assert periodic.allowed_seconds(question, answer.stages) == answer.period
+    cramped = periodic.tight_problem(problem.chain, 3, 0.9)
+    assert periodic.allowed_seconds(periodic.allocation_of(cramped, 0), answer.stages) is None
+
+
+def test_merged_layers_are_the_same_network():
+    network = periodic.network("resnet50")
+    chain = periodic.merged(network, 10)
+    assert len(chain) == 10
+    assert chain.parameter_bytes.sum() == network.parameter_bytes.sum()
+    for name in ("forward_seconds", "total_backward_seconds", "saved_bytes"):
+        whole, parts = (
+            sum(getattr(layer.costs[0], name) for layer in one.layers) for one in (network, chain)
+        )
+        assert parts == pytest.approx(whole)
+    assert chain.layers[-1].costs[0].output_bytes == network.layers[-1].costs[0].output_bytes
+
+
+def test_auto_plans_an_example():
+    (table,) = auto.tables(quick=True)
+    seconds, bound, every = (
+        table.columns.index(name) for name in ("auto s", "bound s", "bound on every plan s")
+    )
+    for row in table.rows:
+        assert 0 < row[every] <= row[bound] <= row[seconds]
+
+
+def test_examples_pair_profiles_with_clusters_of_their_devices():
+    names = [(chain.name, cluster.name) for chain, cluster in auto.pairs()]
+    assert ("bert-large", "dgx1") in names
+    assert len(names) == len(set(names)) == 18
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_instruction_of_the_empty_interpreter_is_timed(world: int):
+    executor = executor_benchmark()
+    turns, microbatches = 2, executor.EMPTY_MICROBATCHES
+    taken: dict[str, int] = {}
+    for of_rank in executor.on_ranks(world, executor.overhead, turns):
+        for name, seconds in of_rank.items():
+            assert min(seconds) >= 0
+            taken[name] = taken.get(name, 0) + len(seconds)
+    boundaries = executor.EMPTY_STAGES - 1
+    of_stage = turns * microbatches
+    assert taken["F"] == taken["B"] == boundaries * of_stage
+    assert taken["F with the loss"] == taken["B with the loss"] == of_stage
+    sent = boundaries * of_stage if world == 2 else 0
+    for name in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"):
+        assert taken.get(name, 0) == sent
+
+
+def test_plan_in_order_runs_in_that_order():
+    executor = executor_benchmark()
+    for ranks, chunks, microbatches in product((1, 2, 4), (1, 2), (4, 8)):
+        orders = one_forward_one_backward(ranks, chunks, microbatches)
+        program = lower(executor.plan_in_order(orders, [1] * ranks * chunks))
+        for row, order in zip(program.rows, orders, strict=True):
+            found = tuple(one.action for one in row if one.action.kind in COMPUTE)
+            assert found == order
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_torch_has_the_same_losses(ranks: Ranks, schedule: str):
+    executor = executor_benchmark()
+    chunks = 1 if schedule in ("1F1B", "GPipe") else 2
+    case = executor.Race(schedule, chunks=chunks, hidden=16)
+    for turns in ranks.run(race, 2, case):  # which compares them
+        assert [clock.ended > clock.began for pair in turns for clock in pair] == [True, True]
+
+
+def race(_: Any, rank: int, case: Any) -> Any:
+    return executor_benchmark().race(rank, case, turns=1)
+
+
+def test_forecast_is_of_the_calmest_steps(ranks: Ranks):
+    executor = executor_benchmark()
+    case = executor.Forecast("gpipe", 16)
+    (outcome,), nothing = ranks.run(forecast, 2, case)
+    assert nothing == []
+    assert outcome.cuts == "0-4 on 1; 5-9 on 1"
+    assert outcome.comparison.steps == 3
+    assert min(outcome.ratio, outcome.ratio_of(executor.F), outcome.ratio_of(executor.B)) > 0
+
+
+def forecast(_: Any, rank: int, case: Any) -> Any:
+    return executor_benchmark().forecast(rank, case, turns=1, steps=3)
+
+
+def executor_benchmark() -> Any:
+    pytest.importorskip("torch", reason="the executor needs torch")
+    from benchmarks import executor
+
+    return executor
+
+
+def test_marks_of_the_tables_stand_in_the_readme_once():
+    text = report.README.read_text()
+    marks = re.findall(r"<!-- ([\w-]+) -->", text)
+    assert len(marks) == len(set(marks))
+    assert {"split_backward", "executor-overhead", "executor-torch"} <= set(marks)
+
+
+def test_table_as_markdown():
+    table = report.Table("t", "Title", ("a", "b"), ((1.23456, None),))
+    assert str(table).splitlines() == [
+        "**Title**",
+        "",
+        "| a | b |",
+        "| --- | --- |",
+        "| 1.235 | - |",
+    ]
+
+
+def test_section_is_replaced_and_a_missing_one_refused(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("head\n<!-- t -->\nold\n<!-- end t -->\ntail\n")
+    report.write_section("t", "new", file)
+    assert file.read_text() == "head\n<!-- t -->\nnew\n<!-- end t -->\ntail\n"
+    with pytest.raises(ValueError, match="no place"):
+        report.write_section("u", "new", file)

@@ -1,0 +1,113 @@
+"""The examples run, and the README's code does what it says."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stagewright.formulations.plans.plan import load_plan
+from stagewright.graphs.machines.cluster import load_cluster
+from stagewright.graphs.models.chain import load_model
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PROFILES = sorted((EXAMPLES / "profiles").glob("*.json"))
+CLUSTERS = sorted((EXAMPLES / "clusters").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder to write to, with the examples where the README's commands expect them."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    return tmp_path
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def run(command: list[str], folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_python_example_plans(readme: str, place: Path) -> None:
+    (code,) = blocks(readme, "python")
+    assert "layers (0, " in run([sys.executable, "-c", code], place)
+    plan = load_plan(place / "plan.json")
+    assert plan.model == "bert-large"
+    assert plan.certificate is not None
+
+
+def test_the_walk_through_runs_as_written(readme: str, place: Path) -> None:
+    (model,) = blocks(readme, "json")
+    (place / "model.json").write_text(model, encoding="utf-8")
+    run(["bash", "-euc", "\n".join(blocks(readme, "sh"))], place)
+    plan = load_plan(place / "plan.json")
+    assert plan.stages[-1].layers[1] == len(load_model(place / "model.json"))
+    page = (place / "timeline.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>")
+    assert (place / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_trains_by_a_plan(readme: str, place: Path) -> None:
+    pytest.importorskip("torch", reason="running a plan needs torch")
+    (commands,) = blocks(readme, "bash")
+    output = run(["bash", "-euc", commands], place)
+    assert re.search(r"10 steps on \d ranks", output)
+    assert "measured / predicted" in output
+    assert (place / "compared.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_profiles_are_complete(path: Path) -> None:
+    chain = load_model(path)
+    assert chain.source.startswith("measured: " if ".cpu." in path.name else "analytic: ")
+    for layer in chain.layers:
+        assert chain.microbatch_size in {cost.microbatch_size for cost in layer.costs}
+        for cost in layer.costs:
+            assert cost.forward_seconds > 0
+            assert cost.output_bytes > 0
+
+
+@pytest.mark.parametrize("path", [path for path in PROFILES if ".cpu." in path.name])
+def test_measured_profiles_name_the_machine_and_several_sizes(path: Path) -> None:
+    chain = load_model(path)
+    assert re.search(r"torch \d+\.\d+.* on 1 of \d+ cores of .+; medians of \d+", chain.source)
+    for layer in chain.layers:
+        assert len(layer.costs) >= 2
+        assert layer.parameter_bytes > 0
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_clusters_are_named_after_their_files(path: Path) -> None:
+    assert load_cluster(path).name == path.stem
+
+
+def test_documents_are_those_that_the_script_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = runpy.run_path(str(EXAMPLES / "documents.py"))
+    monkeypatch.setitem(script["main"].__globals__, "HERE", tmp_path)
+    script["main"]()
+    written = sorted(tmp_path.rglob("*.json"))
+    kept = {path for path in (*PROFILES, *CLUSTERS) if ".cpu." not in path.name}
+    assert {path.relative_to(tmp_path) for path in written} == {
+        path.relative_to(EXAMPLES) for path in kept
+    }
+    for path in written:
+        assert path.read_text() == (EXAMPLES / path.relative_to(tmp_path)).read_text()

@@ -1,0 +1,183 @@
+"""Signals and the progress line of real commands."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from commands import FT06, answered, answered_json
+from rich.console import Console
+
+from stagewright.cli import console, interrupts, makespans, planning
+from stagewright.cli.console import ProgressLine
+from stagewright.cli.interrupts import interruptible
+from stagewright.formulations.forms.answers import Progress
+from stagewright.formulations.plans.plan import load_plan
+from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
+from stagewright.graphs.models.analytic import analytic_model
+from stagewright.graphs.models.chain import save_model
+
+PATIENCE = 120.0  # seconds that a machine under load may need
+LONG = 1000  # seconds that no search here may take
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A model and a cluster whose joint search does not end within minutes."""
+    save_model(analytic_model("bert-large", 4), tmp_path / "model.json")
+    cluster = uniform_servers(4, 4, Link(10e9), Link(1e9))
+    save_cluster(cluster, tmp_path / "cluster.json")
+    return tmp_path
+
+
+def plan_arguments(files: Path, *more: object) -> list[str]:
+    given = ["--model", files / "model.json", "--cluster", files / "cluster.json"]
+    options = ["--microbatches", 16, "--time-limit", LONG, "--threads", 1, *more]
+    return ["plan", *map(str, (*given, *options))]
+
+
+def in_a_terminal(arguments: list[str]) -> tuple[subprocess.Popen[bytes], list[str]]:
+    """A real process whose standard error is a pseudo-terminal, and what that shows so far."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stagewright", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+    )
+    os.close(theirs)
+    shown: list[str] = []
+
+    def read() -> None:
+        with suppress(OSError):  # the process has ended
+            while data := os.read(ours, 4096):
+                shown.append(data.decode(errors="replace"))
+
+    threading.Thread(target=read, daemon=True).start()
+    return process, shown
+
+
+def wait_for(shown: list[str], pattern: str) -> str:
+    """What is shown once ``pattern`` is there."""
+    ends = time.monotonic() + PATIENCE
+    while not re.search(pattern, "".join(shown)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert re.search(pattern, "".join(shown)), "".join(shown)[-2000:]
+    return "".join(shown)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_the_best_plan(files: Path, number: signal.Signals) -> None:
+    process, shown = in_a_terminal(plan_arguments(files, "-o", files / "plan.json", "--json"))
+    pattern = r"planning: \d+ s, best ([0-9.]+), bound ([0-9.]+), gap ([0-9.]+)%"
+    best, bound, gap = map(float, re.findall(pattern, wait_for(shown, pattern))[-1])
+    assert gap == pytest.approx(100 * (1 - bound / best), abs=0.01)
+    process.send_signal(number)
+    told, _ = process.communicate(timeout=PATIENCE)
+    document = json.loads(told)
+    assert (process.returncode, document["status"]) == (0, "interrupted")
+    plan = load_plan(files / "plan.json")
+    assert plan.certificate is not None
+    assert plan.certificate.cost_seconds == document["cost_seconds"] > document["bound_seconds"] > 0
+    given = ["--model", files / "model.json", "--cluster", files / "cluster.json"]
+    assert answered_json("check", files / "plan.json", *given)["status"] == "valid"
+
+
+def test_the_second_signal_ends_at_once(files: Path) -> None:
+    """A solver that does not hear is no reason to wait."""
+    code = (
+        "import time; from stagewright.cli.interrupts import interruptible\n"
+        "with interruptible() as stop:\n"
+        " print('ready', flush=True)\n"
+        f" while not stop.is_set(): time.sleep(0.01)\n"
+        f" print('stopping', flush=True); time.sleep({LONG})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in ("ready\n", "stopping\n"):
+        assert process.stdout.readline() == line
+        process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 128 + signal.SIGINT
+
+
+@contextmanager
+def stopped() -> Iterator[threading.Event]:
+    """As ``interruptible`` after a first signal."""
+    with interruptible() as stop:
+        stop.set()
+        yield stop
+
+
+def test_no_plan_yet_is_one_line(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "interruptible", stopped)
+    text = answered(*plan_arguments(files, "-o", files / "plan.json"), code=1)
+    assert re.fullmatch(r"auto: interrupted after [^\n]+ came before any [^\n]+\n", text)
+    document = answered_json(*plan_arguments(files), code=1)
+    assert (document["status"], document["cost_seconds"]) == ("interrupted", None)
+    assert not (files / "plan.json").exists()
+
+
+def test_schedules_and_job_shops_are_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(makespans, "interruptible", stopped)
+    (tmp_path / "ft06.txt").write_text(FT06)
+    assert answered_json("jobshop", tmp_path / "ft06.txt", code=1)["status"] == "interrupted"
+    assert "no answer (interrupted)" in answered("jobshop", tmp_path / "ft06.txt", code=1)
+    arguments = ["schedule", "--stages", 5, "--microbatches", 24, "--times", "3,7;7,5;2,9;5,6;4,8"]
+    document = answered_json(*arguments, "--transfer", 2, "--in-flight", "3,3,3,2,1")
+    assert document["status"] == "interrupted"
+    assert document["cost_seconds"] > document["bound_seconds"]
+
+
+def test_handlers_are_put_back_and_threads_have_none() -> None:
+    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    with interruptible() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set()
+    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+    found: list[bool] = []
+
+    def elsewhere() -> None:
+        with interruptible() as token:
+            found.append(token.is_set())
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def drawn(line: ProgressLine) -> str:
+    recorder = Console(record=True, file=StringIO(), width=200)
+    recorder.print(line)
+    return recorder.export_text().strip()
+
+
+def test_the_progress_line_ticks_and_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = console.BEGAN + 1.0
+    monkeypatch.setattr(console, "monotonic", lambda: now)
+    stop = threading.Event()
+    line = ProgressLine("planning [x]", stop)
+    assert drawn(line) == "planning [x]: 1 s"
+    line.take(Progress(0.1, None, 0.125))
+    assert drawn(line) == "planning [x]: 1 s, best none yet, bound 0.125"
+    line.take(Progress(0.2, 0.25, 0.0))
+    now += 119
+    assert drawn(line) == "planning [x]: 120 s, best 0.25, bound 0.125, gap 50.00%"
+    line.take(Progress(0.3, 0.5, 0.2))  # a search of its own, whose best is worse
+    assert drawn(line) == "planning [x]: 120 s, best 0.25, bound 0.2, gap 20.00%"
+    stop.set()
+    assert "once more Ctrl-C" in drawn(line)
+    line.take(Progress(0.4, 0.0, 0.0))
+    assert "best 0, bound 0, gap 0.00%" in drawn(line)

@@ -1,0 +1,83 @@
+"""What is installed: every module, and an import that stays light."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("graphs", "formulations", "solvers", "executor", "service")
+HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "plotly", "matplotlib", "torch")
+
+
+def modules() -> set[str]:
+    """Every module and data file of the package, as a path inside it."""
+    files = {f"stagewright/{path.relative_to(ROOT)}" for room in ROOMS for path in python(room)}
+    front = [*(ROOT / "stagewright").glob("*.py"), *python("stagewright/cli")]
+    files |= {str(path.relative_to(ROOT)) for path in front}
+    return files | {"stagewright/py.typed"}
+
+
+def python(folder: str) -> list[Path]:
+    return list((ROOT / folder).rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel that is built from it, made outside the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("stagewright", *ROOMS):
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
+    built = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    return built
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> None:
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == modules()
+
+
+def test_the_wheel_holds_the_licence_and_the_command(distributions: Path) -> None:
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
+        files = {Path(name).name: name for name in wheel.namelist() if ".dist-info/" in name}
+        assert "Apache License" in wheel.read(files["LICENSE"]).decode()
+        entry = wheel.read(files["entry_points.txt"]).decode()
+    assert "stagewright = stagewright.cli:main" in entry
+
+
+def test_the_source_distribution_holds_every_module_as_a_file(distributions: Path) -> None:
+    with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
+        files = {m.name.split("/", 1)[1] for m in archive if m.isreg() or m.islnk()}
+    assert modules() <= files
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_are_linked_relatively_into_the_package(room: str) -> None:
+    link = ROOT / "stagewright" / room
+    assert os.readlink(link) == f"../{room}"
+    assert link.resolve() == ROOT / room
+
+
+def test_import_loads_no_solver_plotter_or_torch() -> None:
+    code = f"import sys, stagewright; print([n for n in {HEAVY} if n in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_public_names_are_there() -> None:
+    import stagewright
+
+    for name in ("plan", "load_model", "load_cluster", "check", "simulate"):
+        assert callable(getattr(stagewright, name))

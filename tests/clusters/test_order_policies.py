@@ -1,0 +1,323 @@
+"""Finish-time fairness, FIFO and SJF against programs over single jobs, and by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+from strategies_allocation import Case, random_case
+
+from stagewright.formulations.clusters.allocation import (
+    AllocationProblem,
+    problem_of,
+    server_rows,
+    throughput,
+)
+from stagewright.formulations.clusters.policies import fifo, finish_time, isolated, shortest_first
+from stagewright.formulations.clusters.polytope import group_by, polytope
+from stagewright.formulations.forms.answers import Answer, Status
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
+from stagewright.graphs.workloads.pool import parse_pool
+from stagewright.solvers.clusters.policies import allocate
+from stagewright.solvers.clusters.policies import fifo as fifo_solver
+from stagewright.solvers.clusters.policies import finish_time as finish_time_solver
+
+PAIRS = ("first", "second", "worker", "paired")
+some = settings(max_examples=12, deadline=None, derandomize=True)
+
+
+class Entries:
+    """All rows and columns of equations 5.1 to 5.3, a variable for every job and pair of jobs."""
+
+    def __init__(self, problem: AllocationProblem) -> None:
+        table, kind = problem.table, problem.kind
+        self.columns = [(j, -1, w, r, 0.0) for (j, w), r in np.ndenumerate(problem.rates) if r > 0]
+        for a, b, w, (first, second) in zip(
+            table.first, table.second, table.worker, table.paired, strict=True
+        ):
+            self.columns += [
+                (i, j, w, first, second)
+                for i in np.flatnonzero(kind == a)
+                for j in np.flatnonzero(kind == b)
+                if i < j or (i != j and a != b)
+            ]
+        jobs, types = len(problem), len(table.counts)
+        servers = server_rows(table)
+        self.rate = np.zeros((jobs, len(self.columns)))
+        self.rows = np.zeros((jobs + types + len(servers), len(self.columns)))
+        for at, (job, other, worker, first, second) in enumerate(self.columns):
+            self.rate[job, at] = first
+            self.rows[job, at] = 1
+            if other >= 0:
+                self.rate[other, at] = second
+                self.rows[other, at] = 1
+            self.rows[jobs + table.accelerator[worker], at] = problem.scale[job]
+            for row, (of_worker, parts, _) in enumerate(servers):
+                if of_worker == worker:
+                    self.rows[jobs + types + row, at] = parts[kind[job]]
+        self.upper = np.concatenate(
+            [np.ones(jobs), table.counts, [servers for _, _, servers in servers]]
+        )
+
+    def most(self, value: Floats, floor: Floats) -> float:
+        """The largest sum of value times throughput, with throughputs of at least ``floor``."""
+        rows = np.vstack([self.rows, -self.rate])
+        answer = linprog(-(value @ self.rate), rows, np.concatenate([self.upper, -floor]))
+        assert answer.status == 0
+        return -answer.fun
+
+    def level(self, need: Floats) -> float:
+        """The largest theta such that every job has theta times its need."""
+        rows = np.block([[self.rows, np.zeros((len(self.rows), 1))], [-self.rate, need[:, None]]])
+        cost = np.zeros(rows.shape[1])
+        cost[-1] = -1
+        answer = linprog(cost, rows, np.concatenate([self.upper, np.zeros(len(need))]))
+        assert answer.status == 0
+        return -answer.fun
+
+
+def of_model(steps: list[float], pool: str, rates: dict[str, float]) -> AllocationProblem:
+    """Jobs of one model on one accelerator each."""
+    jobs = tuple(Job(f"job {n}", "a", count) for n, count in enumerate(steps))
+    alone = tuple(Rate("a", 1, name, rate) for name, rate in rates.items())
+    return problem_of(Workload(jobs, Throughputs(alone)), parse_pool(pool))
+
+
+# Finish-time fairness.
+
+
+def test_equal_jobs_finish_as_if_isolated():
+    result = allocate(of_model([10.0, 10.0], "v100=1", {"v100": 1.0}), "finish-time-fairness")
+    assert result.status is Status.OPTIMAL
+    assert result.objective == pytest.approx(1.0)
+    assert result.bound == pytest.approx(1.0)
+    assert not result.maximises
+
+
+def test_a_late_job_catches_up_by_the_golden_ratio():
+    """rho = (10 + 10 / x) / 20 = 10 / (1 - x) / 20, so that 1 - x^2 = x."""
+    problem = replace(
+        of_model([10.0, 10.0], "v100=1", {"v100": 1.0}), elapsed_seconds=np.array([10.0, 0.0])
+    )
+    result = allocate(problem, "finish-time-fairness")
+    x = (np.sqrt(5) - 1) / 2
+    assert result.objective == pytest.approx(1 / (2 * (1 - x)), rel=1e-6)
+    assert throughput(problem, result.allocation) == pytest.approx([x, 1 - x], rel=1e-5)
+
+
+@some
+@given(random_case(max_jobs=7))
+def test_no_allocation_beats_the_bound_and_one_reaches_the_objective(case: Case):
+    problem = case.problem
+    result, entries = allocate(problem, "finish-time-fairness"), Entries(problem)
+    assert result.status is Status.OPTIMAL
+    assert result.bound <= result.objective <= result.bound * (1 + 1e-6)
+    reached = finish_time.ratios(problem, throughput(problem, result.allocation))
+    assert reached.max() == pytest.approx(result.objective)
+    assert entries.level(finish_time.needs(problem, result.objective)) >= 1 - 1e-7
+    below = result.bound * (1 - 1e-5)
+    if (below * finish_time.isolated_finish(problem) > problem.elapsed_seconds).all():
+        assert entries.level(finish_time.needs(problem, below)) < 1
+
+
+def test_bisection_finds_the_same_ratio():
+    problem = of_model([3.0, 5.0, 8.0, 20.0], "v100=1,k80=1", {"v100": 4.0, "k80": 1.0})
+    problem = replace(
+        problem,
+        elapsed_seconds=np.array([4.0, 1.0, 0.0, 9.0]),
+        isolated_seconds=np.array([1.0, 2.0, 0.0, 12.0]),
+    )
+    entries = Entries(problem)
+    low = (problem.elapsed_seconds / finish_time.isolated_finish(problem)).max()
+    high = 10.0
+    while high - low > 1e-9:
+        rho = (low + high) / 2
+        if entries.level(finish_time.needs(problem, rho)) >= 1:
+            high = rho
+        else:
+            low = rho
+    result = allocate(problem, "finish-time-fairness")
+    assert result.bound <= high
+    assert result.objective >= low
+    assert result.objective == pytest.approx(high, rel=2e-6)
+
+
+@some
+@given(random_case())
+def test_nobody_is_later_than_the_latest_of_the_isolated(case: Case):
+    problem = case.problem
+    split = finish_time.objective(problem, isolated.isolated(problem))
+    result = allocate(problem, "finish-time-fairness")
+    assert result.objective <= split * (1 + 1e-6)
+
+
+def test_a_search_that_is_cut_short_keeps_what_it_has_proved(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(3)
+    problem = of_model(list(rng.uniform(1, 50, 12)), "v100=3,k80=3", {"v100": 4.0, "k80": 1.0})
+    problem = replace(problem, elapsed_seconds=rng.uniform(0, 20, 12))
+    asked, whole = [], finish_time_solver.max_level
+
+    def once(*arguments: object, **options: object) -> object:
+        asked.append(arguments)
+        level = whole(*arguments, **options)
+        return level if len(asked) == 1 else replace(level, allocation=None)
+
+    best = allocate(problem, "finish-time-fairness")
+    monkeypatch.setattr(finish_time_solver, "max_level", once)
+    result = allocate(problem, "finish-time-fairness")
+    assert len(asked) == 2
+    assert result.status is Status.FEASIBLE
+    assert result.bound <= best.objective * (1 + 1e-9)
+    assert result.objective >= best.bound
+    assert result.gap > 1e-6
+
+
+# First in, first out.
+
+
+def test_the_first_runs_where_it_is_fastest_and_the_last_waits():
+    problem = of_model([5.0, 5.0, 5.0], "k80=1,v100=1", {"k80": 1.0, "v100": 4.0})
+    result = allocate(problem, "fifo")
+    assert result.objective == pytest.approx(3 * 1 + 2 * 0.25)
+    assert throughput(problem, result.allocation) == pytest.approx([4.0, 1.0, 0.0])
+
+
+def test_a_later_job_may_join_the_first():
+    workload = Workload(
+        tuple(Job(name, "a", 5.0) for name in "xyz"),
+        Throughputs((Rate("a", 1, "v100", 1.0),), (PairRate(("a", "a"), 1, "v100", (0.8, 0.8)),)),
+    )
+    problem = problem_of(workload, parse_pool("v100=1"), space_sharing=True)
+    result = allocate(problem, "fifo")
+    assert result.objective == pytest.approx((3 + 2) * 0.8)
+    assert throughput(problem, result.allocation) == pytest.approx([0.8, 0.8, 0.0])
+
+
+@some
+@given(random_case(max_jobs=16))
+def test_fifo_equals_the_program_over_jobs(case: Case):
+    problem = case.problem
+    result = allocate(problem, "fifo")
+    best = Entries(problem).most(fifo.values(problem), np.zeros(len(problem)))
+    assert result.status is Status.OPTIMAL
+    assert result.objective == pytest.approx(best, rel=1e-7)
+    assert result.bound == pytest.approx(best, rel=1e-7)
+
+
+@some
+@given(random_case(max_jobs=9), st.integers(0, 2**32 - 1))
+def test_any_prices_bound_every_allocation(case: Case, seed: int):
+    problem, rng = case.problem, np.random.default_rng(seed)
+    value, floor = fifo.values(problem), np.zeros(len(problem))
+    if rng.random() < 0.5:
+        value, floor = shortest_first.values(problem), shortest_first.floor(problem)
+    part = np.where(floor > 0, -1, rng.integers(0, 3, len(problem)))
+    in_kind = np.bincount(problem.kind)[problem.kind]
+    runs = np.where((in_kind > 1) & (part >= 0), part, -np.arange(len(problem)) - 1)
+    some_pairs = rng.random(len(problem.table.first)) < rng.choice([0.0, 0.5, 1.0])
+    table = {name: getattr(problem.table, name)[some_pairs] for name in PAIRS}
+    fewer = replace(problem, table=replace(problem.table, **table))
+    valid = polytope(fewer, group_by(fewer, runs))
+    single = np.bincount(valid.groups.kind)[valid.groups.kind] == 1
+    assume(not (single & (valid.groups.size > 1)).any())  # the solver cuts every kind in two
+    form = fifo.value_program(valid, value, floor)
+    duals = rng.normal(0, 1, len(form.row_upper)) * rng.integers(0, 2, len(form.row_upper))
+    best = Entries(problem).most(value, floor)
+    assert fifo.jobs_bound(problem, valid, form, duals, value, floor).bound >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_fifo_that_is_cut_short_says_so(answers: int, monkeypatch: pytest.MonkeyPatch):
+    """The first answer is about which pairs to try."""
+    rates = Throughputs(
+        (Rate("a", 1, "v100", 4.0), Rate("a", 1, "k80", 1.0)),
+        (PairRate(("a", "a"), 1, "v100", (3.0, 3.0)),),
+    )
+    jobs = tuple(Job(f"job {n}", "a", 1.0 + n) for n in range(59))
+    problem = problem_of(Workload(jobs, rates), parse_pool("v100=7,k80=7"), space_sharing=True)
+    asked, whole = [], fifo_solver.solve_form
+
+    def some_of_them(*arguments: object) -> object:
+        asked.append(arguments)
+        if len(asked) > answers:
+            return Answer(Status.NO_ANSWER, None, None, -np.inf, 0.0, "none")
+        return whole(*arguments)
+
+    best = allocate(problem, "fifo").objective
+    monkeypatch.setattr(fifo_solver, "solve_form", some_of_them)
+    result = allocate(problem, "fifo")
+    if answers == 1:
+        assert result.status is Status.NO_ANSWER
+        assert result.allocation is None
+    else:
+        assert result.status is Status.FEASIBLE
+        assert result.objective < best < result.bound
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(random_case(max_jobs=10, space_sharing=True))
+def test_pairs_that_gain_are_let_in(case: Case):
+    problem = case.problem
+    none = np.zeros(len(problem.table.first), dtype=bool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fifo_solver, "_first_pairs", lambda *_: none.copy())
+        result = allocate(problem, "fifo")
+    best = Entries(problem).most(fifo.values(problem), np.zeros(len(problem)))
+    assert result.objective == pytest.approx(best, rel=1e-7)
+
+
+# Shortest job first.
+
+
+def test_the_shortest_goes_first_and_the_next_follow():
+    problem = of_model([8.0, 2.0, 4.0], "v100=1,k80=1", {"v100": 4.0, "k80": 1.0})
+    result = allocate(problem, "sjf")
+    assert result.objective == pytest.approx(0.5)
+    assert result.bound == pytest.approx(0.5)
+    assert throughput(problem, result.allocation) == pytest.approx([0.0, 4.0, 1.0])
+    assert "'job 1'" in result.notes[0]
+
+
+@some
+@given(random_case(max_jobs=10))
+def test_sjf_keeps_the_shortest_and_then_serves_the_others(case: Case):
+    problem = case.problem
+    result = allocate(problem, "sjf")
+    floor = shortest_first.floor(problem)
+    assert result.objective <= (problem.steps / problem.rates.max(axis=1)).min() * (1 + 1e-7)
+    assert result.bound <= result.objective * (1 + 1e-9)
+    value = shortest_first.values(problem)
+    best = Entries(problem).most(value, floor * (1 - 1e-9))
+    assert value @ throughput(problem, result.allocation) == pytest.approx(best, rel=1e-6)
+
+
+# Common to them.
+
+
+@pytest.mark.parametrize("policy", ["finish-time-fairness", "fifo", "sjf"])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(random_case(space_sharing=False, placement=False))
+def test_agnostic_equals_aware_on_one_type(policy: str, case: Case):
+    largest = max(case.pool.accelerators, key=lambda accelerator: accelerator.count)
+    problem = problem_of(case.workload, parse_pool(f"{largest.name}={largest.count}"))
+    problem = replace(problem, elapsed_seconds=case.problem.elapsed_seconds)
+    aware, agnostic = allocate(problem, policy), allocate(problem, f"{policy}-agnostic")
+    assert aware.objective == pytest.approx(agnostic.objective, rel=2e-6)
+
+
+@pytest.mark.parametrize("policy", ["finish-time-fairness", "fifo"])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(random_case(space_sharing=True, placement=False))
+def test_colocation_is_never_worse(policy: str, case: Case):
+    alone = problem_of(case.workload, case.pool)
+    alone = replace(
+        alone,
+        elapsed_seconds=case.problem.elapsed_seconds,
+        isolated_seconds=case.problem.isolated_seconds,
+    )
+    shared, apart = allocate(case.problem, policy), allocate(alone, policy)
+    better = 1 if shared.maximises else -1
+    assert better * (shared.objective - apart.objective) >= -2e-6 * abs(apart.objective)

@@ -1,0 +1,302 @@
+"""Drawings and traces show every action of a plan, at its time, and nothing else."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
+
+import stagewright
+from stagewright.executor.drawing.chart import png, write_png
+from stagewright.executor.drawing.page import page
+from stagewright.executor.drawing.timeline import (
+    KIND_COLOURS,
+    chrome_trace,
+    in_flight,
+    merges_stages,
+    shorten_devices,
+    summarise,
+    timeline,
+    write_trace,
+)
+from stagewright.formulations.checking.check import predict
+from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_action
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import (
+    Guarantee,
+    PipelinePlan,
+    Schedule,
+    ScheduledAction,
+    Stage,
+)
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+
+CHROMIUM = shutil.which("chromium")
+CHROMIUM_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000", "--dump-dom",
+)  # fmt: skip
+
+
+def certified(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+    predicted = predict(problem, plan)
+    cost = predicted.iteration_seconds
+    promise = Guarantee("Lemma 1", 2 * cost, cost, True, "always", plan.stages)
+    certificate = replace(made_up_certificate(problem, plan, cost), guarantees=(promise,))
+    return replace(plan, predicted=predicted, certificate=certificate)
+
+
+@pytest.fixture(scope="module")
+def plan() -> PipelinePlan:
+    """Stages 0 and 2 are replicated; there are all kinds of actions."""
+    problem = small_problem(microbatches=5, parts=True)
+    stages = make_stages((2, 4, 6), (2, 1, 3), ("split", "split", "round-robin"))
+    return certified(problem, valid_plan(problem, stages, split=[(0, 1), (2, 3)]))
+
+
+@pytest.fixture(scope="module")
+def wide_plan() -> PipelinePlan:
+    problem = small_problem(devices=72)
+    stages = make_stages((3, 6), (66, 6), ("round-robin", "split"))
+    return certified(problem, valid_plan(problem, stages))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
+def test_every_action_is_drawn_once_on_its_row(case: tuple[PipelineProblem, PipelinePlan]) -> None:
+    _, plan = case
+    rows = timeline(plan)
+    drawn = Counter(
+        (row.name.split(" ·")[0], str(block.action), block.start_seconds, block.finish_seconds)
+        for row in rows
+        for block in row.blocks
+        if row.group == "device"
+    )
+    computed = Counter(
+        (timed.device, timed.action, timed.start_seconds, timed.finish_seconds)
+        for timed in plan.actions
+        if parse_action(timed.action).kind in ON_DEVICE
+    )
+    assert drawn == computed
+    assert sum(len(row.blocks) for row in rows) == len(plan.actions)
+    groups = [row.group for row in rows]
+    assert groups == sorted(groups, key=("device", "channel", "reduce").index)
+
+
+def test_a_channel_carries_both_directions(plan: PipelinePlan) -> None:
+    channels = {row.name: row.blocks for row in timeline(plan) if row.group == "channel"}
+    assert list(channels) == ["channel 0-1", "channel 1-2"]
+    carried = {str(block.action) for block in channels["channel 1-2"]}
+    assert carried == {f"{end}{m}" for end in ("1SEND_F", "2SEND_B") for m in range(5)}
+    assert channels["channel 0-1"][0].detail == "40 MB, g0-1 to g2"
+
+
+def test_many_devices_are_drawn_as_one_row_per_stage(wide_plan: PipelinePlan) -> None:
+    assert merges_stages(wide_plan)
+    names = [row.name for row in timeline(wide_plan) if row.group == "device"]
+    assert names == ["stage 0 · 66 devices", "stage 1 · 6 devices"]
+    assert len(timeline(wide_plan, max_device_rows=None)) > 72
+    assert "one row per stage (72 devices)" in page(wide_plan)
+
+
+def test_a_device_names_all_its_stages() -> None:
+    problem = small_problem()
+    stages = [Stage((0, 2), ("g0", "g1")), Stage((2, 4), ("g1",)), Stage((4, 6), ("g0", "g2"))]
+    plan = valid_plan(problem, stages)
+    assert [row.name for row in timeline(plan) if row.group == "device"] == [
+        "g0 · stages 0, 2", "g1 · stages 0, 1", "g2 · stage 2",
+    ]  # fmt: skip
+    merged = [row for row in timeline(plan, max_device_rows=1) if row.group == "device"]
+    assert [row.name for row in merged] == ["stages 0, 2 · 3 devices", "stage 1 · 1 device"]
+    assert {str(block.action) for block in merged[0].blocks} >= {"0F0", "2F0"}
+    assert "stages 0, 2" in page(certified(problem, plan))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
+def test_in_flight_counts_what_has_started_and_not_ended(
+    case: tuple[PipelineProblem, PipelinePlan],
+) -> None:
+    _, plan = case
+    for s, (times, counts) in enumerate(in_flight(plan)):
+        assert counts[-1] == 0
+        assert (np.diff(times) > 0).all()
+        spans = [
+            {
+                parse_action(timed.action).kind: timed
+                for timed in plan.actions
+                if timed.device == plan.stages[s].devices[0]
+                and parse_action(timed.action).stage == s
+                and parse_action(timed.action).microbatch == m
+            }
+            for m in range(plan.microbatches)
+        ]
+        for instant in np.unique(times):
+            alive = sum(
+                span[ActionKind.FORWARD].start_seconds
+                <= instant
+                < span.get(ActionKind.BACKWARD, span.get(ActionKind.WEIGHT_GRADIENT)).finish_seconds
+                for span in spans
+                if ActionKind.FORWARD in span
+            )
+            assert counts[times <= instant][-1] == alive
+
+
+def test_the_summary_gives_the_cost_models_figures() -> None:
+    problem = small_problem()
+    stages = make_stages((2, 6), (2, 1), ("split", "split"))
+    plan = valid_plan(problem, stages)
+    first = summarise(replace(plan, predicted=predict(problem, plan)))[0]
+    assert first.layers == (0, 2)
+    seconds = problem.compute_seconds(0, 2, (0, 1))
+    assert (first.forward_seconds, first.backward_seconds) == pytest.approx(seconds)
+    memory = problem.static_bytes(0, 2, 2) + first.in_flight * problem.saved_bytes(0, 2, 2)
+    assert first.peak_memory_bytes == pytest.approx(memory)
+    assert summarise(plan)[0].peak_memory_bytes is None
+
+
+def test_the_summary_adds_up_the_parts_of_a_backward() -> None:
+    problem = small_problem(parts=True)
+    stages = make_stages((2, 6), (1, 1), ("split", "split"))
+    plan = valid_plan(problem, stages, split=[(0, m) for m in range(4)])
+    backward = summarise(plan)[0].backward_seconds
+    assert backward == pytest.approx(sum(problem.gradient_seconds(0, 2, [0])))
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["s0g0"], "s0g0"),
+        (["s0g0", "s0g1", "s0g2", "s1g0"], "s0g0-2, s1g0"),
+        (["a", "b", "a7", "a9"], "a, b, ... a9 (4 devices)"),
+        (["g2", "g1"], "g2, g1"),
+        (["gpu-09", "gpu-10"], "gpu-09-10"),
+        ([f"s{s}g{g}" for s in range(9) for g in range(4)], "s0g0-3, s1g0-3, ... s8g0-3 (36 dev"),
+    ],
+)
+def test_devices_are_shortened_to_ranges(names: list[str], short: str) -> None:
+    assert shorten_devices(names).startswith(short)
+
+
+def test_the_trace_holds_every_action_in_microseconds(plan: PipelinePlan, tmp_path: Path) -> None:
+    write_trace(plan, tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text())
+    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert all(isinstance(event[key], int) for event in events for key in ("pid", "tid"))
+    drawn = Counter((event["name"], round(event["ts"], 6)) for event in events)
+    assert drawn == Counter(
+        (timed.action, round(timed.start_seconds * 1e6, 6)) for timed in plan.actions
+    )
+    last = max(event["ts"] + event["dur"] for event in events)
+    assert last == pytest.approx(max(t.finish_seconds for t in plan.actions) * 1e6)
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in document["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    reduce = next(event for event in events if event["name"] == "0REDUCE_GRAD")
+    assert threads[reduce["pid"], reduce["tid"]] == "all-reduce 0"
+    assert reduce["args"]["endpoints"] == "among g0-1"
+
+
+def test_the_picture_shows_every_kind_in_its_colour(plan: PipelinePlan) -> None:
+    data = png(plan)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width >= 2000
+    assert height >= 400
+    pixels = matplotlib.image.imread(BytesIO(data))[:, :, :3]
+    shown = {tuple(colour) for colour in (pixels.reshape(-1, 3) * 255).round().astype(int)}
+    for kind, colour in KIND_COLOURS.items():
+        assert tuple(bytes.fromhex(colour[1:])) in shown, kind
+    assert png(plan) == data
+
+
+def test_a_plan_without_figures_is_drawn_too(plan: PipelinePlan) -> None:
+    bare = replace(plan, predicted=None, certificate=None)
+    assert png(bare)[1:4] == b"PNG"
+    assert "lower bound" not in re.sub(r"<script.*?</script>", "", page(bare), flags=re.DOTALL)
+
+
+def test_the_page_loads_nothing_and_is_reproducible(plan: PipelinePlan) -> None:
+    text = page(plan)
+    assert not re.search(r"<(script|img|iframe)[^>]*\bsrc=|<link\b", text)
+    assert page(plan) == text
+
+
+def test_names_cannot_break_out_of_the_page(plan: PipelinePlan) -> None:
+    evil = "</script><script>alert(1)</script>"
+    stages = tuple(replace(stage, devices=(evil + str(s),)) for s, stage in enumerate(plan.stages))
+    actions = (ScheduledAction(evil + "0", "0F0", 0.0, 1.0),)
+    hostile = replace(plan, model=evil, stages=stages, schedule=Schedule(actions))
+    assert evil not in page(hostile)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("which", ["plan", "wide_plan"])
+def test_a_browser_draws_the_page(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    plan = request.getfixturevalue(which)
+    (tmp_path / "page.html").write_text(page(plan))
+    assert CHROMIUM is not None
+    browser = subprocess.run(
+        [CHROMIUM, *CHROMIUM_FLAGS, f"--user-data-dir={tmp_path}/profile",
+         f"file://{tmp_path}/page.html"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    start = browser.stdout.index('id="figure-timeline"')
+    drawn = browser.stdout[start : browser.stdout.index('id="figure-memory"')]
+    bars = len(re.findall(r'<g class="point"><path', drawn))
+    assert bars == sum(len(row.blocks) for row in timeline(plan))
+    for name in ("forward", "backward", "all-reduce", "proved lower bound"):
+        assert f">{name}</text>" in drawn
+    for figure in ("memory", "in-flight"):
+        assert f'id="figure-{figure}"' in browser.stdout
+    assert browser.stdout.count("main-svg") >= 6
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (ScheduledAction("g0", "7F0", 0.0, 1.0), "7F0 is of stage 7, the plan has 1 stages"),
+        (ScheduledAction("g9", "0F0", 0.0, 1.0), "'g9', which is no device of stage 0"),
+        (ScheduledAction("g0", "forward", 0.0, 1.0), "'forward' is no action"),
+        (ScheduledAction("g0", "0USE0", 0.0, 1.0), "0USE0 belongs to programs, not to plans"),
+    ],
+)
+def test_actions_that_fit_no_stage_are_refused(action: ScheduledAction, message: str) -> None:
+    schedule = Schedule((action,))
+    plan = PipelinePlan("0", "test", "m", "c", 1, (Stage((0, 1), ("g0",)),), schedule)
+    for draw in (timeline, chrome_trace, page, png):
+        with pytest.raises(InputError, match=re.escape(message)):
+            draw(plan)
+
+
+def test_nothing_is_written_where_the_folder_is_missing(plan: PipelinePlan, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be written"):
+        write_png(plan, tmp_path / "none" / "plan.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_takes_no_time_is_drawn(tmp_path: Path) -> None:
+    cost = LayerCost(840, 0.0, 0.0, 0.0, backward_seconds=0.0)
+    chain = Chain("idle", "test", 840, (Layer("only", 0.0, (cost,)),))
+    result = stagewright.plan(chain, uniform_servers(1, 1, Link(1e9)), 2, "dp")
+    assert result.plan is not None
+    write_png(result.plan, tmp_path / "idle.png")
+    assert (tmp_path / "idle.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,371 @@
+import numpy as np
+import pytest
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.analytic import Efficiency, analytic_model
+from stagewright.graphs.models.chain import load_model, save_model
+from stagewright.graphs.models.named import MODELS, named_model
+
+WIDTH = 4  # bytes per element in fp32
+
+
+def costs(chain):
+    return [layer.costs[0] for layer in chain.layers]
+
+
+def seconds(chain) -> float:
+    return sum(cost.forward_seconds + cost.total_backward_seconds for cost in costs(chain))
+
+
+def millions(name: str, **sizes: int) -> float:
+    return sum(layer.parameters for layer in named_model(name).layers(1, sizes)) / 1e6
+
+
+def gigaflops(name: str, **sizes: int) -> float:
+    return sum(layer.flops for layer in named_model(name).layers(1, sizes)) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "tolerance"),
+    [
+        # SPP table II, by its precision of a million or ten.
+        ("vgg19", 144, 0.5),
+        ("resnet152", 60, 0.5),
+        ("inception-v3", 24, 0.5),
+        ("bert-large", 340, 5),
+        ("bert-48", 640, 5),
+        # Not SPP's: 65 (Vaswani et al.), and 360 (Yang et al.'s released model).
+        ("transformer", 65, 2),
+        ("xlnet-large", 360, 1),
+        ("vgg16", 138.4, 0.05),
+        ("resnet50", 25.6, 0.05),
+        ("resnet101", 44.5, 0.05),
+        ("densenet121", 7.98, 0.005),
+    ],
+)
+def test_parameters_are_the_published_ones(name, published, tolerance):
+    assert millions(name) == pytest.approx(published, abs=tolerance)
+
+
+def test_the_transformer_of_55_million_parameters_has_a_smaller_vocabulary():
+    assert millions("transformer", vocabulary=21_000) == pytest.approx(55, abs=0.5)
+    assert millions("transformer", vocabulary=1) == pytest.approx(44.1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("vgg19", 24),
+        ("resnet101", 37),
+        ("resnet152", 54),
+        ("densenet121", 65),
+        ("inception-v3", 20),
+        ("transformer", 15),
+        ("bert-large", 27),
+        ("bert-48", 51),
+        ("bert-72", 75),
+        ("xlnet-large", 26),
+        ("gpt", 26),
+    ],
+)
+def test_layers(name, layers):
+    assert len(analytic_model(name)) == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    # Multiply-adds that torchvision lists with its weights, in billions.
+    [
+        ("vgg16", 15.47),
+        ("vgg19", 19.63),
+        ("resnet50", 4.09),
+        ("resnet101", 7.80),
+        ("resnet152", 11.51),
+        ("densenet121", 2.83),
+        ("inception-v3", 5.71),
+    ],
+)
+def test_multiply_adds_of_image_classifiers(name, published):
+    assert gigaflops(name) / 2 == pytest.approx(published, abs=0.01)
+
+
+# Thesis table 4.1: layers, hidden size, heads, billions of parameters.
+GPT = [
+    (24, 2304, 24, 1.7),
+    (30, 3072, 32, 3.6),
+    (36, 4096, 32, 7.5),
+    (40, 6144, 48, 18.4),
+    (48, 8192, 64, 39.1),
+    (60, 10240, 80, 76.1),
+    (80, 12288, 96, 145.6),
+    (96, 16384, 128, 310.1),
+    (105, 20480, 128, 529.6),
+    (128, 25600, 160, 1008.0),
+]
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads", "billions"), GPT)
+def test_gpt_has_the_parameters_and_flops_of_the_thesis(layers, hidden, heads, billions):
+    sequence, vocabulary = 2048, 51200
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads}
+    parameters = millions("gpt", **sizes) * 1e6
+    assert round(parameters / 1e9, 1) == billions
+    # Equation 4.3, which leaves out the final norm.
+    ratio = 1 + 13 / (12 * hidden) + (vocabulary + sequence) / (12 * layers * hidden)
+    assert parameters == pytest.approx(12 * layers * hidden**2 * ratio + 2 * hidden, rel=1e-12)
+    # Equation 4.2 counts four forwards of the layers, three of the logits.
+    logits = 2 * sequence * hidden * vocabulary
+    flops = 4 * gigaflops("gpt", **sizes) * 1e9 - logits
+    ratio = 1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    assert flops == pytest.approx(96 * sequence * layers * hidden**2 * ratio, rel=1e-12)
+
+
+def test_gpt_by_its_sizes():
+    chain = analytic_model("gpt", 2, layers=3, hidden=64, heads=4, sequence=32, vocabulary=100)
+    assert chain.name == "gpt(layers=3,hidden=64,heads=4,sequence=32,vocabulary=100)"
+    assert [layer.name for layer in chain.layers] == [
+        "embedding", "layer1", "layer2", "layer3", "logits",
+    ]  # fmt: skip
+    assert costs(chain)[1].output_bytes == 2 * 32 * 64 * WIDTH
+    assert chain.layers[0].parameter_bytes == (100 + 32) * 64 * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("attention", "per_score", "per_row"), [("materialized", 5, 0), ("fused", 0, 4)]
+)
+def test_saved_bytes_of_a_transformer_layer(attention, per_score, per_row):
+    # s b h (34 + 5 a s / h) bytes in half precision (Korthikanti et al. 2022, equation 1); a fused
+    # kernel keeps a log-sum-exp in fp32 per row in place of the second part.
+    sequence, samples, hidden, heads = 128, 4, 256, 8
+    chain = analytic_model(
+        "gpt", samples, "a100", precision="fp16", attention=attention, layers=1, hidden=hidden,
+        heads=heads, sequence=sequence, vocabulary=100,
+    )  # fmt: skip
+    rows = samples * heads * sequence
+    expected = 34 * sequence * samples * hidden + per_score * rows * sequence + per_row * rows
+    assert costs(chain)[1].saved_bytes == expected
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert-large", "transformer"])
+def test_fused_attention_keeps_memory_in_proportion_to_the_sequence(name):
+    def saved(sequence, attention):
+        chain = analytic_model(name, 1, attention=attention, sequence=sequence)
+        return sum(cost.saved_bytes for cost in costs(chain))
+
+    assert saved(8192, "fused") == pytest.approx(2 * saved(4096, "fused"), rel=1e-6)
+    assert saved(8192, "materialized") > 3 * saved(4096, "materialized")
+
+
+def test_relative_positions_leave_one_matrix_of_scores():
+    sequence, heads = 384, 16
+    one = analytic_model("xlnet-large", 1, sequence=sequence, heads=heads)
+    two = analytic_model("xlnet-large", 1, sequence=sequence, heads=heads, attention="materialized")
+    scores = heads * sequence * sequence
+    # Softmax, mask and what the mask is put on, against the bias and a log-sum-exp per row.
+    fewer = scores * (WIDTH + 1 + WIDTH) - scores * WIDTH - 4 * heads * sequence
+    assert costs(two)[1].saved_bytes - costs(one)[1].saved_bytes == fewer
+
+
+def test_fused_attention_computes_its_scores_again():
+    chain = analytic_model(
+        "gpt", 1, "a100", layers=1, efficiency=Efficiency(matmul=1.0, memory=1.0),
+        hidden=1024, heads=8, sequence=4096,
+    )  # fmt: skip
+    before = analytic_model(
+        "gpt", 1, "a100", layers=1, efficiency=Efficiency(matmul=1.0, memory=1.0),
+        hidden=1024, heads=8, sequence=4096, attention="materialized",
+    )  # fmt: skip
+    flops = 4 * 4096 * 4096 * 1024 / 19.5e12
+    scores = 8 * 4096 * 4096 * WIDTH / 1555e9
+    fused, materialized = costs(chain)[1], costs(before)[1]
+    # Mask, softmax and dropout read and write the scores; the backward has five products, not four.
+    assert materialized.forward_seconds - fused.forward_seconds == pytest.approx(6 * scores)
+    assert materialized.input_gradient_seconds - fused.input_gradient_seconds == pytest.approx(
+        6 * scores - flops / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "copies"), [("gpt", {"logits"}), ("transformer", {"target", "logits"})]
+)
+def test_a_tied_table_counts_where_its_copies_stand(name, copies):
+    chain, once = analytic_model(name), analytic_model(name, tied_copies=False)
+    works = {work.name: work for work in named_model(name).layers(1, {})}
+    for layer, single in zip(chain.layers, once.layers, strict=True):
+        work = works[layer.name]
+        assert single.parameter_bytes == work.parameters * WIDTH
+        assert (work.tied_parameters > 0) == (layer.name in copies)
+        assert layer.parameter_bytes == (work.parameters + work.tied_parameters) * WIDTH
+        assert layer.costs[0].forward_seconds == single.costs[0].forward_seconds
+    assert "tied weights copied to every layer that uses them" in chain.source
+    assert "tied weights in their first layer" in once.source
+
+
+@pytest.mark.parametrize(("state", "passes"), [(0, 3), (1, 5), (2, 7)])
+def test_an_update_moves_weights_gradients_and_state(state, passes):
+    chain = analytic_model("gpt", device="a100", optimizer_state=state)
+    assert chain.optimizer_bytes_per_parameter_byte == state
+    for layer in chain.layers:
+        moved = passes * layer.parameter_bytes
+        assert layer.costs[0].update_seconds == pytest.approx(moved / (0.75 * 1555e9))
+    half = analytic_model("gpt", device="a100", optimizer_state=state, precision="fp16")
+    # Masters and state in fp32 are read and written, gradients read, weights written.
+    elements = half.layers[1].parameter_bytes / 2
+    moved = (2 * 4 * (1 + state) + 2 + 2) * elements
+    assert half.layers[1].costs[0].update_seconds == pytest.approx(moved / (0.75 * 1555e9))
+    assert half.optimizer_bytes_per_parameter_byte == 2 * (1 + state)
+
+
+def test_shapes_of_vgg():
+    layers = {layer.name: layer for layer in analytic_model("vgg19", 2).layers}
+    assert layers["conv1_1"].costs[0].output_bytes == 2 * 64 * 224 * 224 * WIDTH
+    assert layers["conv1_1"].costs[0].saved_bytes == 2 * 3 * 224 * 224 * WIDTH
+    assert layers["pool5"].costs[0].output_bytes == 2 * 512 * 7 * 7 * WIDTH
+    assert layers["fc6"].parameter_bytes == (512 * 7 * 7 * 4096 + 4096) * WIDTH
+    assert layers["fc8"].costs[0].output_bytes == 2 * 1000 * WIDTH
+
+
+def test_shapes_of_resnet_and_inception():
+    resnet = {layer.name: layer.costs[0] for layer in analytic_model("resnet50", 1).layers}
+    assert resnet["pool1"].output_bytes == 64 * 56 * 56 * WIDTH
+    assert resnet["conv2_3"].output_bytes == 256 * 56 * 56 * WIDTH
+    assert resnet["conv5_3"].output_bytes == 2048 * 7 * 7 * WIDTH
+    inception = costs(analytic_model("inception-v3", 1))
+    shapes = [192 * 35 * 35, 256 * 35 * 35, 288 * 35 * 35, 288 * 35 * 35]
+    shapes += 5 * [768 * 17 * 17] + [1280 * 8 * 8, 2048 * 8 * 8, 2048 * 8 * 8, 2048]
+    assert [cost.output_bytes / WIDTH for cost in inception[6:-1]] == shapes
+
+
+def test_a_dense_layer_hands_on_and_keeps_all_that_was_concatenated():
+    layers = {layer.name: layer.costs[0] for layer in analytic_model("densenet121", 1).layers}
+    pixels = {1: 56 * 56, 2: 28 * 28, 3: 14 * 14, 4: 7 * 7}
+    counts, channels = (6, 12, 24, 16), 64
+    for block, count in enumerate(counts, start=1):
+        for i in range(1, count + 1):
+            cost = layers[f"dense{block}_{i}"]
+            assert cost.output_bytes == (channels + 32) * pixels[block] * WIDTH
+            # What each batch norm reads, and what it hands to its convolution.
+            assert cost.saved_bytes == 2 * (channels + 4 * 32) * pixels[block] * WIDTH
+            channels += 32
+        if block < 4:
+            channels //= 2
+            after = layers[f"transition{block}"].output_bytes
+            assert after == channels * pixels[block + 1] * WIDTH
+    assert channels == 1024
+
+
+@pytest.mark.parametrize("name", ["resnet50", "resnet101", "inception-v3", "densenet121"])
+def test_larger_images_leave_the_parameters_and_take_flops_by_their_pixels(name):
+    small, large = (analytic_model(name, 8, image=image) for image in (500, 1000))
+    np.testing.assert_array_equal(small.parameter_bytes, large.parameter_bytes)
+    assert seconds(large) == pytest.approx(4 * seconds(small), rel=0.06)
+    assert gigaflops(name, image=1000) == pytest.approx(4 * gigaflops(name, image=500), rel=0.06)
+
+
+def test_the_encoders_output_is_handed_through_the_decoder():
+    layers = {layer.name: layer.costs[0] for layer in analytic_model("transformer", 1).layers}
+    width = 256 * 512 * WIDTH
+    assert layers["encoder6"].output_bytes == width
+    assert layers["target"].output_bytes == layers["decoder5"].output_bytes == 2 * width
+    assert layers["decoder6"].output_bytes == width
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_labels_and_gradients(name):
+    chain = analytic_model(name)
+    assert chain.source.startswith("analytic: v100, fp32 peak 15.7 TFLOP/s at 50%")
+    assert chain.microbatch_size == MODELS[name].microbatch_size
+    first = costs(chain)[0]
+    assert first.input_gradient_seconds == 0  # images and tokens have no gradient
+    assert first.weight_gradient_seconds > 0
+    for layer, cost in zip(chain.layers, costs(chain), strict=True):
+        assert cost.backward_seconds is None
+        assert cost.device_kind == "v100"
+        assert cost.forward_seconds > 0
+        if layer.parameter_bytes == 0:
+            assert cost.weight_gradient_seconds == 0
+            assert cost.update_seconds == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_more_samples_cost_more_but_never_more_than_in_proportion(name):
+    small, large = analytic_model(name, 2), analytic_model(name, 6)
+    np.testing.assert_array_equal(small.parameter_bytes, large.parameter_bytes)
+    for few, many in zip(costs(small), costs(large), strict=True):
+        assert few.forward_seconds < many.forward_seconds <= 3 * few.forward_seconds * (1 + 1e-12)
+        assert many.output_bytes == 3 * few.output_bytes
+        assert few.saved_bytes <= many.saved_bytes <= 3 * few.saved_bytes
+
+
+def test_a_convolution_takes_its_flops_over_the_reached_peak():
+    chain = analytic_model("vgg19", 1, efficiency=Efficiency(convolution=0.5, memory=1.0))
+    cost = costs(chain)[1]  # 64 to 64 channels at 224 x 224
+    product = 2 * 64 * 9 * 64 * 224 * 224 / (0.5 * 15.7e12)
+    relu = 2 * 64 * 224 * 224 * WIDTH / 900e9
+    assert cost.forward_seconds == pytest.approx(product + relu)
+    assert cost.weight_gradient_seconds == pytest.approx(product)
+    assert cost.input_gradient_seconds == pytest.approx(product + relu)
+
+
+def test_throughputs_are_near_published_ones():
+    # NVIDIA DeepLearningExamples, one V100 of 16 GB in fp32; ours leaves out the optimizer.
+    bert = analytic_model("bert-large", attention="materialized")
+    assert 4 / seconds(bert) == pytest.approx(9.85, rel=0.1)
+    assert 32 / seconds(analytic_model("resnet50")) == pytest.approx(367, rel=0.1)
+
+
+def test_faster_devices_and_higher_efficiency_never_hurt():
+    times = [seconds(analytic_model("bert-large", device=kind)) for kind in ("k80", "p100", "v100")]
+    assert times == sorted(times, reverse=True)
+    better = Efficiency(matmul=0.9, convolution=0.9, memory=0.9)
+    assert seconds(analytic_model("bert-large", efficiency=better)) < times[-1]
+
+
+def test_half_precision():
+    full = analytic_model("bert-large", device="a100")
+    half = analytic_model("bert-large", device="a100", precision="fp16")
+    assert seconds(half) < seconds(full) / 3
+    np.testing.assert_array_equal(half.parameter_bytes, full.parameter_bytes / 2)
+    # 16 bytes per parameter either way: weights, gradients, optimizer.
+    assert 2 * (2 + half.optimizer_bytes_per_parameter_byte) == 16
+    assert 4 * (2 + full.optimizer_bytes_per_parameter_byte) == 16
+    assert "fp16 peak 312" in half.source
+
+
+def test_several_devices(tmp_path):
+    mixed = analytic_model("vgg16", device=["v100", "1080ti"])
+    assert [cost.device_kind for cost in mixed.layers[0].costs] == ["v100", "1080ti"]
+    assert "v100, fp32" in mixed.source
+    assert "1080ti, fp32" in mixed.source
+    save_model(mixed, tmp_path / "model.json")
+    assert load_model(tmp_path / "model.json") == mixed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes", "message"),
+    [
+        (("lenet",), {}, "model 'lenet' is not known; known are vgg16, .* bert-N with N layers"),
+        (("bert-0",), {}, "model 'bert-0' is not known"),
+        (("vgg19", 0), {}, "microbatch_size must be at least 1, got 0"),
+        (("vgg19", 1, "abacus"), {}, "device 'abacus' is not known"),
+        (("vgg19", 1, []), {}, "at least one device"),
+        (("vgg19",), {"hidden": 3}, "no size 'hidden'; there are image, classes"),
+        (("bert-large",), {"layers": 3}, "no size 'layers'; there are hidden, heads"),
+        (("gpt",), {"layers": 0}, "layers must be a positive integer, got 0"),
+        (("gpt",), {"hidden": 2.5}, "hidden must be a positive integer, got 2.5"),
+        (("gpt",), {"hidden": 100, "heads": 3}, "must be a multiple of heads"),
+        (("gpt",), {"precision": "int8"}, "precision must be fp32 or fp16"),
+        (("gpt",), {"attention": "none"}, "attention must be fused or materialized, got 'none'"),
+        (("gpt",), {"optimizer_state": 3}, "optimizer_state must be 0, 1 or 2, got 3"),
+        (("vgg19",), {"image": 16}, "image is too small: 1 pixels"),
+    ],
+)
+def test_bad_requests_are_refused(arguments, sizes, message):
+    with pytest.raises(InputError, match=message):
+        analytic_model(*arguments, **sizes)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -1.0, float("nan")])
+def test_bad_efficiencies_are_refused(value):
+    with pytest.raises(InputError, match=r"efficiency: memory must be in \(0, 1\]"):
+        Efficiency(memory=value)

@@ -1,0 +1,367 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import (
+    format_bytes,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+)
+from stagewright.graphs.machines.cluster import (
+    Cluster,
+    Device,
+    Link,
+    from_matrix,
+    load_cluster,
+    save_cluster,
+    uniform_servers,
+)
+from stagewright.graphs.machines.devices import ACCELERATORS, accelerator
+from stagewright.graphs.machines.topology import PATH_BANDWIDTH, dgx1, parse_nvidia_smi, read_matrix
+
+
+def devices(count: int) -> list[Device]:
+    return [Device(f"d{i}", "v100", 16e9) for i in range(count)]
+
+
+def test_uniform_servers():
+    cluster = uniform_servers(2, 3, Link(100e9, 1e-6), Link(10e9, 5e-6))
+    assert [device.name for device in cluster.devices][:4] == ["s0g0", "s0g1", "s0g2", "s1g0"]
+    assert cluster.servers == ((0, 1, 2), (3, 4, 5))
+    assert cluster.bandwidth[0, 2] == 100e9
+    assert cluster.bandwidth[2, 3] == 10e9
+    assert np.isinf(np.diag(cluster.bandwidth)).all()
+    assert cluster.latency[0, 1] == 1e-6
+    assert cluster.latency[0, 5] == 5e-6
+    assert (np.diag(cluster.latency) == 0).all()
+
+
+def test_both_directions_of_a_link_are_kept():
+    cluster = from_matrix(devices(2), [[None, 1e9], [2e9, None]])
+    assert cluster.bandwidth[0, 1] == 1e9
+    assert cluster.bandwidth[1, 0] == 2e9
+
+
+def test_pairs_without_a_link_use_the_widest_path_and_add_its_latencies():
+    # d0 - d1 - d3 is narrow, d0 - d2 - d3 wide.
+    bandwidth = [
+        [None, 1e9, 4e9, None],
+        [1e9, None, None, 9e9],
+        [4e9, None, None, 3e9],
+        [None, 9e9, 3e9, None],
+    ]
+    cluster = from_matrix(devices(4), bandwidth, 1e-6)
+    assert cluster.direct_bandwidth[0, 3] == 0
+    assert cluster.bandwidth[0, 3] == 3e9
+    assert cluster.latency[0, 3] == pytest.approx(2e-6)
+    assert cluster.bandwidth[0, 1] == 1e9  # the direct link, though d0 - d2 - d3 - d1 is wider
+
+
+@given(
+    st.integers(2, 5).flatmap(
+        lambda n: st.lists(
+            st.lists(st.sampled_from([None, 1e9, 2e9, 5e9]), min_size=n, max_size=n),
+            min_size=n,
+            max_size=n,
+        )
+    )
+)
+def test_widest_paths_equal_brute_force(rows):
+    size = len(rows)
+    wide = np.array([[entry or 0 for entry in row] for row in rows], dtype=float)
+    np.fill_diagonal(wide, np.inf)
+    for _ in range(size):  # paths of ever more links
+        wide = np.maximum(wide, np.minimum(wide[:, :, None], wide[None, :, :]).max(axis=1))
+    if (wide == 0).any():
+        with pytest.raises(InputError, match="not connected"):
+            from_matrix(devices(size), rows)
+        return
+    cluster = from_matrix(devices(size), rows)
+    linked = cluster.direct_bandwidth > 0
+    assert (cluster.bandwidth[linked] == cluster.direct_bandwidth[linked]).all()
+    assert (cluster.bandwidth[~linked] == wide[~linked]).all()
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        uniform_servers(2, 2, Link(1e9), Link(1e8, 1e-5), peak_flops=1e12),
+        from_matrix(devices(2), [[None, 1e9], [2e9, None]], [[0, 1e-6], [2e-6, 0]]),
+        dgx1(),
+    ],
+    ids=["servers", "matrix", "dgx1"],
+)
+def test_a_cluster_survives_its_file(tmp_path: Path, cluster: Cluster):
+    save_cluster(cluster, tmp_path / "cluster.json")
+    loaded = load_cluster(tmp_path / "cluster.json")
+    assert loaded == cluster
+    assert loaded.digest() == cluster.digest()
+
+
+SERVERS = uniform_servers(2, 2, Link(100e9), Link(12.5e9))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("devices",), [], "has no devices"),
+        (("devices", 1, "name"), "s0g0", "two devices are named 's0g0'"),
+        (("devices", 0, "memory_bytes"), 16, "is a unit missing"),
+        (("links", "intra", "bandwidth_bytes_per_second"), 12, "is a unit missing"),
+        (("links", "intra", "bandwidth_bytes_per_second"), 0, "must be positive"),
+        (("links", "inter"), None, "not connected: several servers and no inter link"),
+        (("links", "inter", "latency_seconds"), -1, "not negative"),
+        (("links", "servers", 1), ["s1g0"], "device 's1g1' stands in no server"),
+        (("links", "servers", 1), ["s1g0", "s1g1", "s0g0"], "names 's0g0' twice"),
+        (("links", "servers", 1), ["s1g0", "s1g1", "x"], "names 'x', which is no device"),
+        (("links", "intra", "bandwidth_bytes_per_second"), "1e9", "valid number, got '1e9'$"),
+        (
+            ("links",),
+            {"bandwidth_bytes_per_second": [[None, "1e9"]]},
+            r"second\[0\]\[1\]: Input.*'$",
+        ),
+        (("version",), 7, "version 7 is not known"),
+        (("racks",), 1, "racks: unknown field"),
+    ],
+)
+def test_bad_documents_get_one_line(tmp_path: Path, path, value, message):
+    save_cluster(SERVERS, tmp_path / "cluster.json")
+    document = json.loads((tmp_path / "cluster.json").read_text())
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (tmp_path / "cluster.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=message) as caught:
+        load_cluster(tmp_path / "cluster.json")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency", "message"),
+    [
+        ([[None, 0.0], [1e9, None]], 0.0, "is zero; write null where there is no link"),
+        ([[None, 12.0], [1e9, None]], 0.0, "d0 to d1.* is a unit missing"),
+        ([[None, float("nan")], [1e9, None]], 0.0, "must be positive and finite"),
+        ([[None, 1e9]], 0.0, "must have 2 rows of 2 entries"),
+        ([[None, 1e9], [None, None]], 0.0, "no path of links from 'd1' to 'd0'"),
+        ([[None, 1e9], [1e9, None]], [[0, -1], [0, 0]], "latency.* not negative"),
+    ],
+)
+def test_bad_matrices_are_refused(bandwidth, latency, message):
+    with pytest.raises(InputError, match=message):
+        from_matrix(devices(2), bandwidth, latency)
+
+
+def test_a_kind_outside_the_table_needs_its_memory():
+    assert dgx1(kind="mi50", memory_bytes=32e9).devices[0] == Device("g0", "mi50", 32e9)
+    with pytest.raises(InputError, match="device 'mi50' is not known"):
+        dgx1(kind="mi50")
+
+
+def test_dgx1_is_the_hybrid_cube_mesh():
+    cluster = dgx1(brick=25e9, pcie=6e9)
+    nvlink = np.where(cluster.direct_bandwidth > 6e9, cluster.direct_bandwidth / 25e9, 0)
+    assert (nvlink == nvlink.T).all()
+    assert (nvlink.sum(axis=0) == 6).all()  # six bricks per V100
+    assert sorted(nvlink[0]) == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert cluster.bandwidth[0, 4] == 50e9  # the two quads are joined by doubled links
+    assert cluster.bandwidth[0, 7] == 6e9
+    assert cluster.devices[0].memory_bytes == 16e9
+    assert len(cluster.servers) == 1
+
+
+DGX1_V100 = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tmlx5_0\tmlx5_1\tCPU Affinity\x1b[0m
+GPU0\t X \tNV1\tNV1\tNV2\tNV2\tSYS\tSYS\tSYS\tPIX\tSYS\t0-19,40-59
+GPU1\tNV1\t X \tNV2\tNV1\tSYS\tNV2\tSYS\tSYS\tPIX\tSYS\t0-19,40-59
+GPU2\tNV1\tNV2\t X \tNV2\tSYS\tSYS\tNV1\tSYS\tPHB\tSYS\t0-19,40-59
+GPU3\tNV2\tNV1\tNV2\t X \tSYS\tSYS\tSYS\tNV1\tPHB\tSYS\t0-19,40-59
+GPU4\tNV2\tSYS\tSYS\tSYS\t X \tNV1\tNV1\tNV2\tSYS\tPIX\t20-39,60-79
+GPU5\tSYS\tNV2\tSYS\tSYS\tNV1\t X \tNV2\tNV1\tSYS\tPIX\t20-39,60-79
+GPU6\tSYS\tSYS\tNV1\tSYS\tNV1\tNV2\t X \tNV2\tSYS\tPHB\t20-39,60-79
+GPU7\tSYS\tSYS\tSYS\tNV1\tNV2\tNV1\tNV2\t X \tSYS\tPHB\t20-39,60-79
+mlx5_0\tPIX\tPIX\tPHB\tPHB\tSYS\tSYS\tSYS\tSYS\t X \tSYS
+mlx5_1\tSYS\tSYS\tSYS\tSYS\tPIX\tPIX\tPHB\tPHB\tSYS\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+FOUR_PCIE = """\
+        GPU0    GPU1    GPU2    GPU3    CPU Affinity    NUMA Affinity   GPU NUMA ID
+GPU0     X      PIX     NODE    SYS     0-15    0               N/A
+GPU1    PIX      X      NODE    SYS     0-15    0               N/A
+GPU2    NODE    NODE     X      SYS     0-15    0               N/A
+GPU3    SYS     SYS     SYS      X      16-31   1               N/A
+"""
+
+TWO_H100 = """\
+\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tPXB\t0-55,112-167\t0\t\tN/A
+GPU1\tNV18\t X \tNODE\t0-55,112-167\t0\t\tN/A
+NIC0\tPXB\tNODE\t X
+
+Legend:
+
+  X    = Self
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
+
+
+def test_nvidia_smi_of_a_dgx1_gives_the_built_in_one():
+    parsed = parse_nvidia_smi(DGX1_V100)
+    np.testing.assert_array_equal(parsed.direct_bandwidth, dgx1().direct_bandwidth)
+    assert [device.name for device in parsed.devices] == [f"GPU{i}" for i in range(8)]
+    assert len(parsed.servers) == 1
+
+
+def test_nvidia_smi_paths_and_their_overrides():
+    parsed = parse_nvidia_smi(FOUR_PCIE, kind="1080ti")
+    assert parsed.bandwidth[0, 1] == PATH_BANDWIDTH["PIX"]
+    assert parsed.bandwidth[0, 2] == PATH_BANDWIDTH["NODE"]
+    assert parsed.bandwidth[0, 3] == PATH_BANDWIDTH["SYS"]
+    assert parsed.devices[0].kind == "1080ti"
+    assert parsed.devices[0].memory_bytes == 11e9
+    faster = parse_nvidia_smi(FOUR_PCIE, paths={"PIX": 24e9}, latency=1e-6, memory_bytes=5e9)
+    assert faster.bandwidth[0, 1] == 24e9
+    assert faster.bandwidth[0, 2] == PATH_BANDWIDTH["NODE"]
+    assert faster.latency[0, 1] == 1e-6
+    assert faster.devices[0].memory_bytes == 5e9
+
+
+def test_nvidia_smi_of_nvswitch_machines():
+    assert parse_nvidia_smi(TWO_H100, kind="h100").bandwidth[0, 1] == 18 * 25e9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no header"),
+        (FOUR_PCIE.split("\n", 1)[1], "no header"),
+        (FOUR_PCIE.rsplit("GPU3", 1)[0], "the row of GPU3 is missing"),
+        (FOUR_PCIE.split("SYS     0-15")[0], "the row of GPU0 ends before the column of GPU3"),
+        (FOUR_PCIE.replace("PIX", "QPI"), "GPU0 to GPU1: 'QPI' is none of NV#"),
+        (FOUR_PCIE.replace("PIX", "NV0"), "GPU0 to GPU1: 'NV0' is none of NV#"),
+        (FOUR_PCIE.replace("PIX", "X", 1), "GPU0 to GPU1: 'X' is none of NV#"),
+        (FOUR_PCIE.replace("PIX", "NV2", 1), "GPU0 to GPU1 is NV2, back it is PIX"),
+    ],
+)
+def test_bad_nvidia_smi_text_gets_one_line(text, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse_nvidia_smi(text, place="topo.txt")
+    assert str(caught.value).startswith("topo.txt: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_nvidia_smi_refuses_unknown_overrides():
+    with pytest.raises(InputError, match="'QPI' is no path"):
+        parse_nvidia_smi(FOUR_PCIE, paths={"QPI": 1e9})
+
+
+def test_read_matrix_of_plain_numbers(tmp_path: Path):
+    file = tmp_path / "rack.txt"
+    file.write_text("# bytes per second\n0 1.25e10 -\n12500000000 0 3e9\n\nx 3e9 0\n")
+    cluster = read_matrix(file, latency=2e-6, memory_bytes=32e9)
+    assert cluster.name == "rack"
+    assert [device.name for device in cluster.devices] == ["g0", "g1", "g2"]
+    assert cluster.direct_bandwidth.tolist() == [[0, 12.5e9, 0], [12.5e9, 0, 3e9], [0, 3e9, 0]]
+    assert cluster.latency[0, 1] == 2e-6
+    assert cluster.devices[0].memory_bytes == 32e9
+
+
+def test_read_matrix_with_names_and_units(tmp_path: Path):
+    file = tmp_path / "matrix.csv"
+    file.write_text("left, right\nleft, x, 12 GB/s\nright, 100Gbps, x\n")
+    cluster = read_matrix(file, kind="a100")
+    assert [device.name for device in cluster.devices] == ["left", "right"]
+    assert cluster.direct_bandwidth.tolist() == [[0, 12e9], [12.5e9, 0]]
+    assert cluster.devices[0].kind == "a100"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no rows"),
+        ("a b\n", "0 rows for 2 devices"),
+        ("0 12\n12 0\n", ":1: g0 to g1: .* is a unit missing"),
+        ("0 12GB/s\n0 0\n", ":2: g1 to g0: .* must be positive"),
+        ("0 12GB/s\n-3e9 0\n", ":2: g1 to g0: .* must be positive"),
+        ("0 nan\n1e9 0\n", ":1: g0 to g1: .* positive and finite"),
+        ("0 12apples\n1e9 0\n", ":1: g0 to g1: '12apples' is not a bandwidth"),
+        ("0 1e9\n1e9\n", ":2: 1 entries for 2 devices"),
+        ("a b\n0 1e9 1e9\n1e9 0 1e9\n", ":2: 3 entries for 2 devices"),
+        ("a b\n0 1e9\n", "1 rows for 2 devices"),
+        ("a a\n0 1e9\n1e9 0\n", "two devices are named 'a'"),
+        ("0 -\n- 0\n", "not connected"),
+    ],
+)
+def test_bad_matrix_files_get_one_line(tmp_path: Path, text, message):
+    file = tmp_path / "matrix.txt"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        read_matrix(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_accelerators():
+    assert accelerator("V100") is ACCELERATORS["v100"]
+    with pytest.raises(InputError, match="device 'tpu' is not known; known are 1080ti, a100"):
+        accelerator("tpu")
+    for card in ACCELERATORS.values():
+        assert card.fp16_flops >= card.fp32_flops
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("16GB", 16e9), ("16GiB", 16 * 2**30), ("16e9", 16e9), ("1.5 TB", 1.5e12), ("123", 123)],
+)
+def test_parse_bytes(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12.5GB/s", 12.5e9),
+        ("100Gbps", 12.5e9),
+        ("100Gbit/s", 12.5e9),
+        ("100 Gbps", 12.5e9),
+        ("1.25e10", 12.5e9),
+        ("10MiB/sec", 10 * 2**20),
+    ],
+)
+def test_parse_bandwidth(text, value):
+    assert parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "fast", "12 apples", "nan", "inf", "-5GB", "-5e9"])
+def test_no_amounts(text):
+    with pytest.raises(InputError):
+        parse_bytes(text)
+    with pytest.raises(InputError):
+        parse_bandwidth(text)
+
+
+def test_a_bandwidth_without_its_unit_is_refused_with_a_hint():
+    with pytest.raises(InputError, match=r"is a unit missing\? Write 12GB/s"):
+        parse_bandwidth("12")
+
+
+def test_amounts_for_people():
+    assert [format_bytes(value) for value in (0, 999, 1.5e3, 16e9, 2e12)] == [
+        "0 B", "999 B", "1.5 kB", "16 GB", "2 TB",
+    ]  # fmt: skip
+    assert [format_seconds(value) for value in (2, 0.0123, 5e-6)] == ["2 s", "12.3 ms", "5 us"]

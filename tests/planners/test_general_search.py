@@ -1,0 +1,230 @@
+"""List schedules of any finite structure, and the search over structures."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import stagewright
+from stagewright.executor.simulation.simulate import simulate
+from stagewright.formulations.checking.check import check
+from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
+from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.pipelines.structure_scheduling import best_schedule, rules_for
+from stagewright.solvers.planners.general import plan_general
+from stagewright.solvers.planners.moves import Moves
+from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
+
+PROOFS = Path(__file__).parents[3] / "shared" / "data" / "proofs"
+MS, MB = 1e-3, 1e6
+UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking plans takes minutes
+
+numbers = st.integers
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> PipelineProblem:
+    """Tiny problems of every kind: two kinds, parts of backwards, updates, hosts, little memory."""
+    samples = draw(st.sampled_from((1, 2, 4)))
+    in_parts = draw(st.booleans())
+    layers = tuple(
+        Layer(
+            f"layer{i}",
+            draw(st.sampled_from((0, 4, 40))) * MB,
+            tuple(_cost(draw, samples, in_parts, kind) for kind in ("a", "b")),
+        )
+        for i in range(draw(numbers(1, 4)))
+    )
+    chain = Chain("random", "measured: drawn", samples, layers, draw(st.sampled_from((0.0, 2.0))))
+    count = draw(numbers(1, 3))
+    memory = draw(st.sampled_from((1e12, 400 * MB, 200 * MB, 100 * MB)))
+    devices = [
+        Device(
+            name=f"d{v}",
+            kind=draw(st.sampled_from("ab")),
+            memory_bytes=memory,
+            host_bytes_per_second=draw(st.sampled_from((1e9, 8e9))),
+        )
+        for v in range(count)
+    ]
+    rates = [[draw(st.sampled_from((1e9, 4e9))) for _ in range(count)] for _ in range(count)]
+    return PipelineProblem(chain, from_matrix(devices, rates, 0.0), draw(numbers(1, 5)))
+
+
+def _cost(draw: st.DrawFn, samples: int, in_parts: bool, kind: str) -> LayerCost:
+    forward, backward = draw(numbers(1, 9)) * MS, draw(numbers(1, 9)) * MS
+    parts = {"input_gradient_seconds": backward, "weight_gradient_seconds": forward}
+    return LayerCost(
+        microbatch_size=samples,
+        forward_seconds=forward,
+        saved_bytes=draw(numbers(0, 20)) * MB,
+        output_bytes=draw(numbers(0, 6)) * MB,
+        device_kind=kind,
+        **(parts if in_parts else {"backward_seconds": backward}),
+    )
+
+
+@st.composite
+def structures(draw: st.DrawFn, problem: PipelineProblem) -> Structure:
+    """Any cuts, any devices, any flags that the rules allow."""
+    layers = len(problem.chain)
+    cuts = sorted({0, layers, *draw(st.sets(numbers(1, layers)))})
+    names = [device.name for device in problem.cluster.devices]
+    parts = problem.layer_with_whole_backward(0, layers) is None
+    stages, split = [], []
+    for start, stop in pairwise(cuts):
+        devices = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+        kind = "split"
+        if len(devices) > 1 and draw(st.booleans()):
+            kind = "round-robin"
+        if kind == "split":
+            devices = devices[: problem.most_replicas(start, stop)]
+        way = draw(st.sampled_from(("none", "full", "layer", "offload")))
+        offload = way == "offload"
+        recompute = "none" if offload else way
+        stages.append(Stage((start, stop), tuple(devices), kind, recompute, offload))
+        split.append(parts and not offload and draw(st.booleans()))
+    return Structure(tuple(stages), tuple(split))
+
+
+@given(st.data())
+@settings(max_examples=40, print_blob=False, deadline=None, phases=UNSHRUNK)
+def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
+    problem = data.draw(problems())
+    structure = data.draw(structures(problem))
+    work, endings, _ = work_of(problem, structure)
+    if misfit(problem, structure, work) is not None:
+        return
+    bound = structure_bound(work, endings)
+    for rule in data.draw(st.lists(st.sampled_from(rules_for(work)), min_size=1, max_size=5)):
+        found = best_schedule(work, endings, (rule,))
+        assert found is not None
+        plan = assemble(problem, "list", structure.stages, found.starts)
+        assert not check(problem, plan)
+        assert plan.predicted is not None
+        cost = plan.predicted.iteration_seconds
+        assert cost == pytest.approx(found.seconds, rel=1e-9)
+        assert cost == pytest.approx(
+            cost_of(problem, Proposal(structure.stages, found.starts)), rel=1e-9
+        )
+        assert bound <= cost * (1 + 1e-9)
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None, phases=UNSHRUNK)
+def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
+    problem = data.draw(problems())
+    structure = data.draw(structures(problem))
+    work, endings, _ = work_of(problem, structure)
+    if misfit(problem, structure, work) is None:
+        found = best_schedule(work, endings, rules_for(work))
+        assert found is not None
+        plan = assemble(problem, "list", structure.stages, found.starts)
+        assert simulate(problem, plan).iteration_seconds <= found.seconds * (1 + 1e-9)
+
+
+@given(problems(), numbers(0, 5))
+@settings(max_examples=20, deadline=None, phases=UNSHRUNK)
+def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
+    moves = Moves(problem, Choices(recompute="auto", offload=True))
+    device = problem.cluster.devices[0].name
+    structure = Structure.whole([Stage((0, len(problem.chain)), (device,))])
+    shuffle = random.Random(seed)
+    for _ in range(5):
+        found = list(moves.neighbours(structure, shuffle))
+        for one in found:
+            layers = [bound for stage in one.stages for bound in stage.layers]
+            assert layers[0] == 0
+            assert layers[-1] == len(problem.chain)
+            assert layers[1:-1:2] == layers[2:-1:2]
+            assert len(one.split) == len(one.stages)
+        structure = found[-1] if found else structure
+
+
+@given(problems())
+@settings(max_examples=15, deadline=None, phases=UNSHRUNK)
+def test_the_search_finds_valid_plans(problem: PipelineProblem) -> None:
+    answer = plan_general(problem, Limits(0.3), silent, Choices("auto", True))
+    if isinstance(answer, Proposal):
+        plan = assemble(problem, "general", answer.stages, answer.starts)
+        assert not check(problem, plan)
+
+
+# What the planners of disjoint, split stages with whole backwards could not find.
+CASES = {
+    "interleaved": (2, 10.001), "roundrobin": (3, 4.0011), "iw": (2, 7.001),
+    "infeasible": (2, 10.001), "crash2": (3, None), "crash128": (3, None),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not PROOFS.is_dir(), reason="the example problems are not here")
+@pytest.mark.parametrize("name", CASES)
+def test_plans_beyond_disjoint_split_stages(name: str) -> None:
+    chain = stagewright.load_model(PROOFS / f"{name}.model.json")
+    cluster = stagewright.load_cluster(PROOFS / f"{name}.cluster.json")
+    microbatches, most = CASES[name]
+    result = stagewright.plan(chain, cluster, microbatches, time_limit=5)
+    assert result.plan is not None
+    assert not stagewright.check(result.plan, chain, cluster)
+    if most is not None:
+        assert result.cost <= most * MS
+
+
+def _chain(layers: int, saved: float) -> Chain:
+    cost = LayerCost(1, 1 * MS, saved, 1.0, 2 * MS)
+    return Chain("equal", "test", 1, tuple(Layer(f"l{i}", 0.0, (cost,)) for i in range(layers)))
+
+
+def test_of_equally_fast_plans_the_one_with_less_memory() -> None:
+    # A single device takes the same time in whatever order; one microbatch at a time holds least.
+    problem = PipelineProblem(_chain(2, 1 * MB), uniform_servers(1, 1, Link(1e9)), 4)
+    work, endings, _ = work_of(problem, Structure.whole([Stage((0, 2), ("s0g0",))]))
+    found = [best_schedule(work, endings, (rule,)) for rule in rules_for(work)]
+    assert len({round(one.seconds, 9) for one in found}) == 1
+    assert len({one.fullest for one in found}) > 1
+    for order in (rules_for(work), rules_for(work)[::-1]):
+        best = best_schedule(work, endings, order)
+        assert best.fullest == min(one.fullest for one in found)
+
+
+def test_recomputation_where_nothing_fits_without() -> None:
+    chain, cluster = _chain(4, 10 * MB), uniform_servers(1, 2, Link(1e9), memory_bytes=16 * MB)
+    result = stagewright.plan(chain, cluster, 4, time_limit=2)
+    assert result.plan is not None
+    assert any(stage.recompute != "none" for stage in result.plan.stages)
+    assert stagewright.plan(chain, cluster, 4, time_limit=2, choices=Choices("none")).plan is None
+
+
+@pytest.mark.parametrize("planner", ["spp", "gpipe", "pipedream", "hetpipe", "exact", "dp"])
+@pytest.mark.parametrize("way", ["full", "layer"])
+def test_planners_recompute_everywhere(planner: str, way: str) -> None:
+    chain, cluster = _chain(4, 1 * MB), uniform_servers(1, 2, Link(1e9))
+    chain = Chain(chain.name, chain.source, 1, chain.layers)
+    plan = stagewright.plan(chain, cluster, 4, planner, 2, choices=Choices(way)).plan
+    assert plan is not None
+    assert {stage.recompute for stage in plan.stages} == {way}
+    forwards = sum(stage.layers[1] - stage.layers[0] for stage in plan.stages)
+    assert forwards == 4
+    plain = stagewright.plan(chain, cluster, 4, planner, 2).plan
+    assert plan.predicted.iteration_seconds > plain.predicted.iteration_seconds
+
+
+def test_what_a_planner_cannot_do_is_refused_with_those_that_can() -> None:
+    chain, cluster = _chain(2, 1.0), uniform_servers(1, 2, Link(1e9))
+    for planner, choices, able in (
+        ("spp", Choices(offload=True), "auto"),
+        ("madpipe", Choices("layer"), "general"),
+        ("auto", Choices(period_seconds=1.0), "madpipe"),
+    ):
+        with pytest.raises(stagewright.InputError, match=able):
+            stagewright.plan(chain, cluster, 2, planner, choices=choices)
+    with pytest.raises(stagewright.InputError, match="none, full, layer, auto"):
+        Choices("yes")

@@ -1,0 +1,479 @@
+"""Answers for tiny instances, straight from the definitions, to hold the planners against.
+
+Nothing here shares code with a planner or a scheduler: recurrences are recursions, optima are
+enumerations. Only the problems' own cost model (seconds and bytes) is taken from the library.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import combinations, pairwise, permutations, product
+from math import inf
+
+import numpy as np
+
+from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+
+Stage = tuple[int, int, tuple[int, ...]]  # layers [start, stop) and device positions
+
+# --- Partition, replication and mapping along a device order (SPP IV-B, algorithm 4) ---------
+
+
+def prm_table(
+    problem: PipelineProblem, order: Sequence[int], memory: bool = True
+) -> dict[int, float]:
+    """min over r of W(L, xi, r, V) for xi = 1..V stages on all of ``order``; inf if there is none.
+
+    W is the recurrence of SPP section IV-B, in seconds for all microbatches. With ``memory``, the
+    n-th stage from the end of the pipeline must hold min(M, n) microbatches in flight.
+    """
+    layers, devices = len(problem.chain), len(order)
+    return {
+        stages: min(
+            _recurrence(problem, tuple(order), stages, memory)(layers, stages, r, devices)
+            for r in range(1, devices + 1)
+        )
+        for stages in range(1, devices + 1)
+    }
+
+
+def _recurrence(problem: PipelineProblem, order: tuple[int, ...], stages: int, memory: bool):
+    @cache
+    def w(layers: int, xi: int, r: int, i: int) -> float:
+        """W(l, xi, r, i): first l layers, xi stages, the last on r replicas, devices 1..i."""
+        from_end = stages - xi + 1
+        if layers < xi or i < xi:  # lines 1-3
+            return inf
+        if xi == 1 and r == i:  # lines 4-7
+            return _stage_seconds(problem, (0, layers, order[:i]), from_end, memory)
+        if xi == 1 or r >= i:  # lines 9-11
+            return inf
+        best = inf
+        last_devices = order[i - r : i]
+        for cut in range(1, layers):  # line 14
+            last = _stage_seconds(problem, (cut, layers, last_devices), from_end, memory)
+            for replicas in range(1, i - r + 1):  # line 15
+                before = order[i - r - replicas : i - r]
+                channel = _channel_seconds(problem, cut, before, last_devices)
+                best = min(best, max(w(cut, xi - 1, replicas, i - r), channel, last))
+        return best
+
+    return w
+
+
+def prm_enumerate(
+    problem: PipelineProblem, order: Sequence[int], memory: bool = True
+) -> dict[int, float]:
+    """What :func:`prm_table` gives, by trying every partition and every replica counts."""
+    table = dict.fromkeys(range(1, len(order) + 1), inf)
+    for count in table:
+        for widths in compositions(len(order), count):
+            for lengths in compositions(len(problem.chain), count):
+                stages = _windows(lengths, widths, order)
+                table[count] = min(table[count], bottleneck(problem, stages, memory))
+    return table
+
+
+def bottleneck(problem: PipelineProblem, stages: Sequence[Stage], memory: bool = True) -> float:
+    """SPP's W of given stages: the busiest stage (with all-reduce) or channel, all microbatches."""
+    channels = [
+        _channel_seconds(problem, left[1], left[2], right[2]) for left, right in pairwise(stages)
+    ]
+    return max(
+        [_stage_seconds(problem, stage, len(stages) - s, memory) for s, stage in enumerate(stages)]
+        + channels
+    )
+
+
+def _stage_seconds(problem: PipelineProblem, stage: Stage, from_end: int, memory: bool) -> float:
+    needed = min(problem.microbatches, from_end)
+    if memory and problem.in_flight_limit(*stage) < needed:
+        return inf
+    computed = sum(problem.compute_seconds(*stage))
+    return problem.microbatches * computed + problem.reduce_seconds(*stage)
+
+
+def _channel_seconds(
+    problem: PipelineProblem, cut: int, senders: Sequence[int], receivers: Sequence[int]
+) -> float:
+    return problem.microbatches * sum(problem.transfer_seconds(cut, senders, receivers))
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write ``total`` as a sum of ``parts`` ordered numbers >= 1."""
+    for cuts in combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
+
+
+def _windows(lengths: Sequence[int], widths: Sequence[int], order: Sequence[int]) -> list[Stage]:
+    stages, layer, device = [], 0, 0
+    for length, width in zip(lengths, widths, strict=True):
+        stages.append((layer, layer + length, tuple(order[device : device + width])))
+        layer, device = layer + length, device + width
+    return stages
+
+
+# --- The exact makespan of fixed stages (SPP III-B2) ----------------------------------------
+
+
+def brute_force_makespan(problem: MakespanProblem, fifo: bool = False) -> float:
+    """The optimum over all orders of all blocks on all stages and channels.
+
+    Every order is built block by block: a block is appended behind what its stage or channel
+    already does and starts as early as it can. Of partial schedules that have carried the
+    microbatches equally far, those that are nowhere earlier than another are dropped. Microbatches
+    are interchangeable, but nothing is assumed of the order in which a block processes them
+    unless ``fifo`` asks for the order of their indices.
+    """
+    route = _route(problem)
+    count, resources = problem.microbatches, 2 * problem.stages - 1
+    start = ((0.0,) * count, (0.0,) * resources)  # microbatches ready at, resources free at
+    fronts = {(0,) * count: [start]}
+    for _ in range(count * len(route)):
+        reached = defaultdict(set)
+        for progress, states in fronts.items():
+            for m in _choices(problem, progress, route, fifo):
+                for ready, free in states:
+                    following, state = _append(progress, ready, free, m, route)
+                    reached[following].add(state)
+        fronts = {progress: _undominated(states) for progress, states in reached.items()}
+    if not fronts:
+        return inf
+    (finished,) = fronts.values()
+    # The last block of every stage is a backward, behind which its all-reduce runs.
+    return min(
+        max(free[s] + problem.reduce[s] for s in range(problem.stages)) for _, free in finished
+    )
+
+
+def _route(problem: MakespanProblem) -> list[tuple[int, float]]:
+    """(resource, duration) of a microbatch's blocks; stages are 0..S-1, channel c is S + c."""
+    last = problem.stages - 1
+    route = []
+    for s in range(last):
+        route += [(s, problem.forward[s]), (problem.stages + s, problem.send_forward[s])]
+    route += [(last, problem.forward[last]), (last, problem.backward[last])]
+    for s in reversed(range(last)):
+        route += [(problem.stages + s, problem.send_backward[s]), (s, problem.backward[s])]
+    return route
+
+
+def _choices(
+    problem: MakespanProblem,
+    progress: tuple[int, ...],
+    route: Sequence[tuple[int, float]],
+    fifo: bool,
+) -> Iterator[int]:
+    """Microbatches whose next block may come next: one for every position on the route or, of
+    interchangeable microbatches at one position, each.
+    """
+    for m, position in enumerate(progress):
+        if position == len(route):
+            continue
+        if fifo and m > 0 and progress[m - 1] <= position:
+            continue
+        s = position // 2
+        if position % 2 == 0 and s < problem.stages:  # the forward of stage s
+            backward = len(route) - 1 - position
+            if sum(position < p <= backward for p in progress) >= problem.in_flight[s]:
+                continue
+        yield m
+
+
+def _append(progress, ready, free, m, route):
+    resource, duration = route[progress[m]]
+    finish = max(ready[m], free[resource]) + duration
+    jobs = [*zip(progress, ready, strict=True)]
+    jobs[m] = (progress[m] + 1, finish)
+    jobs.sort(key=lambda job: (-job[0], job[1]))  # a renaming of the microbatches
+    busy = (*free[:resource], finish, *free[resource + 1 :])
+    return tuple(p for p, _ in jobs), (tuple(r for _, r in jobs), busy)
+
+
+def _undominated(states: Iterable) -> list:
+    kept: list = []
+    rows = np.empty((0, 0))
+    for state in sorted(states, key=lambda state: (sum(state[0]) + sum(state[1]), state)):
+        row = np.array([*state[0], *state[1]])
+        if kept and (rows[: len(kept)] <= row).all(axis=1).any():
+            continue
+        if len(kept) == len(rows):
+            rows = np.resize(rows, (2 * len(kept) + 1, len(row)))
+        rows[len(kept)] = row
+        kept.append(state)
+    return kept
+
+
+def enumerate_makespan(problem: MakespanProblem) -> float:
+    """The same optimum by listing every sequence of every stage and channel; S, M <= 2 or so."""
+    route = _route(problem)
+    blocks = [(m, j) for m in range(problem.microbatches) for j in range(len(route))]
+    sequences = [
+        [
+            sequence
+            for sequence in permutations(b for b in blocks if route[b[1]][0] == resource)
+            if _in_job_order(sequence) and _within_limit(problem, resource, sequence)
+        ]
+        for resource in range(2 * problem.stages - 1)
+    ]
+    return min((_span(problem, route, chosen) for chosen in product(*sequences)), default=inf)
+
+
+def _in_job_order(sequence: Sequence[tuple[int, int]]) -> bool:
+    return all(a[0] != b[0] or a[1] < b[1] for a, b in combinations(sequence, 2))
+
+
+def _within_limit(
+    problem: MakespanProblem, resource: int, sequence: Sequence[tuple[int, int]]
+) -> bool:
+    if resource >= problem.stages:
+        return True
+    steps = [1 if j == 2 * resource else -1 for _, j in sequence]
+    return max(np.cumsum(steps)) <= problem.in_flight[resource]
+
+
+def _span(
+    problem: MakespanProblem,
+    route: Sequence[tuple[int, float]],
+    sequences: Sequence[Sequence[tuple[int, int]]],
+) -> float:
+    """Makespan of given sequences, every block as early as possible; inf if they deadlock."""
+    finish: dict[tuple[int, int], float] = {}
+    done = [0] * len(sequences)
+    free = [0.0] * len(sequences)
+    progressed = True
+    while progressed:
+        progressed = False
+        for resource, sequence in enumerate(sequences):
+            if done[resource] == len(sequence):
+                continue
+            m, j = sequence[done[resource]]
+            if j > 0 and (m, j - 1) not in finish:
+                continue
+            finish[m, j] = max(free[resource], finish.get((m, j - 1), 0.0)) + route[j][1]
+            free[resource] = finish[m, j]
+            done[resource] += 1
+            progressed = True
+    if any(n < len(sequence) for n, sequence in zip(done, sequences, strict=True)):
+        return inf
+    return max(free[s] + problem.reduce[s] for s in range(problem.stages))
+
+
+# --- The joint optimum ----------------------------------------------------------------------
+
+
+def makespan_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> MakespanProblem | None:
+    """The schedule problem of ``stages`` with split replication; None if a stage does not fit."""
+    limits = tuple(problem.in_flight_limit(*stage) for stage in stages)
+    if min(limits) < 1:
+        return None
+    compute = [problem.compute_seconds(*stage) for stage in stages]
+    sends = [
+        problem.transfer_seconds(left[1], left[2], right[2]) for left, right in pairwise(stages)
+    ]
+    return MakespanProblem(
+        microbatches=problem.microbatches,
+        forward=tuple(forward for forward, _ in compute),
+        backward=tuple(backward for _, backward in compute),
+        send_forward=tuple(there for there, _ in sends),
+        send_backward=tuple(back for _, back in sends),
+        reduce=tuple(problem.reduce_seconds(*stage) for stage in stages),
+        in_flight=limits,
+    )
+
+
+def brute_force_joint(problem: PipelineProblem, allow_idle: bool = True) -> float:
+    """The least iteration time over all stages, mappings and schedules; inf if nothing fits.
+
+    Contiguous stages on disjoint device sets, any assignment of the devices, split replication,
+    limits in flight from memory. Without ``allow_idle`` every device is used (SPP's setting).
+    """
+    schedules = {
+        schedule
+        for stages in all_stages(problem, allow_idle)
+        if (schedule := makespan_problem(problem, stages)) is not None
+    }
+    best = inf
+    for bound, _, schedule in sorted((_plain_bound(s), i, s) for i, s in enumerate(schedules)):
+        if bound >= best:
+            break
+        best = min(best, brute_force_makespan(schedule))
+    return best
+
+
+def all_stages(problem: PipelineProblem, allow_idle: bool) -> Iterator[list[Stage]]:
+    layers, devices = len(problem.chain), len(problem.cluster)
+    for count in range(1, min(layers, devices) + 1):
+        homes = range(-1 if allow_idle else 0, count)  # -1: the device is idle
+        for home in product(homes, repeat=devices):
+            groups = [tuple(v for v in range(devices) if home[v] == s) for s in range(count)]
+            if not all(groups):
+                continue
+            for lengths in compositions(layers, count):
+                edges = [sum(lengths[:s]) for s in range(count + 1)]
+                yield [
+                    (start, stop, group)
+                    for (start, stop), group in zip(pairwise(edges), groups, strict=True)
+                ]
+
+
+def _plain_bound(problem: MakespanProblem) -> float:
+    """No stage does its M microbatches one after another in less, nor is one microbatch faster."""
+    one = sum(duration for _, duration in _route(problem))
+    busy = [
+        problem.microbatches * (f + b) + a
+        for f, b, a in zip(problem.forward, problem.backward, problem.reduce, strict=True)
+    ]
+    return max(one, *busy)
+
+
+# --- SPP's pipeline execution (algorithm 1), and what its theorems promise ------------------
+
+
+def pe_reference(problem: MakespanProblem) -> float:
+    """The makespan of SPP's algorithm 1; limits in flight are not regarded.
+
+    Transfers that become ready at one instant on one channel go in the order of their blocks.
+    """
+    last = problem.stages - 1
+    queues = _pe_order(problem)
+    heap: list[tuple[float, int, int]] = []  # (finish, block, microbatch) of what is running
+    processed: set[tuple[int, int]] = set()  # (microbatch, block)
+    waiting = defaultdict(list)  # transfers per channel
+    busy: set[tuple[str, int]] = set()
+    reduced = [0.0] * problem.stages
+
+    def start(place: tuple[str, int], queue: list[tuple[int, int]], now: float) -> None:
+        if place in busy or not queue:
+            return
+        m, j = queue[0]
+        if j > 0 and (m, j - 1) not in processed:
+            return
+        queue.pop(0)
+        busy.add(place)
+        heapq.heappush(heap, (now + _block_seconds(problem, j), j, m))
+
+    start(("stage", 0), queues[0], 0.0)  # line 9
+    finished = 0.0
+    while heap:  # line 10
+        now, j, m = heapq.heappop(heap)
+        place = _block_place(problem, j)
+        busy.remove(place)
+        processed.add((m, j))
+        finished = max(finished, now)
+        if place[0] == "stage":
+            s = place[1]
+            if not queues[s]:  # lines 11-13
+                reduced[s] = now + problem.reduce[s]
+            if j < 4 * last:  # lines 17-19
+                channel = _block_place(problem, j + 1)
+                waiting[channel].append((m, j + 1))
+                start(channel, waiting[channel], now)
+            start(place, queues[s], now)  # lines 20-23
+        else:
+            start(place, waiting[place], now)
+            target = _block_place(problem, j + 1)
+            start(target, queues[target[1]], now)
+    assert not any(queues)
+    return max(finished, *reduced)  # line 25
+
+
+def _pe_order(problem: MakespanProblem) -> list[list[tuple[int, int]]]:
+    """Lines 1-8: (microbatch, block) in the order in which every stage runs them.
+
+    In each pass every block takes a microbatch that was available before the pass (as in the
+    figure of the cycle schedule); otherwise one pass would carry a microbatch through all blocks.
+    """
+    blocks = 4 * problem.stages - 3
+    available = [list(range(problem.microbatches))] + [[] for _ in range(blocks - 1)]
+    order: list[list[tuple[int, int]]] = [[] for _ in range(problem.stages)]
+    while any(available):
+        for j in [j for j in range(blocks) if available[j]]:
+            m = available[j].pop(0)
+            if j + 1 < blocks:
+                available[j + 1].append(m)
+            kind, s = _block_place(problem, j)
+            if kind == "stage":
+                order[s].append((m, j))
+    return order
+
+
+def _block_place(problem: MakespanProblem, j: int) -> tuple[str, int]:
+    """Where block j = 0..4S-4 runs; block 2S-2 is the last stage's forward and backward."""
+    mirrored = min(j, 4 * problem.stages - 4 - j)
+    return ("channel" if j % 2 else "stage", mirrored // 2)
+
+
+def _block_seconds(problem: MakespanProblem, j: int) -> float:
+    kind, index = _block_place(problem, j)
+    middle = 2 * problem.stages - 2
+    if j == middle:
+        return problem.forward[index] + problem.backward[index]
+    if kind == "stage":
+        return (problem.forward if j < middle else problem.backward)[index]
+    return (problem.send_forward if j < middle else problem.send_backward)[index]
+
+
+def lemma1_bound(problem: MakespanProblem) -> float:
+    """SPP lemma 1: (1 + (4S-4)/M) M C + max A, in the problem's unit of time."""
+    stage = max(f + b for f, b in zip(problem.forward, problem.backward, strict=True))
+    channels = zip(problem.send_forward, problem.send_backward, strict=True)
+    slowest = max([stage] + [there + back for there, back in channels])
+    count = problem.microbatches
+    return (1 + (4 * problem.stages - 4) / count) * count * slowest + max(problem.reduce)
+
+
+def theorem1_factor(problem: PipelineProblem) -> float:
+    """SPP theorem 1: (2 + (4V-4)/M)(1 + Phi)."""
+    stages = 4 * len(problem.cluster) - 4
+    return (2 + stages / problem.microbatches) * lemma2_factor(problem)
+
+
+def lemma2_factor(problem: PipelineProblem) -> float:
+    """SPP lemma 2: 1 + Phi, for devices of one kind."""
+    count, layers = len(problem.cluster), len(problem.chain)
+    pairs = permutations(range(count), 2)
+    links = [float(problem.cluster.bandwidth[pair]) for pair in pairs]
+    if not links:
+        return 1.0
+    times = [sum(problem.compute_seconds(i, i + 1, (0,))) for i in range(layers)]
+    data = [2 * problem.boundary_bytes(i) for i in range(1, layers)]  # activation and gradient
+    gamma = sum(times) / count
+    work = max([max(times) * max(links), *data])
+    return 1 + work / gamma * (1 / min(links) - 1 / max(links))
+
+
+# --- PipeDream ------------------------------------------------------------------------------
+
+
+def pipedream_optimum(
+    seconds: Sequence[float],
+    activation_bytes: Sequence[float],
+    weight_bytes: Sequence[float],
+    workers: int,
+    bandwidth: float,
+) -> float:
+    """Thesis 2.4.1 for one level: seconds per microbatch of the slowest stage, on all workers.
+
+    A stage of all m workers is a choice beside the splits (data parallelism, table 2.2).
+    """
+
+    @cache
+    def best(layers: int, m: int) -> float:
+        """A(0 -> layers, m)."""
+        answer = stage(0, layers, m)
+        for s in range(1, layers):
+            send = 2 * activation_bytes[s - 1] / bandwidth
+            for replicas in range(1, m):
+                answer = min(answer, max(best(s, m - replicas), send, stage(s, layers, replicas)))
+        return answer
+
+    @cache
+    def stage(start: int, stop: int, m: int) -> float:
+        """T(start -> stop, m)."""
+        reduce = 2 * (m - 1) * sum(weight_bytes[start:stop]) / bandwidth
+        return max(sum(seconds[start:stop]), reduce) / m
+
+    return best(len(seconds), workers)

@@ -1,0 +1,364 @@
+"""Small problems and valid plans for them, by a naive list scheduler that knows no planner."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import get_args
+
+import numpy as np
+from hypothesis import strategies as st
+
+from stagewright.formulations.checking.certificates import certificate
+from stagewright.formulations.pipelines.every_plan import LOAD, load_bound
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import (
+    Bound,
+    Certificate,
+    PipelinePlan,
+    PlannedLayer,
+    Schedule,
+    ScheduledAction,
+    Stage,
+    Weights,
+)
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, class_of
+from stagewright.graphs.machines.cluster import Device, from_matrix
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+
+
+def made_up_certificate(problem: PipelineProblem, plan: PipelinePlan, cost: float) -> Certificate:
+    """A certificate of a third of the load bound, the load bound, and a claim on the schedules."""
+    prices = np.ones(len(problem.kinds))
+    load = load_bound(problem, prices)
+    bounds = (
+        Bound(load / 3, LOAD, "problem", EVERY_PLAN, tuple(prices)),
+        Bound(load, LOAD, "problem", EVERY_PLAN, tuple(prices)),
+        Bound(0.9 * cost, "CP-SAT", "schedule", DISJOINT_SPLIT),
+        Bound(0.9 * cost, "integer program of the pattern", "schedule", PATTERNS),
+    )
+    return certificate(class_of(plan), cost, bounds)
+
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
+
+
+def small_problem(
+    layers: int = 6,
+    devices: int = 6,
+    microbatches: int = 4,
+    memory_bytes: float = 16e9,
+    parts: bool = False,
+    updates: bool = False,
+) -> PipelineProblem:
+    """Uneven layers on servers of two devices; every third device is of a slower kind.
+
+    Links are slower from a later device to an earlier one. With ``parts`` the layers know the two
+    parts of their backward, with ``updates`` the optimizer's step takes time on most of them.
+    """
+    chain = Chain("small", "test", 6, tuple(_layer(i, parts, updates) for i in range(layers)))
+    machines = [
+        Device(f"g{v}", "slow" if v % 3 == 2 else "fast", memory_bytes) for v in range(devices)
+    ]
+    bandwidth = [
+        [(20e9 if i // 2 == j // 2 else 5e9) * (0.8 if i > j else 1) for j in range(devices)]
+        for i in range(devices)
+    ]
+    cluster = from_matrix(machines, bandwidth, 1e-5, name="small")
+    return PipelineProblem(chain, cluster, microbatches)
+
+
+def _layer(i: int, parts: bool, updates: bool) -> Layer:
+    seconds, size = 0.01 * (1 + i * 7 % 5), 1e7 * (1 + i * 3 % 4)
+    costs = (
+        LayerCost(6, seconds, 5 * size, size, backward_seconds=2.1 * seconds, device_kind="fast"),
+        LayerCost(6, 1.3 * seconds, 5 * size, size, 2.5 * seconds, device_kind="slow"),
+    )
+    if updates:
+        step = 0.008 * (i % 3)
+        costs = (replace(costs[0], update_seconds=step), replace(costs[1], update_seconds=2 * step))
+    return Layer(
+        f"layer{i}", 3e7 * (1 + i * 5 % 3), tuple(map(_in_parts, costs)) if parts else costs
+    )
+
+
+def _in_parts(cost: LayerCost) -> LayerCost:
+    """The input's gradient takes the time of the forward, the weights' the rest."""
+    assert cost.backward_seconds is not None
+    of_weights = cost.backward_seconds - cost.forward_seconds
+    return replace(
+        cost,
+        backward_seconds=None,
+        input_gradient_seconds=cost.forward_seconds,
+        weight_gradient_seconds=of_weights,
+    )
+
+
+def make_stages(cuts: Sequence[int], replicas: Sequence[int], ways: Sequence[str]) -> list[Stage]:
+    """Stages that end at ``cuts``, with the next free of the devices g0, g1, ..."""
+    stages, start, taken = [], 0, 0
+    for stop, count, way in zip(cuts, replicas, ways, strict=True):
+        devices = tuple(f"g{v}" for v in range(taken, taken + count))
+        stages.append(Stage((start, stop), devices, way))  # type: ignore[arg-type]
+        start, taken = stop, taken + count
+    return stages
+
+
+def valid_plan(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    *,
+    in_flight: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
+    wait: Callable[[], float] = lambda: 0.0,
+    split: Collection[tuple[int, int]] = (),
+    weights: Weights = "flush",
+) -> PipelinePlan:
+    """Schedule, again and again, the action that can start first.
+
+    ``in_flight`` bounds the microbatches in flight per stage (default: what the memory holds);
+    ``order`` is the order in which each device starts its microbatches; every action waits
+    ``wait()`` seconds longer than it must. The backwards of ``split`` (stage, microbatch) stand as
+    I and W.
+    """
+    limits = in_flight or [_limit(problem, stage) for stage in stages]
+    position = {m: i for i, m in enumerate(order or range(problem.microbatches))}
+    finish: dict[Action, float] = {}
+    free: dict[object, float] = {}
+    waiting = _all_actions(problem, stages, split, weights)
+    every = set(waiting)
+    needs = {action: needs_of(stages, action, every) for action in waiting}
+    entries: list[ScheduledAction] = []
+
+    def earliest(action: Action) -> float:
+        taken = [free.get(resource, 0.0) for resource in _resources(stages, action)]
+        return max([0.0, *taken, *(finish[before] for before in needs[action])])
+
+    def may_start(action: Action) -> bool:
+        if not all(need in finish for need in needs[action]):
+            return False
+        if action.kind is not F:
+            return True
+        s, stage = action.stage, stages[action.stage]
+        mates = [m for m in position if stage.runners(m) == stage.runners(action.microbatch)]
+        started = [m for m in mates if Action(s, F, m) in finish]
+        ended = [m for m in mates if finish.keys() & {Action(s, B, m), Action(s, W, m)}]
+        first = min(set(mates) - set(started), key=position.__getitem__)
+        return action.microbatch == first and len(started) - len(ended) < limits[s]
+
+    while waiting:
+        action = min(
+            filter(may_start, waiting),
+            key=lambda a: (earliest(a), a.kind is F, position.get(a.microbatch, 0)),
+        )
+        waiting.remove(action)
+        start = earliest(action) + wait()
+        finish[action] = start + _seconds(problem, stages, action, weights)
+        for resource in _resources(stages, action):
+            free[resource] = finish[action]
+        entries += _entries(problem, stages, action, start, finish[action])
+    return PipelinePlan(
+        problem.digest, "test", problem.chain.name, problem.cluster.name,
+        problem.microbatches, tuple(stages), Schedule(tuple(entries)), weights=weights,
+        layers=tuple(PlannedLayer(e.name, e.parameter_bytes) for e in problem.chain.layers),
+    )  # fmt: skip
+
+
+@st.composite
+def scheduled(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, PipelinePlan]:
+    """A problem and a valid plan for it, with needless waits if ``waits``."""
+    layers = draw(st.integers(1, 5))
+    inner = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
+    cuts = [*sorted(inner), layers]
+    microbatches = draw(st.integers(1, 5))
+    problem = small_problem(layers, 12, microbatches)
+    stages = make_stages(
+        cuts,
+        [draw(st.integers(1, 3)) for _ in cuts],
+        [draw(st.sampled_from(["split", "round-robin"])) for _ in cuts],
+    )
+    delays = st.sampled_from([0.0, 0.0, 0.003, 0.2])
+    plan = valid_plan(
+        problem,
+        stages,
+        order=draw(st.permutations(range(microbatches))),
+        in_flight=[draw(st.integers(1, microbatches)) for _ in cuts],
+        wait=(lambda: draw(delays)) if waits else (lambda: 0.0),
+    )
+    return problem, plan
+
+
+@st.composite
+def elaborate(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, PipelinePlan]:
+    """As `scheduled`, with all that a plan can say.
+
+    Stages share devices, whole groups or parts of them; backwards stand whole or as I and W; stages
+    recompute; weights change as they may.
+    """
+    layers = draw(st.integers(1, 5))
+    inner = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
+    bounds = [0, *sorted(inner), layers]
+    microbatches = draw(st.integers(1, 5))
+    problem = small_problem(layers, 4, microbatches, parts=True, updates=draw(st.booleans()))
+    weights = draw(st.sampled_from(get_args(Weights)))
+    most = 1 if weights.startswith("stash") else 3
+    groups = st.lists(st.sampled_from(["g0", "g1", "g2"]), min_size=1, max_size=most, unique=True)
+    stages = [
+        Stage(
+            layers_of,
+            tuple(draw(groups)),
+            draw(st.sampled_from(["split", "round-robin"])),
+            draw(st.sampled_from(["none", "full", "layer"])),
+        )
+        for layers_of in pairwise(bounds)
+    ]
+    backwards = list(product(range(len(stages)), range(microbatches)))
+    delays = st.sampled_from([0.0, 0.0, 0.003, 0.2])
+    plan = valid_plan(
+        problem,
+        stages,
+        order=draw(st.permutations(range(microbatches))),
+        in_flight=[draw(st.integers(1, microbatches)) for _ in stages],
+        wait=(lambda: draw(delays)) if waits else (lambda: 0.0),
+        split=draw(st.sets(st.sampled_from(backwards))),
+        weights=weights,
+    )
+    return problem, plan
+
+
+def _limit(problem: PipelineProblem, stage: Stage) -> int:
+    devices = [problem.cluster.index[name] for name in stage.devices]
+    return problem.in_flight_limit(*stage.layers, devices, len(stage.runners(0)))
+
+
+def _all_actions(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    split: Collection[tuple[int, int]],
+    weights: Weights,
+) -> list[Action]:
+    found, microbatches = [], problem.microbatches
+    for s, m in product(range(len(stages)), range(microbatches)):
+        found += [Action(s, kind, m) for kind in ((F, I, W) if (s, m) in split else (F, B))]
+    for s, m in product(range(len(stages) - 1), range(microbatches)):
+        if stages[s].runners(m) != stages[s + 1].runners(m):
+            found += [Action(s, SEND_F, m), Action(s + 1, SEND_B, m)]
+    for s, stage in enumerate(stages):
+        found += [Action(s, REDUCE)] if len(stage.devices) > 1 else []
+        step = 0.0 if weights.startswith("stash") else _update_seconds(problem, stage)
+        found += [Action(s, UPDATE)] if step > 0 else []
+    return found
+
+
+def needs_of(stages: Sequence[Stage], action: Action, every: Collection[Action]) -> list[Action]:
+    """What ``action`` waits for, among ``every`` action of the plan."""
+    s, m = action.stage, action.microbatch
+    if action.kind is REDUCE:
+        return [a for a in every if a.stage == s and a.kind in (B, W)]
+    if action.kind is UPDATE:
+        return [a for a in every if a.stage == s and a.kind in (B, W, REDUCE)]
+    gradient = (Action(s, B, m), Action(s, I, m))
+    if action.kind in (B, I) and s == len(stages) - 1:
+        wanted = [Action(s, F, m)]
+    elif action.kind in (B, I):
+        received = Action(s + 1, SEND_B, m)
+        wanted = [received] if received in every else [Action(s + 1, k, m) for k in (B, I)]
+    elif action.kind is F:
+        received = Action(s - 1, SEND_F, m)
+        wanted = [received] if received in every else [Action(s - 1, F, m)] if s > 0 else []
+    else:
+        wanted = {SEND_F: [Action(s, F, m)], SEND_B: gradient, W: [Action(s, I, m)]}[action.kind]
+    return [need for need in wanted if need in every]
+
+
+def _resources(stages: Sequence[Stage], action: Action) -> Sequence[object]:
+    s, m = action.stage, action.microbatch
+    if action.kind is REDUCE:
+        return [("all-reduce", name) for name in stages[s].devices]
+    if action.kind is UPDATE:
+        return stages[s].devices
+    if action.kind in COMPUTE:
+        return stages[s].runners(m)
+    left = s if action.kind is SEND_F else s - 1
+    return [(left, stages[left].runners(m), stages[left + 1].runners(m))]
+
+
+def _update_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    return problem.update_seconds(
+        *stage.layers, [problem.cluster.index[name] for name in stage.devices]
+    )
+
+
+def _seconds(
+    problem: PipelineProblem, stages: Sequence[Stage], action: Action, weights: Weights
+) -> float:
+    stage, index = stages[action.stage], problem.cluster.index
+    if action.kind is REDUCE:
+        return problem.reduce_seconds(*stage.layers, [index[name] for name in stage.devices])
+    if action.kind in COMPUTE:
+        devices = [index[name] for name in stage.runners(action.microbatch)]
+        ends = action.kind in (B, W) and weights.startswith("stash")
+        step = _update_seconds(problem, stage) if ends else 0.0
+        return _compute_seconds(problem, stage, devices)[action.kind] + step
+    if action.kind is UPDATE:
+        return _update_seconds(problem, stage)
+    left = action.stage if action.kind is SEND_F else action.stage - 1
+    one, other = (
+        [index[name] for name in stages[s].runners(action.microbatch)] for s in (left, left + 1)
+    )
+    return problem.transfer_seconds(stages[left].layers[1], one, other)[action.kind is SEND_B]
+
+
+def _compute_seconds(
+    problem: PipelineProblem, stage: Stage, devices: Sequence[int]
+) -> dict[ActionKind, float]:
+    forward, backward = problem.compute_seconds(*stage.layers, devices)
+    of_input, of_weights = problem.gradient_seconds(*stage.layers, devices)
+    again = forward if stage.recompute != "none" else 0.0
+    return {F: forward, B: backward + again, I: of_input + again, W: of_weights}
+
+
+def _entries(
+    problem: PipelineProblem, stages: Sequence[Stage], action: Action, start: float, finish: float
+) -> list[ScheduledAction]:
+    stage, text = stages[action.stage], str(action)
+    if action.kind is REDUCE:
+        size, group = problem.gradient_bytes(*stage.layers), stage.devices
+        return [ScheduledAction(group[0], text, start, finish, group, group, size)]
+    if action.kind is UPDATE:
+        return [ScheduledAction(name, text, start, finish) for name in stage.devices]
+    sources = stage.runners(action.microbatch)
+    if action.kind in COMPUTE:
+        return [ScheduledAction(name, text, start, finish) for name in sources]
+    forth = action.kind is SEND_F
+    targets = stages[action.stage + (1 if forth else -1)].runners(action.microbatch)
+    size = problem.boundary_bytes(stage.layers[1] if forth else stage.layers[0])
+    return [ScheduledAction(sources[0], text, start, finish, sources, targets, size)]
+
+
+def scaled(problem: PipelineProblem, factor: float) -> PipelineProblem:
+    """The same problem where every computation, transfer and all-reduce takes ``factor`` times."""
+    layers = tuple(
+        replace(layer, costs=tuple(_slower(cost, factor) for cost in layer.costs))
+        for layer in problem.chain.layers
+    )
+    cluster = problem.cluster
+    names = [[cluster.devices[v].name for v in server] for server in cluster.servers]
+    bandwidth, latency = cluster.bandwidth / factor, (cluster.latency * factor).tolist()
+    return PipelineProblem(
+        replace(problem.chain, layers=layers),
+        from_matrix(cluster.devices, bandwidth, latency, servers=names),
+        problem.microbatches,
+    )
+
+
+def _slower(cost: LayerCost, factor: float) -> LayerCost:
+    assert cost.backward_seconds is not None
+    return replace(
+        cost,
+        forward_seconds=cost.forward_seconds * factor,
+        backward_seconds=cost.backward_seconds * factor,
+    )

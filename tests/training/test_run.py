@@ -1,0 +1,339 @@
+"""``stagewright run`` with real processes: results, checkpoints, and every way to end."""
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import TESTS, TIMEOUT_SECONDS, Job
+from training_plans import gpipe, straight
+from typer.testing import CliRunner
+
+from stagewright.cli import app
+from stagewright.formulations.plans.plan import save_plan
+from stagewright.graphs.documents.errors import InputError
+
+pytest.importorskip("torch", reason="pip install 'stagewright[executor]'")
+
+import torch
+
+from stagewright.cli.running import parse_optimizer
+from stagewright.executor.training import launch
+from stagewright.executor.training.training import mini_batches
+
+LOST = "lost contact with another rank (killed, stuck or unreachable?)"
+
+
+def require_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float) -> None:
+    assert list(one) == list(other)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run of five steps without mishap has written ``whole.pt``."""
+    made = Job(tmp_path_factory.mktemp("job"))
+    out, complaints = made.run("--json", "--save-parameters", "whole.pt", "--trace", "trace.json")
+    assert complaints == []
+    document = json.loads(out)
+    assert document["status"] == "trained"
+    assert (document["steps"], document["world_size"], len(document["losses"])) == (5, 2, 5)
+    assert document["loss"] == document["losses"][-1]
+    assert 0 < document["iteration_seconds"] <= document["seconds"]
+    return made
+
+
+@pytest.fixture(scope="module")
+def killed(job: Job) -> Path:
+    """The folder of checkpoints of a run whose rank 1 was killed in step 4."""
+    out, complaints = job.run(
+        "--checkpoint", "killed", "--checkpoint-every", 2, code=1, MISHAP="kill 1 4"
+    )
+    assert out == ""
+    # Rank 0 learns of it from its connection to rank 1, or from the launcher if that is quicker.
+    cause = rf"({re.escape(LOST)}|ended by SIGTERM)"
+    assert re.fullmatch(rf"stagewright: rank 0: stopped at step [34]: {cause}", complaints[0])
+    assert complaints[1:] == ["stagewright: rank 1: killed by SIGKILL"]
+    folder = job.folder / "killed"
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    return folder
+
+
+def test_everything_that_was_asked_for_is_written(job: Job) -> None:
+    from jobs import model
+
+    model().load_state_dict(job.parameters("whole.pt"))
+    assert len(json.loads((job.folder / "trace.json").read_text())["steps"]) == 5
+
+
+def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
+    shutil.copytree(killed, job.folder / "again")
+    damaged = shutil.copytree(killed / "step-00000002", job.folder / "again" / "step-00000003")
+    with (damaged / "stagewright.json").open("a") as header:
+        header.write(" ")
+    out, complaints = job.run(
+        *("--checkpoint", "again", "--checkpoint-every", 2, "--resume"),
+        *("--save-parameters", "resumed.pt"),
+    )
+    assert complaints == [
+        "stagewright: again/step-00000003 is damaged (stagewright.json does not match SHA256SUMS); "
+        "going on from step-00000002"
+    ]
+    assert re.search(r"^5 steps on 2 ranks, loss [\d.]+, .* per step\nresumed.pt is written$", out)
+    require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)
+    left = sorted(path.name for path in (job.folder / "again").iterdir())
+    assert left == ["step-00000004", "step-00000005"]
+
+
+def test_a_killed_run_is_resumed_by_another_plan(job: Job, killed: Path) -> None:
+    shutil.copytree(killed, job.folder / "other")
+    job.run(
+        *("--checkpoint", "other", "--resume", "--save-parameters", "other.pt"), plan="one.json"
+    )
+    require_equal(job.parameters("other.pt"), job.parameters("whole.pt"), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            ("--model", "jobs:wider_model", "--checkpoint", "killed", "--resume"),
+            "killed/step-00000002 is of another model: "
+            "stem.weight is 6x6 of float64 there, 6x7 of float64 here",
+        ),
+        (("--data", "jobs:ragged_batches"), "7 samples"),
+    ],
+)
+def test_what_only_ranks_can_refuse_is_refused_once(
+    job: Job, killed: Path, options: tuple[str, ...], line: str
+) -> None:
+    out, complaints = job.run(*options, code=2)
+    assert out == ""
+    assert len(complaints) == 1
+    assert complaints[0].startswith("stagewright: ")
+    assert line in complaints[0]
+
+
+def test_a_loss_that_is_not_finite_names_stage_and_microbatch(job: Job) -> None:
+    _, complaints = job.run("--data", "jobs:infinite_batches", code=1)
+    assert len(complaints) == 2
+    failure = r".*microbatch 3 on stage 1\b"
+    assert re.match(
+        rf"stagewright: rank 0: stopped at step 3: rank 1 failed: {failure}", complaints[0]
+    )
+    assert re.match(rf"stagewright: rank 1: stopped at step 3: {failure}", complaints[1])
+
+
+def test_a_failure_is_told_by_every_rank_with_its_place(job: Job) -> None:
+    _, complaints = job.run(plan="three.json", code=1, MISHAP="raise 1 2")
+    place = rf"\({re.escape(str(TESTS / 'jobs.py'))}:\d+\)"
+    for rank, line in enumerate(complaints):
+        told = "2: " if rank == 1 else "[12]: rank 1 failed: "
+        start = rf"stagewright: rank {rank}: stopped at step {told}"
+        assert re.fullmatch(rf"{start}ValueError: no such sample {place}", line)
+    assert len(complaints) == 3
+
+
+def test_a_rank_that_hangs_ends_the_run(job: Job) -> None:
+    _, complaints = job.run("--timeout", 6, code=1, MISHAP="sleep 0 2")
+    assert complaints == [
+        "stagewright: rank 0: stopped at step 2: ended by SIGTERM",
+        f"stagewright: rank 1: stopped at step 2: {LOST}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, -9, "SIGTERM")],
+)
+def test_ranks_end_with_their_launcher(job: Job, number: int, code: int, told: str) -> None:
+    process = job.start(MISHAP="sleep 0 2")
+    job.await_ranks(2)
+    time.sleep(0.5)  # rank 1 waits for rank 0 now, or will do so; it must end either way
+    process.send_signal(number)
+    _, complaints = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == code
+    job.require_all_gone()
+    lines = sorted(complaints.splitlines())
+    for rank, line in enumerate(lines):
+        assert re.fullmatch(
+            rf"stagewright: rank {rank}: stopped at step [12]: ended by {told}", line
+        )
+    assert len(lines) == 2
+
+
+@pytest.fixture
+def free_port() -> str:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        port = taken.getsockname()[1]
+    return str(port)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "code", "line"),
+    [
+        ("0", "1", 2, "the plan needs 2 ranks (devices d0, d1), torchrun started 1"),
+        ("0", "2", 1, "rank 0: stopped before the first step: 1 of 2 ranks came within 3 s, "
+         "missing: 1"),
+        ("1", "2", 1, "rank 1: stopped before the first step: cannot reach the job's store at "
+         "localhost:PORT in 3 s; is rank 0 there?"),
+    ],
+)  # fmt: skip
+def test_ranks_that_others_started(
+    job: Job, free_port: str, rank: str, world: str, code: int, line: str
+) -> None:
+    """As torchrun does, but not all of them."""
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port}
+    _, complaints = job.run("--timeout", 3, code=code, RANK=rank, WORLD_SIZE=world, **where)
+    assert complaints == [f"stagewright: {line.replace('PORT', free_port)}"]
+
+
+# --- What the first process refuses, before it starts another one ------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a plan and another folder, where no ranks may be started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("ranks were started"))
+    save_plan(gpipe(straight([2, 2]), 4), tmp_path / "two.json")
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--optimizer adamm", "'adamm' is not known; one of adadelta, adafactor"),
+        ("--optimizer lbfgs", "'lbfgs' is not known"),
+        ("--optimizer sgd:rate=1", "sgd has no 'rate'; one of lr, momentum"),
+        ("--optimizer sgd:lr", "write NAME:KEY=VALUE"),
+        ("--optimizer sgd:lr=open(1)", "write NAME:KEY=VALUE"),
+        ("--optimizer sgd:lr=-1", "Invalid learning rate"),
+        ("--optimizer sgd:0.1", "write NAME:KEY=VALUE"),
+        ("--model jobs:nobody", "--model"),
+        ("--data nowhere:batches", "--data"),
+        ("--loss jobs:nobody", "--loss"),
+        ("--steps 0", "--steps"),
+        ("--timeout -1", "--timeout"),
+        ("--timeout inf", "--timeout"),
+        ("--clip-norm 0", "clip_norm must be a positive number, got 0"),
+        ("--dtype int8", "--dtype"),
+        ("--seed -1", "the seed must be from 0"),
+        ("--checkpoint-every 2", "need --checkpoint"),
+        ("--resume", "need --checkpoint"),
+        ("--checkpoint nowhere/deep", "nowhere does not exist"),
+        ("--checkpoint two.json", "--checkpoint would overwrite PLAN: both are two.json"),
+        ("--checkpoint folder --resume", "no complete checkpoint in folder"),
+        ("--save-parameters folder", "folder is a folder"),
+        ("--trace nowhere/trace.json", "nowhere does not exist"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(here: Path, options: str, complaint: str) -> None:
+    require_refused(options, complaint)
+
+
+def require_refused(options: str, complaint: str) -> None:
+    given = {"--model": "jobs:model", "--data": "jobs:batches", "--steps": "2"}
+    words = options.split()
+    for option, value in given.items():
+        words += [] if option in words else [option, value]
+    result = CliRunner().invoke(app, ["run", "two.json", *words])
+    assert (result.exit_code, result.stdout) == (2, ""), result.exception
+    assert re.fullmatch(r"stagewright: [^\n]+\n", result.stderr)
+    assert complaint in result.stderr
+
+
+def test_half_an_environment_of_a_rank_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    line = "RANK is set, but MASTER_ADDR is not; start with torchrun, or unset RANK"
+    require_refused("", line)
+
+
+def test_torch_must_be_there_in_a_version_that_is_known(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(launch, "version", missing)
+    with pytest.raises(InputError, match=r"needs torch: pip install 'stagewright\[executor\]'$"):
+        launch.require_torch()
+    for unknown in ("2.12.1", "2.14.0", "3.13.0+cpu"):
+        monkeypatch.setattr(launch, "version", lambda _, found=unknown: found)
+        with pytest.raises(
+            InputError, match=rf"needs torch>=2.13,<2.14, installed is {re.escape(unknown)}$"
+        ):
+            launch.require_torch()
+    monkeypatch.setattr(launch, "version", lambda _: "2.13.1+cu130")
+    launch.require_torch()
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_torch_that_is_broken_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(name: str) -> None:
+        raise error(f"libtorch.so: cannot open\nshared {name} file")
+
+    monkeypatch.setattr(launch, "import_module", broken)
+    with pytest.raises(InputError, match=r"cannot be imported \(.*shared torch file\); install it"):
+        launch.require_torch()
+
+
+def test_the_help_page_needs_no_torch() -> None:
+    script = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom stagewright.cli import app\n"
+        "result = CliRunner().invoke(app, ['run', '--help'])\n"
+        "assert '--optimizer' in result.stdout, result.output\n"
+        "print('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("False\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "settings"),
+    [
+        ("sgd", torch.optim.SGD, {}),
+        ("sgd:lr=0.5,momentum=0.9,nesterov=True", torch.optim.SGD, {"lr": 0.5, "nesterov": True}),
+        ("adamw:lr=1e-3,betas=(0.8,0.9)", torch.optim.AdamW, {"lr": 1e-3, "betas": (0.8, 0.9)}),
+    ],
+)
+def test_optimizers_by_name(text: str, kind: type, settings: dict[str, Any]) -> None:
+    made = parse_optimizer(text)([torch.nn.Parameter(torch.zeros(2))])
+    assert type(made) is kind
+    assert settings.items() <= made.param_groups[0].items()
+
+
+def test_mini_batches_do_not_depend_on_what_others_draw() -> None:
+    def passes() -> Iterator[torch.Tensor]:
+        yield from torch.randperm(3)
+        yield torch.rand(1)
+
+    quiet = list(islice(mini_batches(passes, seed=1), 10))
+    loud = []
+    for batch in islice(mini_batches(passes, seed=1), 10):
+        loud.append(batch)
+        torch.manual_seed(len(loud))
+    assert quiet == loud
+    assert quiet[3] != quiet[7]  # every pass draws anew
+    assert quiet != list(islice(mini_batches(passes, seed=2), 10))
+    with pytest.raises(InputError, match="no mini-batch"):
+        next(mini_batches(list, seed=0))
