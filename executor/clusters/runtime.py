@@ -36,11 +36,10 @@ from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
-    RateTable,
     check,
     problem_of_jobs,
-    rate_table,
 )
+from stagewright.formulations.clusters.rates import RateTable, rate_table
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount

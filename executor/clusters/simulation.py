@@ -20,13 +20,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
-from stagewright.formulations.clusters.allocation import (
-    Allocation,
-    AllocationProblem,
-    RateTable,
-    rate_table,
-    throughput,
-)
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
+from stagewright.formulations.clusters.rates import RateTable, rate_table
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
