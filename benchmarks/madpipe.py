@@ -25,8 +25,9 @@ from benchmarks.models import paper_model
 from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.patterns.one_f_one_b import least_period
-from stagewright.formulations.patterns.pattern import kept_bytes, pattern_problem, static_bytes
+from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
 from stagewright.formulations.plans.assembly import assemble_pattern
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats

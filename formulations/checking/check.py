@@ -31,10 +31,10 @@ from stagewright.formulations.plans.actions import (
     parse_action,
     parse_operation,
 )
+from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes, version_bytes
 from stagewright.formulations.plans.periodic import (
     from_first,
     iteration_seconds,
-    keeps_gradients,
     steady_microbatches,
     unrolled,
     without_pause,
@@ -51,6 +51,7 @@ from stagewright.formulations.plans.plan import (
 )
 from stagewright.formulations.plans.plan_class import Weights, class_of
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_bytes
@@ -892,14 +893,8 @@ def _peaks(times: _Times) -> Iterator[tuple[str, float, float]]:
 
 def _static_bytes(times: _Times, s: int) -> float:
     """What a device of stage s holds all the time."""
-    stage = times.stages[s]
-    static = times.problem.static_bytes(*stage.layers, len(stage.runners(0)))
-    if times.weights == "double-buffer":
-        static += times.problem.gradient_bytes(*stage.layers)
-    if times.schedule is not None and keeps_gradients(times.problem, len(stage.devices)):
-        # One gradient grows while the one before is summed up, or waits for a pause.
-        static += times.problem.gradient_bytes(*stage.layers)
-    return static
+    rule, overlapping = WEIGHT_RULES[times.weights], times.schedule is not None
+    return stage_static_bytes(times.problem, times.stages[s], rule, overlapping)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -914,31 +909,21 @@ class _Kept:
 def _kept(times: _Times, turn: Turn) -> Iterator[_Kept]:
     """What a device keeps for its microbatches of a stage, beside the static bytes.
 
-    What a stage recomputes it keeps from the start of B, or of I, to the end of the backward; with
-    the input of every layer at hand, B needs no more than one layer's at a time.
+    What a stage recomputes it keeps from the start of B, or of I, to the end of the backward.
     """
     s, first, step = turn
-    every = (s, slice(first, None, step))
-    start, stop = times.stages[s].layers
-    shares = len(times.stages[s].runners(0))
-    saved = times.problem.saved_bytes(start, stop, shares)
-    inputs = times.problem.inputs_per_layer(shares)[start:stop]
+    every, stage = (s, slice(first, None, step)), times.stages[s]
+    whole, parted = (kept_bytes(times.problem, stage, split) for split in (False, True))
     forward, done = times.starts[F][every], times.done[every]
     if updates_every_round(times.weights):
         yield _old_versions(times, s)
-    if times.stages[s].offload:
+    yield _Kept(forward, done, whole.saved_bytes)
+    yield _Kept(times.starts[B][every], done, whole.working_bytes)
+    yield _Kept(times.starts[I][every], done, parted.working_bytes)
+    if stage.offload:
         (_, written), (read, _) = _host_times(times, turn)
-        yield _Kept(forward, written, saved)
-        yield _Kept(read, done, saved)
-        return
-    if times.stages[s].recompute == "none":
-        yield _Kept(forward, done, saved)
-        return
-    layerwise = times.stages[s].recompute == "layer"
-    largest = float(times.problem.saved_per_layer(shares)[start:stop].max())
-    yield _Kept(forward, done, float(inputs.sum() if layerwise else inputs[0]))
-    yield _Kept(times.starts[B][every], done, largest if layerwise else saved)
-    yield _Kept(times.starts[I][every], done, saved)
+        yield _Kept(forward, written, whole.offloaded_bytes)
+        yield _Kept(read, done, whole.offloaded_bytes)
 
 
 def _old_versions(times: _Times, s: int) -> _Kept:
@@ -954,7 +939,7 @@ def _old_versions(times: _Times, s: int) -> _Kept:
     version = np.searchsorted(leaders_updates, started, side="right")
     last_use = np.full(len(updates) + 1, -math.inf)
     np.maximum.at(last_use, version, times.done[s])
-    return _Kept(updates, last_use[:-1], times.problem.gradient_bytes(*times.stages[s].layers))
+    return _Kept(updates, last_use[:-1], version_bytes(times.problem, *times.stages[s].layers))
 
 
 def _most_bytes(kept: Sequence[_Kept], tolerance: float) -> float:
