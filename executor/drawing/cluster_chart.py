@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stagewright.executor.clusters.simulation import ClusterTimeline, Round
+from stagewright.executor.clusters.timeline import ClusterTimeline, Round
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
