@@ -14,15 +14,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from stagewright.formulations.plans.actions import ActionKind, Operation
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, B, F, Operation
 from stagewright.formulations.plans.memory import Kept, kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import compute_seconds
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 
 TOLERANCE = 1e-10  # of the latency: rounding of sums of float times
 
@@ -325,11 +323,10 @@ class PatternProblems:
         if stage not in self._known:
             problem, index = self.problem, self.problem.cluster.index
             members = tuple(index[name] for name in stage.devices)
-            forward, backward = problem.compute_seconds(*stage.layers, members)
-            again = 0.0 if stage.recompute == "none" else forward
+            forward, backward = compute_seconds(problem, stage, members)
             self._known[stage] = _Figures(
                 forward,
-                backward + again,
+                backward,
                 problem.reduce_seconds(*stage.layers, members),
                 problem.update_seconds(*stage.layers, members),
                 static_bytes(problem, stage),

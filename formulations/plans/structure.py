@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.checking.check import Blocks, durations
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.units import format_bytes
 

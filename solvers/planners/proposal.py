@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks, durations
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.pipelines.bppm import StageChoice
@@ -19,6 +18,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Guarantee, Stage
 from stagewright.formulations.plans.plan_class import RECOMPUTE, PlanClass, Recompute
 from stagewright.formulations.plans.starts import starts_of
+from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
 

@@ -21,9 +21,9 @@ from stagewright.formulations.plans.plan import (
     Schedule,
     ScheduledAction,
     Stage,
-    Weights,
 )
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, class_of
+from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
