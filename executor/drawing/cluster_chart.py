@@ -26,6 +26,7 @@ MAX_HEIGHT_INCHES = 30.0
 ROW_INCHES = 0.18
 HOUR = 3600.0
 MAX_LABELLED_SPANS = 400  # more labels than that cannot be read
+MAX_NAMED_JOBS = 20  # the colours of the palette
 BINS = 240  # of the utilisation's time
 
 
@@ -59,6 +60,7 @@ def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None
         )
     axes.set(xlabel="hours", ylim=(rows - 0.5, -0.5), yticks=[], title="Rounds by accelerator")
     axes.set_xlim(spans[0][1] / HOUR, max(span[2] for span in spans) / HOUR)
+    _name_jobs(axes, timeline, sorted({job for span in spans for job in span[3]}))
     _write(figure, path)
 
 
@@ -112,6 +114,21 @@ def _draw_span(
         if label:
             middle = (start + end) / 2 / HOUR
             axes.text(middle, bottom + part / 2, str(job), ha="center", va="center", fontsize=6)
+
+
+def _name_jobs(axes: "Axes", timeline: ClusterTimeline, jobs: list[int]) -> None:
+    """A legend of the jobs' numbers and names, where their colours differ."""
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+
+    if len(jobs) > MAX_NAMED_JOBS:
+        return
+    colours = colormaps["tab20"]
+    patches = [
+        Patch(color=colours(job % colours.N), label=f"{job}  {timeline.jobs[job].job.name}")
+        for job in jobs
+    ]
+    axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1.0, 0.5), title="job")
 
 
 def draw_jct_cdf(
