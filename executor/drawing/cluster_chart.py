@@ -26,7 +26,8 @@ MAX_HEIGHT_INCHES = 30.0
 ROW_INCHES = 0.18
 HOUR = 3600.0
 MAX_LABELLED_SPANS = 400  # more labels than that cannot be read
-MAX_NAMED_JOBS = 20  # the colours of the palette
+PALETTES = ("tab20", "tab20b", "tab20c")
+MAX_NAMED_JOBS = 60  # the colours of the palettes
 BINS = 240  # of the utilisation's time
 
 
@@ -98,16 +99,13 @@ def _first_rows(pool: Pool) -> list[int]:
 def _draw_span(
     axes: "Axes", row: int, start: float, end: float, jobs: tuple[int, ...], label: bool
 ) -> None:
-    from matplotlib import colormaps
-
-    colours = colormaps["tab20"]
     part = 0.9 / len(jobs)
     for place, job in enumerate(jobs):
         bottom = row - 0.45 + place * part
         axes.broken_barh(
             [(start / HOUR, (end - start) / HOUR)],
             (bottom, part),
-            facecolors=colours(job % colours.N),
+            facecolors=_colour(job),
             edgecolors="white" if label else "none",
             linewidth=0.3,
         )
@@ -118,17 +116,28 @@ def _draw_span(
 
 def _name_jobs(axes: "Axes", timeline: ClusterTimeline, jobs: list[int]) -> None:
     """A legend of the jobs' numbers and names, where their colours differ."""
-    from matplotlib import colormaps
     from matplotlib.patches import Patch
 
     if len(jobs) > MAX_NAMED_JOBS:
         return
-    colours = colormaps["tab20"]
     patches = [
-        Patch(color=colours(job % colours.N), label=f"{job}  {timeline.jobs[job].job.name}")
-        for job in jobs
+        Patch(color=_colour(job), label=f"{job}  {timeline.jobs[job].job.name}") for job in jobs
     ]
-    axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1.0, 0.5), title="job")
+    axes.legend(
+        handles=patches,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        title="job",
+        fontsize=7,
+        ncols=-(-len(jobs) // 20),
+    )
+
+
+def _colour(job: int) -> tuple[float, float, float, float]:
+    from matplotlib import colormaps
+
+    palette, colour = divmod(job % MAX_NAMED_JOBS, 20)
+    return colormaps[PALETTES[palette]](colour)
 
 
 def draw_jct_cdf(
