@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from plans import scaled, small_problem
 from strategies import PROBLEMS, hard_problem, paper_problem
 
+from stagewright.formulations.checking import check as checking
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status, silent
 from stagewright.formulations.pipelines.spp import lemma1_seconds
@@ -74,6 +75,22 @@ class TestEveryPlanner:
         assert 0 <= result.gap <= 1
         assert result.bound <= result.cost
         assert (result.status is Status.OPTIMAL) == (result.gap <= TICKS)
+
+    @pytest.mark.parametrize("planner", PLANNERS)
+    def test_every_attempt_is_checked_once_and_the_answer_once(self, planner, monkeypatch):
+        checked = []
+        once = checking.read_times
+
+        def counted(problem, drawn):
+            checked.append(drawn)
+            return once(problem, drawn)
+
+        monkeypatch.setattr(checking, "read_times", counted)
+        result = plan(small_problem(), planner, LIMITS)
+        attempts = [one for one in result.attempts if one.cost_seconds is not None]
+        assert result.plan is not None
+        assert len(checked) == len(attempts) + 1
+        assert checked[-1] == result.plan
 
     @pytest.mark.parametrize("planner", PLANNERS)
     @pytest.mark.parametrize("factor", [2.0, 0.5])
