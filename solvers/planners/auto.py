@@ -7,6 +7,7 @@ from time import monotonic
 
 import numpy as np
 
+from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.assembly import assemble
@@ -115,7 +116,9 @@ class _Portfolio:
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        predicted = assemble(self.problem, name, answer.stages, answer.starts).predicted
+        drawn = assemble(self.problem, name, answer.stages, answer.starts)
+        require_valid(self.problem, drawn)
+        predicted = drawn.predicted
         assert predicted is not None
         cost = predicted.iteration_seconds
         known = self.best.notes if self.best else ()

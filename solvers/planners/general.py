@@ -14,13 +14,13 @@ from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
+from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structure_scheduling import EQUAL, Rule, best_schedule, rules_for

@@ -29,7 +29,6 @@ from stagewright.formulations.patterns.pattern import (
     Pattern,
     PatternProblem,
     PatternProblems,
-    kept_bytes,
     static_bytes,
 )
 from stagewright.formulations.patterns.pattern_models import PATTERN, sequential
@@ -39,6 +38,7 @@ from stagewright.formulations.patterns.periodic_bounds import (
     least_pause,
     work_periods,
 )
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Stage
 from stagewright.formulations.plans.plan_class import (

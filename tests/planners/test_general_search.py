@@ -128,6 +128,7 @@ def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
         found = best_schedule(work, endings, rules_for(work))
         assert found is not None
         plan = assemble(problem, "list", structure.stages, found.starts)
+        assert not check(problem, plan)
         assert simulate(problem, plan).iteration_seconds <= found.seconds * (1 + 1e-9)
 
 
