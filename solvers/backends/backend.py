@@ -52,6 +52,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("pulp-highs", LinearProgram, _late("pulp_milp", "run_highs")),
         Backend("pulp-cbc", LinearProgram, _late("pulp_milp", "run_cbc")),
         Backend("pdlp", LinearProgram, _late("pdlp", "run"), integers=False),
+        Backend("cvxpy", LinearProgram, _late("cvxpy_linear", "run")),
     )
 }
 
