@@ -13,6 +13,7 @@ from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.solvers.backends.cvxpy_status import highs_options, solved
 
 NAME = "cvxpy"
+FEASIBLE = 2  # HiGHS's kSolutionStatusFeasible
 
 
 def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
@@ -67,17 +68,18 @@ class _Program:
 
     def has_point(self) -> bool:
         """Whether a search that stopped early left a point that satisfies every row."""
-        statistics: Any = self.problem.solver_stats
-        feasible = 2  # HiGHS's kSolutionStatusFeasible
-        return (
-            self.x.value is not None
-            and int(statistics.extra_stats.primal_solution_status) == feasible
-        )
+        found = self._information().primal_solution_status
+        return self.x.value is not None and int(found) == FEASIBLE
 
     def bound(self, status: Status) -> float:
         """The bound that HiGHS proved."""
         if status in (Status.INFEASIBLE, Status.UNBOUNDED):
             return math.inf if status is Status.INFEASIBLE else -math.inf
-        if self.form.integral.any() and self.problem.solver_stats is not None:
-            return float(self.problem.solver_stats.extra_stats.mip_dual_bound)
+        if self.form.integral.any():
+            return float(self._information().mip_dual_bound)
         return float(self.problem.value) if status is Status.OPTIMAL else -math.inf
+
+    def _information(self) -> Any:
+        """HiGHS's own account of its run."""
+        assert self.problem.solver_stats is not None
+        return self.problem.solver_stats.extra_stats
