@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from stagewright.formulations.clusters.rates import RateTable, rate_table, server_rows
 
+from stagewright.formulations.clusters.rates import RateTable, rate_table, server_rows
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.graphs.workloads.jobs import Entity, Job, Workload

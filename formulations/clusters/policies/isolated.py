@@ -9,7 +9,6 @@ they divide.
 """
 
 import numpy as np
-from stagewright.formulations.clusters.rates import server_rows
 
 from stagewright.formulations.clusters.allocation import (
     Allocation,
@@ -18,6 +17,7 @@ from stagewright.formulations.clusters.allocation import (
     throughput,
 )
 from stagewright.formulations.clusters.policies import max_min
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 
