@@ -79,9 +79,9 @@ class PlannedLayer:
 class ScheduledAction:
     """One action in time.
 
-    Computations stand once per device. A transfer stands once, led by its first source, with all
-    endpoints; an all-reduce stands once, led by its first device, with the whole group as sources
-    and targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
+    Computations appear once per device. A transfer appears once, led by its first source, with all
+    endpoints; an all-reduce once, led by its first device, with the whole group as sources and
+    targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -286,6 +286,11 @@ class PipelinePlan:
             raise InputError("a plan needs at least one stage")
         if self.microbatches < 1:
             raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether iterations overlap, as a pattern that is repeated."""
+        return isinstance(self.schedule, PeriodicSchedule)
 
     @property
     def weight_rule(self) -> WeightRule:
