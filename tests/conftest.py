@@ -4,7 +4,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
+from profiles import QUICK
 from ranks import Ranks
+
+settings.load_profile(QUICK)  # --hypothesis-profile nightly, which is read later, overrides it
 
 
 @pytest.fixture(scope="session")
