@@ -1,7 +1,9 @@
-"""How many examples a property test takes: a fifth in ``make test``, all in ``make test-all``."""
+"""What is left to ``make test-all``: four fifths of the examples, and further instances."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 QUICK, NIGHTLY = "quick", "nightly"
@@ -21,3 +23,42 @@ def examples(count: int, **options: Any) -> settings:
     if settings.get_current_profile_name() != NIGHTLY:
         count = max(2, count // QUICK_SHARE)
     return settings(max_examples=count, **options)
+
+
+def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the first ``count`` in every run, the others where slow ones are."""
+    listed = list(values)
+    return listed[:count] + [pytest.param(each, marks=pytest.mark.slow) for each in listed[count:]]
+
+
+def leave_a_cover(items: Iterable[pytest.Item]) -> None:
+    """Mark the instances of tests marked ``covering`` as slow, but for few that show every value.
+
+    Of the product of a test's parameters those stay that bring the most values not shown so far;
+    an instance whose values have all been shown is slow.
+    """
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for instances in tests.values():
+        _leave_a_cover(instances)
+
+
+def _leave_a_cover(instances: list[pytest.Function]) -> None:
+    left = {item: _values(item) for item in instances if _is_instance(item)}
+    while left:
+        chosen = max(left, key=lambda item: len(left[item]))
+        shown = left.pop(chosen)
+        if not shown:
+            chosen.add_marker("slow")
+        for values in left.values():
+            values -= shown
+
+
+def _is_instance(item: pytest.Function) -> bool:
+    return hasattr(item, "callspec") and item.get_closest_marker("slow") is None
+
+
+def _values(item: pytest.Function) -> set[tuple[str, int]]:
+    return {(name, id(value)) for name, value in item.callspec.params.items()}
