@@ -26,9 +26,15 @@ def examples(count: int, **options: Any) -> settings:
 
 
 def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: the first ``count`` in every run, the others where slow ones are."""
-    listed = list(values)
-    return listed[:count] + [pytest.param(each, marks=pytest.mark.slow) for each in listed[count:]]
+    """Parameters of a test: the first ``count`` are quick, the others slow.
+
+    A tuple holds the values of several parameters.
+    """
+    rows = [each if isinstance(each, tuple) else (each,) for each in values]
+    return [
+        pytest.param(*row, marks=pytest.mark.slow if number >= count else ())
+        for number, row in enumerate(rows)
+    ]
 
 
 def leave_a_cover(items: Iterable[pytest.Item]) -> None:

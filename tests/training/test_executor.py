@@ -73,6 +73,7 @@ MODELS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("weights", ["flush", "double-buffer", "stash", "stash+vertical-sync"])
 @pytest.mark.parametrize("name", ["residual-mlp", "dropping-transformer"])
 def test_one_forward_one_backward(ranks: Ranks, weights: Any, name: str) -> None:
