@@ -12,7 +12,8 @@ from itertools import permutations
 import cvxpy as cp
 import numpy as np
 
-from stagewright.formulations.clusters.allocation import AllocationProblem, server_rows
+from stagewright.formulations.clusters.allocation import AllocationProblem
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.graphs.workloads.jobs import PairRate, Throughputs
 

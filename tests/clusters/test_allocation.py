@@ -16,9 +16,9 @@ from stagewright.formulations.clusters.allocation import (
     allocation_of_shares,
     check,
     problem_of,
-    server_rows,
     throughput,
 )
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool

@@ -10,14 +10,10 @@ from profiles import examples
 from scipy.optimize import linprog
 from strategies_allocation import Case, random_case
 
-from stagewright.formulations.clusters.allocation import (
-    AllocationProblem,
-    problem_of,
-    server_rows,
-    throughput,
-)
+from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
 from stagewright.formulations.clusters.policies import fifo, finish_time, isolated, shortest_first
 from stagewright.formulations.clusters.polytope import group_by, polytope
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Answer, Status
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, Workload

@@ -12,12 +12,8 @@ from profiles import examples
 from scipy.optimize import linprog
 from strategies_allocation import Case, random_case
 
-from stagewright.formulations.clusters.allocation import (
-    AllocationProblem,
-    check,
-    problem_of,
-    server_rows,
-)
+from stagewright.formulations.clusters.allocation import AllocationProblem, check, problem_of
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError

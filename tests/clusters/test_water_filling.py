@@ -20,10 +20,10 @@ from stagewright.formulations.clusters.allocation import (
     accelerators_in_use,
     allocation_of_shares,
     problem_of,
-    server_rows,
     throughput,
 )
 from stagewright.formulations.clusters.policies import hierarchical, max_min, water_filling
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.arrays import Floats

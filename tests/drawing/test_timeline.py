@@ -20,16 +20,14 @@ from profiles import examples
 
 import stagewright
 from stagewright.executor.drawing.chart import png, write_png
+from stagewright.executor.drawing.chrome import chrome_trace, write_trace
 from stagewright.executor.drawing.page import page
+from stagewright.executor.drawing.summary import in_flight, summarise
 from stagewright.executor.drawing.timeline import (
     KIND_COLOURS,
-    chrome_trace,
-    in_flight,
     merges_stages,
     shorten_devices,
-    summarise,
     timeline,
-    write_trace,
 )
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_action

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from periodic_oracles import brute_force_period, faults, naive_check, pattern_line
 from profiles import examples
 
-from stagewright.executor.drawing.timeline import iteration_seconds
+from stagewright.executor.drawing.periods import iteration_seconds
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status

@@ -18,22 +18,15 @@ from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
 from stagewright.executor.drawing.chart import png
+from stagewright.executor.drawing.chrome import chrome_trace
 from stagewright.executor.drawing.page import page
-from stagewright.executor.drawing.timeline import (
-    BAND_COLOUR,
-    chrome_trace,
-    drawn,
-    finish_seconds,
-    headline,
-    in_flight,
-    iteration_seconds,
-    phases,
-    summarise,
-    timeline,
-)
+from stagewright.executor.drawing.periods import drawn, finish_seconds, iteration_seconds, phases
+from stagewright.executor.drawing.summary import in_flight, summarise
+from stagewright.executor.drawing.timeline import BAND_COLOUR, headline, timeline
 from stagewright.executor.export import FORMATS, export
 from stagewright.executor.export.options import Options
-from stagewright.executor.measuring.compare import compare, correct, measured_plan
+from stagewright.executor.measuring.compare import compare, measured_plan
+from stagewright.executor.measuring.correction import correct
 from stagewright.executor.programs.trace import Trace, TracedStep, load_trace, save_trace
 from stagewright.executor.simulation.simulate import Deadlock, simulate
 from stagewright.formulations.checking.check import check

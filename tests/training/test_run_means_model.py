@@ -19,7 +19,8 @@ from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
-from stagewright.executor.measuring.profiling import Machine, measure_layers  # noqa: E402
+from stagewright.executor.measuring.machine import Machine  # noqa: E402
+from stagewright.executor.measuring.profiling import measure_layers  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.executor.training.seeding import layer_seed  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
