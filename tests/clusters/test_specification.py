@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from specified import specify, specify_agnostic
-from hypothesis import given
+from hypothesis import given, settings
 from profiles import examples
+from specified import specify, specify_agnostic
 from strategies_allocation import Case, random_case
 
 from stagewright.formulations.clusters.allocation import (
@@ -54,11 +53,7 @@ OTHERS = (
 # What these optimise, if anything, the thesis does not state as an optimisation problem.
 RULES_OF_THUMB = ("isolated", "static-partition", "allox", "gandiva")
 
-<<<<<<< HEAD
-small = settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
-=======
 small = examples(6, derandomize=True)
->>>>>>> tests
 
 
 def specified(case: Case) -> Setting:
