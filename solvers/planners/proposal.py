@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -50,6 +50,8 @@ class Proposal:
 
 
 Recomputation = Literal["none", "full", "layer", "auto"]
+MemoryWay = Literal["none", "full", "layer", "offload"]
+"""What a stage does about what it keeps: nothing, recomputation, or offloading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,10 @@ class Choices:
         these, whatever is best. None: ``auto`` for the planners ``auto`` and ``general``, where
         it is faster or nothing fits without; ``none`` for the others.
     offload
-        Stages may keep activations in the host's memory. None: with the planners ``auto`` and
-        ``general``, on devices whose link to the host is known.
+        Stages may keep activations in the host's memory: with ``auto``, ``general``, ``madpipe``
+        and ``1f1b-star`` those where it helps, with the other planners all (or, if they may
+        recompute too, whatever is faster). None: with the planners ``auto`` and ``general``, on
+        devices whose link to the host is known.
     group_size
         Periodic planners: so many devices share every stage and split its microbatches (None:
         whatever is best).
@@ -97,12 +101,22 @@ class Choices:
         return tuple(way for way in RECOMPUTE if way == "none" or self.recompute in (way, "auto"))
 
     @property
+    def uniform_ways(self) -> tuple[MemoryWay, ...]:
+        """What all stages of a plan may do, where they all do the same."""
+        known: tuple[MemoryWay, ...] = () if self.offload else ("none",)
+        if self.recompute == "auto":
+            known = RECOMPUTE
+        elif self.recompute in ("full", "layer"):
+            known = (self.recompute,)
+        return (*known, "offload") if self.offload else known
+
+    @property
     def periodic_recomputations(self) -> tuple[Literal["none", "full"], ...]:
         """What the stages of periodic plans may recompute: no planner of them knows ``layer``."""
         return ("none", "full") if self.recompute in ("full", "auto") else ("none",)
 
     @property
-    def periodic_ways(self) -> tuple[str, ...]:
+    def periodic_ways(self) -> tuple[MemoryWay, ...]:
         """What the stages of periodic plans may do about what they keep."""
         known = self.periodic_recomputations
         return (*known, "offload") if self.offload else known
@@ -159,6 +173,13 @@ def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:
         for kind, seconds in lasting.items()
         if not np.isnan(seconds).all()
     )
+
+
+def with_way(stage: Stage, way: MemoryWay) -> Stage:
+    """The stage that saves memory in this way and no other."""
+    if way == "offload":
+        return replace(stage, recompute="none", offload=True)
+    return replace(stage, recompute=way, offload=False)
 
 
 def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tuple[Stage, ...]:

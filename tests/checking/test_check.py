@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import (
     elaborate,
@@ -19,6 +19,7 @@ from plans import (
     small_problem,
     valid_plan,
 )
+from profiles import examples
 
 from stagewright.formulations.checking.check import check, predict, require_valid
 from stagewright.formulations.checking.violations import Violation
@@ -685,7 +686,7 @@ def peak_by_instants(given: PipelineProblem, plan: PipelinePlan) -> dict[str, fl
     return peaks
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_valid_plans_pass(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     given_problem, plan = case
@@ -699,7 +700,7 @@ def test_valid_plans_pass(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     assert found.bubble == pytest.approx(1 - busy / (used * found.iteration_seconds))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(elaborate())
 def test_every_device_fits_with_its_peak_and_not_with_less(
     case: tuple[PipelineProblem, PipelinePlan],
@@ -721,7 +722,7 @@ def test_every_device_fits_with_its_peak_and_not_with_less(
         assert {violation.rule for violation in violations} <= {"memory"}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.one_of(scheduled(), elaborate()), st.data())
 def test_nothing_can_start_earlier_in_a_tight_plan(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
@@ -736,7 +737,7 @@ def test_nothing_can_start_earlier_in_a_tight_plan(
     assert rules & {"dependency", "overlap"}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.one_of(scheduled(), elaborate()), st.data())
 def test_nothing_can_end_after_what_follows_it_starts(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
@@ -757,7 +758,7 @@ def test_nothing_can_end_after_what_follows_it_starts(
     assert ("dependency", follower) in {(v.rule, v.place) for v in violations}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(elaborate(), st.data())
 def test_no_action_can_be_left_out_doubled_or_renamed(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
@@ -1086,7 +1087,7 @@ def test_a_layer_that_knows_only_its_whole_backward_is_named() -> None:
         (also("0F0", "UPDATE"), "the optimizer's step takes no time here"),
         (also("0F0", "SEND_F", sources=("g0", "g1"), targets=("g0", "g1"), bytes=1.0),
          "the same devices run this microbatch in both stages"),
-        (also("0I1", "B"), "the backward stands as I and W"),
+        (also("0I1", "B"), "the backward is split into I and W"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_rich_plan(damage: Damage, message: str) -> None:

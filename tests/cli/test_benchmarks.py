@@ -126,6 +126,7 @@ def small_network(memory_bytes: float, bandwidth: float, seed: int = 0) -> Pipel
     return PipelineProblem(chain, cluster, 8)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("memory", [4e8, 5e8, 6e8, 8e8, 1e10])
 @pytest.mark.parametrize("bandwidth", [5e6, 1e9])
 @pytest.mark.parametrize("seed", [0, 1])

@@ -13,9 +13,10 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
+from profiles import examples
 
 import stagewright
 from stagewright.executor.drawing.chart import png, write_png
@@ -74,7 +75,7 @@ def wide_plan() -> PipelinePlan:
     return certified(problem, valid_plan(problem, stages))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_every_action_is_drawn_once_on_its_row(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     _, plan = case
@@ -125,7 +126,7 @@ def test_a_device_names_all_its_stages() -> None:
     assert "stages 0, 2" in page(certified(problem, plan))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_in_flight_counts_what_has_started_and_not_ended(
     case: tuple[PipelineProblem, PipelinePlan],

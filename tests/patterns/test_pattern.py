@@ -6,8 +6,9 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from scipy.optimize import linprog
 
 from stagewright.formulations.forms.answers import Limits, Progress, Status
@@ -184,7 +185,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems(), st.sampled_from([0.37, 2.0, 1000.0]))
 def test_what_must_hold_between_problems(problem, factor):
     answer = best_pattern(problem, LIMITS)
@@ -204,7 +205,7 @@ def test_what_must_hold_between_problems(problem, factor):
     assert best_pattern(scaled, LIMITS).period == pytest.approx(factor * answer.period, rel=2e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems())
 def test_on_devices_of_their_own_1f1b_star_is_optimal(problem):
     n = len(problem.forward)
@@ -214,7 +215,7 @@ def test_on_devices_of_their_own_1f1b_star_is_optimal(problem):
     assert best_pattern(own, LIMITS).period == pytest.approx(least_period(own), rel=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(problems(), st.floats(1.0, 3.0), st.booleans())
 def test_memory_by_orders_is_memory_by_times(problem, longer, backward_first):
     problem = replace(problem, microbatches=50)  # list schedules do not look at versions

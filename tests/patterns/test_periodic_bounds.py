@@ -5,10 +5,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from periodic_plans import checked_plan
 from plans import small_problem
+from profiles import examples
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.one_f_one_b import (
@@ -49,7 +50,7 @@ def contiguous(draw: st.DrawFn) -> tuple[PipelineProblem, tuple[Stage, ...], int
 
 
 @given(contiguous())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_plan_undercuts_a_bound(case: tuple[PipelineProblem, tuple[Stage, ...], int]):
     problem, stages, size = case
     asked = pattern_problem(problem, stages)

@@ -11,10 +11,11 @@ from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from periodic_oracles import brute_force_period, faults, naive_check, pattern_line
 from periodic_plans import checked_plan
+from profiles import examples
 
 from stagewright.executor.drawing.periods import iteration_seconds
 from stagewright.executor.simulation.simulate import simulate
@@ -45,7 +46,7 @@ from stagewright.solvers.planning import plan
 
 PROOFS = Path(__file__).parents[2] / "../shared/data/proofs"
 CLOSE = 3e-6
-quick = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+quick = examples(20, suppress_health_check=list(HealthCheck))
 
 Times = tuple[float, float, float, float, float]  # forward, backward, update, saved, parameters
 

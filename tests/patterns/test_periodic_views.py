@@ -9,10 +9,11 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from periodic_plans import periodic, placed_plan, plan_by_hand, stages_on
 from plans import small_problem
+from profiles import examples
 from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
@@ -84,7 +85,7 @@ def test_a_run_has_every_action_once_and_reduces_at_the_end_of_every_iteration(
     assert starts == pytest.approx([ends["3B2"], ends["3B6"], ends["3B10"]])
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic())
 def test_what_follows_directly_begins_at_that_instant(case: Case) -> None:
     """No rounding lets a microbatch begin before the other has ended."""
@@ -122,7 +123,7 @@ def test_a_run_by_hand() -> None:
     assert run.drain_seconds == ends[f"0B{last}"] - ends[f"0F{last}"]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(periodic())
 def test_without_jitter_nothing_is_later_than_planned(case: Case) -> None:
     problem, plan = case
@@ -231,7 +232,7 @@ def test_the_picture_has_warm_up_whole_periods_and_drain() -> None:
     assert iteration_seconds(plan) == 16
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic())
 def test_whole_periods_repeat_each_other(case: Case) -> None:
     _, plan = case
@@ -261,7 +262,7 @@ def test_transfers_over_one_link_have_one_row(shared: Case) -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic())
 def test_in_flight_is_what_the_memory_was_planned_for(case: Case) -> None:
     problem, plan = case
@@ -350,7 +351,7 @@ def iterations_to_settle(plan: PipelinePlan) -> int:
     return 3 * steady_microbatches(pattern_of(plan)) // plan.microbatches + 2
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic())
 def test_a_run_in_proportion_gives_that_ratio_everywhere(case: Case) -> None:
     problem, plan = case
@@ -403,7 +404,7 @@ def test_the_first_iteration_warms_the_machine_up() -> None:
     assert [layer.costs[0].forward_seconds for layer in corrected.layers] == [1.5, 1.5, 1.5]
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic(), st.integers(1, 12))
 def test_the_end_of_the_longest_run_is_drawn(case: Case, iterations: int) -> None:
     _, plan = case

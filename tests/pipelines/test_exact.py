@@ -6,9 +6,10 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import all_stages, brute_force_joint, brute_force_makespan
+from profiles import examples
 from strategies import PROBLEMS
 
 from stagewright.formulations.forms.answers import Limits
@@ -28,7 +29,7 @@ ROUNDING = 1e-9  # relative, of sums of floats
 MS, MB, GB = 1e-3, 1e6, 1e9
 
 
-slow = settings(max_examples=25, deadline=None, derandomize=True)
+slow = examples(25, derandomize=True)
 
 
 def chain(
@@ -164,7 +165,7 @@ class TestTree:
 
 class TestOptimum:
     @pytest.mark.parametrize("problems", PROBLEMS)
-    @settings(slow, max_examples=40)
+    @examples(40, parent=slow)
     @given(st.data())
     def test_brute_force(self, problems, data):
         problem = data.draw(PROBLEMS[problems]())
