@@ -19,7 +19,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stagewright.executor.simulation.simulate import Simulation
+    from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.forms.answers import StopToken

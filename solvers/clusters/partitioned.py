@@ -20,12 +20,12 @@ from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
     check,
-    server_rows,
     throughput,
 )
 from stagewright.formulations.clusters.policies import makespan, max_min
 from stagewright.formulations.clusters.policies.levels import level_program
 from stagewright.formulations.clusters.polytope import group_by, polytope
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError

@@ -28,8 +28,8 @@ from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.drawing.timeline import StageSummary
-    from stagewright.executor.simulation.simulate import PeriodicRun, Simulation
+    from stagewright.executor.drawing.summary import StageSummary
+    from stagewright.executor.simulation.results import PeriodicRun, Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.plans.pipeline import PipelineProblem
     from stagewright.formulations.plans.plan import (
@@ -153,8 +153,8 @@ def show(
 ) -> int:
     """Draw a plan, or print its summary where no file is asked for."""
     from stagewright.executor.drawing.chart import write_png
+    from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
-    from stagewright.executor.drawing.timeline import write_trace
     from stagewright.formulations.plans.plan import load_plan
 
     answer = load_plan(plan)
@@ -231,7 +231,8 @@ def class_json(plans: "PlanClass | None") -> dict[str, Any] | None:
 
 def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     """Print the stages of a plan and its certificate; layers by name where the chain is known."""
-    from stagewright.executor.drawing.timeline import headline, summarise
+    from stagewright.executor.drawing.summary import summarise
+    from stagewright.executor.drawing.timeline import headline
     from stagewright.formulations.plans.plan import PeriodicSchedule
 
     is_periodic = isinstance(plan.schedule, PeriodicSchedule)
@@ -265,7 +266,8 @@ def _manner(stage: "Stage") -> str:
 
 
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
-    from stagewright.executor.drawing.timeline import shared_text, shifts_text, shorten_devices
+    from stagewright.executor.drawing.summary import shared_text, shifts_text
+    from stagewright.executor.drawing.timeline import shorten_devices
     from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     peak = "-" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)
@@ -346,7 +348,7 @@ def _simulation_json(
     stragglers: dict[str, float],
     seed: int,
 ) -> dict[str, Any]:
-    from stagewright.executor.drawing.timeline import iteration_seconds
+    from stagewright.executor.drawing.periods import iteration_seconds
 
     run = outcome.periodic
     return {
@@ -368,14 +370,15 @@ def _simulation_json(
 
 def _slowdown(plan: "PipelinePlan", outcome: "Simulation") -> float:
     """The simulated time in terms of the plan's; nothing is slower where nothing takes time."""
-    from stagewright.executor.drawing.timeline import iteration_seconds
+    from stagewright.executor.drawing.periods import iteration_seconds
 
     planned = iteration_seconds(plan)
     return outcome.iteration_seconds / planned if planned else 1.0
 
 
 def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
-    from stagewright.executor.drawing.timeline import iteration_seconds, shorten_devices
+    from stagewright.executor.drawing.periods import iteration_seconds
+    from stagewright.executor.drawing.timeline import shorten_devices
     from stagewright.graphs.documents.units import format_seconds
 
     def of_stage(devices: Sequence[str]) -> tuple[str, str]:
@@ -399,7 +402,7 @@ def _print_simulation(plan: "PipelinePlan", outcome: "Simulation") -> None:
 
 
 def _run_lines(plan: "PipelinePlan", run: "PeriodicRun") -> list[str]:
-    from stagewright.executor.drawing.timeline import iteration_seconds
+    from stagewright.executor.drawing.periods import iteration_seconds
     from stagewright.graphs.documents.units import format_seconds
 
     planned = iteration_seconds(plan) / plan.microbatches

@@ -30,7 +30,8 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stagewright.executor.clusters.simulation import ClusterTimeline, Progress
+    from stagewright.executor.clusters.simulation import Progress
+    from stagewright.executor.clusters.timeline import ClusterTimeline
     from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
     from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
 
@@ -99,7 +100,8 @@ def simulate_cluster(
     as_json: JsonFlag = False,
 ) -> int:
     """Simulate a cluster's rounds on a trace: completion times, fairness, cost, utilisation."""
-    from stagewright.executor.clusters.simulation import Rules, outages
+    from stagewright.executor.clusters.outages import outages
+    from stagewright.executor.clusters.rules import Rules
     from stagewright.executor.clusters.simulation import simulate_cluster as simulate
     from stagewright.solvers.clusters.policies import policy_named
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
+from profiles import examples
 from specified import specify, specify_agnostic
 from strategies_allocation import Case, random_case
 
@@ -13,9 +14,9 @@ from stagewright.formulations.clusters.allocation import (
     AllocationProblem,
     check,
     problem_of,
-    server_rows,
     throughput,
 )
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, PairRate, Rate, Throughputs, Workload
@@ -52,7 +53,7 @@ OTHERS = (
 # What these optimise, if anything, the thesis does not state as an optimisation problem.
 RULES_OF_THUMB = ("isolated", "static-partition", "allox", "gandiva")
 
-small = settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
+small = examples(6, derandomize=True)
 
 
 def specified(case: Case) -> Setting:
@@ -106,7 +107,7 @@ def test_min_cost_with_deadlines(case: Case):
 
 
 @pytest.mark.parametrize("times", [0.5, 1.0, 1.3, 10.0])
-@settings(parent=small, max_examples=3)
+@examples(3, parent=small)
 @given(case=random_case())
 def test_makespan_within_a_budget(times: float, case: Case):
     """Budgets of so many times what all steps cost where they cost least."""
@@ -122,7 +123,7 @@ def test_makespan_within_a_budget(times: float, case: Case):
         agree("makespan-budget", case, answer.objective, budget_dollars=budget)
 
 
-@settings(parent=small, max_examples=4)
+@examples(4, parent=small)
 @given(case=random_case(max_jobs=4))
 def test_water_filling_gives_every_job_what_the_thesis_does(case: Case):
     """Unlike X, the throughputs of which none can be raised without a poorer job's loss are one."""
@@ -132,7 +133,7 @@ def test_water_filling_gives_every_job_what_the_thesis_does(case: Case):
     np.testing.assert_allclose(reached, answer.throughput, rtol=1e-5, atol=1e-6)
 
 
-@settings(parent=small, max_examples=4)
+@examples(4, parent=small)
 @given(case=random_case(max_jobs=4, entities=True))
 def test_hierarchical_gives_every_job_what_the_thesis_does(case: Case):
     answer = statements.hierarchical(specified(case))
@@ -141,7 +142,7 @@ def test_hierarchical_gives_every_job_what_the_thesis_does(case: Case):
     np.testing.assert_allclose(reached, answer.throughput, rtol=1e-5, atol=1e-6)
 
 
-@settings(parent=small, max_examples=3)
+@examples(3, parent=small)
 @given(case=random_case(max_jobs=4))
 def test_water_filling_of_time_alone(case: Case):
     alike = specify_agnostic(case.problem, case.workload.throughputs, alike=False)

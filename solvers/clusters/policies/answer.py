@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, server_rows
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.documents.arrays import Floats
 

@@ -14,8 +14,9 @@ import cvxpy as cp
 import numpy as np
 from scipy import sparse
 
-from stagewright.formulations.clusters.allocation import AllocationProblem, RateTable, server_rows
+from stagewright.formulations.clusters.allocation import AllocationProblem
 from stagewright.formulations.clusters.policies.cost import prices
+from stagewright.formulations.clusters.rates import RateTable, server_rows
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.models import Convex
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
