@@ -394,7 +394,7 @@ def _sent(stages: Sequence[Stage], s: int, microbatches: int) -> list[bool]:
 
 def _broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
     """The plan answers this problem, and its stages tile the layers on devices that there are."""
-    if plan.digest != problem.digest:
+    if not plan.answers(problem.digest):
         yield Violation(
             "digest", "digest", "the plan answers another model, cluster or number of microbatches"
         )

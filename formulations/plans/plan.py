@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from stagewright.formulations.plans.envelope import Claim, Envelope
 from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -248,7 +249,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelinePlan:
+class PipelinePlan(Envelope):
     """A plan for one training iteration of a model on a cluster.
 
     ``digest`` names the problem (model, cluster, microbatches) that the plan answers, ``layers``
@@ -267,7 +268,6 @@ class PipelinePlan:
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
-    digest: str
     planner: str
     model: str
     cluster: str
@@ -288,6 +288,19 @@ class PipelinePlan:
             raise InputError("a plan needs at least one stage")
         if self.microbatches < 1:
             raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+
+    @property
+    def made_by(self) -> str:
+        """The planner."""
+        return self.planner
+
+    @property
+    def claim(self) -> Claim | None:
+        """Seconds of an iteration, and the bound on the plan's class."""
+        proof = self.certificate
+        if proof is None:
+            return None
+        return Claim(proof.cost_seconds, proof.bound_seconds, proof.proved_by)
 
     @property
     def actions(self) -> tuple[ScheduledAction, ...]:
