@@ -295,7 +295,7 @@ def rounds(
     from stagewright.solvers.clusters.policies import allocate as solve
 
     if given is not None:
-        if given.digest != digest_of(workload, pool):
+        if not given.answers(digest_of(workload, pool)):
             raise InputError(f"{allocation}: answers other jobs, or another cluster")
         policy, target = given.policy, allocation_of(given, problem)
     else:

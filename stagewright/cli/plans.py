@@ -324,7 +324,7 @@ def _read_plan(plan: Path, model: Path, cluster: Path) -> "tuple[PipelinePlan, P
 
     answer = load_plan(plan)
     problem = read_problem(model, cluster, answer.microbatches, answer.memory_limit_bytes)
-    if answer.digest != problem.digest:
+    if not answer.answers(problem.digest):
         raise InputError(
             f"{plan} is a plan for another problem: it was made for {answer.model} on "
             f"{answer.cluster}, and its digest is not that of {model} and {cluster} with "
