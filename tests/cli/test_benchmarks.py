@@ -16,8 +16,9 @@ from benchmarks import auto, madpipe, partition, periodic, pipedream, report, sp
 from stagewright.executor.export.pipelines import one_forward_one_backward
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.patterns.pattern import kept_bytes, static_bytes
+from stagewright.formulations.patterns.pattern import static_bytes
 from stagewright.formulations.plans.actions import COMPUTE
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.machines.cluster import Link, uniform_servers

@@ -31,6 +31,7 @@ from stagewright.executor.drawing.timeline import (
 )
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_action
+from stagewright.formulations.plans.memory import static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
     Guarantee,
@@ -163,7 +164,7 @@ def test_the_summary_gives_the_cost_models_figures() -> None:
     assert first.layers == (0, 2)
     seconds = problem.compute_seconds(0, 2, (0, 1))
     assert (first.forward_seconds, first.backward_seconds) == pytest.approx(seconds)
-    memory = problem.static_bytes(0, 2, 2) + first.in_flight * problem.saved_bytes(0, 2, 2)
+    memory = static_bytes(problem, 0, 2, 2) + first.in_flight * problem.saved_bytes(0, 2, 2)
     assert first.peak_memory_bytes == pytest.approx(memory)
     assert summarise(plan)[0].peak_memory_bytes is None
 

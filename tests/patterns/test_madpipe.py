@@ -25,7 +25,8 @@ from stagewright.formulations.patterns.madpipe import (
     contiguous,
     delayed,
 )
-from stagewright.formulations.patterns.pattern import kept_bytes, pattern_problem, static_bytes
+from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan

@@ -28,9 +28,11 @@ from stagewright.executor.export.options import Options
 from stagewright.executor.measuring.compare import compare, measured_plan
 from stagewright.executor.measuring.correction import correct
 from stagewright.executor.programs.trace import Trace, TracedStep, load_trace, save_trace
-from stagewright.executor.simulation.simulate import Deadlock, simulate
+from stagewright.executor.simulation.events import Deadlock
+from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.memory import static_bytes
 from stagewright.formulations.plans.periodic import steady_microbatches
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, save_plan
@@ -273,7 +275,7 @@ def test_in_flight_is_what_the_memory_was_planned_for(case: Case) -> None:
         if line.shares_with or shares > 1:
             continue
         start, stop = line.layers
-        static = problem.static_bytes(start, stop, 1) + problem.gradient_bytes(start, stop)
+        static = static_bytes(problem, start, stop, 1) + problem.gradient_bytes(start, stop)
         memory = static + line.in_flight * problem.saved_bytes(start, stop, 1)
         assert line.peak_memory_bytes == pytest.approx(memory), s
 

@@ -15,6 +15,7 @@ from strategies import PROBLEMS
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.joint import JointPlanning, Prefix
 from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -137,7 +138,7 @@ class TestTree:
         assert found == {
             canonical(problem.cluster, plan)
             for plan in all_stages(problem, allow_idle=True)
-            if all(problem.in_flight_limit(*stage) > 0 for stage in plan)
+            if all(in_flight_limit(problem, *stage) > 0 for stage in plan)
         }
 
     @pytest.mark.parametrize("problems", PROBLEMS)

@@ -10,7 +10,7 @@ from strategies import random_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.bounds import blocks_of
-from stagewright.formulations.pipelines.makespan import InvalidPlan, MakespanProblem, Timetable
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.makespan_models import (
     CP_SAT,
     ByDisjunctions,
@@ -19,6 +19,7 @@ from stagewright.formulations.pipelines.makespan_models import (
     earliest,
     timetable_of,
 )
+from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.backend import BACKENDS, solve
 from stagewright.solvers.pipelines import scheduling
 from stagewright.solvers.pipelines.forward_backward import dispatch, improve

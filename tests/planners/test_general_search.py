@@ -128,6 +128,7 @@ def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
         found = best_schedule(work, endings, rules_for(work))
         assert found is not None
         plan = assemble(problem, "list", structure.stages, found.starts)
+        assert not check(problem, plan)
         assert simulate(problem, plan).iteration_seconds <= found.seconds * (1 + 1e-9)
 
 
@@ -220,7 +221,7 @@ def test_planners_recompute_everywhere(planner: str, way: str) -> None:
 def test_what_a_planner_cannot_do_is_refused_with_those_that_can() -> None:
     chain, cluster = _chain(2, 1.0), uniform_servers(1, 2, Link(1e9))
     for planner, choices, able in (
-        ("spp", Choices(offload=True), "auto"),
+        ("spp", Choices(group_size=1), "madpipe"),
         ("madpipe", Choices("layer"), "general"),
         ("auto", Choices(period_seconds=1.0), "madpipe"),
     ):

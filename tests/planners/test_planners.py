@@ -375,7 +375,10 @@ class TestAuto:
     def test_never_worse_than_another_planner(self, problem):
         best = plan(problem, "auto", LIMITS)
         # The general search alone has twice the time that it has here, and may find more in it.
-        rivals = {one.name for one in PLANNERS.values() if not one.periodic} - {"auto", "general"}
+        rivals = {one.name for one in PLANNERS.values() if not one.options.period_seconds} - {
+            "auto",
+            "general",
+        }
         for name in sorted(rivals):
             other = plan(problem, name, LIMITS)
             assert other.cost is None or best.cost <= other.cost * (1 + TICKS), name

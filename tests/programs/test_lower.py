@@ -55,8 +55,8 @@ from stagewright.formulations.plans.plan import (
     Schedule,
     ScheduledAction,
     Stage,
-    Weights,
 )
+from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F, B, I = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT

@@ -39,7 +39,7 @@ from stagewright.executor.programs.program import (
 from stagewright.executor.programs.verify import Footprint, InvalidProgram, peak_bytes, verify
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
-from stagewright.formulations.plans.plan_class import Weights
+from stagewright.formulations.plans.weight_rules import Weights
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
