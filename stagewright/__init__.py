@@ -19,7 +19,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stagewright.executor.simulation.simulate import Simulation
+    from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.forms.answers import StopToken
@@ -184,6 +184,7 @@ def allocate(
     placement: bool = False,
     budget_dollars: float | None = None,
     time_limit: float = 60.0,
+    backend: str | None = None,
 ) -> "AllocationResult":
     """Divide the accelerators of ``pool`` among the jobs of ``workload``.
 
@@ -202,6 +203,9 @@ def allocate(
         For the policy ``makespan-budget``.
     time_limit
         Seconds.
+    backend
+        Solver of the linear programs, such as ``pulp-cbc``; ``cvxpy`` solves the policy's program
+        as the thesis states it, with duals, for small clusters.
 
     Returns
     -------
@@ -229,7 +233,7 @@ def allocate(
         require_amount(budget_dollars, "budget_dollars")
     limits = require_limits(Limits(time_limit))
     problem = problem_of(workload, pool, space_sharing=space_sharing, placement=placement)
-    return solve(problem, policy, limits, budget_dollars=budget_dollars)
+    return solve(problem, policy, limits, budget_dollars=budget_dollars, backend=backend)
 
 
 def _problem(

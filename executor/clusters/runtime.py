@@ -20,7 +20,7 @@ import numpy as np
 
 from stagewright.executor.clusters.job_store import JobRecord
 from stagewright.executor.clusters.lease_server import LeaseServer
-from stagewright.executor.clusters.leased import CurrentRound, LeasedJob, measurements
+from stagewright.executor.clusters.leased import CurrentRound, LeasedJob, measurements, place_of
 from stagewright.executor.clusters.leases import Lease
 from stagewright.executor.clusters.rates import has_moved, measured, surviving
 from stagewright.executor.clusters.ray_ranks import (
@@ -223,7 +223,7 @@ class _Scheduler:
         progress = call(self.server, "progress")
         if self.feedback:
             self._measure(progress)
-        table = self._surviving()
+        table = surviving(self.table, [len(each) for each in in_order])
         runnable = self._runnable(table)
         planned = (runnable, table.alone.any(axis=0).tolist(), table.pool)
         if planned != self.planned or has_moved(self.table, self.planned_with):
@@ -254,9 +254,6 @@ class _Scheduler:
         jobs = [self.jobs[job] for job in runnable]
         return problem_after(jobs, table, np.array(done), call(self.server, "seconds"))
 
-    def _surviving(self) -> RateTable:
-        return surviving(self.table, [len(each) for each in self.accelerators.in_order()])
-
     def _measure(self, progress: Mapping[str, tuple[int, float]]) -> None:
         """Move the table's rates towards those of the jobs with a lease."""
         rates = {
@@ -282,7 +279,7 @@ class _Scheduler:
         self.records[job] = record
         number = self.table.workers[assignment.worker].accelerator
         name = self.table.pool.accelerators[number].name
-        place = (assignment.worker, assignment.accelerators, len(assignment.jobs))
+        place = place_of(assignment)
         out = LeasedJob(record.epoch, [], [], *place)
         for rank, accelerator in enumerate(assignment.accelerators):
             lease = Lease(
@@ -298,18 +295,15 @@ class _Scheduler:
                 RemoteScheduler(self.server),
             )
             node = self.accelerators.node(number, accelerator)
-            part = 1 / out.sharing
             out.nodes.append(node)
-            out.refs.append(self.accelerators.run(node, name, part, self.programs[job], lease))
+            out.refs.append(
+                self.accelerators.run(node, name, 1 / out.sharing, self.programs[job], lease)
+            )
         return out
 
     def _renew(self, following: Sequence[Assignment]) -> None:
         """Who stays on the same accelerators, as many to share them, goes on without a stop."""
-        places = {
-            job: (assignment.worker, assignment.accelerators, len(assignment.jobs))
-            for assignment in following
-            for job in assignment.jobs
-        }
+        places = {job: place_of(assignment) for assignment in following for job in assignment.jobs}
         names = [
             self.jobs[job].name for job, out in self.leased.items() if places.get(job) == out.place
         ]
@@ -392,11 +386,7 @@ class _Scheduler:
             for assignment in current
         ]
         had = [
-            (
-                job,
-                assignment.worker,
-                seconds if job in self.leased else self.round.ran.get(job, 0.0),
-            )
+            (job, assignment.worker, self._seconds(job, seconds))
             for assignment in current
             for job in assignment.jobs
         ]

@@ -54,6 +54,14 @@ Placement = Annotated[
 Budget = Annotated[
     float | None, typer.Option("--budget", help="Dollars, for makespan-budget.", metavar="DOLLARS")
 ]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Solver of the linear programs, e.g. pulp-cbc; cvxpy: the thesis's own program.",
+        metavar="NAME",
+    ),
+]
 
 
 def allocate(
@@ -63,6 +71,7 @@ def allocate(
     space_sharing: SpaceSharing = False,
     placement: Placement = False,
     budget: Budget = None,
+    backend: Backend = None,
     time_limit: TimeLimit = 60.0,
     output: OutputFile = None,
     as_json: JsonFlag = False,
@@ -74,7 +83,7 @@ def allocate(
     workload, pool, problem = read_allocation_problem(jobs, cluster, space_sharing, placement)
     from stagewright.solvers.clusters.policies import allocate as solve
 
-    result = solve(problem, policy, limits, budget_dollars=budget)
+    result = solve(problem, policy, limits, budget_dollars=budget, backend=backend)
     plan = _plan_of(workload, pool, problem, result, space_sharing, placement)
     if output is not None and plan is not None:
         save_allocation(plan, output)
@@ -194,6 +203,7 @@ def _allocation_json(
         "proved_by": result.proved_by,
         "notes": list(result.notes),
         "utilisation": _utilisation(problem, result),
+        "duals": None if result.duals is None else result.duals.named(problem),
         "allocation": None if plan is None else [_share_json(share) for share in plan.shares],
     }
 
@@ -227,6 +237,9 @@ def _print_allocation(problem: "AllocationProblem", result: "AllocationResult") 
     if result.proved_by is not None:
         print_lines(f"bound by {result.proved_by}")
     print_lines(*result.notes)
+    if result.duals is not None:
+        prices = result.duals.named(problem)["accelerators"].items()
+        print_lines("duals: " + ", ".join(f"{name} {price:.6g}" for name, price in prices))
     if result.allocation is None:
         return
     from stagewright.formulations.clusters.allocation import throughput

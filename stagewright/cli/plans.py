@@ -29,7 +29,7 @@ from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.executor.drawing.summary import StageSummary
-    from stagewright.executor.simulation.simulate import PeriodicRun, Simulation
+    from stagewright.executor.simulation.results import PeriodicRun, Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.plans.pipeline import PipelineProblem
     from stagewright.formulations.plans.plan import (
