@@ -56,7 +56,10 @@ def _solved(
 ) -> AllocationResult:
     limits = request.limits(stop)
     if request.parts is None:
-        return solve(problem, request.policy, limits, budget_dollars=request.budget_dollars)
+        budget = request.budget_dollars
+        return solve(
+            problem, request.policy, limits, budget_dollars=budget, backend=request.backend
+        )
     from stagewright.solvers.clusters.partitioned import allocate_partitioned, in_process, on_ray
 
     spread = on_ray if request.at_once else in_process
@@ -78,6 +81,7 @@ def _answer(
         proved_by=result.proved_by,
         notes=result.notes,
         utilisation=_utilisation(problem, result),
+        duals=None if result.duals is None else result.duals.named(problem),
         allocation=shares,
         problem=problem,
         result=result,

@@ -9,7 +9,7 @@ from stagewright.service.answers import CARRIED, Answer, Finite
 
 if TYPE_CHECKING:
     from stagewright.executor.clusters.report import ClusterReport
-    from stagewright.executor.clusters.simulation import ClusterTimeline
+    from stagewright.executor.clusters.timeline import ClusterTimeline
     from stagewright.formulations.clusters.allocation import AllocationProblem
     from stagewright.formulations.clusters.allocation_plan import AllocationPlan
     from stagewright.graphs.workloads.jobs import Workload
@@ -48,6 +48,7 @@ class AllocateAnswer(Answer):
     proved_by: str | None
     notes: tuple[str, ...]
     utilisation: dict[str, float] | None
+    duals: dict[str, Any] | None
     allocation: tuple[ShareAnswer, ...] | None
     problem: Annotated[AllocationProblem, CARRIED]
     result: Annotated[AllocationResult, CARRIED]

@@ -22,6 +22,7 @@ def _require_pairs(workload: Workload, space_sharing: bool) -> None:
 class AllocateRequest(Search):
     """Divide the accelerators of a pool among jobs; with ``parts`` in so many parts (POP).
 
+    ``backend`` solves the linear programs; ``cvxpy`` solves the policy's program as it is stated.
     ``at_once`` solves the parts on Ray. ``seed`` decides how jobs are dealt to parts.
     """
 
@@ -31,6 +32,7 @@ class AllocateRequest(Search):
     space_sharing: bool = False
     placement: bool = False
     budget_dollars: float | None = None
+    backend: str | None = None
     parts: int | None = None
     at_once: bool = False
     time_limit: float = 60.0
@@ -42,6 +44,8 @@ class AllocateRequest(Search):
             require_amount(self.budget_dollars, "budget_dollars")
         if self.parts is not None and self.budget_dollars is not None:
             raise InputError("budget_dollars is for a policy that is not solved in parts")
+        if self.parts is not None and self.backend is not None:
+            raise InputError("backend is for a policy that is not solved in parts")
         if self.at_once and self.parts is None:
             raise InputError("at_once is for parts: say how many")
         return self

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from stagewright.executor.clusters.report import ClusterReport
-from stagewright.executor.clusters.runtime import ClusterJob, Program
 from stagewright.executor.clusters.runtime import run_cluster as run
+from stagewright.executor.clusters.workload import ClusterJob, Program
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.allocating import policy_allocator
 from stagewright.service.cluster_answers import (

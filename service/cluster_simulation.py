@@ -5,8 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.executor.clusters.simulation import ClusterTimeline, Progress, Rules, outages
+from stagewright.executor.clusters.outages import outages
+from stagewright.executor.clusters.rules import Rules
+from stagewright.executor.clusters.simulation import Progress
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
+from stagewright.executor.clusters.timeline import ClusterTimeline
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
 from stagewright.graphs.workloads.poisson import Arrivals

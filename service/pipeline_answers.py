@@ -7,7 +7,7 @@ from stagewright.service.answers import CARRIED, Answer, Finite
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.compare import Comparison
-    from stagewright.executor.simulation.simulate import Simulation
+    from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.pipelines.makespan import MakespanProblem

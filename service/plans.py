@@ -116,7 +116,7 @@ def simulate(request: SimulateRequest) -> SimulateAnswer:
     InvalidPlan
         If the order cannot be run; the message names what is wrong with it.
     """
-    from stagewright.executor.drawing.timeline import iteration_seconds
+    from stagewright.executor.drawing.periods import iteration_seconds
     from stagewright.executor.simulation.simulate import simulate as run
 
     options = {"jitter": request.jitter, "stragglers": request.stragglers, "seed": request.seed}

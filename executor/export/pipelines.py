@@ -7,6 +7,7 @@ from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.verify import verify
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
+from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.graphs.documents.errors import InputError
 
 Order = tuple[Action, ...]
@@ -76,7 +77,7 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
 
 def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False) -> None:
     """Refuse weights that change within an iteration or late and, unless known, recomputation."""
-    if plan.weights != "flush":
+    if plan.weight_rule != FLUSH:
         raise InputError(
             f"weights {plan.weights!r}: {framework} updates once per iteration; plan with 'flush'"
         )

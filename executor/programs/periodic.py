@@ -117,7 +117,7 @@ def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | Periodic
 
 
 def _require_weights(plan: PipelinePlan) -> None:
-    if plan.weights != "double-buffer":
+    if not plan.weight_rule.may_overlap:
         raise InvalidPlan(f"{plan.weights!r} weights, a periodic plan needs 'double-buffer'")
     for s, stage in enumerate(plan.stages):
         if stage.turns > 1:

@@ -40,16 +40,18 @@ class StopToken(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long and with what a backend may work; ``seed`` and ``threads`` as in CP-SAT.
+    """How long and with what a search may work; ``seed`` and ``threads`` as in CP-SAT.
 
     ``stop`` ends the work before ``seconds`` are over, once it is set; searches look at it as often
-    as they look at the time.
+    as they look at the time. ``backend`` names the solver of forms that several accept; None is
+    the default for each.
     """
 
     seconds: float = 10.0
     threads: int = 1
     seed: int = 0
     stop: StopToken | None = None
+    backend: str | None = None
 
     def stopped(self) -> bool:
         """Whether the work is to end, whatever time is left."""

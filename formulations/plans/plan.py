@@ -7,21 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication, Weights
+from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication
+from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, WeightRule, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount
 
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
-
-
-def updates_every_round(weights: str) -> bool:
-    """Whether weights of this semantics change within the iteration, after every microbatch.
-
-    Where a stage's devices take turns, after every round of them.
-    """
-    return weights.startswith("stash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +53,11 @@ class Stage:
         if self.replication == "split":
             return self.devices
         return (self.devices[microbatch % len(self.devices)],)
+
+    @property
+    def lanes(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of runners that take turns: microbatch m runs on lane m mod their number."""
+        return tuple(self.runners(m) for m in range(self.turns))
 
     @property
     def turns(self) -> int:
@@ -288,6 +286,11 @@ class PipelinePlan:
             raise InputError("a plan needs at least one stage")
         if self.microbatches < 1:
             raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+
+    @property
+    def weight_rule(self) -> WeightRule:
+        """What ``weights`` means."""
+        return WEIGHT_RULES[self.weights]
 
     @property
     def actions(self) -> tuple[ScheduledAction, ...]:

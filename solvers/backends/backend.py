@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, overload
 
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, silent
-from stagewright.formulations.forms.models import Intervals, LinearProgram
+from stagewright.formulations.forms.models import Convex, Intervals, LinearProgram
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 
@@ -52,6 +52,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("pulp-highs", LinearProgram, _late("pulp_milp", "run_highs")),
         Backend("pulp-cbc", LinearProgram, _late("pulp_milp", "run_cbc")),
         Backend("pdlp", LinearProgram, _late("pdlp", "run"), integers=False),
+        Backend("cvxpy", LinearProgram, _late("cvxpy_linear", "run")),
+        Backend("cvxpy-convex", Convex, _late("cvxpy_convex", "run")),
     )
 }
 
@@ -65,7 +67,7 @@ def solve(
 ) -> Answer[Ints]: ...
 @overload
 def solve(
-    form: LinearProgram,
+    form: LinearProgram | Convex,
     backend: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
     on_progress: OnProgress = silent,
@@ -76,7 +78,12 @@ def solve(
     limits: Limits = DEFAULT_LIMITS,
     on_progress: OnProgress = silent,
 ) -> Answer[Any]:
-    """Hand ``form`` to a backend (default: the first that accepts it) and return its answer.
+    """Hand ``form`` to a backend and return its answer.
+
+    Parameters
+    ----------
+    backend
+        Its name; without one that of ``limits``, and without that the first that accepts the form.
 
     Raises
     ------
@@ -85,7 +92,7 @@ def solve(
     UnknownStatusError
         If the solver ends in a way that the backend does not know.
     """
-    return _choose(form, backend).run(form, limits, on_progress)
+    return _choose(form, backend or limits.backend).run(form, limits, on_progress)
 
 
 def _choose(form: Any, name: str | None) -> Backend:

@@ -29,6 +29,7 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
 )
 from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.planners.uniform import UniformPlanner
 
 PRECISION = 2e-7  # relative; plans that are better by less are not looked for
 FIRST_SECONDS = 1.0  # CP-SAT's first time limit for a schedule; every further turn has
@@ -257,3 +258,11 @@ def _row(scheduling: MakespanProblem) -> np.ndarray[tuple[int], np.dtype[np.floa
         scheduling.forward, scheduling.backward, scheduling.send_forward,
         scheduling.send_backward, scheduling.reduce, limits,
     ])  # fmt: skip
+
+
+PLANNER = UniformPlanner(
+    "exact",
+    "partition, mapping and order at once, for small cases",
+    "joint branch and bound over CP-SAT schedules",
+    plan_exact,
+)

@@ -37,6 +37,7 @@ from stagewright.solvers.planners.proposal import (
     shortage,
 )
 from stagewright.solvers.planners.refine import refine
+from stagewright.solvers.planners.uniform import UniformPlanner
 
 # From this many (devices x layers) on, W is settled to 2 % of the recurrence's optimum, not to
 # its last bit: a pass of the kernel then takes seconds.
@@ -313,3 +314,11 @@ def _notes(
         f"{by_path} by the shortest path of a microbatch",
         *([f"stopped by {search.limits.end}"] if late else []),
     )
+
+
+PLANNER = UniformPlanner(
+    "spp",
+    "device order by min-cuts, balanced partition, list schedule, best number of stages",
+    "Luo et al., INFOCOM 2022",
+    plan_spp,
+)

@@ -57,6 +57,15 @@ Budget = Annotated[
     float | None, typer.Option("--budget", help="Dollars, for makespan-budget.", metavar="DOLLARS")
 ]
 
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Solver of the linear programs, e.g. pulp-cbc; cvxpy: the thesis's own program.",
+        metavar="NAME",
+    ),
+]
+
 
 def allocate(
     jobs: JobsFile,
@@ -65,6 +74,7 @@ def allocate(
     space_sharing: SpaceSharing = False,
     placement: Placement = False,
     budget: Budget = None,
+    backend: Backend = None,
     parts: Annotated[
         int | None,
         typer.Option(
@@ -94,6 +104,7 @@ def allocate(
         space_sharing=space_sharing,
         placement=placement,
         budget_dollars=budget,
+        backend=backend,
         parts=parts,
         at_once=at_once,
         time_limit=limits.seconds,
@@ -178,6 +189,9 @@ def _print_allocation(answer: "AllocateAnswer") -> None:
     if answer.proved_by is not None:
         print_lines(f"bound by {answer.proved_by}")
     print_lines(*answer.notes)
+    if answer.duals is not None:
+        prices = answer.duals["accelerators"].items()
+        print_lines("duals: " + ", ".join(f"{name} {price:.6g}" for name, price in prices))
     if answer.utilisation is None:
         return
     _print_shares(answer)

@@ -19,7 +19,8 @@ from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.measuring.compare import Comparison, Pair
+    from stagewright.executor.measuring.compare import Comparison
+    from stagewright.executor.measuring.pairs import Pair
     from stagewright.executor.programs.trace import Trace
     from stagewright.formulations.plans.plan import PipelinePlan
 
@@ -70,7 +71,7 @@ def compare(
 
 
 def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, corrected: Path) -> None:
-    from stagewright.executor.measuring.compare import correct
+    from stagewright.executor.measuring.correction import correct
     from stagewright.graphs.models.chain import load_model, save_model
 
     save_model(correct(load_model(model), planned, run), corrected)
@@ -78,7 +79,8 @@ def _write_corrected(planned: "PipelinePlan", run: "Trace", model: Path, correct
 
 def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: Path) -> None:
     from stagewright.executor.drawing.chart import write_stacked_png
-    from stagewright.executor.drawing.timeline import finish_seconds, headline
+    from stagewright.executor.drawing.periods import finish_seconds
+    from stagewright.executor.drawing.timeline import headline
     from stagewright.executor.measuring.compare import measured_plan
     from stagewright.graphs.documents.units import format_seconds
 

@@ -61,8 +61,9 @@ def plan(
         bool | None,
         typer.Option(
             "--offload/--no-offload",
-            help="Whether stages may keep activations in the host's memory; auto and general "
-            "try it, unless told otherwise.",
+            help="Whether stages may keep activations in the host's memory, for which the cluster "
+            "file tells the link: with auto, general, madpipe and 1f1b-star where it helps (auto "
+            "and general try it unless told otherwise), with the other planners every stage.",
         ),
     ] = None,
     time_limit: TimeLimit = 10.0,

@@ -29,7 +29,7 @@ from stagewright.cli.printing import print_plan
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.simulation.simulate import PeriodicRun
+    from stagewright.executor.simulation.results import PeriodicRun
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.plans.plan import PipelinePlan
     from stagewright.service.pipeline_answers import CheckAnswer, SimulateAnswer
@@ -148,8 +148,8 @@ def show(
 ) -> int:
     """Draw a plan, or print its summary where no file is asked for."""
     from stagewright.executor.drawing.chart import write_png
+    from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
-    from stagewright.executor.drawing.timeline import write_trace
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.service.plans import summary
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from stagewright.cli.console import percent, print_lines, print_table
 
 if TYPE_CHECKING:
-    from stagewright.executor.drawing.timeline import StageSummary
+    from stagewright.executor.drawing.summary import StageSummary
     from stagewright.formulations.plans.plan import (
         Certificate,
         PeriodicSchedule,
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     """Print the stages of a plan and its certificate; layers by name where the chain is known."""
-    from stagewright.executor.drawing.timeline import headline, summarise
+    from stagewright.executor.drawing.summary import summarise
+    from stagewright.executor.drawing.timeline import headline
     from stagewright.formulations.plans.plan import PeriodicSchedule
 
     is_periodic = isinstance(plan.schedule, PeriodicSchedule)
@@ -51,7 +52,8 @@ def _manner(stage: "Stage") -> str:
 
 
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
-    from stagewright.executor.drawing.timeline import shared_text, shifts_text, shorten_devices
+    from stagewright.executor.drawing.summary import shared_text, shifts_text
+    from stagewright.executor.drawing.timeline import shorten_devices
     from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     peak = "-" if line.peak_memory_bytes is None else format_bytes(line.peak_memory_bytes)

@@ -29,7 +29,8 @@ from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.clusters.simulation import ClusterTimeline, Progress
+    from stagewright.executor.clusters.simulation import Progress
+    from stagewright.executor.clusters.timeline import ClusterTimeline
     from stagewright.service.cluster_answers import SimulateClusterAnswer
 
 HOUR = 3600.0

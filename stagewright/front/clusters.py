@@ -36,6 +36,7 @@ def allocate(
     at_once: bool = False,
     time_limit: float = 60.0,
     seed: int = 0,
+    backend: str | None = None,
 ) -> "AllocationResult":
     """Divide the accelerators of ``pool`` among the jobs of ``workload``.
 
@@ -59,6 +60,9 @@ def allocate(
         Solve the parts at once, on Ray.
     time_limit
         Seconds, of each part.
+    backend
+        Solver of the linear programs, such as ``pulp-cbc``; ``cvxpy`` solves the policy's program
+        as the thesis states it, with duals, for small clusters.
 
     Returns
     -------
@@ -82,6 +86,7 @@ def allocate(
         budget_dollars=budget_dollars,
         parts=parts,
         at_once=at_once,
+        backend=backend,
         time_limit=time_limit,
         seed=seed,
     )

@@ -16,7 +16,7 @@ from stagewright.service.pipeline_requests import (
 
 if TYPE_CHECKING:
     from stagewright.executor.programs.trace import Trace
-    from stagewright.executor.simulation.simulate import Simulation
+    from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.plans.plan import PipelinePlan

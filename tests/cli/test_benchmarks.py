@@ -15,8 +15,9 @@ from benchmarks import auto, madpipe, partition, periodic, pipedream, report, sp
 from stagewright.executor.export.pipelines import one_forward_one_backward
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.patterns.pattern import kept_bytes, static_bytes
+from stagewright.formulations.patterns.pattern import static_bytes
 from stagewright.formulations.plans.actions import COMPUTE
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.machines.cluster import Link, uniform_servers
@@ -125,6 +126,7 @@ def small_network(memory_bytes: float, bandwidth: float, seed: int = 0) -> Pipel
     return PipelineProblem(chain, cluster, 8)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("memory", [4e8, 5e8, 6e8, 8e8, 1e10])
 @pytest.mark.parametrize("bandwidth", [5e6, 1e9])
 @pytest.mark.parametrize("seed", [0, 1])

@@ -20,8 +20,10 @@ from stagewright.executor.clusters.job_store import JobStore
 from stagewright.executor.clusters.rates import Measured, has_moved, measured, surviving
 from stagewright.executor.clusters.ray_ranks import bind
 from stagewright.executor.clusters.report import ClusterReport, JobOutcome
-from stagewright.executor.clusters.runtime import ClusterJob, run_cluster
-from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, rate_table
+from stagewright.executor.clusters.runtime import run_cluster
+from stagewright.executor.clusters.workload import ClusterJob
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+from stagewright.formulations.clusters.rates import rate_table
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.executor.clusters import lease_server, leases
 from stagewright.executor.clusters.job_store import JobStore
@@ -160,9 +161,7 @@ def test_the_next_lease_goes_on_where_the_last_one_stopped(
     assert len(list(rank.lease.folder.iterdir())) == KEPT
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(25)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 40))
 def test_every_step_counts_once_whatever_befalls(
     tmp_path_factory: pytest.TempPathFactory,

@@ -6,9 +6,10 @@ from itertools import groupby, product
 from math import inf
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from periodic_oracles import brute_force_contiguous, brute_force_period
+from profiles import examples
 from strategies import random_problem
 
 from stagewright.formulations.forms.answers import Limits, Progress
@@ -33,7 +34,7 @@ from stagewright.solvers.patterns.pattern import best_pattern
 LIMITS = Limits(seconds=60.0)
 CLOSE = 3e-6  # relative: what the integer program's tolerance leaves open
 
-few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+few = examples(8, suppress_health_check=list(HealthCheck))
 
 # Seconds there, seconds back, saved gigabytes: early layers keep the most, as in image models.
 LAYERS = (

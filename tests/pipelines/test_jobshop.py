@@ -3,8 +3,9 @@ from itertools import pairwise, permutations, product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.jobshop import (
@@ -178,7 +179,7 @@ def test_every_backend_reaches_the_known_optimum(problem, optimum):
         assert answer.bound == pytest.approx(optimum)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12, derandomize=True)
 @given(shops)
 def test_every_backend_equals_brute_force(problem):
     optimum = brute_force(problem)
@@ -209,7 +210,7 @@ def test_an_incumbent_that_breaks_a_rule_is_refused():
 # The assembly
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60, derandomize=True)
 @given(shops, st.sampled_from(RULES))
 def test_rules_make_schedules_no_better_than_the_optimum(problem, rule):
     makespan = problem.evaluate(dispatch(problem, rule))
@@ -217,7 +218,7 @@ def test_rules_make_schedules_no_better_than_the_optimum(problem, rule):
     assert ByIntervals(problem).apply().lower_bound <= brute_force(problem)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20, derandomize=True)
 @given(shops)
 def test_solve_proves_the_optimum(problem):
     result = solve_jobshop(problem, LIMITS)

@@ -3,9 +3,10 @@
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from plans import scaled, small_problem
+from profiles import examples
 from strategies import PROBLEMS, hard_problem, paper_problem
 
 from stagewright.formulations.checking.check import check
@@ -31,7 +32,7 @@ BASELINES = ("dp", "gpipe", "pipedream", "hetpipe")
 HEURISTICS = ("spp", *BASELINES)
 GB = 1e9
 
-slow = settings(max_examples=10, deadline=None, derandomize=True)
+slow = examples(10, derandomize=True)
 
 
 def chain(layers, forward=1.0, backward=2.0, parameters=0.0, output=0.0, saved=0.0):
@@ -77,7 +78,7 @@ class TestEveryPlanner:
 
     @pytest.mark.parametrize("planner", PLANNERS)
     @pytest.mark.parametrize("factor", [2.0, 0.5])
-    @settings(parent=slow, max_examples=5)
+    @examples(5, parent=slow)
     @given(st.data())
     def test_twice_the_times_is_twice_the_cost(self, planner, factor, data):
         """Computations, transfers and all-reduces alike."""
@@ -322,7 +323,7 @@ class TestSpp:
         assert len(result.plan.stages) == 2
         assert result.plan.certificate.guarantees == ()
 
-    @settings(parent=slow, max_examples=60)
+    @examples(60, parent=slow)
     @given(hard_problem(5, 4, 5))
     def test_what_is_attached_holds(self, problem):
         proposal = plan_spp(problem, LIMITS, silent)
@@ -332,7 +333,7 @@ class TestSpp:
 
 class TestRefine:
     @pytest.mark.parametrize("planner", [plan_spp, plan_gpipe, plan_pipedream])
-    @settings(parent=slow, max_examples=15)
+    @examples(15, parent=slow)
     @given(st.data())
     def test_never_worse(self, planner, data):
         problem = data.draw(hard_problem(5, 4, 4))
@@ -371,7 +372,10 @@ class TestAuto:
     def test_never_worse_than_another_planner(self, problem):
         best = plan(problem, "auto", LIMITS)
         # The general search alone has twice the time that it has here, and may find more in it.
-        rivals = {one.name for one in PLANNERS.values() if not one.periodic} - {"auto", "general"}
+        rivals = {one.name for one in PLANNERS.values() if not one.options.period_seconds} - {
+            "auto",
+            "general",
+        }
         for name in sorted(rivals):
             other = plan(problem, name, LIMITS)
             assert other.cost is None or best.cost <= other.cost * (1 + TICKS), name

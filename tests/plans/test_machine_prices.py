@@ -8,6 +8,7 @@ from plans import make_stages, small_problem, valid_plan
 import stagewright
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage
 from stagewright.graphs.documents.errors import InputError
@@ -70,8 +71,8 @@ def test_more_devices_than_samples_break_a_rule() -> None:
 def test_a_layer_that_needs_two_samples_is_split_among_half_as_many() -> None:
     problem = hand_made(min_samples=2)
     assert problem.most_replicas(0, 1) == 2
-    assert problem.in_flight_limit(0, 1, (0, 1)) == 2
-    assert problem.in_flight_limit(0, 1, (0, 1, 2)) == 0
+    assert in_flight_limit(problem, 0, 1, (0, 1)) == 2
+    assert in_flight_limit(problem, 0, 1, (0, 1, 2)) == 0
     with pytest.raises(InputError, match="needs at least 5 samples, the planned microbatch has 4"):
         hand_made(min_samples=5)
 
