@@ -618,7 +618,7 @@ def test_a_violation_prints_as_one_line() -> None:
 
 
 def test_predict_refuses_an_incomplete_plan() -> None:
-    with pytest.raises(InvalidPlan, match="missing: 1F2: does not stand on g2"):
+    with pytest.raises(InvalidPlan, match="missing: 1F2: is missing on g2"):
         predict(problem(), dropped("1F2")(base("split")))
 
 
