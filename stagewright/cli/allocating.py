@@ -99,7 +99,7 @@ def allocate(
     request = ask(
         AllocateRequest,
         SPELLED,
-        **_read_jobs(jobs, cluster),
+        **read_jobs(jobs, cluster),
         policy=policy,
         space_sharing=space_sharing,
         placement=placement,
@@ -171,7 +171,7 @@ def read_pool(text: str) -> "Pool":
     return load_pool(path)
 
 
-def _read_jobs(jobs: Path, cluster: str) -> "dict[str, Workload | Pool]":
+def read_jobs(jobs: Path, cluster: str) -> "dict[str, Workload | Pool]":
     """The jobs and the accelerators of a request."""
     from stagewright.graphs.workloads.jobs import load_workload
 
@@ -247,7 +247,7 @@ def rounds(
     request = ask(
         RoundsRequest,
         SPELLED,
-        **_read_jobs(jobs, cluster),
+        **read_jobs(jobs, cluster),
         policy=policy,
         allocation=None if allocation is None else load_allocation(allocation),
         rounds=count,
