@@ -20,7 +20,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.plans.memory import buffers_per_boundary, kept_tables, state_factor
 from stagewright.formulations.patterns.allocation_period import allocation_period
 from stagewright.formulations.patterns.allocation_tables import (
     BYTE_RESOLUTION,
@@ -31,7 +30,7 @@ from stagewright.formulations.patterns.allocation_tables import (
     range_sums,
     worth_skipping,
 )
-from stagewright.formulations.plans.periodic import keeps_gradients
+from stagewright.formulations.plans.memory import buffers_per_boundary, kept_tables, state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER

@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from stagewright.formulations.plans.envelope import Claim, Envelope
 from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, WeightRule, Weights
-from stagewright.formulations.plans.envelope import Claim, Envelope
-from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount
