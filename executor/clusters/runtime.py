@@ -60,6 +60,7 @@ def run_cluster(
     space_sharing: bool = False,
     placement: bool = False,
     address: str | None = None,
+    database: str | None = None,
 ) -> ClusterReport:
     """Train all jobs, in rounds; returns when each is done, has failed, or waits in vain.
 
@@ -82,6 +83,8 @@ def run_cluster(
         Weight of a newly measured rate against the known one; 0 trusts ``throughputs``.
     address
         Of a Ray cluster; Ray is started on this machine without one, unless it is already.
+    database
+        An SQLAlchemy URL of the store of jobs; a SQLite file in ``folder`` if left out.
 
     Raises
     ------
@@ -103,7 +106,7 @@ def run_cluster(
         run = _Scheduler(ray, jobs, table, allocate, round_seconds, grace_seconds, feedback)
         run.patience_seconds = patience_seconds
         try:
-            run.open(Path(folder).resolve(), retries)
+            run.open(Path(folder).resolve(), retries, database)
             run.loop()
             return run.report()
         finally:
@@ -149,9 +152,10 @@ class _Scheduler:
 
     # Opening and closing.
 
-    def open(self, folder: Path, retries: int) -> None:
+    def open(self, folder: Path, retries: int, database: str | None) -> None:
         """Start the server on this node, take over the folder, and find the accelerators."""
-        self.server = self.accelerators.start_here(LeaseServer, folder, self.round_seconds, retries)
+        options = self.round_seconds, retries, database
+        self.server = self.accelerators.start_here(LeaseServer, folder, *options)
         steps = {job.name: int(job.steps) for job in self.jobs}
         self.records = list(call(self.server, "open", steps))
         self.accelerators.require_all()

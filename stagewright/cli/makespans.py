@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+Backend = Annotated[
+    str | None,
+    typer.Option("--backend", help="Solver; cp-sat if left out.", metavar="NAME"),
+]
 
 
 class Kind(StrEnum):
@@ -63,10 +67,11 @@ def schedule(
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,
+    backend: Backend = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Schedule the microbatches of a pipeline whose stages are given by their times."""
-    limits = read_limits(time_limit, threads, seed)
+    limits = replace(read_limits(time_limit, threads, seed), backend=backend)
     problem = _read_makespan(stages, microbatches, times, transfer, in_flight)
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.solvers.pipelines.scheduling import solve_schedule
@@ -111,6 +116,7 @@ def jobshop(
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,
+    backend: Backend = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Solve a job shop: jobs visit machines in given orders, the last is to end soonest."""
@@ -118,7 +124,7 @@ def jobshop(
     from stagewright.graphs.documents.documents import read_text
     from stagewright.solvers.pipelines.jobshop import solve_jobshop
 
-    limits = read_limits(time_limit, threads, seed)
+    limits = replace(read_limits(time_limit, threads, seed), backend=backend)
     problem = parse_jobshop(read_text(file), str(file))
     with interruptible() as stop, progress(f"scheduling {file.name}", stop) as on_progress:
         result = solve_jobshop(problem, replace(limits, stop=stop), on_progress)

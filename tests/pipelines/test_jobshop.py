@@ -227,6 +227,14 @@ def test_solve_proves_the_optimum(problem):
     assert result.cost == result.bound == brute_force(problem) == problem.evaluate(result.starts)
 
 
+@pytest.mark.parametrize("backend", ["highs", "pulp-cbc", "cvxpy"])
+def test_solve_proves_the_optimum_by_any_backend(backend):
+    shop = JobShop((((0, 3), (1, 2), (2, 2)), ((0, 2), (2, 1), (1, 4)), ((1, 4), (2, 3), (0, 1))))
+    result = solve_jobshop(shop, Limits(seconds=30, backend=backend))
+    assert result.status is Status.OPTIMAL
+    assert result.cost == solve_jobshop(shop, Limits(seconds=30)).cost == 11
+
+
 def test_ft06():
     result = solve_jobshop(parse_jobshop(FT06, "ft06"), Limits(seconds=30, threads=1))
     assert (result.status, result.cost, result.bound) == (Status.OPTIMAL, 55, 55)
