@@ -17,7 +17,8 @@ HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "plotly", "matplotlib",
 
 def modules() -> set[str]:
     """Every module and data file of the package, as a path inside it."""
-    files = {f"stagewright/{path.relative_to(ROOT)}" for room in ROOMS for path in python(room)}
+    inside = [path for room in ROOMS for path in (*python(room), *(ROOT / room).rglob("*.jinja"))]
+    files = {f"stagewright/{path.relative_to(ROOT)}" for path in inside}
     front = [*(ROOT / "stagewright").glob("*.py"), *python("stagewright/cli")]
     files |= {str(path.relative_to(ROOT)) for path in front}
     return files | {"stagewright/py.typed"}
