@@ -337,25 +337,28 @@ class _Scheduler:
         for job, out in list(self.leased.items()):
             for ref in [ref for ref in out.refs if ref in ready]:
                 out.refs.remove(ref)
-                error = self._error(ref)
+                error, node_died = self._error(ref)
                 if error is not None:
-                    self._fail(job, error)
+                    self._fail(job, error, node_died)
                     break
             else:
                 if not out.refs:
                     self._end(job, call(self.server, "ended", self.jobs[job].name, out.epoch))
 
-    def _error(self, ref: Any) -> str | None:
-        try:
-            found: str | None = self.ray.get(ref)
-        except self.ray.exceptions.RayError as error:
-            return one_line(error)
-        return found
+    def _error(self, ref: Any) -> tuple[str | None, bool]:
+        """The rank's error in one line or None, and whether it is the death of its node.
 
-    def _fail(self, job: int, error: str) -> None:
+        The list of nodes shows a death only some health checks later.
+        """
+        try:
+            return self.ray.get(ref), False
+        except self.ray.exceptions.RayError as error:
+            return one_line(error), isinstance(error, self.ray.exceptions.NodeDiedError)
+
+    def _fail(self, job: int, error: str, node_died: bool = False) -> None:
         """Fence the epoch first, then end what is left of it; a node's death is no failure."""
         out = self.leased[job]
-        is_counted = self.accelerators.are_alive(out.nodes)
+        is_counted = not node_died and self.accelerators.are_alive(out.nodes)
         record = call(self.server, "fail", self.jobs[job].name, out.epoch, error, is_counted)
         number = self.table.workers[out.worker].accelerator
         self.accelerators.kill(out.refs, number, out.accelerators)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import examples
+from profiles import examples, slow_after
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.jobshop import (
@@ -253,7 +253,9 @@ def test_durations_of_zero():
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not at hand")
-@pytest.mark.parametrize("name", ["ft06", "ft20", "la01", "la02", "la05", "la10", "la14", "la17"])
+@pytest.mark.parametrize(
+    "name", slow_after(7, ["ft06", "la01", "la02", "la05", "la10", "la14", "la17", "ft20"])
+)
 def test_the_literature_optimum_is_proved(name):
     with (DATA / "optima.csv").open() as file:
         optima = {row["name"]: int(row["optimum"]) for row in csv.DictReader(file)}
