@@ -14,13 +14,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from stagewright.formulations.plans.actions import ActionKind, Operation
+from stagewright.formulations.plans.actions import ActionKind, B, F, Operation
 from stagewright.formulations.plans.periodic import keeps_gradients
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 
 TOLERANCE = 1e-10  # of the latency: rounding of sums of float times

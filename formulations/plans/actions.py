@@ -33,6 +33,9 @@ class ActionKind(StrEnum):
     DROP = "DROP"
 
 
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+
 COMPUTE = (
     ActionKind.FORWARD,
     ActionKind.BACKWARD,
