@@ -30,9 +30,10 @@ from stagewright.formulations.patterns.allocation_tables import (
     range_sums,
     worth_skipping,
 )
-from stagewright.formulations.plans.periodic import keeps_gradients
+from stagewright.formulations.plans.memory import buffers_per_boundary, kept_tables, state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.models.chain import ChainCosts
@@ -203,21 +204,15 @@ class StageAllocationProblem:
         """Saved and working bytes, each of shape (R, L + 1, L + 1), as ``kept_bytes`` has them."""
         replicas, _ = sort
         saved = range_sums(self._units(self.problem.saved_per_layer(replicas)))
-        inputs = np.append(self._units(self.problem.inputs_per_layer(replicas)), 0)
-        first = np.broadcast_to(inputs, saved.shape)
-        kept = {"none": (saved, np.zeros_like(saved)), "full": (first, saved)}
-        chosen = [kept[choice] for choice in self.recompute]
-        return np.array([one[0] for one in chosen]), np.array([one[1] for one in chosen])
+        inputs = self._units(self.problem.inputs_per_layer(replicas))
+        return kept_tables(saved, inputs, self.recompute)
 
     def _static(self, replicas: int) -> Ints:
         """Bytes held all the time, shape (L + 1, L + 1), as ``pattern.static_bytes`` has them."""
         problem = self.problem
-        states = problem.chain.optimizer_bytes_per_parameter_byte
-        copies = 3 + states + keeps_gradients(problem, replicas)
-        inner = range(1, len(problem.chain))
-        buffers = [2 * problem.share_bytes(problem.boundary_bytes(l), replicas) for l in inner]
-        sides = self._units(np.array([0.0, *buffers, 0.0]))
-        weights = range_sums(self._units(copies * problem.chain.parameter_bytes))
+        factor = state_factor(problem, replicas, DOUBLE_BUFFER, overlapping=True)
+        sides = self._units(buffers_per_boundary(problem, replicas))
+        weights = range_sums(self._units(factor * problem.chain.parameter_bytes))
         return np.asarray(weights + sides[:, None] + sides[None, :])
 
     def _units(self, size: Floats) -> Ints:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.structure import Endings, Work
+from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.structure_rules import (
     FIRST_RULES,

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
 
+from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.assembly import assemble
@@ -113,7 +115,9 @@ class _Portfolio:
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        predicted = assemble(self.problem, name, answer.stages, answer.starts).predicted
+        drawn = assemble(self.problem, name, answer.stages, answer.starts)
+        require_valid(self.problem, drawn)
+        predicted = drawn.predicted
         assert predicted is not None
         cost = predicted.iteration_seconds
         known = self.best.notes if self.best else ()
@@ -126,7 +130,8 @@ class _Portfolio:
         if self.best is None or self._wins(answer, cost, fullest):
             worse, self.best, self.cost = self.best or answer, answer, cost
             self.fullest = fullest
-            self.on_progress(Progress(monotonic() - self.began, cost, 0.0))
+            made = partial(replace, answer)
+            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
         if cost < self.plain_cost and self._is_plain(answer):
             self.plain, self.plain_cost = answer, cost
         shared = [bound for bound in worse.bounds if bound.scope == "problem"]

@@ -10,17 +10,18 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
+from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
@@ -192,7 +193,9 @@ class _Search:
         score = Score(0.0, found.seconds, found.fullest, count)
         if score.beats(self.best):
             self.best, self.structure, self.starts = score, structure, found.starts
-            self.on_progress(Progress(monotonic() - self.began, found.seconds, self.enough))
+            made = partial(Proposal, structure.stages, found.starts)
+            elapsed = monotonic() - self.began
+            self.on_progress(Progress(elapsed, found.seconds, self.enough, made))
         return score
 
     def _climb(self, structure: Structure) -> None:

@@ -7,17 +7,18 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks, durations
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Guarantee, Stage
 from stagewright.formulations.plans.plan_class import RECOMPUTE, PlanClass, Recompute
 from stagewright.formulations.plans.starts import starts_of
+from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
 
@@ -225,10 +226,10 @@ def shortage(problem: PipelineProblem, stages: Sequence[StageChoice], held: int 
                 f"{problem.chain.microbatch_size} samples among {len(stage.devices)} devices, "
                 f"{most} are the most: plan larger microbatches"
             )
-        if problem.in_flight_limit(stage.start, stage.stop, stage.devices) >= held:
+        if in_flight_limit(problem, stage.start, stage.stop, stage.devices) >= held:
             continue
         shares = len(stage.devices)
-        need = problem.static_bytes(stage.start, stage.stop, shares)
+        need = static_bytes(problem, stage.start, stage.stop, shares)
         need += held * problem.saved_bytes(stage.start, stage.stop, shares)
         tightest = min(stage.devices, key=lambda v: problem.memory_bytes[v])
         memory = float(problem.memory_bytes[tightest])

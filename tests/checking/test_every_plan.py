@@ -16,6 +16,7 @@ from language_instances import random_instance
 from language_oracle import Language, best, evaluate, least_memory_fits
 from language_prices import Instance, Stage
 from language_schedule import TICK, best_schedule, build_tasks
+from profiles import slow_after
 
 import stagewright
 from stagewright.solvers.planners.proposal import Choices
@@ -153,7 +154,7 @@ def check_best_plan(case, digest):
     assert not stagewright.check(stagewright.load_plan(path), case.chain, case.cluster)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", slow_after(8, seeds()))
 def test_bounds_hold_in_their_classes(seed, tmp_path):
     case, digest = Case(seed, tmp_path), None
     asked = [(planner, None) for planner in PLANNERS]

@@ -12,15 +12,17 @@ from functools import cache
 from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns import one_f_one_b
 from stagewright.formulations.patterns.allocation_period import delayed
 from stagewright.formulations.patterns.allocation_tables import Placed, all_periods, contiguous
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
-from stagewright.formulations.patterns.pattern import kept_bytes, pattern_problem, static_bytes
+from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -43,7 +45,7 @@ def compiled():
     compile_kernels()
 
 
-quick = settings(max_examples=40, deadline=None, derandomize=True)
+quick = examples(40, derandomize=True)
 
 
 def chain(times, outputs, saved, weights):
@@ -548,7 +550,7 @@ def test_a_grid_of_whole_units_is_the_recurrence(data, problem):
     assert max(loads.values()) <= expected
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15, derandomize=True)
 @given(equal_devices(4))
 def test_finer_grids_come_closer_to_the_recurrence(problem):
     printed = Printed(problem)

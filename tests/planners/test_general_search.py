@@ -5,8 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
 
 import stagewright
 from stagewright.executor.simulation.simulate import simulate
@@ -26,7 +27,6 @@ from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
 
 PROOFS = Path(__file__).parents[3] / "shared" / "data" / "proofs"
 MS, MB = 1e-3, 1e6
-UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking plans takes minutes
 
 numbers = st.integers
 
@@ -97,7 +97,7 @@ def structures(draw: st.DrawFn, problem: PipelineProblem) -> Structure:
 
 
 @given(st.data())
-@settings(max_examples=40, print_blob=False, deadline=None, phases=UNSHRUNK)
+@examples(40, print_blob=False, phases=UNSHRUNK)
 def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
@@ -120,7 +120,7 @@ def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None, phases=UNSHRUNK)
+@examples(30, phases=UNSHRUNK)
 def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
@@ -129,11 +129,12 @@ def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
         found = best_schedule(work, endings, rules_for(work))
         assert found is not None
         plan = assemble(problem, "list", structure.stages, found.starts)
+        assert not check(problem, plan)
         assert simulate(problem, plan).iteration_seconds <= found.seconds * (1 + 1e-9)
 
 
 @given(problems(), numbers(0, 5))
-@settings(max_examples=20, deadline=None, phases=UNSHRUNK)
+@examples(20, phases=UNSHRUNK)
 def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
     moves = Moves(problem, Choices(recompute="auto", offload=True))
     device = problem.cluster.devices[0].name
@@ -151,7 +152,7 @@ def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None, phases=UNSHRUNK)
+@examples(15, phases=UNSHRUNK)
 def test_the_search_finds_valid_plans(problem: PipelineProblem) -> None:
     answer = plan_general(problem, Limits(0.3), silent, Choices("auto", True))
     if isinstance(answer, Proposal):
