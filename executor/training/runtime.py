@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.capture.draws import whole_draws
+from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
-from stagewright.executor.capture.tracing import CapturedLayer, LayeredModel
 from stagewright.executor.capture.twins import twins
+from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.program import Families, Program, stages_on
 from stagewright.executor.programs.shares import Rows, pieces, rows
 from stagewright.executor.programs.trace import RankAction, Trace, traced_step
-from stagewright.executor.programs.verify import peak_bytes, verify
+from stagewright.executor.programs.verify import verify
 from stagewright.executor.training.initialise import Model, initialise, total_bytes
 from stagewright.executor.training.interpreter import (
     Batch,

@@ -8,7 +8,8 @@ from models import EXAMPLES, Asserts, Example, Feed, UsedTwice, WithBatchNorm, v
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from stagewright.executor.capture.tracing import LayeredModel, capture
+from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.tracing import capture
 from stagewright.graphs.documents.errors import InputError
 
 WIDTH = 6
