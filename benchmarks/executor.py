@@ -34,9 +34,11 @@ from stagewright.executor.capture.shapes import Value
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.export import export
 from stagewright.executor.export.pipelines import one_forward_one_backward
-from stagewright.executor.measuring.compare import Comparison, Pair, compare
+from stagewright.executor.measuring.compare import Comparison, compare
 from stagewright.executor.measuring.links import describe, measure_links
-from stagewright.executor.measuring.profiling import Machine, measure_layers
+from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.pairs import Pair
+from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, stages_on
 from stagewright.executor.programs.shares import rows

@@ -23,7 +23,9 @@ from typing import Literal, TypeVar
 
 from rich.progress import track
 
-from stagewright.executor.clusters.simulation import ClusterTimeline, Rules, simulate_cluster
+from stagewright.executor.clusters.rules import Rules
+from stagewright.executor.clusters.simulation import simulate_cluster
+from stagewright.executor.clusters.timeline import ClusterTimeline
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError

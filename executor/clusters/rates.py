@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stagewright.formulations.clusters.allocation import RateTable
+from stagewright.formulations.clusters.rates import RateTable
 from stagewright.graphs.workloads.pool import Pool
 
 NOTEWORTHY = 0.1  # by how much a rate must move, relatively, to be worth a new target

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, RateTable
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+from stagewright.formulations.clusters.rates import RateTable
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 

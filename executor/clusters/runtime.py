@@ -12,9 +12,7 @@ Ray knows accelerators as custom resources by the pool's names: start the nodes 
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ import numpy as np
 
 from stagewright.executor.clusters.job_store import JobRecord
 from stagewright.executor.clusters.lease_server import LeaseServer
+from stagewright.executor.clusters.leased import CurrentRound, LeasedJob, measurements, place_of
 from stagewright.executor.clusters.leases import Lease
-from stagewright.executor.clusters.rates import Measured, has_moved, measured, surviving
+from stagewright.executor.clusters.rates import has_moved, measured, surviving
 from stagewright.executor.clusters.ray_ranks import (
     Accelerators,
     RemoteScheduler,
@@ -33,30 +32,17 @@ from stagewright.executor.clusters.ray_ranks import (
 )
 from stagewright.executor.clusters.report import ClusterReport, Ledger, Placed, outcome
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
+from stagewright.executor.clusters.workload import ClusterJob, problem_after, require_runnable
 from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
-    RateTable,
     check,
-    problem_of_jobs,
-    rate_table,
 )
-from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_amount
-from stagewright.graphs.workloads.jobs import Job, Throughputs
+from stagewright.formulations.clusters.rates import RateTable, rate_table
+from stagewright.graphs.workloads.jobs import Throughputs
 from stagewright.graphs.workloads.pool import Pool
 
-Program = Callable[[Lease], object]
 Allocate = Callable[[AllocationProblem], Allocation]
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterJob:
-    """A job and the program that trains it; the program runs once per lease and rank."""
-
-    job: Job
-    program: Program
 
 
 def run_cluster(
@@ -74,6 +60,7 @@ def run_cluster(
     space_sharing: bool = False,
     placement: bool = False,
     address: str | None = None,
+    database: str | None = None,
 ) -> ClusterReport:
     """Train all jobs, in rounds; returns when each is done, has failed, or waits in vain.
 
@@ -96,6 +83,8 @@ def run_cluster(
         Weight of a newly measured rate against the known one; 0 trusts ``throughputs``.
     address
         Of a Ray cluster; Ray is started on this machine without one, unless it is already.
+    database
+        An SQLAlchemy URL of the store of jobs; a SQLite file in ``folder`` if left out.
 
     Raises
     ------
@@ -105,7 +94,7 @@ def run_cluster(
     SupersededError
         If another scheduler has taken over the folder.
     """
-    _require_sense(jobs, round_seconds, grace_seconds, patience_seconds, feedback)
+    require_runnable(jobs, round_seconds, grace_seconds, patience_seconds, feedback)
     table = rate_table(
         throughputs,
         pool,
@@ -114,74 +103,17 @@ def run_cluster(
         placement=placement,
     )
     with connected({each.name: each.count for each in pool.accelerators}, address) as ray:
-        run = _Run(ray, jobs, table, allocate, round_seconds, grace_seconds, feedback)
+        run = _Scheduler(ray, jobs, table, allocate, round_seconds, grace_seconds, feedback)
         run.patience_seconds = patience_seconds
         try:
-            run.open(Path(folder).resolve(), retries)
+            run.open(Path(folder).resolve(), retries, database)
             run.loop()
             return run.report()
         finally:
             run.close()
 
 
-def _require_sense(
-    jobs: Sequence[ClusterJob],
-    round_seconds: float,
-    grace_seconds: float,
-    patience_seconds: float,
-    feedback: float,
-) -> None:
-    if not jobs:
-        raise InputError("there are no jobs to run")
-    for each in jobs:
-        if each.job.steps != int(each.job.steps):
-            raise InputError(
-                f"job {each.job.name!r}: steps must be a whole number, got {each.job.steps:g}"
-            )
-    names = Counter(each.job.name for each in jobs)
-    for name, times in names.items():
-        if times > 1:
-            raise InputError(f"two jobs are named {name!r}")
-    require_amount(grace_seconds, "grace_seconds")
-    require_amount(patience_seconds, "patience_seconds")
-    require_amount(round_seconds, "round_seconds")
-    if round_seconds == 0:
-        raise InputError("round_seconds must be more than zero, got 0")
-    if not 0 <= feedback <= 1:
-        raise InputError(f"feedback must be between 0 and 1, got {feedback:g}")
-
-
-@dataclass(slots=True)
-class _Out:
-    """A job that is out on a lease: its processes, and where they are."""
-
-    epoch: int
-    refs: list[Any]
-    nodes: list[str]
-    worker: int
-    accelerators: tuple[int, ...]
-    sharing: int  # jobs on these accelerators
-
-    @property
-    def place(self) -> tuple[int, tuple[int, ...], int]:
-        return self.worker, self.accelerators, self.sharing
-
-
-@dataclass(slots=True)
-class _Round:
-    """The round that is on: its target and the jobs in that, and how long each that ended ran."""
-
-    target: Floats
-    there: list[int]
-    began: float = field(default_factory=time.monotonic)
-    ran: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
-
-
-class _Run:
+class _Scheduler:
     """One scheduler's time, from taking over the folder to the report."""
 
     patience_seconds = math.inf
@@ -210,26 +142,27 @@ class _Run:
             [job.name for job in self.jobs], [worker.name for worker in table.workers]
         )
         self.records: list[JobRecord] = []
-        self.out: dict[int, _Out] = {}
+        self.leased: dict[int, LeasedJob] = {}
         self.planned: tuple[object, ...] = ()
         self.planned_with = table
         self.target = np.zeros((len(self.jobs), len(table.workers)))
         self.there: list[int] = []
-        self.round = _Round(self.target, self.there)
+        self.round = CurrentRound(self.target, self.there)
         self.server: Any = None
 
     # Opening and closing.
 
-    def open(self, folder: Path, retries: int) -> None:
+    def open(self, folder: Path, retries: int, database: str | None) -> None:
         """Start the server on this node, take over the folder, and find the accelerators."""
-        self.server = self.accelerators.start_here(LeaseServer, folder, self.round_seconds, retries)
+        options = self.round_seconds, retries, database
+        self.server = self.accelerators.start_here(LeaseServer, folder, *options)
         steps = {job.name: int(job.steps) for job in self.jobs}
         self.records = list(call(self.server, "open", steps))
         self.accelerators.require_all()
 
     def close(self) -> None:
         """End what is still out."""
-        for out in self.out.values():
+        for out in self.leased.values():
             self.accelerators.cancel(out.refs)
         if self.server is not None:
             self.ray.kill(self.server)
@@ -240,7 +173,7 @@ class _Run:
         """Rounds until no job can go on."""
         current = self._first_round()
         while current:
-            self.round = _Round(self.target.copy(), self.there)
+            self.round = CurrentRound(self.target.copy(), self.there)
             call(self.server, "begin_round")
             self._launch(current)
             self._watch(self.round_seconds / 2)
@@ -294,7 +227,7 @@ class _Run:
         progress = call(self.server, "progress")
         if self.feedback:
             self._measure(progress)
-        table = self._surviving()
+        table = surviving(self.table, [len(each) for each in in_order])
         runnable = self._runnable(table)
         planned = (runnable, table.alone.any(axis=0).tolist(), table.pool)
         if planned != self.planned or has_moved(self.table, self.planned_with):
@@ -318,58 +251,40 @@ class _Run:
     def _problem(
         self, table: RateTable, runnable: list[int], progress: Mapping[str, tuple[int, float]]
     ) -> AllocationProblem:
+        done = [
+            progress.get(self.jobs[job].name, (self.records[job].committed, 0.0))[0]
+            for job in runnable
+        ]
         jobs = [self.jobs[job] for job in runnable]
-        done = np.array(
-            [
-                progress.get(self.jobs[job].name, (self.records[job].committed, 0.0))[0]
-                for job in runnable
-            ]
-        )
-        problem = problem_of_jobs(jobs, table)
-        elapsed = call(self.server, "seconds") - np.array([job.arrival_seconds for job in jobs])
-        return replace(
-            problem,
-            steps=np.maximum(problem.steps - done, 1.0),
-            elapsed_seconds=elapsed,
-            isolated_seconds=done / problem.isolated_throughput(),
-            deadline_seconds=np.maximum(problem.deadline_seconds - elapsed, 0.0),
-        )
-
-    def _surviving(self) -> RateTable:
-        return surviving(self.table, [len(each) for each in self.accelerators.in_order()])
+        return problem_after(jobs, table, np.array(done), call(self.server, "seconds"))
 
     def _measure(self, progress: Mapping[str, tuple[int, float]]) -> None:
-        """Move the table's rates towards those of the jobs that are out."""
-        rates = []
-        for job, out in self.out.items():
-            partners = [
-                self._kind(other)
-                for other, beside in self.out.items()
-                if other != job and beside.place == out.place
-            ]
-            if self.jobs[job].name in progress and len(partners) == out.sharing - 1:
-                rate = progress[self.jobs[job].name][1]
-                beside_kind = partners[0] if partners else None
-                rates.append(Measured(self._kind(job), beside_kind, out.worker, rate))
-        self.table = measured(self.table, rates, self.feedback)
+        """Move the table's rates towards those of the jobs with a lease."""
+        rates = {
+            job: progress[self.jobs[job].name][1]
+            for job in self.leased
+            if self.jobs[job].name in progress
+        }
+        found = measurements(self.leased, rates, self._kind)
+        self.table = measured(self.table, found, self.feedback)
 
     # Leases.
 
     def _launch(self, assigned: Sequence[Assignment]) -> None:
         for assignment in assigned:
             for job in assignment.jobs:
-                if job not in self.out and self.records[job].state == "active":
-                    self.out[job] = self._start(job, assignment)
+                if job not in self.leased and self.records[job].state == "active":
+                    self.leased[job] = self._start(job, assignment)
 
-    def _start(self, job: int, assignment: Assignment) -> _Out:
+    def _start(self, job: int, assignment: Assignment) -> LeasedJob:
         """Begin an epoch, durably; then start its ranks."""
         ranks = len(assignment.accelerators)
         record, folder = call(self.server, "start", self.jobs[job].name, ranks)
         self.records[job] = record
         number = self.table.workers[assignment.worker].accelerator
         name = self.table.pool.accelerators[number].name
-        place = (assignment.worker, assignment.accelerators, len(assignment.jobs))
-        out = _Out(record.epoch, [], [], *place)
+        place = place_of(assignment)
+        out = LeasedJob(record.epoch, [], [], *place)
         for rank, accelerator in enumerate(assignment.accelerators):
             lease = Lease(
                 record.name,
@@ -384,88 +299,86 @@ class _Run:
                 RemoteScheduler(self.server),
             )
             node = self.accelerators.node(number, accelerator)
-            part = 1 / out.sharing
             out.nodes.append(node)
-            out.refs.append(self.accelerators.run(node, name, part, self.programs[job], lease))
+            out.refs.append(
+                self.accelerators.run(node, name, 1 / out.sharing, self.programs[job], lease)
+            )
         return out
 
     def _renew(self, following: Sequence[Assignment]) -> None:
         """Who stays on the same accelerators, as many to share them, goes on without a stop."""
-        places = {
-            job: (assignment.worker, assignment.accelerators, len(assignment.jobs))
-            for assignment in following
-            for job in assignment.jobs
-        }
+        places = {job: place_of(assignment) for assignment in following for job in assignment.jobs}
         names = [
-            self.jobs[job].name for job, out in self.out.items() if places.get(job) == out.place
+            self.jobs[job].name for job, out in self.leased.items() if places.get(job) == out.place
         ]
         call(self.server, "decide", names)
 
     def _watch(self, until_seconds: float) -> None:
         """Settle what ends until so far into the round; sooner if nothing is out."""
-        while self.out and self.round.seconds < until_seconds:
+        while self.leased and self.round.seconds < until_seconds:
             self._settle(min(until_seconds - self.round.seconds, 1.0))
 
     def _await_leases(self) -> None:
         """Wait for processes whose lease is over; kill those that overstay it."""
-        while self.out and (overstays := call(self.server, "overstays")):
-            for job in list(self.out):
+        while self.leased and (overstays := call(self.server, "overstays")):
+            for job in list(self.leased):
                 if overstays.get(self.jobs[job].name, -math.inf) > self.grace_seconds:
                     self._fail(
                         job, f"did not end within {self.grace_seconds:g} s of the end of its lease"
                     )
-            if self.out:
+            if self.leased:
                 self._settle(min(0.02 * self.round_seconds, 0.5))
 
     def _settle(self, timeout_seconds: float) -> None:
         """Take in what has ended, after waiting for something to."""
-        refs = [ref for out in self.out.values() for ref in out.refs]
+        refs = [ref for out in self.leased.values() for ref in out.refs]
         self.ray.wait(refs, timeout=max(timeout_seconds, 0.0))
         ready = set(self.ray.wait(refs, num_returns=len(refs), timeout=0)[0])
-        for job, out in list(self.out.items()):
+        for job, out in list(self.leased.items()):
             for ref in [ref for ref in out.refs if ref in ready]:
                 out.refs.remove(ref)
-                error = self._error(ref)
+                error, node_died = self._error(ref)
                 if error is not None:
-                    self._fail(job, error)
+                    self._fail(job, error, node_died)
                     break
             else:
                 if not out.refs:
                     self._end(job, call(self.server, "ended", self.jobs[job].name, out.epoch))
 
-    def _error(self, ref: Any) -> str | None:
-        try:
-            found: str | None = self.ray.get(ref)
-        except self.ray.exceptions.RayError as error:
-            return one_line(error)
-        return found
+    def _error(self, ref: Any) -> tuple[str | None, bool]:
+        """The rank's error in one line or None, and whether it is the death of its node.
 
-    def _fail(self, job: int, error: str) -> None:
+        The list of nodes shows a death only some health checks later.
+        """
+        try:
+            return self.ray.get(ref), False
+        except self.ray.exceptions.RayError as error:
+            return one_line(error), isinstance(error, self.ray.exceptions.NodeDiedError)
+
+    def _fail(self, job: int, error: str, node_died: bool = False) -> None:
         """Fence the epoch first, then end what is left of it; a node's death is no failure."""
-        out = self.out[job]
-        is_counted = self.accelerators.are_alive(out.nodes)
+        out = self.leased[job]
+        is_counted = not node_died and self.accelerators.are_alive(out.nodes)
         record = call(self.server, "fail", self.jobs[job].name, out.epoch, error, is_counted)
         number = self.table.workers[out.worker].accelerator
         self.accelerators.kill(out.refs, number, out.accelerators)
         self._end(job, record)
 
     def _end(self, job: int, record: JobRecord) -> None:
-        del self.out[job]
+        del self.leased[job]
         self.records[job] = record
         self.round.ran[job] = self.round.seconds
 
     # Accounts.
 
-    def _ran(self, assignment: Assignment, whole_seconds: float) -> float:
-        """Seconds of the round that the assignment had; all of it, if it is still out."""
-        return max(
-            whole_seconds if job in self.out else self.round.ran.get(job, 0.0)
-            for job in assignment.jobs
-        )
+    def _seconds(self, job: int, round_seconds: float) -> float:
+        """Seconds of the round that the job ran; all of it, if its lease goes on."""
+        return round_seconds if job in self.leased else self.round.ran.get(job, 0.0)
 
     def _account(self, current: Sequence[Assignment]) -> None:
         for assignment in current:
-            self.mechanism.account(assignment, self._ran(assignment, self.round_seconds))
+            seconds = max(self._seconds(job, self.round_seconds) for job in assignment.jobs)
+            self.mechanism.account(assignment, seconds)
 
     def _note(self, current: Sequence[Assignment]) -> None:
         """Write down the round that ends."""
@@ -480,7 +393,7 @@ class _Run:
             for assignment in current
         ]
         had = [
-            (job, assignment.worker, seconds if job in self.out else self.round.ran.get(job, 0.0))
+            (job, assignment.worker, self._seconds(job, seconds))
             for assignment in current
             for job in assignment.jobs
         ]

@@ -10,23 +10,19 @@ allocations are computed anew when jobs have come or gone but not too often. Whe
 * a distributed job with fewer steps left than accelerators runs them, instead of being dropped.
 """
 
-import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
+from stagewright.executor.clusters.outages import Outage, OutOfOrder, Peekable
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
-from stagewright.formulations.clusters.allocation import (
-    Allocation,
-    AllocationProblem,
-    RateTable,
-    rate_table,
-    throughput,
-)
+from stagewright.executor.clusters.rules import Rules, table_of
+from stagewright.executor.clusters.timeline import HOUR, ClusterTimeline, JobOutcome, Reset, Round
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
+from stagewright.formulations.clusters.rates import RateTable
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
@@ -34,187 +30,7 @@ from stagewright.graphs.workloads.pool import Pool
 
 Allocate = Callable[[AllocationProblem], Allocation]
 
-HOUR = 3600.0
 DONE = 1e-12  # of a job: what rounding leaves of its steps
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How the cluster is run.
-
-    Parameters
-    ----------
-    round_seconds
-        Length of a round.
-    reset_seconds
-        Least time between two allocations.
-    fill
-        Give accelerators that no share claims to idle jobs; see ``Mechanism``.
-    shuffle_seed
-        Fill the types of accelerators in random order, as policies do that take all for alike;
-        the public code draws it from its seed + 5.
-    space_sharing, placement
-        Whether jobs may share accelerators, and whether servers count.
-    ideal
-        No rounds: every job has exactly its share at every moment (figure 5.15b).
-    """
-
-    round_seconds: float = 360.0
-    reset_seconds: float = 1920.0
-    fill: bool = True
-    shuffle_seed: int | None = None
-    space_sharing: bool = False
-    placement: bool = False
-    ideal: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("round_seconds", "reset_seconds"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise InputError(f"{name} must be more than zero, got {value!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """Accelerator ``number`` of a type (by position in the pool) is out of order for a while."""
-
-    start_seconds: float
-    end_seconds: float
-    accelerator: int
-    number: int
-
-
-def outages(
-    pool: Pool, mean_seconds_to_failure: float, repair_seconds: float, seed: int = 0
-) -> Iterator[Outage]:
-    """Failures without end, in order of time: each accelerator's come by a Poisson process."""
-    draw = random.Random(seed)
-    counts = [accelerator.count for accelerator in pool.accelerators]
-    now = 0.0
-    while True:
-        now += draw.expovariate(sum(counts) / mean_seconds_to_failure)
-        accelerator = draw.choices(range(len(counts)), counts)[0]
-        number = draw.randrange(counts[accelerator])
-        yield Outage(now, now + repair_seconds, accelerator, number)
-
-
-@dataclass(frozen=True, slots=True)
-class JobOutcome:
-    """What became of a job; ``completion_seconds`` is None if the simulation ended before.
-
-    ``isolated_seconds`` is how long the steps run would have taken on 1/n of the cluster, n being
-    the number of jobs at each time.
-    """
-
-    job: Job
-    completion_seconds: float | None
-    isolated_seconds: float
-
-    @property
-    def duration_seconds(self) -> float:
-        """Job completion time: from arrival to completion; nan if not complete."""
-        if self.completion_seconds is None:
-            return math.nan
-        return self.completion_seconds - self.job.arrival_seconds
-
-    @property
-    def fairness(self) -> float:
-        """Finish-time fairness rho: completion time over the time alone on 1/n of the cluster."""
-        return self.duration_seconds / self.isolated_seconds if self.isolated_seconds else math.nan
-
-    @property
-    def violates_slo(self) -> bool:
-        """Whether the job has an SLO and was later."""
-        slo = self.job.slo_seconds
-        return slo is not None and not self.duration_seconds <= slo
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Who ran where, and how many accelerators of each type were busy on average.
-
-    ``assignments`` is empty where the simulation did not keep them.
-    """
-
-    start_seconds: float
-    end_seconds: float
-    active_jobs: int
-    busy: tuple[float, ...]
-    assignments: tuple[Assignment, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Reset:
-    """A new allocation, and how far the rounds had stayed from the one before (see Deviation)."""
-
-    seconds: float
-    jobs: int
-    shortfall: float
-    mean_deviation: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClusterTimeline:
-    """All that happened. ``jobs`` are in order of arrival; ``busy_seconds`` are by type.
-
-    ``accelerator`` is each worker type's accelerator, by its position in the pool.
-    """
-
-    pool: Pool
-    accelerator: tuple[int, ...]
-    jobs: tuple[JobOutcome, ...]
-    rounds: tuple[Round, ...]
-    resets: tuple[Reset, ...]
-    seconds: float
-    busy_seconds: tuple[float, ...]
-    dollars: float | None
-    renewals: int
-    renewable: int
-
-    def durations(self, window: range | None = None, weight: float | None = None) -> Floats:
-        """Completion times in seconds, of the jobs numbered in ``window`` and of ``weight``."""
-        chosen = self.jobs if window is None else self.jobs[window.start : window.stop]
-        return np.array(
-            [
-                outcome.duration_seconds
-                for outcome in chosen
-                if outcome.completion_seconds is not None
-                and (weight is None or outcome.job.weight == weight)
-            ]
-        )
-
-    def mean_jct_seconds(self, window: range | None = None, weight: float | None = None) -> float:
-        """Average job completion time, nan if no job completed."""
-        found = self.durations(window, weight)
-        return float(found.mean()) if found.size else math.nan
-
-    @property
-    def makespan_seconds(self) -> float:
-        """When the last job completed."""
-        return max((outcome.completion_seconds or 0.0 for outcome in self.jobs), default=0.0)
-
-    def fairness(self, window: range | None = None) -> Floats:
-        """Finish-time fairness of the completed jobs."""
-        chosen = self.jobs if window is None else self.jobs[window.start : window.stop]
-        return np.array([o.fairness for o in chosen if o.completion_seconds is not None])
-
-    @property
-    def slo_violations(self) -> int:
-        """Jobs that were later than their SLO, or have not completed with one."""
-        return sum(outcome.violates_slo for outcome in self.jobs)
-
-    @property
-    def utilisation(self) -> float:
-        """Part of the accelerators' time in use."""
-        total = sum(accelerator.count for accelerator in self.pool.accelerators) * self.seconds
-        return sum(self.busy_seconds) / total if total else 0.0
-
-    @property
-    def renewal_rate(self) -> float:
-        """Part of the leases that were renewed, of those whose job had steps left."""
-        return self.renewals / self.renewable if self.renewable else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,31 +90,12 @@ def simulate_cluster(
     rules = rules or Rules()
     if window is None:
         jobs = tuple(jobs)
-    table = _table(throughputs, pool, rules)
-    run = _Simulation(jobs, table, allocate, rules, entities, failures, window)
+    table = table_of(throughputs, pool, rules)
+    run = _ClusterRun(jobs, table, allocate, rules, entities, failures, window)
     return run.run(keep_assignments, on_progress)
 
 
-def _table(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:
-    """Rates of every kind that can run in the pool, so that jobs need not be known beforehand."""
-    known: dict[tuple[str, int], set[str]] = {}
-    runs = set()
-    counts = {accelerator.name: accelerator.count for accelerator in pool.accelerators}
-    for rate in throughputs.alone:
-        known.setdefault((rate.model, rate.scale), set()).add(rate.accelerator)
-        if rate.steps_per_second > 0 and rate.scale <= counts.get(rate.accelerator, 0):
-            runs.add((rate.model, rate.scale))
-    kinds = [kind for kind, names in known.items() if kind in runs and names >= set(pool.names)]
-    return rate_table(
-        throughputs,
-        pool,
-        kinds,
-        space_sharing=rules.space_sharing,
-        placement=rules.placement,
-    )
-
-
-class _Simulation:
+class _ClusterRun:
     def __init__(
         self,
         jobs: Iterable[Job],
@@ -312,12 +109,10 @@ class _Simulation:
         self.table, self.allocate, self.rules = table, allocate, rules
         self.entities, self.window = entities, window
         self.entity_of = {entity.name: number for number, entity in enumerate(entities)}
-        self.coming = _Peekable(enumerate(jobs))
-        self.failing = _Peekable(failures)
-        self.repairs: list[tuple[float, int, int]] = []
-        self.lost: dict[tuple[int, int], float] = {}
+        self.coming = Peekable(enumerate(jobs))
         shuffle = None if rules.shuffle_seed is None else random.Random(rules.shuffle_seed)
         self.mechanism = Mechanism(table, rules.round_seconds, fill=rules.fill, shuffle=shuffle)
+        self.out_of_order = OutOfOrder(failures, self.mechanism)
         self.active: dict[int, _Active] = {}
         self.outcomes: list[JobOutcome | None] = []
         self.completed = 0
@@ -348,7 +143,7 @@ class _Simulation:
     ) -> ClusterTimeline:
         while True:
             self.arrivals()
-            self.turns()
+            self.changed |= self.out_of_order.update(self.now)
             if self.finished():
                 break
             if self.due():
@@ -381,26 +176,6 @@ class _Simulation:
             self.outcomes.append(None)
             self.changed = True
 
-    def turns(self) -> None:
-        """Accelerators that came back, and those that failed, up to now."""
-        while self.repairs and self.repairs[0][0] <= self.now:
-            end, accelerator, number = heapq.heappop(self.repairs)
-            if self.lost.get((accelerator, number)) == end:
-                del self.lost[accelerator, number]
-                self.mechanism.restore(accelerator, (number,))
-                self.changed = True
-        while (outage := self.failing.peek()) is not None and outage.start_seconds <= self.now:
-            self.fail(next(self.failing))
-
-    def fail(self, outage: Outage) -> None:
-        """An accelerator that is down already stays down until the later of the two ends."""
-        place = (outage.accelerator, outage.number)
-        end = max(outage.end_seconds, self.lost.get(place, 0.0))
-        self.lost[place] = end
-        heapq.heappush(self.repairs, (end, *place))
-        self.mechanism.lose(outage.accelerator, (outage.number,))
-        self.changed = True
-
     def finished(self) -> bool:
         window = self.window
         if window is None:
@@ -423,7 +198,7 @@ class _Simulation:
     def reset(self) -> None:
         """Allocate for the jobs that are here."""
         self.settle()
-        table = self.present()
+        table = self.out_of_order.working(self.table)
         members = [one for one in self.active.values() if table.alone[one.kind].any()]
         before = self.mechanism.deviation()
         self.resets.append(Reset(self.now, len(members), before.shortfall, before.mean))
@@ -468,34 +243,6 @@ class _Simulation:
             self.entities,
         )
 
-    def present(self) -> RateTable:
-        """The table of the accelerators that are in order."""
-        if not self.lost:
-            return self.table
-        accelerators, alone = [], self.table.alone.copy()
-        for position, accelerator in enumerate(self.table.pool.accelerators):
-            left = self.mechanism.available(position)
-            size = accelerator.per_server
-            accelerators.append(
-                replace(
-                    accelerator,
-                    count=max(left, 1),
-                    per_server=size if size and left and left % size == 0 else None,
-                )
-            )
-            here = self.table.accelerator == position
-            alone[np.ix_(self.table.scale > left, here)] = 0.0
-        kept = np.flatnonzero(alone[self.table.first, self.table.worker] > 0)
-        return replace(
-            self.table,
-            pool=replace(self.table.pool, accelerators=tuple(accelerators)),
-            alone=alone,
-            first=self.table.first[kept],
-            second=self.table.second[kept],
-            worker=self.table.worker[kept],
-            paired=self.table.paired[kept],
-        )
-
     def round(self, keep_assignments: bool) -> None:
         """One round, or the wait for the next event if nothing can run."""
         assignments = self.mechanism.schedule()
@@ -509,7 +256,8 @@ class _Simulation:
         lengths = [max(seconds for _, seconds in plan) for plan in plans]
         self.now = start + max(lengths)
         active = len(self.active)
-        failed = self.failed_within(start)
+        failed = self.out_of_order.before(self.now)
+        self.changed |= bool(failed)
         busy = [0.0] * len(self.busy)
         for assignment, plan, seconds in zip(assignments, plans, lengths, strict=True):
             kind = self.type_of[assignment.worker]
@@ -570,15 +318,6 @@ class _Simulation:
         self.completed += 1
         self.changed = True
 
-    def failed_within(self, start: float) -> dict[tuple[int, int], float]:
-        """Accelerators that fail before the round's end, and when."""
-        found: dict[tuple[int, int], float] = {}
-        while (outage := self.failing.peek()) is not None and outage.start_seconds < self.now:
-            next(self.failing)
-            found.setdefault((outage.accelerator, outage.number), outage.start_seconds)
-            self.fail(outage)
-        return found
-
     def wait(self) -> None:
         """Go on to when something changes."""
         times = [self.now + self.rules.reset_seconds] if self.changed and self.active else []
@@ -593,13 +332,9 @@ class _Simulation:
 
     def events(self) -> list[float]:
         """When the next job comes, and the next accelerator fails or is back."""
-        times = []
+        times = self.out_of_order.events()
         if (following := self.coming.peek()) is not None:
             times.append(following[1].arrival_seconds)
-        if (outage := self.failing.peek()) is not None:
-            times.append(outage.start_seconds)
-        if self.repairs:
-            times.append(self.repairs[0][0])
         return times
 
     def flow(self) -> None:
@@ -662,20 +397,3 @@ def _usage(problem: AllocationProblem, allocation: Allocation) -> Floats:
     np.add.at(usage, (allocation.job, accelerator), used)
     np.add.at(usage, (allocation.partner[paired], accelerator[paired]), used[paired])
     return usage
-
-
-class _Peekable(Generic[T]):
-    """An iterator whose next item can be seen before it is taken."""
-
-    def __init__(self, items: Iterable[T]) -> None:
-        self.items = iter(items)
-        self.front: T | None = next(self.items, None)
-
-    def peek(self) -> T | None:
-        return self.front
-
-    def __next__(self) -> T:
-        if self.front is None:
-            raise StopIteration
-        taken, self.front = self.front, next(self.items, None)
-        return taken

@@ -6,15 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stagewright.executor.drawing.periods import finish_seconds, phases
 from stagewright.executor.drawing.timeline import (
     BAND_COLOUR,
     KIND_COLOURS,
     KIND_NAMES,
     Block,
     Row,
-    finish_seconds,
     headline,
-    phases,
     row_note,
     time_unit,
     timeline,

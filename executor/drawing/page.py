@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stagewright.executor.drawing.periods import finish_seconds, iteration_seconds, phases
+from stagewright.executor.drawing.summary import in_flight, shared_text, shifts_text, summarise
 from stagewright.executor.drawing.timeline import (
     BAND_COLOUR,
     KIND_COLOURS,
@@ -13,15 +15,8 @@ from stagewright.executor.drawing.timeline import (
     Block,
     Row,
     device_count,
-    finish_seconds,
-    in_flight,
-    iteration_seconds,
-    phases,
     row_note,
-    shared_text,
-    shifts_text,
     shorten_devices,
-    summarise,
     time_unit,
     timeline,
 )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 
-from stagewright.executor.measuring.profiling import Machine
+from stagewright.executor.measuring.machine import Machine
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix

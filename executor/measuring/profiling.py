@@ -16,16 +16,10 @@ executor does it. What the optimizer takes for a single number is counted once f
 stage has one optimizer for its layers.
 """
 
-import os
-import platform
-import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +33,7 @@ from stagewright.executor.capture.loss_graph import (
     require_no_parameters,
 )
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
+from stagewright.executor.measuring.machine import Machine, threads
 from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
 from stagewright.executor.training.weights import MakeOptimizer, Weights
 from stagewright.graphs.documents.arrays import Floats
@@ -49,50 +44,6 @@ WARM_UP = 2  # rounds
 DIGITS = 4  # significant ones of a time
 
 Values = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What measures: ``kind`` is the name that clusters will give to devices like it."""
-
-    device: torch.device
-    threads: int = 1
-    kind: str = ""
-
-    @property
-    def device_kind(self) -> str:
-        """``kind``, or else the device's own name."""
-        if self.kind:
-            return self.kind
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu core"
-        return name.lower().replace(" ", "-")
-
-    @property
-    def clock(self) -> str:
-        """What the seconds are."""
-        return "processor time" if self._counts_processor_time else "elapsed time"
-
-    def __str__(self) -> str:
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        return f"{self.threads} of {os.cpu_count()} cores of {_processor()}, {self.clock}"
-
-    @property
-    def _counts_processor_time(self) -> bool:
-        return self.device.type == "cpu" and self.threads == 1
-
-    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """The seconds that ``work`` takes, and its result."""
-        clock = time.process_time if self._counts_processor_time else time.perf_counter
-        self._synchronise()
-        start = clock()
-        result = work()
-        self._synchronise()
-        return clock() - start, result
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def measure_layers(
@@ -128,7 +79,7 @@ def measure_layers(
     for size in microbatch_sizes:  # as a run does before it starts
         propagate(model.layers, values_of(inputs, size), machine.device, autocast)
     measured = []
-    with _threads(machine.threads):
+    with threads(machine.threads):
         for size in microbatch_sizes:
             runs = _runs(model, _first(inputs, size), _first(targets, size), loss, autocast)
             seconds = np.empty((WARM_UP + rounds, len(model), 3))
@@ -389,16 +340,6 @@ def _parameter_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # The document
 
 
@@ -451,13 +392,3 @@ def _spread(times: Floats) -> Floats:
     low, middle, high = np.percentile(times, [25, 50, 75], axis=0)
     spread: Floats = np.divide(high - low, middle, out=np.zeros_like(low), where=middle > 0)
     return spread.ravel()
-
-
-def _processor() -> str:
-    """The processor's name, with family and model where the kernel tells them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return platform.processor() or platform.machine()
-    fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE))
-    name = fields.get("model name", platform.machine())
-    return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"

@@ -43,7 +43,7 @@ def peak_bytes(
     held = 0.0
     for s in {one.action.stage for one in row}:
         held += footprints[s].static_bytes
-        held += footprints[s].version_bytes * (plan.weights == "double-buffer")
+        held += footprints[s].version_bytes * plan.weight_rule.staleness
     peak, where = held, 0
     for position, one in enumerate(row):
         during, after = _bytes_at(one.action.kind, footprints[one.action.stage])

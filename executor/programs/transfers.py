@@ -33,8 +33,6 @@ RECEIVE_BUFFERS = 1
 
 The cost model's memory has room for one activation and one gradient on each side of a stage.
 """
-
-
 Node = tuple[tuple[float, bool], list[tuple[int, Instruction]]]  # when, and what on which ranks
 
 

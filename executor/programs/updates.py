@@ -17,7 +17,7 @@ from stagewright.formulations.plans.actions import (
     Action,
     ActionKind,
 )
-from stagewright.formulations.plans.plan import PipelinePlan, updates_every_round
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
 
 B = ActionKind.BACKWARD
@@ -32,7 +32,7 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
     backward.
     """
     shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
-    if updates_every_round(plan.weights):
+    if plan.weight_rule.updates_every_round:
         return [list(_behind_backwards(row, ActionKind.REDUCE, shared)) for row in rows]
     start = starts(plan)
     order = sorted(shared, key=lambda s: (start[Action(s, ActionKind.REDUCE)], s))
@@ -56,7 +56,7 @@ def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Row
     step that is not in the plan, or that needs the gradients of a family, is at the iteration's
     end.
     """
-    if updates_every_round(plan.weights):
+    if plan.weight_rule.updates_every_round:
         _require_whole_rounds(plan)
         every = range(len(plan.stages))
         return [list(_behind_backwards(row, ActionKind.UPDATE, every)) for row in rows]

@@ -13,7 +13,6 @@ from stagewright.executor.programs.program import (
 from stagewright.executor.programs.verify_transfers import by_peer
 from stagewright.executor.programs.work import InvalidProgram, Work
 from stagewright.formulations.plans.actions import Action, ActionKind
-from stagewright.formulations.plans.plan import updates_every_round
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -121,7 +120,7 @@ class Progress:
         """
         if s < len(self.plan.stages) - 1:
             yield from self._arrivals(rank, Action(s + 1, SEND_B, m), (B, I))
-        elif updates_every_round(self.plan.weights):
+        elif self.plan.weight_rule.updates_every_round:
             assert m is not None
             for name in self.plan.stages[s].runners(m):
                 yield from self._own(self.rank[name], s, (F,), m)

@@ -13,7 +13,7 @@ from stagewright.executor.programs.program import (
 )
 from stagewright.executor.programs.work import InvalidProgram, Work
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plans.plan import PipelinePlan, updates_every_round
+from stagewright.formulations.plans.plan import PipelinePlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -56,7 +56,7 @@ def _require_belongs(work: Work, device: str, rank: int, action: Action) -> None
 
 def require_updates(work: Work, device: str, rank: int, row: Row) -> None:
     """Every gradient reaches the weights: once an iteration, or once a round of backwards."""
-    plan, every_round = work.plan, updates_every_round(work.plan.weights)
+    plan, every_round = work.plan, work.plan.weight_rule.updates_every_round
     backwards = Counter(one.action.stage for one in row if one.action.kind in (B, W))
     stages = {s: _Gradients(work, backwards[s], work.is_shared(s)) for s in stages_on(plan, device)}
     for one in row:
@@ -111,7 +111,7 @@ class _Gradients:
         While an all-reduce is under way, the next iteration's gradients are summed up beside it; a
         third one would have no place.
         """
-        every_round = updates_every_round(self.work.plan.weights)
+        every_round = self.work.plan.weight_rule.updates_every_round
         if action.kind in (B, W):
             self.ready += 1
             self.latest = max(self.latest, self.work.iteration(action.microbatch))

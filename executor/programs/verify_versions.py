@@ -19,7 +19,7 @@ def require_versions(
     work: Work, rank: int, row: Row, at_first_stage: Mapping[int | None, int]
 ) -> None:
     """Every version that is used is held and is the right one; none is left over at the end."""
-    plan, buffered = work.plan, work.plan.weights == "double-buffer"
+    plan, buffered = work.plan, work.plan.weight_rule.staleness > 0
     stages: defaultdict[int, WeightVersions] = defaultdict(lambda: WeightVersions(buffered))
     for one in row:
         weights = stages[one.action.stage]
@@ -29,7 +29,7 @@ def require_versions(
             raise InvalidProgram(f"rank {rank}: {one}: {error}") from None
         if one.action.kind is F:
             right = work.iteration(one.action.microbatch) if buffered else weights.held[-1]
-            if plan.weights == "stash+vertical-sync":
+            if plan.weight_rule.follows_first_stage:
                 right = at_first_stage[one.action.microbatch]
             if weights.used != right:
                 raise InvalidProgram(

@@ -31,7 +31,7 @@ def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
     InvalidPlan
         If a stage would need a version that it does not have.
     """
-    if plan.weights == "flush":
+    if not plan.weight_rule.keeps_versions:
         return rows
     out = []
     for rank, row in enumerate(rows):
@@ -41,17 +41,17 @@ def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
             for i, one in enumerate(row)
             if one.action.kind in COMPUTE
         }
-        walk = _Versions(row, uses, plan.weights == "double-buffer")
+        walk = _Versions(row, uses, plan.weight_rule.staleness > 0)
         out.append([one for i in range(len(row)) for one in walk.around(i)])
     return out
 
 
 def required_versions(plan: PipelinePlan, rows: Rows, rank: int) -> dict[Action, int]:
     """The version that each forward on ``rank`` must use, by what ``plan.weights`` means."""
-    if plan.weights == "double-buffer":
+    if plan.weight_rule.staleness > 0:
         return {one.action: 0 for one in rows[rank] if one.action.kind is F}
     own = _newest_at_forwards(rows[rank])
-    if plan.weights == "stash":
+    if not plan.weight_rule.follows_first_stage:
         return own
     require_equal_turns(plan)
     first: dict[int | None, int] = {}

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
-from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, server_rows
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 
 NEGLIGIBLE = 1e-9  # of time: a solver's zero

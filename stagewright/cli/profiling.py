@@ -61,7 +61,8 @@ def profile(
 
     from stagewright.cli.factories import load_factory
     from stagewright.cli.running import parse_optimizer
-    from stagewright.executor.measuring.profiling import Machine, first_batch, measure_layers
+    from stagewright.executor.measuring.machine import Machine
+    from stagewright.executor.measuring.profiling import first_batch, measure_layers
     from stagewright.executor.training.initialise import initialise
     from stagewright.executor.training.losses import cross_entropy
 

@@ -7,15 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagewright.executor.clusters.simulation import (
-    Allocate,
-    ClusterTimeline,
-    Outage,
-    Progress,
-    Rules,
-    outages,
-    simulate_cluster,
-)
+from stagewright.executor.clusters.outages import Outage, outages
+from stagewright.executor.clusters.rules import Rules
+from stagewright.executor.clusters.simulation import Allocate, Progress, simulate_cluster
+from stagewright.executor.clusters.timeline import ClusterTimeline
 from stagewright.executor.drawing.cluster_chart import draw_jct_cdf, draw_rounds, draw_utilisation
 from stagewright.formulations.clusters.allocation import (
     Allocation,

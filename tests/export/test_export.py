@@ -8,12 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from stagewright.cli import exporting
 from stagewright.executor.export import FORMATS, export, remarks
 from stagewright.executor.export.options import Options
 from stagewright.executor.export.pipelines import one_forward_one_backward
-from stagewright.executor.export.yaml import to_yaml
+from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import (
     PipelinePlan,
@@ -642,47 +643,20 @@ def test_deepspeed_refusals():
 
 
 def read_yaml(text):
-    """The YAML that the exports write, read strictly: anything else is an error."""
-    return [
-        read_block([line for line in part.splitlines() if not line.startswith("#")])
-        for part in text.split("---\n")
-    ]
+    """The documents; every string that is no key is in double quotes."""
+    for document in yaml.compose_all(text):
+        for scalar in scalars(document):
+            plain = re.fullmatch(r"\d+|true|false", scalar.value)
+            assert scalar.style == '"' or (plain and scalar.style is None)
+    return list(yaml.safe_load_all(text))
 
 
-def read_block(lines):
-    if not lines[0].startswith("- "):
-        found = {}
-        while lines:
-            key, rest = re.fullmatch(r"([\w./-]+):(?: (.*))?", lines.pop(0)).groups()
-            inner = take_inner(lines)
-            assert (rest is None) == bool(inner)
-            assert key not in found
-            found[key] = read_block(inner) if inner else read_scalar(rest)
-        return found
-    found = []
-    while lines:
-        first = lines.pop(0)
-        assert first.startswith("- ")
-        inner = [first[2:], *take_inner(lines)]
-        nested = len(inner) > 1 or re.match(r"- |[\w./-]+:", inner[0])
-        found.append(read_block(inner) if nested else read_scalar(inner[0]))
-    return found
-
-
-def take_inner(lines):
-    inner = []
-    while lines and lines[0].startswith("  "):
-        inner.append(lines.pop(0)[2:])
-    return inner
-
-
-def read_scalar(text):
-    if text in ("true", "false"):
-        return text == "true"
-    if re.fullmatch(r"\d+", text):
-        return int(text)
-    assert re.fullmatch(r'"(?:[ !#-\[\]-~]|\\U[0-9a-f]{8})*"', text)
-    return re.sub(r"\\U(\w{8})", lambda found: chr(int(found[1], 16)), text[1:-1])
+def scalars(node):
+    if isinstance(node, yaml.ScalarNode):
+        return [node]
+    pairs = isinstance(node, yaml.MappingNode)
+    inner = [value for _, value in node.value] if pairs else node.value
+    return [scalar for child in inner for scalar in scalars(child)]
 
 
 def test_yaml_comes_back():

@@ -20,7 +20,8 @@ from stagewright.cli.factories import load_factory
 from stagewright.cli.profiling import profile
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.measuring.links import Links, describe, fit, measure_links
-from stagewright.executor.measuring.profiling import Machine, first_batch, measure_layers
+from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.profiling import first_batch, measure_layers
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers

@@ -6,8 +6,9 @@ from statistics import median
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -19,7 +20,8 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
-from stagewright.executor.measuring.compare import compare, correct  # noqa: E402
+from stagewright.executor.measuring.compare import compare  # noqa: E402
+from stagewright.executor.measuring.correction import correct  # noqa: E402
 from stagewright.executor.training.losses import IGNORED, cross_entropy  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind, parse_action  # noqa: E402
@@ -29,11 +31,6 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost  # noqa: E40
 
 STEPS = 3
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-ONCE = [
-    Phase.explicit,
-    Phase.reuse,
-    Phase.generate,
-]  # to shrink would start process groups for minutes
 
 
 def weighted(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,12 +144,7 @@ def test_gradients_are_clipped_as_without_a_plan(ranks: Ranks, name: str) -> Non
     require_equal(results[0][0], clipped)
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    phases=ONCE,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(25, quick=2, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(["residual-mlp", "tied-transformer"]))
@@ -179,12 +171,7 @@ def test_a_microbatch_that_is_an_update_is_normalised_alone(ranks: Ranks, weight
     compare_runs(ranks, make.one_f_one_b(stages, 2, weights), built(), batches, cross_entropy)
 
 
-@settings(
-    max_examples=15,
-    deadline=None,
-    phases=ONCE,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(15, quick=2, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_periodic_plans(ranks: Ranks, data: Any) -> None:
     plan = data.draw(make.periodic_plans(6))

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.executor.clusters.report import ClusterReport
-from stagewright.executor.clusters.runtime import ClusterJob, Program, run_cluster
+from stagewright.executor.clusters.runtime import run_cluster
+from stagewright.executor.clusters.workload import ClusterJob, Program
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs

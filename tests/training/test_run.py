@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from launches import TESTS, TIMEOUT_SECONDS, Job
+from profiles import slow_after
 from training_plans import gpipe, straight
 from typer.testing import CliRunner
 
@@ -99,6 +100,7 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     assert left == ["step-00000004", "step-00000005"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_by_another_plan(job: Job, killed: Path) -> None:
     shutil.copytree(killed, job.folder / "other")
     job.run(
@@ -107,6 +109,7 @@ def test_a_killed_run_is_resumed_by_another_plan(job: Job, killed: Path) -> None
     require_equal(job.parameters("other.pt"), job.parameters("whole.pt"), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -128,6 +131,7 @@ def test_what_only_ranks_can_refuse_is_refused_once(
     assert line in complaints[0]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_stage_and_microbatch(job: Job) -> None:
     _, complaints = job.run("--data", "jobs:infinite_batches", code=1)
     assert len(complaints) == 2
@@ -138,6 +142,7 @@ def test_a_loss_that_is_not_finite_names_stage_and_microbatch(job: Job) -> None:
     assert re.match(rf"stagewright: rank 1: stopped at step 3: {failure}", complaints[1])
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_by_every_rank_with_its_place(job: Job) -> None:
     _, complaints = job.run(plan="three.json", code=1, MISHAP="raise 1 2")
     place = rf"\({re.escape(str(TESTS / 'jobs.py'))}:\d+\)"
@@ -158,7 +163,7 @@ def test_a_rank_that_hangs_ends_the_run(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "told"),
-    [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, -9, "SIGTERM")],
+    slow_after(1, [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, -9, "SIGTERM")]),
 )
 def test_ranks_end_with_their_launcher(job: Job, number: int, code: int, told: str) -> None:
     process = job.start(MISHAP="sleep 0 2")
@@ -187,13 +192,13 @@ def free_port() -> str:
 
 @pytest.mark.parametrize(
     ("rank", "world", "code", "line"),
-    [
-        ("0", "1", 2, "the plan needs 2 ranks (devices d0, d1), torchrun started 1"),
+    slow_after(1, [
         ("0", "2", 1, "rank 0: stopped before the first step: 1 of 2 ranks came within 3 s, "
          "missing: 1"),
+        ("0", "1", 2, "the plan needs 2 ranks (devices d0, d1), torchrun started 1"),
         ("1", "2", 1, "rank 1: stopped before the first step: cannot reach the job's store at "
          "localhost:PORT in 3 s; is rank 0 there?"),
-    ],
+    ]),
 )  # fmt: skip
 def test_ranks_that_others_started(
     job: Job, free_port: str, rank: str, world: str, code: int, line: str

@@ -19,7 +19,8 @@ from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
-from stagewright.executor.measuring.profiling import Machine, measure_layers  # noqa: E402
+from stagewright.executor.measuring.machine import Machine  # noqa: E402
+from stagewright.executor.measuring.profiling import measure_layers  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.executor.training.seeding import layer_seed  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
@@ -200,6 +201,7 @@ def fixed_list() -> Any:
     return [model.first, model.norm, model.drop, model.last]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", [Fixed, fixed_list])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_modules_in_eval_mode_stay_there(ranks: Ranks, schedule: Any, model: Any) -> None:
@@ -272,6 +274,7 @@ class Hooked(nn.Module):
         return self.last(self.middle(self.first(x).tanh()).tanh())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_hooks_of_parameters_see_a_microbatchs_gradient(
@@ -516,6 +519,7 @@ def frozen_then_trained() -> Any:
     return [linear().requires_grad_(False), nn.Tanh(), linear().requires_grad_(False), linear()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_without_a_gradient(ranks: Ranks, schedule: Any, recompute: str) -> None:
@@ -553,6 +557,7 @@ class Checkpointed(nn.Module):
         return self.back(self.wide(x).tanh())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -630,6 +635,7 @@ def stepping() -> Any:
     return [shared, nn.Tanh(), shared, linear()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", [spectral, spectral_by_hook, stepping])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -702,6 +708,7 @@ DEVICES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_random_numbers_never_depend_on_the_cuts_or_replicas(

@@ -16,13 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
-from stagewright.formulations.clusters.allocation import (
-    Allocation,
-    AllocationProblem,
-    server_rows,
-    throughput,
-)
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
 from stagewright.formulations.clusters.polytope import Polytope
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 

@@ -14,10 +14,10 @@ from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
     allocation_of_shares,
-    server_rows,
     throughput,
 )
 from stagewright.formulations.clusters.policies import max_min
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 

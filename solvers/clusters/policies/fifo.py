@@ -6,14 +6,10 @@ from time import perf_counter
 
 import numpy as np
 
-from stagewright.formulations.clusters.allocation import (
-    Allocation,
-    AllocationProblem,
-    RateTable,
-    throughput,
-)
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
 from stagewright.formulations.clusters.policies import fifo
 from stagewright.formulations.clusters.polytope import Polytope, group_by, polytope
+from stagewright.formulations.clusters.rates import RateTable
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.forms.duality import weak_duality_bound
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints

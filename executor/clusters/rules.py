@@ -1,0 +1,64 @@
+"""How a simulated cluster is run."""
+
+import math
+from dataclasses import dataclass
+
+from stagewright.formulations.clusters.rates import RateTable, rate_table
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.jobs import Throughputs
+from stagewright.graphs.workloads.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How the cluster is run.
+
+    Parameters
+    ----------
+    round_seconds
+        Length of a round.
+    reset_seconds
+        Least time between two allocations.
+    fill
+        Give accelerators that no share claims to idle jobs; see ``Mechanism``.
+    shuffle_seed
+        Fill the types of accelerators in random order, as policies do that take all for alike;
+        the public code draws it from its seed + 5.
+    space_sharing, placement
+        Whether jobs may share accelerators, and whether servers count.
+    ideal
+        No rounds: every job has exactly its share at every moment (figure 5.15b).
+    """
+
+    round_seconds: float = 360.0
+    reset_seconds: float = 1920.0
+    fill: bool = True
+    shuffle_seed: int | None = None
+    space_sharing: bool = False
+    placement: bool = False
+    ideal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("round_seconds", "reset_seconds"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise InputError(f"{name} must be more than zero, got {value!r}")
+
+
+def table_of(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:
+    """Rates of every kind that can run in the pool, so that jobs need not be known beforehand."""
+    known: dict[tuple[str, int], set[str]] = {}
+    runs = set()
+    counts = {accelerator.name: accelerator.count for accelerator in pool.accelerators}
+    for rate in throughputs.alone:
+        known.setdefault((rate.model, rate.scale), set()).add(rate.accelerator)
+        if rate.steps_per_second > 0 and rate.scale <= counts.get(rate.accelerator, 0):
+            runs.add((rate.model, rate.scale))
+    kinds = [kind for kind, names in known.items() if kind in runs and names >= set(pool.names)]
+    return rate_table(
+        throughputs,
+        pool,
+        kinds,
+        space_sharing=rules.space_sharing,
+        placement=rules.placement,
+    )

@@ -1,0 +1,67 @@
+"""Chrome traces of plans."""
+
+import json
+import os
+from typing import Any
+
+from stagewright.executor.drawing.periods import phases
+from stagewright.executor.drawing.timeline import KIND_NAMES, Block, timeline
+from stagewright.formulations.plans.plan import (
+    PipelinePlan,
+)
+from stagewright.graphs.documents import documents
+
+
+def chrome_trace(plan: PipelinePlan) -> str:
+    """The schedule in Chrome's trace event format, which Perfetto reads; times in microseconds.
+
+    One process each for devices, channels and all-reduces, one thread per row; of a periodic plan
+    one more for its periods.
+    """
+    processes = {"device": (1, "devices"), "channel": (2, "channels"), "reduce": (3, "all-reduces")}
+    shown = phases(plan)
+    if shown is not None:
+        processes["period"] = (4, "periods")
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        for pid, name in processes.values()
+    ]
+    for tid, row in enumerate(timeline(plan, max_device_rows=None)):
+        pid = processes[row.group][0]
+        place = {"pid": pid, "tid": tid}
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": row.name}})
+        events.append(
+            {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
+        )
+        events += [_trace_event(block, place) for block in row.blocks]
+    if shown is not None:
+        place = {"pid": processes["period"][0], "tid": 0}
+        events += [_slice(name, "period", place, begin, end) for name, begin, end in shown.spans]
+    other = {"model": plan.model, "cluster": plan.cluster, "planner": plan.planner}
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":")
+    )
+
+
+def write_trace(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
+    """Write :func:`chrome_trace` to ``path`` atomically."""
+    documents.write_text(path, chrome_trace(plan))
+
+
+def _trace_event(block: Block, place: dict[str, int]) -> dict[str, Any]:
+    action = block.action
+    arguments: dict[str, Any] = {"stage": action.stage, "microbatch": action.microbatch}
+    arguments |= {"bytes": block.bytes, "endpoints": block.ends or None}
+    return {
+        **_slice(
+            str(action), KIND_NAMES[action.kind], place, block.start_seconds, block.finish_seconds
+        ),
+        "args": {key: value for key, value in arguments.items() if value is not None},
+    }
+
+
+def _slice(
+    name: str, category: str, place: dict[str, int], start: float, finish: float
+) -> dict[str, Any]:
+    duration = (finish - start) * 1e6
+    return {"ph": "X", "name": name, "cat": category, **place, "ts": start * 1e6, "dur": duration}

@@ -1,0 +1,78 @@
+"""The machine that is measured: its name, and its clock."""
+
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What measures: ``kind`` is the name that clusters will give to devices like it."""
+
+    device: torch.device
+    threads: int = 1
+    kind: str = ""
+
+    @property
+    def device_kind(self) -> str:
+        """``kind``, or else the device's own name."""
+        if self.kind:
+            return self.kind
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu core"
+        return name.lower().replace(" ", "-")
+
+    @property
+    def clock(self) -> str:
+        """What the seconds are."""
+        return "processor time" if self._counts_processor_time else "elapsed time"
+
+    def __str__(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"{self.threads} of {os.cpu_count()} cores of {_processor()}, {self.clock}"
+
+    @property
+    def _counts_processor_time(self) -> bool:
+        return self.device.type == "cpu" and self.threads == 1
+
+    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """The seconds that ``work`` takes, and its result."""
+        clock = time.process_time if self._counts_processor_time else time.perf_counter
+        self._synchronise()
+        start = clock()
+        result = work()
+        self._synchronise()
+        return clock() - start, result
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _processor() -> str:
+    """The processor's name, with family and model where the kernel tells them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE))
+    name = fields.get("model name", platform.machine())
+    return f"{name} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
