@@ -24,8 +24,6 @@ from stagewright.executor.programs.program import (
     RECEIVES,
     SENDS,
     Instruction,
-    PeriodicProgram,
-    Row,
     moved,
     moved_action,
     received,
@@ -34,12 +32,12 @@ from stagewright.executor.programs.program import (
 from stagewright.executor.programs.shares import Rows
 from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.training.losses import Loss, read_loss
+from stagewright.executor.training.rank import Rank, RankProgram
 from stagewright.executor.training.seeding import layer_seed
 from stagewright.executor.training.stage import Gradients, StageComputation, Tensors
 from stagewright.executor.training.totals import Total, begin_total
 from stagewright.executor.training.weights import TiedSums, Weights
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plans.plan import PipelinePlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -56,34 +54,6 @@ class NonFiniteLoss(ArithmeticError):  # noqa: N818 - named as InvalidPlan is
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
     """A stage does not fit into its device's memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rank:
-    """Which of a plan's devices this process is, and how it reaches the others.
-
-    ``row`` is one iteration, from an empty pipeline to an empty one. If ``periodic`` is there, that
-    is done instead, and ``row`` is as much of it as tells what can be at one time. ``wire`` is
-    where the tensors lie that are sent: on the CPU for gloo, else on ``device``. ``group`` is None
-    for a process alone.
-    """
-
-    plan: PipelinePlan
-    devices: tuple[str, ...]
-    number: int
-    row: Row
-    device: torch.device
-    wire: torch.device
-    group: dist.ProcessGroup | None
-    periodic: PeriodicProgram | None = None
-
-    def lane(self, rank: int, stage: int, microbatch: int) -> int:
-        """The place of ``rank`` among those that work on a microbatch of ``stage``."""
-        return self.plan.stages[stage].runners(microbatch).index(self.devices[rank])
-
-    def runs(self, stage: int, microbatch: int) -> bool:
-        """Whether this rank works on a microbatch of ``stage``."""
-        return self.devices[self.number] in self.plan.stages[stage].runners(microbatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +156,8 @@ class Interpreter:
 
     Parameters
     ----------
+    program
+        What this rank does.
     computations, weights
         Per stage of this rank.
     groups
@@ -205,6 +177,7 @@ class Interpreter:
     def __init__(
         self,
         rank: Rank,
+        program: RankProgram,
         computations: Mapping[int, StageComputation],
         weights: Mapping[int, Weights],
         groups: Mapping[int, dist.ProcessGroup],
@@ -218,7 +191,7 @@ class Interpreter:
         seed: int,
         joint: Joint,
     ) -> None:
-        self._rank, self._plan = rank, rank.plan
+        self._rank, self._program, self._plan = rank, program, rank.plan
         self._computations, self._weights, self._groups = computations, weights, groups
         self._boundaries, self._samples = boundaries, samples
         self._loss, self._single_output, self._scale = loss, single_output, scale
@@ -226,14 +199,14 @@ class Interpreter:
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
         self._lanes = lanes
         self._rows = {s: [_as_index(lane) for lane in lanes[s]] for s in (0, self._last)}
-        split = {one.action for one in rank.row if one.action.kind is I}
+        split = {one.action for one in program.row if one.action.kind is I}
         self._in_two = {(one.stage, (one.microbatch or 0) % self._count) for one in split}
         for s in {s for s, _ in self._in_two}:
             computations[s].split()
         self._tags = max((len(one.values) for one in boundaries), default=0)  # of a transfer
         self._sends = self._count_sends()
-        periodic, number = rank.periodic, rank.number
-        segments = [rank.row] if periodic is None else [r[number] for r in periodic.segments]
+        periodic, number = program.periodic, rank.number
+        segments = [program.row] if periodic is None else [r[number] for r in periodic.segments]
         drains = [()] if periodic is None else [r[number] for r in periodic.drains]
         self._calls = [[(one, self._call(one)) for one in row] for row in segments]
         self._last_calls = [[(one, self._call(one)) for one in row] for row in drains]
@@ -251,13 +224,13 @@ class Interpreter:
         self._first_together = next(
             (
                 one.action.stage
-                for one in rank.row
+                for one in program.row
                 if one.action.kind is ActionKind.UPDATE and one.action.stage in joint.stages
             ),
             None,
         )
         # One for every message that may be under way; they start when a run is traced.
-        self._watchers = ThreadPoolExecutor(len(rank.row) + 1)
+        self._watchers = ThreadPoolExecutor(len(program.row) + 1)
         self._reducing: dict[int, tuple[float, Callable[[], float]]] = {}
         # By iteration, until its last forward: the mini-batch, and how many forwards read it yet.
         self._batches: dict[int, tuple[Tensors, Batch]] = {}
@@ -300,7 +273,7 @@ class Interpreter:
         position, self._later = self._place(self._begun)
         self._begun += 1
         self._carry_out(self._calls[position], records)
-        if self._rank.periodic is None:
+        if self._program.periodic is None:
             return self.finish()
         for action in self._older_sends:
             self._release(action)
@@ -323,7 +296,7 @@ class Interpreter:
         return self._forgotten(list(self._batches))
 
     def _place(self, iteration: int) -> tuple[int, int]:
-        return (0, 0) if self._rank.periodic is None else self._rank.periodic.place(iteration)
+        return (0, 0) if self._program.periodic is None else self._program.periodic.place(iteration)
 
     def _carry_out(
         self,
@@ -513,7 +486,7 @@ class Interpreter:
         self._weights[s].reduce(self._groups.get(s), share)
         if self._joint.tied is not None:
             self._joint.tied.give(s)
-        if self._clips and self._rank.periodic is not None:
+        if self._clips and self._program.periodic is not None:
             iteration = self._given[s]
             self._given[s] += 1
             if all(self._given[one] > iteration for one in self._weights):
@@ -565,7 +538,7 @@ class Interpreter:
     def _agree(self, s: int) -> float:
         """Wait for what the update of a stage needs of others; the seconds of computing for it."""
         # Of a periodic plan, iteration i makes version i + 2 from the newest, i + 1.
-        iteration = 0 if self._rank.periodic is None else self._weights[s].newest - 1
+        iteration = 0 if self._program.periodic is None else self._weights[s].newest - 1
         self._require_finite(*self._losses_of(iteration))
         seconds = 0.0
         if self._joint.tied is not None:

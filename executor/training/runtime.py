@@ -21,11 +21,9 @@ from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.programs.memory import peak_bytes
-from stagewright.executor.programs.periodic import lower_any
-from stagewright.executor.programs.program import Families, Program, stages_on
+from stagewright.executor.programs.program import stages_on
 from stagewright.executor.programs.shares import Rows, pieces, rows
 from stagewright.executor.programs.trace import RankAction, Trace, traced_step
-from stagewright.executor.programs.verify import verify
 from stagewright.executor.training.initialise import Model, initialise, total_bytes
 from stagewright.executor.training.interpreter import (
     Batch,
@@ -33,10 +31,10 @@ from stagewright.executor.training.interpreter import (
     Interpreter,
     Joint,
     OutOfMemory,
-    Rank,
 )
 from stagewright.executor.training.launch import require_torch
 from stagewright.executor.training.losses import Loss, cross_entropy
+from stagewright.executor.training.rank import rank_program, this_rank
 from stagewright.executor.training.stage import Part, Share, StageComputation
 from stagewright.executor.training.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -151,15 +149,15 @@ class Executor:
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed, self._dtype = loss, seed, dtype
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._rank = _rank(plan, _device(device))
-        self._name = self._rank.devices[self._rank.number]
+        self._rank = this_rank(plan, device)
+        self._name = self._rank.name
         self._stages = stages_on(plan, self._name)
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
         self._model = self._initialise(module)
         self._families = self._find_families()
-        if self._families:  # known only now
-            self._rank = _rank(plan, self._rank.device, self._families)
+        # Only the captured model says what stages share.
+        self._program = rank_program(plan, self.rank, self._families)
         self._modules = self._split_modules()
         self._weights = self._make_weights(optimizer)
         self._groups, self._tied_groups = self._make_groups()
@@ -328,7 +326,7 @@ class Executor:
         self._require_finished()
         found: dict[str, Tensor] = {}
         for s in self._stages:
-            if self._first_rank(s) == self.rank:
+            if self._rank.first(s) == self.rank:
                 for name, one in self._tensors(s).items():
                     if self._stages_of[name][0] == s:
                         found[f"model.{name}"] = one.detach()
@@ -406,7 +404,7 @@ class Executor:
         if shares is None:
             return None
         last = len(self.plan.stages) - 1
-        teller = self._first_rank(last)
+        teller = self._rank.first(last)
         steps = tuple(
             traced_step(
                 self.plan,
@@ -533,9 +531,6 @@ class Executor:
         """The devices of all stages that have a parameter."""
         return {v for s in self._stages_of[name] for v in self.plan.stages[s].devices}
 
-    def _first_rank(self, s: int) -> int:
-        return self._rank.devices.index(self.plan.stages[s].devices[0])
-
     def _make_groups(self) -> tuple[dict[int, dist.ProcessGroup], dict[str, dist.ProcessGroup]]:
         """The processes of each stage, and those that hold each tied parameter, this rank among.
 
@@ -581,6 +576,7 @@ class Executor:
             boundaries.append(_boundary(plan, s, lanes, crossing, samples))
         return Interpreter(
             self._rank,
+            self._program,
             computations,
             self._weights,
             self._groups,
@@ -641,10 +637,10 @@ class Executor:
         for s in filter(self._reduces_beside, footprints):
             more = footprints[s].static_bytes + self._weights[s].gradient_bytes
             footprints[s] = replace(footprints[s], static_bytes=more)
-        need, where = peak_bytes(self.plan, self._rank.row, footprints)
+        need, where = peak_bytes(self.plan, self._program.row, footprints)
         room = total_bytes(self._rank.device)
         if need > room:
-            one = self._rank.row[where]
+            one = self._program.row[where]
             raise OutOfMemory(
                 f"stage {one.action.stage} does not fit: rank {self.rank} ({self._name}) needs "
                 f"{format_bytes(need)} and more at {one} and has {format_bytes(room)}: at least "
@@ -698,7 +694,7 @@ class Executor:
 
     def _squares(self) -> float:
         """The squared norm of gradients, each parameter on one rank: the first that has it."""
-        first = {s for s in self._stages if self._first_rank(s) == self.rank}
+        first = {s for s in self._stages if self._rank.first(s) == self.rank}
         tied = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
             for name in self._tied
@@ -728,38 +724,6 @@ def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
             f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
             "updates at its own times; plan with 'flush' weights"
         )
-
-
-def _device(given: torch.device | str | None) -> torch.device:
-    if given is not None:
-        device = torch.device(given)
-        if device.type == "cuda" and device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-        return device
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local % torch.cuda.device_count())
-
-
-def _rank(plan: PipelinePlan, device: torch.device, families: Families = ()) -> Rank:
-    group = dist.group.WORLD if dist.is_initialized() else None
-    program = lower_any(plan, families)
-    verify(plan, program, families=families)
-    size = 1 if group is None else group.size()
-    if size != len(program.devices):
-        raise InputError(
-            f"the plan needs {len(program.devices)} ranks, one for each of "
-            f"{', '.join(program.devices)}; there are {size}"
-        )
-    number = 0 if group is None else group.rank()
-    # Gloo moves what lies in the host's memory.
-    gloo = group is not None and dist.get_backend(group) == "gloo"
-    wire = torch.device("cpu") if gloo else device
-    periodic = None if isinstance(program, Program) else program
-    whole = program if isinstance(program, Program) else program.until_it_repeats()
-    row = whole.rows[number]
-    return Rank(plan, program.devices, number, row, device, wire, group, periodic)
 
 
 def _require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:
