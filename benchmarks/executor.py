@@ -42,7 +42,9 @@ from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, stages_on
 from stagewright.executor.programs.shares import rows
-from stagewright.executor.training.interpreter import Boundary, Interpreter, Joint
+from stagewright.executor.training.boundary import Boundary
+from stagewright.executor.training.interpreter import Interpreter
+from stagewright.executor.training.joint import Joint
 from stagewright.executor.training.rank import Rank, RankProgram
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stage import Gradients, Seed, StageComputation, Tensors

@@ -4,73 +4,56 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from math import inf, isfinite
-from statistics import fmean, median
+from math import inf
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.capture.draws import whole_draws
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import stages_on
-from stagewright.executor.programs.shares import Rows, pieces, rows
+from stagewright.executor.programs.shares import Rows, rows
 from stagewright.executor.programs.trace import RankAction, Trace, traced_step
-from stagewright.executor.training.initialise import Model, initialise, total_bytes
-from stagewright.executor.training.interpreter import (
+from stagewright.executor.training.batches import (
     Batch,
-    Boundary,
-    Interpreter,
-    Joint,
-    OutOfMemory,
+    mapped_batch,
+    microbatch_samples,
+    require_as_many,
+    tensors_of_batch,
 )
+from stagewright.executor.training.crossing import boundary_of, share_of
+from stagewright.executor.training.failures import OutOfMemory
+from stagewright.executor.training.initialise import Model, initialise, total_bytes
+from stagewright.executor.training.interpreter import Interpreter
+from stagewright.executor.training.joint import Joint
 from stagewright.executor.training.launch import require_torch
 from stagewright.executor.training.losses import Loss, cross_entropy
+from stagewright.executor.training.model_checks import (
+    listed_stages,
+    require_clip_norm,
+    require_not_shared,
+    require_same_model,
+    require_updated_together,
+    require_whole_gradients,
+)
 from stagewright.executor.training.rank import rank_program, this_rank
-from stagewright.executor.training.stage import Part, Share, StageComputation
+from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
+from stagewright.executor.training.stage import Part, StageComputation
 from stagewright.executor.training.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes
 
 T = TypeVar("T")
-
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
-
-MEETINGS = 15  # of all ranks before a run that is traced
-
-
-@dataclass(slots=True)
-class _Recording:
-    """What this rank did from ``step`` on, until nothing was under way.
-
-    Times are of its own clock, which said ``met_seconds`` when all ranks had met, one time or
-    several.
-    """
-
-    step: int
-    met_seconds: list[float]
-    losses: list[float] = field(default_factory=list)
-    records: list[RankAction] = field(default_factory=list)
-    iterations: int | None = None
-
-    @property
-    def loss(self) -> float | None:
-        """The mean loss, on ranks of the last stage."""
-        return fmean(self.losses) if self.losses else None
-
-    def begin(self, first: "_Recording") -> float:
-        """When all began, on this rank's clock; ``first`` is what the first rank recorded."""
-        pairs = zip(self.met_seconds, first.met_seconds, strict=True)
-        return first.met_seconds[-1] + median(own - its for own, its in pairs)
 
 
 class Executor:
@@ -165,8 +148,8 @@ class Executor:
         self._interpreters: dict[object, Interpreter] = {}
         self._running: Interpreter | None = None  # of a periodic plan
         self._trace = trace
-        self._recording: _Recording | None = None  # of what is under way
-        self._recorded: list[_Recording] = []
+        self._recording: Recording | None = None  # of what is under way
+        self._recorded: list[Recording] = []
 
     @property
     def rank(self) -> int:
@@ -203,16 +186,16 @@ class Executor:
             Naming the stage. Weights and gradients are then anything: the executor has ended.
         """
         self._require_sound()
-        given = tuple(map(self._typed, _tensors("inputs", inputs)))
-        _require_as_many(given, _tensors("targets", targets))
+        given = tuple(map(self._typed, tensors_of_batch("inputs", inputs)))
+        require_as_many(given, tensors_of_batch("targets", targets))
         interpreter = self._interpreter(given)
         last = len(self.plan.stages) - 1
         here = given if 0 in self._stages else ()
         wanted: Batch = ()
         if last in self._stages:
-            wanted = _mapped(targets, lambda one: one.to(self._rank.device))
+            wanted = mapped_batch(targets, lambda one: one.to(self._rank.device))
         if self._trace and self._recording is None:
-            self._recording = _Recording(self.steps_done, self._met())
+            self._recording = Recording(self.steps_done, self._met())
         own, step = tuple(one.to(self._rank.device) for one in here), self.steps_done
         losses = self._carried_out(lambda records: interpreter.run(own, wanted, step, records))
         self.steps_done += 1
@@ -296,7 +279,7 @@ class Executor:
         """
         found = []
         for _ in range(MEETINGS if self.plan.is_periodic else 1):
-            _barrier(self._rank.group)
+            meet(self._rank.group)
             found.append(time.perf_counter())
         return found
 
@@ -412,7 +395,7 @@ class Executor:
                 [
                     record
                     for share in shares
-                    for record in _since(share[i].begin(own), share[i].records)
+                    for record in records_since(share[i].begin(own), share[i].records)
                 ],
                 shares[teller][i].loss,
                 own.iterations,
@@ -450,7 +433,7 @@ class Executor:
             dtype=self._parameter_type,
             agree=lambda fits: self._summed((float(not fits),), self._rank.group) == (0.0,),
         )
-        _require_same_model(self.plan, model)
+        require_same_model(self.plan, model)
         self._names = [*model.parameters_by_name(), *model.buffers_by_name()]
         self._primary = {name: names[0] for names in self._names for name in names}
         stages: dict[str, set[int]] = {}
@@ -463,10 +446,10 @@ class Executor:
         shared = sorted(name for name, found in self._stages_of.items() if len(found) > 1)
         self._shared_buffers = [name for name in shared if name in buffers]
         self._tied = [name for name in shared if name not in buffers]
-        _require_updated_together(self.plan, self._tied, self._stages_of)
+        require_updated_together(self.plan, self._tied, self._stages_of)
         if self._clip_norm < inf and self.plan.is_periodic:
-            _require_not_shared(self._tied, self._stages_of)
-        _require_whole_gradients(self.plan, model, self._stages_of)
+            require_not_shared(self._tied, self._stages_of)
+        require_whole_gradients(self.plan, model, self._stages_of)
         return model
 
     def _split_modules(self) -> dict[int, list[CapturedLayer]]:
@@ -557,7 +540,7 @@ class Executor:
 
     def _prepare(self, inputs: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for mini-batches of the shape of ``inputs``."""
-        plan, samples = self.plan, _samples(self.plan, inputs)
+        plan, samples = self.plan, microbatch_samples(self.plan, inputs)
         lanes = rows(plan, samples)
         counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
         entering = {count: values_of(inputs, count) for count in counts}
@@ -573,7 +556,7 @@ class Executor:
         boundaries = []
         for s, stage in enumerate(plan.stages[:-1]):
             crossing = {count: trace[stage.layers[1] - 1] for count, trace in traces.items()}
-            boundaries.append(_boundary(plan, s, lanes, crossing, samples))
+            boundaries.append(boundary_of(plan, s, lanes, crossing, samples))
         return Interpreter(
             self._rank,
             self._program,
@@ -617,7 +600,7 @@ class Executor:
             self._rank.device,
             self._autocast,
             offload=stage.offload,
-            share=_share(lanes[lane], lane, samples, of_stage),
+            share=share_of(lanes[lane], lane, samples, of_stage),
         )
 
     def _require_constant_buffers(self, trace: Sequence[LayerTrace]) -> None:
@@ -628,7 +611,8 @@ class Executor:
                 if name in own:
                     raise InputError(
                         f"layer {layer.name!r} changes its buffers, of which {name!r} is used in "
-                        f"stages {_and(self._stages_of[name])}; put its layers into one stage"
+                        f"stages {listed_stages(self._stages_of[name])}; "
+                        "put its layers into one stage"
                     )
 
     def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
@@ -713,82 +697,6 @@ class Executor:
         return tuple(total.tolist())
 
 
-def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
-    """Refuse a norm that is none, and one for weights that change stage by stage."""
-    if clip_norm is None:
-        return
-    if not (isfinite(clip_norm) and clip_norm > 0):
-        raise InputError(f"clip_norm must be a positive number, got {clip_norm:g}")
-    if plan.weight_rule.updates_every_round:
-        raise InputError(
-            f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
-            "updates at its own times; plan with 'flush' weights"
-        )
-
-
-def _require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:
-    """The model's layers are those that were planned: their number, names and sizes."""
-    count = plan.stages[-1].layers[1]
-    if len(model.layers) != count:
-        names = ", ".join(layer.name for layer in model.layers)
-        raise InputError(f"the plan has {count} layers, the model {len(model.layers)}: {names}")
-    sizes = set()
-    for i, (planned, layer) in enumerate(zip(plan.layers or (), model.layers, strict=False)):
-        if planned.name != layer.name:
-            raise InputError(
-                f"layer {i} is {planned.name!r} in the plan, {layer.name!r} in the model"
-            )
-        numbers = sum(one.numel() for one in layer.module.parameters())
-        if (planned.parameter_bytes > 0) != (numbers > 0):
-            raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
-        if numbers:
-            sizes.add(planned.parameter_bytes / numbers)
-            # Whatever type was planned for, it is the same for all layers.
-            if len(sizes) > 1:
-                raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
-
-
-def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputError:
-    return InputError(
-        f"layer {i}, {name!r}, has {planned_bytes:.0f} bytes of parameters in the plan and "
-        f"{numbers} parameters in the model"
-    )
-
-
-def _require_updated_together(
-    plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
-) -> None:
-    for name in tied if plan.weight_rule.updates_every_round else ():
-        raise InputError(
-            f"parameter {name!r} is shared by stages {_and(stages_of[name])}, which with "
-            f"{plan.weights!r} update it at different times; put its layers into one stage"
-        )
-
-
-def _require_not_shared(tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]) -> None:
-    for name in tied:
-        raise InputError(
-            f"clip_norm: parameter {name!r} is shared by stages {_and(stages_of[name])} of a "
-            "periodic plan, where its gradient is not known in time; put its layers into one stage"
-        )
-
-
-def _require_whole_gradients(
-    plan: PipelinePlan, model: LayeredModel, stages_of: Mapping[str, Sequence[int]]
-) -> None:
-    for names, one in model.parameters_by_name().items():
-        for s in stages_of[names[0]] if one._backward_hooks else ():
-            if len(plan.stages[s].runners(0)) > 1:
-                raise InputError(
-                    f"parameter {names[0]!r} has a hook, which each of the devices that split the "
-                    f"microbatches of stage {s} would call with a part of the gradient; remove it"
-                )
-
-
-def _and(stages: Sequence[int]) -> str:
-    return " and ".join(map(str, stages))
-
-
 def _tensors_of(layer: CapturedLayer) -> dict[str, Tensor]:
     """Parameters and persistent buffers of a layer, under all their names."""
     state = layer.module.state_dict(keep_vars=True)
@@ -800,101 +708,3 @@ def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
     if kind == "optimizer":
         name = name.rpartition(".")[0]
     return kind in kinds and name in own
-
-
-def _tensors(name: str, batch: Batch) -> tuple[Tensor, ...]:
-    found = batch if isinstance(batch, tuple) else (batch,)
-    for one in found:
-        if not isinstance(one, Tensor):
-            raise InputError(
-                f"{name} must be a tensor or a tuple of tensors, got {type(one).__name__}"
-            )
-    return found
-
-
-def _require_as_many(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for one in (*inputs, *targets):
-        if one.dim() == 0 or len(one) != len(inputs[0]):
-            raise InputError(
-                f"a mini-batch needs as many samples in all its inputs and targets, got shapes "
-                f"{', '.join(str(tuple(each.shape)) for each in (*inputs, *targets))}"
-            )
-
-
-def _samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
-    """The samples of a microbatch."""
-    count = len(inputs[0])
-    if count == 0 or count % plan.microbatches:
-        raise InputError(
-            f"a mini-batch of {count} samples cannot be cut into {plan.microbatches} equal "
-            "microbatches; leave a ragged last mini-batch out, or fill it up"
-        )
-    return count // plan.microbatches
-
-
-def _boundary(
-    plan: PipelinePlan,
-    s: int,
-    lanes: Sequence[Sequence[Rows]],
-    traces: Mapping[int, LayerTrace],
-    samples: int,
-) -> Boundary:
-    values = traces[samples].outputs
-    by_sample = tuple(
-        all(trace.outputs[i].shape[:1] == (count,) for count, trace in traces.items())
-        for i in range(len(values))
-    )
-    below, above = lanes[s], lanes[s + 1]
-    if len(below) > 1 and plan.stages[s].runners(0) == plan.stages[s + 1].runners(0):
-        return Boundary(values, by_sample, None)
-    for i, (value, cut) in enumerate(zip(values, by_sample, strict=True)):
-        by_share = value.gradient or any(one.outputs[i] != value for one in traces.values())
-        if by_share and not cut and len(below) * len(above) > 1:
-            raise InputError(
-                f"a value of shape {value.shape} between stages {s} and {s + 1} has no samples in "
-                "its first dimension, so that it or its gradient cannot be split among devices; "
-                "cut elsewhere, or leave these stages on one device each"
-            )
-    return Boundary(values, by_sample, pieces([len(lane) for lane in below], len(above)))
-
-
-def _share(
-    rows: Rows, lane: int, samples: int, traces: Mapping[int, Sequence[LayerTrace]]
-) -> Share | None:
-    """The samples of a microbatch that a device works on, None if it is all of them in order.
-
-    ``traces`` of the stage's layers, by the number of samples.
-    """
-    if rows == tuple(range(samples)):
-        return None
-    fewer = min(traces)
-    pairs = zip(traces[samples], traces[fewer], strict=True)
-    return Share(
-        rows,
-        samples,
-        lane,
-        tuple(
-            None if one.draws_again else whole_draws(one.draws, samples, other.draws, fewer)
-            for one, other in pairs
-        ),
-    )
-
-
-def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    return tuple(map(change, batch)) if isinstance(batch, tuple) else change(batch)
-
-
-def _barrier(group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.barrier(group)
-
-
-def _since(start: float, records: Sequence[RankAction]) -> list[RankAction]:
-    return [
-        replace(
-            one,
-            start_seconds=max(0.0, one.start_seconds - start),
-            finish_seconds=max(0.0, one.finish_seconds - start),
-        )
-        for one in records
-    ]
