@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
-from stagewright.executor.capture.twins import twins
 from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import stages_on
 from stagewright.executor.programs.shares import Rows, rows
@@ -37,7 +35,6 @@ from stagewright.executor.training.joint import Joint
 from stagewright.executor.training.launch import require_torch
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
-    listed_stages,
     require_clip_norm,
     require_not_shared,
     require_same_model,
@@ -47,6 +44,7 @@ from stagewright.executor.training.model_checks import (
 from stagewright.executor.training.rank import rank_program, this_rank
 from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
 from stagewright.executor.training.stage import Part, StageComputation
+from stagewright.executor.training.staged_model import StagedModel
 from stagewright.executor.training.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -141,7 +139,6 @@ class Executor:
         self._families = self._find_families()
         # Only the captured model says what stages share.
         self._program = rank_program(plan, self.rank, self._families)
-        self._modules = self._split_modules()
         self._weights = self._make_weights(optimizer)
         self._groups, self._tied_groups = self._make_groups()
         self._joint = self._make_joint()
@@ -310,8 +307,8 @@ class Executor:
         found: dict[str, Tensor] = {}
         for s in self._stages:
             if self._rank.first(s) == self.rank:
-                for name, one in self._tensors(s).items():
-                    if self._stages_of[name][0] == s:
+                for name, one in self._model.tensors(s, self._weights[s]).items():
+                    if self._model.stages_of[name][0] == s:
                         found[f"model.{name}"] = one.detach()
                 found |= self._optimizer_state(s)
         return found
@@ -319,7 +316,7 @@ class Executor:
     def _optimizer_state(self, s: int) -> dict[str, Tensor]:
         weights, found = self._weights[s], dict[str, Tensor]()
         for name, one in weights.parameters(weights.newest).items():
-            if self._stages_of[name][0] != s:
+            if self._model.stages_of[name][0] != s:
                 continue
             if self.plan.weight_rule.staleness > 0:
                 found[f"previous.{name}"] = weights.parameters(0)[name].detach()
@@ -331,7 +328,7 @@ class Executor:
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
         """Which entries of a checkpoint belong to this rank's stages."""
-        own = {name for s in self._stages for name in self._tensors(s)}
+        own = {name for s in self._stages for name in self._model.tensors(s, self._weights[s])}
         kinds = ["model", "optimizer"]
         kinds += ["previous"] if self.plan.weight_rule.staleness > 0 else []
         return [key for key in keys if _belongs(key, own, kinds)]
@@ -346,7 +343,7 @@ class Executor:
         """
         self._require_finished()
         for s in self._stages:
-            for name, one in self._tensors(s).items():
+            for name, one in self._model.tensors(s, self._weights[s]).items():
                 if f"model.{name}" not in tensors:
                     raise InputError(f"the checkpoint has no {name!r} of stage {s}")
                 with torch.no_grad():
@@ -369,7 +366,10 @@ class Executor:
             return None
         whole = {name: value for share in shares for name, value in share.items()}
         return {
-            name: whole[names[0]] for names in self._names for name in names if names[0] in whole
+            name: whole[names[0]]
+            for names in self._model.names
+            for name in names
+            if names[0] in whole
         }
 
     def trace_on_first_rank(self) -> Trace | None:
@@ -422,7 +422,7 @@ class Executor:
 
     # The parts of this rank
 
-    def _initialise(self, module: Model | Callable[[], Model]) -> LayeredModel:
+    def _initialise(self, module: Model | Callable[[], Model]) -> StagedModel:
         """The captured model, with this rank's layers alone on its device."""
         wanted = {i for s in self._stages for i in range(*self.plan.stages[s].layers)}
         model = initialise(
@@ -434,51 +434,24 @@ class Executor:
             agree=lambda fits: self._summed((float(not fits),), self._rank.group) == (0.0,),
         )
         require_same_model(self.plan, model)
-        self._names = [*model.parameters_by_name(), *model.buffers_by_name()]
-        self._primary = {name: names[0] for names in self._names for name in names}
-        stages: dict[str, set[int]] = {}
-        for s, stage in enumerate(self.plan.stages):
-            for layer in model.layers[slice(*stage.layers)]:
-                for name in _tensors_of(layer):
-                    stages.setdefault(self._primary[name], set()).add(s)
-        self._stages_of = {name: sorted(found) for name, found in stages.items()}
-        buffers = {self._primary[names[0]] for names in model.buffers_by_name()}
-        shared = sorted(name for name, found in self._stages_of.items() if len(found) > 1)
-        self._shared_buffers = [name for name in shared if name in buffers]
-        self._tied = [name for name in shared if name not in buffers]
-        require_updated_together(self.plan, self._tied, self._stages_of)
+        staged = StagedModel(self.plan, model, self._stages)
+        require_updated_together(self.plan, staged.tied, staged.stages_of)
         if self._clip_norm < inf and self.plan.is_periodic:
-            require_not_shared(self._tied, self._stages_of)
-        require_whole_gradients(self.plan, model, self._stages_of)
-        return model
-
-    def _split_modules(self) -> dict[int, list[CapturedLayer]]:
-        """Per stage its layers. What stages share, each has for itself, also on one rank."""
-        layers = list(self._model.layers)
-        found: dict[int, list[CapturedLayer]] = {}
-        for s in self._stages:
-            start, stop = self.plan.stages[s].layers
-            if found:
-                copies = twins([layer.module for layer in layers[start:stop]])
-                layers[start:stop] = [
-                    CapturedLayer(layer.name, module)
-                    for layer, module in zip(layers[start:stop], copies, strict=True)
-                ]
-            found[s] = layers[start:stop]
-        self._model = replace(self._model, layers=tuple(layers))
-        return found
+            require_not_shared(staged.tied, staged.stages_of)
+        require_whole_gradients(self.plan, model, staged.stages_of)
+        return staged
 
     def _make_weights(self, optimizer: MakeOptimizer) -> dict[int, Weights]:
         made = {
             s: Weights(
                 [layer.module for layer in layers],
-                self._primary,
-                self._tied,
+                self._model.primary,
+                self._model.tied,
                 optimizer,
                 versions=self.plan.weight_rule.versions,
                 two_gradients=self._reduces_beside(s),
             )
-            for s, layers in self._modules.items()
+            for s, layers in self._model.modules.items()
         }
         for weights in made.values() if len(self.plan.stages) > 1 else ():
             name = weights.optimizer and clips_by_itself(weights.optimizer)
@@ -491,7 +464,7 @@ class Executor:
 
     def _find_families(self) -> set[frozenset[int]]:
         """Stages that have a trained parameter in common, and all that have a norm in common."""
-        found = {frozenset(self._stages_of[name]) for name in self._tied}
+        found = {frozenset(self._model.stages_of[name]) for name in self._model.tied}
         everything = frozenset(range(len(self.plan.stages)))
         return found | {everything} if self._clip_norm < inf else found
 
@@ -501,19 +474,6 @@ class Executor:
             return False
         return len(self.plan.stages[s].devices) > 1 or any(s in one for one in self._families)
 
-    def _tensors(self, s: int) -> dict[str, Tensor]:
-        """Parameters, in their newest version, and buffers of a stage, by their first names."""
-        found: dict[str, Tensor] = {}
-        for layer in self._modules[s]:
-            for name, one in _tensors_of(layer).items():
-                found.setdefault(self._primary[name], one)
-        weights = self._weights[s]
-        return found | weights.parameters(weights.newest)
-
-    def _holders(self, name: str) -> set[str]:
-        """The devices of all stages that have a parameter."""
-        return {v for s in self._stages_of[name] for v in self.plan.stages[s].devices}
-
     def _make_groups(self) -> tuple[dict[int, dist.ProcessGroup], dict[str, dist.ProcessGroup]]:
         """The processes of each stage, and those that hold each tied parameter, this rank among.
 
@@ -521,7 +481,7 @@ class Executor:
         alone gives it different names on them if they are in different numbers of groups.
         """
         stages = {s: set(stage.devices) for s, stage in enumerate(self.plan.stages)}
-        tied = {name: self._holders(name) for name in self._tied}
+        tied = {name: self._model.holders(name) for name in self._model.tied}
         made: dict[frozenset[str], dist.ProcessGroup] = {}
         for devices in map(frozenset, (*stages.values(), *tied.values())):
             if len(devices) > 1 and devices not in made:
@@ -548,7 +508,7 @@ class Executor:
             count: propagate(self._model.layers, values, self._rank.device, self._autocast)
             for count, values in entering.items()
         }
-        self._require_constant_buffers(traces[samples])
+        self._model.require_constant_buffers(traces[samples])
         computations = {
             s: self._computation(s, lanes[s], samples, entering, traces) for s in self._stages
         }
@@ -590,9 +550,9 @@ class Executor:
         inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
         inputs += [one.outputs for one in trace[:-1]]
         # By any layer: a parameter that stages share may get its gradient in another one alone.
-        trained = {self._primary[name] for one in traces[count] for name in one.trained}
+        trained = {self._model.primary[name] for one in traces[count] for name in one.trained}
         self._weights[s].leave_out(trained)
-        parts = [Part(*each) for each in zip(self._modules[s], inputs, trace, strict=True)]
+        parts = [Part(*each) for each in zip(self._model.modules[s], inputs, trace, strict=True)]
         of_stage = {one: found[start:stop] for one, found in traces.items()}
         return StageComputation(
             parts,
@@ -602,18 +562,6 @@ class Executor:
             offload=stage.offload,
             share=share_of(lanes[lane], lane, samples, of_stage),
         )
-
-    def _require_constant_buffers(self, trace: Sequence[LayerTrace]) -> None:
-        """Refuse a buffer that a layer may change in one stage while another stage has it too."""
-        for layer, found in zip(self._model.layers, trace, strict=True):
-            own = {self._primary[name] for name in _tensors_of(layer)} if found.changes else set()
-            for name in self._shared_buffers:
-                if name in own:
-                    raise InputError(
-                        f"layer {layer.name!r} changes its buffers, of which {name!r} is used in "
-                        f"stages {listed_stages(self._stages_of[name])}; "
-                        "put its layers into one stage"
-                    )
 
     def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
         """Refuse to begin what cannot fit: better than to be killed in the middle."""
@@ -633,9 +581,11 @@ class Executor:
 
     def _sum_tied(self) -> None:
         """Sum up what all stages' devices have of the gradients of parameters that they share."""
-        for name in self._tied:
+        for name in self._model.tied:
             own = [
-                self._weights[s].gradient(name) for s in self._stages_of[name] if s in self._stages
+                self._weights[s].gradient(name)
+                for s in self._model.stages_of[name]
+                if s in self._stages
             ]
             found = [one for one in own if one is not None]
             if not found:
@@ -671,7 +621,8 @@ class Executor:
         if not self.plan.is_periodic:
             return None
         sharing = {
-            name: [s for s in self._stages_of[name] if s in self._stages] for name in self._tied
+            name: [s for s in self._model.stages_of[name] if s in self._stages]
+            for name in self._model.tied
         }
         own = {name: stages for name, stages in sharing.items() if stages}
         return TiedSums(self._weights, own, self._tied_groups)
@@ -681,8 +632,8 @@ class Executor:
         first = {s for s in self._stages if self._rank.first(s) == self.rank}
         tied = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            for name in self._tied
-            if (s := self._stages_of[name][0]) in first
+            for name in self._model.tied
+            if (s := self._model.stages_of[name][0]) in first
             and (gradient := self._weights[s].gradient(name)) is not None
         ]
         return sum(self._weights[s].squares() for s in first) + float(sum(tied))
@@ -695,12 +646,6 @@ class Executor:
         total = torch.tensor(values, dtype=torch.float64, device=self._rank.wire)
         dist.all_reduce(total, group=group)
         return tuple(total.tolist())
-
-
-def _tensors_of(layer: CapturedLayer) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a layer, under all their names."""
-    state = layer.module.state_dict(keep_vars=True)
-    return {name: one for name, one in state.items() if isinstance(one, Tensor)}
 
 
 def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
