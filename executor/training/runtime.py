@@ -4,7 +4,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -15,21 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.capture.loss_graph import require_no_parameters
-from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
-from stagewright.executor.programs.memory import peak_bytes
 from stagewright.executor.programs.program import stages_on
-from stagewright.executor.programs.shares import Rows, rows
 from stagewright.executor.programs.trace import RankAction, Trace, traced_step
 from stagewright.executor.training.batches import (
     Batch,
     mapped_batch,
-    microbatch_samples,
     require_as_many,
     tensors_of_batch,
 )
-from stagewright.executor.training.crossing import boundary_of, share_of
-from stagewright.executor.training.failures import OutOfMemory
-from stagewright.executor.training.initialise import Model, initialise, total_bytes
+from stagewright.executor.training.initialise import Model, initialise
 from stagewright.executor.training.interpreter import Interpreter
 from stagewright.executor.training.joint import Joint
 from stagewright.executor.training.launch import require_torch
@@ -41,14 +34,14 @@ from stagewright.executor.training.model_checks import (
     require_updated_together,
     require_whole_gradients,
 )
+from stagewright.executor.training.preparation import Preparation, reduces_beside
 from stagewright.executor.training.rank import rank_program, this_rank
 from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
-from stagewright.executor.training.stage import Part, StageComputation
+from stagewright.executor.training.shared_gradients import SharedGradients
 from stagewright.executor.training.staged_model import StagedModel
-from stagewright.executor.training.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
+from stagewright.executor.training.weights import MakeOptimizer, Weights, clips_by_itself
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_bytes
 
 T = TypeVar("T")
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
@@ -141,7 +134,18 @@ class Executor:
         self._program = rank_program(plan, self.rank, self._families)
         self._weights = self._make_weights(optimizer)
         self._groups, self._tied_groups = self._make_groups()
-        self._joint = self._make_joint()
+        self._preparation = Preparation(
+            rank=self._rank,
+            program=self._program,
+            model=self._model,
+            weights=self._weights,
+            groups=self._groups,
+            joint=self._make_joint(),
+            families=self._families,
+            loss=loss,
+            seed=seed,
+            autocast=self._autocast,
+        )
         self._interpreters: dict[object, Interpreter] = {}
         self._running: Interpreter | None = None  # of a periodic plan
         self._trace = trace
@@ -242,7 +246,7 @@ class Executor:
                 "shape changes"
             )
         if found is None:
-            found = self._interpreters[key] = self._prepare(given)
+            found = self._interpreters[key] = self._preparation.interpreter(given)
         if self.plan.is_periodic:
             self._running = found
         return found
@@ -449,7 +453,7 @@ class Executor:
                 self._model.tied,
                 optimizer,
                 versions=self.plan.weight_rule.versions,
-                two_gradients=self._reduces_beside(s),
+                two_gradients=reduces_beside(self.plan, self._families, s),
             )
             for s, layers in self._model.modules.items()
         }
@@ -467,12 +471,6 @@ class Executor:
         found = {frozenset(self._model.stages_of[name]) for name in self._model.tied}
         everything = frozenset(range(len(self.plan.stages)))
         return found | {everything} if self._clip_norm < inf else found
-
-    def _reduces_beside(self, s: int) -> bool:
-        """Whether a stage's gradients are summed up with others' while the next ones are made."""
-        if not self.plan.is_periodic:
-            return False
-        return len(self.plan.stages[s].devices) > 1 or any(s in one for one in self._families)
 
     def _make_groups(self) -> tuple[dict[int, dist.ProcessGroup], dict[str, dist.ProcessGroup]]:
         """The processes of each stage, and those that hold each tied parameter, this rank among.
@@ -498,112 +496,15 @@ class Executor:
     def _typed(self, one: Tensor) -> Tensor:
         return one.to(self._parameter_type) if one.is_floating_point() else one
 
-    def _prepare(self, inputs: tuple[Tensor, ...]) -> Interpreter:
-        """The interpreter for mini-batches of the shape of ``inputs``."""
-        plan, samples = self.plan, microbatch_samples(self.plan, inputs)
-        lanes = rows(plan, samples)
-        counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
-        entering = {count: values_of(inputs, count) for count in counts}
-        traces = {
-            count: propagate(self._model.layers, values, self._rank.device, self._autocast)
-            for count, values in entering.items()
-        }
-        self._model.require_constant_buffers(traces[samples])
-        computations = {
-            s: self._computation(s, lanes[s], samples, entering, traces) for s in self._stages
-        }
-        self._require_fit(computations)
-        boundaries = []
-        for s, stage in enumerate(plan.stages[:-1]):
-            crossing = {count: trace[stage.layers[1] - 1] for count, trace in traces.items()}
-            boundaries.append(boundary_of(plan, s, lanes, crossing, samples))
-        return Interpreter(
-            self._rank,
-            self._program,
-            computations,
-            self._weights,
-            self._groups,
-            boundaries,
-            lanes,
-            samples,
-            loss=self._loss,
-            single_output=self._model.single_output,
-            scale=1.0 if plan.weight_rule.updates_every_round else 1 / plan.microbatches,
-            seed=self._seed,
-            joint=self._joint,
-        )
-
-    def _computation(
-        self,
-        s: int,
-        lanes: Sequence[Rows],
-        samples: int,
-        entering: Mapping[int, tuple[Value, ...]],
-        traces: Mapping[int, tuple[LayerTrace, ...]],
-    ) -> StageComputation:
-        """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
-        stage = self.plan.stages[s]
-        start, stop = stage.layers
-        lane = stage.devices.index(self._name) if len(lanes) > 1 else 0
-        count = len(lanes[lane])
-        trace = traces[count][start:stop]
-        inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
-        inputs += [one.outputs for one in trace[:-1]]
-        # By any layer: a parameter that stages share may get its gradient in another one alone.
-        trained = {self._model.primary[name] for one in traces[count] for name in one.trained}
-        self._weights[s].leave_out(trained)
-        parts = [Part(*each) for each in zip(self._model.modules[s], inputs, trace, strict=True)]
-        of_stage = {one: found[start:stop] for one, found in traces.items()}
-        return StageComputation(
-            parts,
-            stage.recompute,
-            self._rank.device,
-            self._autocast,
-            offload=stage.offload,
-            share=share_of(lanes[lane], lane, samples, of_stage),
-        )
-
-    def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
-        """Refuse to begin what cannot fit: better than to be killed in the middle."""
-        footprints = {s: one.footprint() for s, one in computations.items()}
-        for s in filter(self._reduces_beside, footprints):
-            more = footprints[s].static_bytes + self._weights[s].gradient_bytes
-            footprints[s] = replace(footprints[s], static_bytes=more)
-        need, where = peak_bytes(self.plan, self._program.row, footprints)
-        room = total_bytes(self._rank.device)
-        if need > room:
-            one = self._program.row[where]
-            raise OutOfMemory(
-                f"stage {one.action.stage} does not fit: rank {self.rank} ({self._name}) needs "
-                f"{format_bytes(need)} and more at {one} and has {format_bytes(room)}: at least "
-                f"{need - room:.0f} bytes short"
-            )
-
-    def _sum_tied(self) -> None:
-        """Sum up what all stages' devices have of the gradients of parameters that they share."""
-        for name in self._model.tied:
-            own = [
-                self._weights[s].gradient(name)
-                for s in self._model.stages_of[name]
-                if s in self._stages
-            ]
-            found = [one for one in own if one is not None]
-            if not found:
-                continue
-            total = torch.stack(found).sum(0)
-            if name in self._tied_groups:
-                dist.all_reduce(total, group=self._tied_groups[name])
-            for one in found:
-                one.copy_(total)
-
     def _make_joint(self) -> Joint:
+        shared = SharedGradients(self._rank, self._model, self._weights, self._tied_groups)
         return Joint(
             self._make_count_group(),
             frozenset[int]().union(*self._families),
-            self._sum_tied,
-            self._squares,
+            shared.sum,
+            shared.squares,
             self._clip_norm,
-            self._make_tied_sums(),
+            shared.beside() if self.plan.is_periodic else None,
         )
 
     def _make_count_group(self) -> dist.ProcessGroup | None:
@@ -616,27 +517,6 @@ class Executor:
         ranks = [self._rank.devices.index(name) for name in devices]
         group = dist.new_group(sorted(ranks), timeout=self._timeout, backend="gloo")
         return group if self.rank in ranks else None
-
-    def _make_tied_sums(self) -> TiedSums | None:
-        if not self.plan.is_periodic:
-            return None
-        sharing = {
-            name: [s for s in self._model.stages_of[name] if s in self._stages]
-            for name in self._model.tied
-        }
-        own = {name: stages for name, stages in sharing.items() if stages}
-        return TiedSums(self._weights, own, self._tied_groups)
-
-    def _squares(self) -> float:
-        """The squared norm of gradients, each parameter on one rank: the first that has it."""
-        first = {s for s in self._stages if self._rank.first(s) == self.rank}
-        tied = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            for name in self._model.tied
-            if (s := self._model.stages_of[name][0]) in first
-            and (gradient := self._weights[s].gradient(name)) is not None
-        ]
-        return sum(self._weights[s].squares() for s in first) + float(sum(tied))
 
     def _summed(
         self, values: tuple[float, ...], group: dist.ProcessGroup | None

@@ -442,7 +442,9 @@ def test_a_loss_that_is_not_finite_is_named(ranks: Ranks) -> None:
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagewright.executor.training.runtime.total_bytes", lambda device: 1000.0)
+    monkeypatch.setattr(
+        "stagewright.executor.training.preparation.total_bytes", lambda device: 1000.0
+    )
     executor = Executor(make.overlapping(on("a"), 2), dropping())
     with pytest.raises(OutOfMemory, match=r"stage 0 does not fit: rank 0 \(a\) needs .* short"):
         executor.step(*vectors(8))
