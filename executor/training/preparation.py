@@ -124,8 +124,8 @@ class Preparation:
             one = self.program.row[where]
             raise OutOfMemory(
                 f"stage {one.action.stage} does not fit: rank {self.rank.number} "
-                f"({self.rank.name}) needs {format_bytes(need)} and more at {one} and has {format_bytes(room)}: at least "
-                f"{need - room:.0f} bytes short"
+                f"({self.rank.name}) needs {format_bytes(need)} and more at {one} and has "
+                f"{format_bytes(room)}: at least {need - room:.0f} bytes short"
             )
 
 

@@ -17,6 +17,7 @@ from models import EXAMPLES, vectors  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
+from stagewright.executor.training import preparation  # noqa: E402
 from stagewright.executor.training import rank as rank_module  # noqa: E402
 from stagewright.executor.training.failures import OutOfMemory  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
@@ -126,9 +127,7 @@ def test_a_transfer_ends_when_it_arrives_and_not_when_it_is_needed(ranks: Ranks)
 
 def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make.gpipe(make.straight([6]), 4)
-    monkeypatch.setattr(
-        "stagewright.executor.training.preparation.total_bytes", lambda device: 1000.0
-    )
+    monkeypatch.setattr(preparation, "total_bytes", lambda device: 1000.0)
     executor = Executor(plan, EXAMPLES["residual-mlp"].build())
     with pytest.raises(OutOfMemory, match=r"stage 0 does not fit: rank 0 \(d0\) needs .* short"):
         executor.step(*vectors(8))
