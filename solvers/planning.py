@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 from stagewright.formulations.checking.certificates import best_of
@@ -107,7 +108,8 @@ def plan(
 ) -> Result:
     """Plan ``problem``; infeasible, out of time and interrupted are answers, not errors.
 
-    ``on_progress`` is told the best plan's iteration and the best bound on every plan so far.
+    ``on_progress`` is told the best plan's iteration and the best bound on every plan so far, and
+    can ask for the plan.
 
     The first use on a machine compiles the kernels; that does not count towards the limit.
 
@@ -131,15 +133,13 @@ def plan(
     if nowhere is not None:
         nothing = NoPlan(nowhere, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
-    report = reporting(problem, on_progress, proposer.options.period_seconds)
+    draw = partial(_drawn, problem, planner)
+    report = reporting(problem, on_progress, proposer.options.period_seconds, draw)
     answer = proposer.propose(problem, asked, limits, report)
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
-    if isinstance(answer, PeriodicProposal):
-        certified = _certified_pattern(problem, planner, answer)
-        attempts: tuple[Attempt, ...] = ()
-    else:
-        certified, attempts = _certified(problem, planner, answer), answer.attempts
+    certified = draw(answer)
+    attempts = () if isinstance(answer, PeriodicProposal) else answer.attempts
     proof = certified.certificate
     assert proof is not None
     status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
@@ -167,6 +167,15 @@ def _refused(
         limits.status(found=False), planner, None, None, best.seconds, None, best.proved_by,
         seconds, answer.reason, answer.attempts, best.plans,
     )  # fmt: skip
+
+
+def _drawn(
+    problem: PipelineProblem, planner: str, answer: Proposal | PeriodicProposal
+) -> PipelinePlan:
+    """The certified plan of a proposal."""
+    if isinstance(answer, PeriodicProposal):
+        return _certified_pattern(problem, planner, answer)
+    return _certified(problem, planner, answer)
 
 
 def _certified_pattern(

@@ -1,9 +1,9 @@
 """Limits of a solve, its progress, and its answer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -95,11 +95,16 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """An improvement while a backend works: the incumbent and the bound, after ``seconds``."""
+    """An improvement while a backend works: the incumbent and the bound, after ``seconds``.
+
+    ``best()`` is the incumbent itself where the search has it at hand: of a planner it is the best
+    plan so far, assembled, checked and certified when it is asked for.
+    """
 
     seconds: float
     objective: float | None
     bound: float
+    best: Callable[[], Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -129,7 +130,8 @@ class _Portfolio:
         if self.best is None or self._wins(answer, cost, fullest):
             worse, self.best, self.cost = self.best or answer, answer, cost
             self.fullest = fullest
-            self.on_progress(Progress(monotonic() - self.began, cost, 0.0))
+            made = partial(replace, answer)
+            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
         if cost < self.plain_cost and self._is_plain(answer):
             self.plain, self.plain_cost = answer, cost
         shared = [bound for bound in worse.bounds if bound.scope == "problem"]

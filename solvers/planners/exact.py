@@ -3,6 +3,7 @@
 import heapq
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from time import perf_counter
 
@@ -227,7 +228,9 @@ class _Search:
         if seconds < self.cost:
             self.cost, self.best = seconds, (candidate.stages, times)
             elapsed = perf_counter() - self.began
-            self.on_progress(Progress(elapsed, seconds, min(bound, self.bound())))
+            stages = named_stages(self.problem, candidate.stages)
+            made = partial(proposal_of, self.problem, stages, times)
+            self.on_progress(Progress(elapsed, seconds, min(bound, self.bound()), made))
 
     def _dominated(self, scheduling: MakespanProblem) -> bool:
         """Whether a plan that is done with is nowhere slower and holds no fewer in flight."""

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -191,7 +192,9 @@ class _Search:
         score = Score(0.0, found.seconds, found.fullest, count)
         if score.beats(self.best):
             self.best, self.structure, self.starts = score, structure, found.starts
-            self.on_progress(Progress(monotonic() - self.began, found.seconds, self.enough))
+            made = partial(Proposal, structure.stages, found.starts)
+            elapsed = monotonic() - self.began
+            self.on_progress(Progress(elapsed, found.seconds, self.enough, made))
         return score
 
     def _climb(self, structure: Structure) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
@@ -150,7 +151,15 @@ class PeriodicSearch:
         if self.best is None or found.cost < self.best.cost:
             self.best = found
             least = min(self.bound(size) for size in self.bounds)
-            self.on_progress(Progress(perf_counter() - self.began, found.cost, least))
+            elapsed = perf_counter() - self.began
+            # A period that is asked for is that of the answer alone.
+            made = partial(self._proposal, found) if self.choices.period_seconds is None else None
+            self.on_progress(Progress(elapsed, found.cost, least, made))
+
+    def _proposal(self, found: FoundPattern) -> PeriodicProposal:
+        return PeriodicProposal(
+            found.stages, found.pattern, found.predicted_seconds, self.overall()
+        )
 
     def left(self) -> float:
         """Seconds that are left."""

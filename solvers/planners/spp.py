@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -159,7 +160,9 @@ def search_stage_counts(
         if candidate.seconds < ceiling:
             best = candidate
             # Bottlenecks bound the plans of this order of devices alone.
-            on_progress(Progress(monotonic() - began, best.seconds, 0.0))
+            stages = named_stages(problem, best.stages)
+            made = partial(proposal_of, problem, stages, best.times)
+            on_progress(Progress(monotonic() - began, best.seconds, 0.0, made))
     if best is None:
         return _nothing_found(search)
     notes = _notes(search, paths, solved, best, ratio, late)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, silent
@@ -63,7 +64,7 @@ def plan_alike(
         answer = _with_less(problem, search(priced, share, silent), way)
         if isinstance(answer, Proposal):
             seconds = cost_of(problem, answer)
-            on_progress(Progress(monotonic() - began, seconds, 0.0))
+            on_progress(Progress(monotonic() - began, seconds, 0.0, partial(replace, answer)))
         answers.append(answer)
     found = [answer for answer in answers if isinstance(answer, Proposal)]
     return min(found, key=lambda one: cost_of(problem, one)) if found else answers[0]
