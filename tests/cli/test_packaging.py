@@ -18,7 +18,8 @@ HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "plotly", "matplotlib",
 def modules() -> set[str]:
     """Every module and data file of the package, as a path inside it."""
     files = {f"stagewright/{path.relative_to(ROOT)}" for room in ROOMS for path in python(room)}
-    front = [*(ROOT / "stagewright").glob("*.py"), *python("stagewright/cli")]
+    front = list((ROOT / "stagewright").glob("*.py"))
+    front += [*python("stagewright/cli"), *python("stagewright/front")]
     files |= {str(path.relative_to(ROOT)) for path in front}
     return files | {"stagewright/py.typed"}
 
