@@ -226,7 +226,7 @@ def schedule(
     from stagewright.service.scheduling import schedule as answer
 
     times: dict[str, Any] = {
-        name: tuple(values) if isinstance(values, Sequence) else values
+        name: tuple(values) if isinstance(values, list) else values
         for name, values in (
             ("forward", forward), ("backward", backward), ("transfers", transfers),
             ("in_flight", in_flight),
