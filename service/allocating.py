@@ -158,7 +158,7 @@ def rounds(request: RoundsRequest, stop: StopToken | None = None) -> RoundsAnswe
         )
     problem = _problem(request)
     if given is not None:
-        if given.digest != digest_of(request.workload, request.pool):
+        if not given.answers(digest_of(request.workload, request.pool)):
             raise InputError("the allocation answers other jobs, or another cluster")
         return _realised(request, given.policy, problem, allocation_of(given, problem))
     result = solve(

@@ -16,7 +16,7 @@ from stagewright.graphs.documents.units import (
 )
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.chain import Chain
-from stagewright.service.requests import Request, Search
+from stagewright.service.requests import Request, Search, Solve
 
 Recomputation = Literal["none", "full", "layer", "auto"]
 ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
@@ -114,7 +114,7 @@ class CompareRequest(Request):
     trace: Trace
 
 
-class ScheduleRequest(Search):
+class ScheduleRequest(Solve):
     """Schedule a pipeline of fixed stages: seconds (or any unit) of each stage and channel.
 
     ``transfers`` and ``in_flight`` empty: no time, no limit.
@@ -149,7 +149,7 @@ class ScheduleRequest(Search):
         )
 
 
-class JobShopRequest(Search):
+class JobShopRequest(Solve):
     """Solve a job shop: the steps of each job in order, as (machine, duration)."""
 
     jobs: tuple[tuple[tuple[int, int], ...], ...]

@@ -6,6 +6,7 @@ from a body.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import UnionType
 from typing import Any, Self, get_args, get_origin
 
@@ -90,6 +91,16 @@ class Search(Request):
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search; ``stop`` ends it early."""
         return require_limits(Limits(self.time_limit, self.threads, self.seed, stop))
+
+
+class Solve(Search):
+    """A search whose backend may be named; None takes the first that accepts the problem."""
+
+    backend: str | None = None
+
+    def limits(self, stop: StopToken | None = None) -> Limits:
+        """The limits of the search, with the backend."""
+        return replace(super().limits(stop), backend=self.backend)
 
 
 def require_positive(value: float, name: str, what: str = "a positive number of seconds") -> None:

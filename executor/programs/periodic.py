@@ -111,7 +111,7 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
 
 def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | PeriodicProgram:
     """The program of a plan: by `lower`, or of a periodic one by `lower_periodic`."""
-    if isinstance(plan.schedule, PeriodicSchedule):
+    if plan.is_periodic:
         return lower_periodic(plan, families)
     return lower(plan, families)
 

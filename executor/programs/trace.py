@@ -248,7 +248,7 @@ def _joined_transfer(
 
 def _sums(plan: PipelinePlan, parts: Sequence[RankAction]) -> Iterable[Sequence[RankAction]]:
     """The parts of each of a stage's all-reduces: one in an iteration, by whatever rounds."""
-    if not isinstance(plan.schedule, PeriodicSchedule):
+    if not plan.is_periodic:
         return [parts]
     by_rank: dict[int, list[RankAction]] = defaultdict(list)
     for part in sorted(parts, key=lambda part: part.start_seconds):

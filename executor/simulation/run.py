@@ -25,7 +25,7 @@ from stagewright.formulations.plans.timing import (
     update_seconds,
     updated_stages,
 )
-from stagewright.formulations.plans.unrolling import unroll_run
+from stagewright.formulations.plans.unrolling import finite_run
 
 Table = list[list[list[int]]]
 """Entries by stage and microbatch, in the order of their devices."""
@@ -59,7 +59,7 @@ def prepared_run(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[
         steady = steady_microbatches(schedule)
         measured = max(2 * steady, 2 * plan.microbatches, MEASURED_MICROBATCHES)
         iterations = math.ceil((3 * steady + measured) / plan.microbatches)
-        finite = unroll_run(plan, iterations * plan.microbatches)
+        finite = finite_run(plan, iterations)
         finite = _with_updates(problem, plan, schedule, finite)
         problem = replace(problem, microbatches=finite.microbatches)
     actions = _actions(finite)

@@ -38,7 +38,7 @@ from stagewright.executor.training.launch import require_torch
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.stage import Part, Share, StageComputation
 from stagewright.executor.training.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
-from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes
 
@@ -264,7 +264,7 @@ class Executor:
             )
         if found is None:
             found = self._interpreters[key] = self._prepare(given)
-        if isinstance(self.plan.schedule, PeriodicSchedule):
+        if self.plan.is_periodic:
             self._running = found
         return found
 
@@ -296,7 +296,7 @@ class Executor:
         long run nothing makes up for that.
         """
         found = []
-        for _ in range(MEETINGS if isinstance(self.plan.schedule, PeriodicSchedule) else 1):
+        for _ in range(MEETINGS if self.plan.is_periodic else 1):
             _barrier(self._rank.group)
             found.append(time.perf_counter())
         return found
@@ -305,7 +305,7 @@ class Executor:
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        if isinstance(self.plan.schedule, PeriodicSchedule):
+        if self.plan.is_periodic:
             recording.iterations = self.steps_done - recording.step
         self._recorded.append(recording)
 
@@ -465,7 +465,7 @@ class Executor:
         self._shared_buffers = [name for name in shared if name in buffers]
         self._tied = [name for name in shared if name not in buffers]
         _require_updated_together(self.plan, self._tied, self._stages_of)
-        if self._clip_norm < inf and isinstance(self.plan.schedule, PeriodicSchedule):
+        if self._clip_norm < inf and self.plan.is_periodic:
             _require_not_shared(self._tied, self._stages_of)
         _require_whole_gradients(self.plan, model, self._stages_of)
         return model
@@ -515,7 +515,7 @@ class Executor:
 
     def _reduces_beside(self, s: int) -> bool:
         """Whether a stage's gradients are summed up with others' while the next ones are made."""
-        if not isinstance(self.plan.schedule, PeriodicSchedule):
+        if not self.plan.is_periodic:
             return False
         return len(self.plan.stages[s].devices) > 1 or any(s in one for one in self._families)
 
@@ -687,7 +687,7 @@ class Executor:
         return group if self.rank in ranks else None
 
     def _make_tied_sums(self) -> TiedSums | None:
-        if not isinstance(self.plan.schedule, PeriodicSchedule):
+        if not self.plan.is_periodic:
             return None
         sharing = {
             name: [s for s in self._stages_of[name] if s in self._stages] for name in self._tied

@@ -107,7 +107,7 @@ def _broken_entries(
     devices = set(sources if compute else sources[:1])
     if entries.keys() != devices:
         for name in sorted(devices - entries.keys()):
-            yield Violation("missing", str(action), f"is missing on {name}")
+            yield Violation("missing", str(action), f"is not on {name}")
         for name in sorted(entries.keys() - devices):
             yield Violation("unexpected", str(action), f"is on {name}, where it does not run")
     if compute:

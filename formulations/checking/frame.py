@@ -12,7 +12,7 @@ from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 
 def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
     """The plan answers this problem, and its stages tile the layers on devices that there are."""
-    if plan.digest != problem.digest:
+    if not plan.answers(problem.digest):
         yield Violation(
             "digest", "digest", "the plan answers another model, cluster or number of microbatches"
         )

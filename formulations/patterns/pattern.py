@@ -375,7 +375,7 @@ def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
     microbatch is on its way to the host and one has come back.
     """
     held = stage_static_bytes(problem, stage, DOUBLE_BUFFER, overlapping=True)
-    return held + 2 * kept_bytes(problem, stage).offloaded_bytes
+    return held + (2 * kept_bytes(problem, stage).offloaded_bytes if stage.offload else 0.0)
 
 
 def _least_seconds(

@@ -35,12 +35,12 @@ def state_factor(
 
 
 def state_factors(problem: PipelineProblem, most: int) -> Floats:
-    """The factors of finite plans without stale weights by number of devices, shape (most + 1,)."""
+    """The factors with one version of the weights, by number of devices; shape (most + 1,)."""
     return np.array([state_factor(problem, max(devices, 1)) for devices in range(most + 1)])
 
 
 def least_state_factor(problem: PipelineProblem) -> float:
-    """The smallest factor of any plan: it grows with versions, not with devices."""
+    """The smallest factor of any plan: one version of the weights, on all devices."""
     return state_factor(problem, len(problem.cluster))
 
 

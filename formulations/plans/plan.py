@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from stagewright.formulations.plans.envelope import Claim, Envelope
 from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, WeightRule, Weights
 from stagewright.graphs.documents import documents
@@ -79,9 +80,9 @@ class PlannedLayer:
 class ScheduledAction:
     """One action in time.
 
-    Computations stand once per device. A transfer stands once, led by its first source, with all
-    endpoints; an all-reduce stands once, led by its first device, with the whole group as sources
-    and targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
+    Computations appear once per device. A transfer appears once, led by its first source, with all
+    endpoints; an all-reduce once, led by its first device, with the whole group as sources and
+    targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -246,7 +247,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelinePlan:
+class PipelinePlan(Envelope):
     """A plan for one training iteration of a model on a cluster.
 
     ``digest`` names the problem (model, cluster, microbatches) that the plan answers, ``layers``
@@ -265,7 +266,6 @@ class PipelinePlan:
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
-    digest: str
     planner: str
     model: str
     cluster: str
@@ -288,9 +288,27 @@ class PipelinePlan:
             raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
 
     @property
+    def is_periodic(self) -> bool:
+        """Whether iterations overlap, as a pattern that is repeated."""
+        return isinstance(self.schedule, PeriodicSchedule)
+
+    @property
     def weight_rule(self) -> WeightRule:
         """What ``weights`` means."""
         return WEIGHT_RULES[self.weights]
+
+    @property
+    def made_by(self) -> str:
+        """The planner."""
+        return self.planner
+
+    @property
+    def claim(self) -> Claim | None:
+        """Seconds of an iteration, and the bound on the plan's class."""
+        proof = self.certificate
+        if proof is None:
+            return None
+        return Claim(proof.cost_seconds, proof.bound_seconds, proof.proved_by)
 
     @property
     def actions(self) -> tuple[ScheduledAction, ...]:

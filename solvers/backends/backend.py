@@ -21,12 +21,14 @@ class UnknownStatusError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A solver: its ``name``, the type of form that it ``accepts``, and how to ``run`` it.
+    """A way to a solver: its ``name``, the type of form that it ``accepts``, how to ``run`` it.
 
-    ``integers`` says whether it takes a ``LinearProgram`` with integral columns.
+    ``solver`` is who proves its bounds. ``integers`` says whether it takes a ``LinearProgram``
+    with integral columns.
     """
 
     name: str
+    solver: str
     accepts: type
     run: Run
     integers: bool = True
@@ -46,14 +48,14 @@ def _late(module: str, function: str) -> Run:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("cp-sat", Intervals, _late("cpsat", "run")),
-        Backend("highs", LinearProgram, _late("highs", "run")),
-        Backend("highs-ipm", LinearProgram, _late("highs", "run_interior")),
-        Backend("pulp-highs", LinearProgram, _late("pulp_milp", "run_highs")),
-        Backend("pulp-cbc", LinearProgram, _late("pulp_milp", "run_cbc")),
-        Backend("pdlp", LinearProgram, _late("pdlp", "run"), integers=False),
-        Backend("cvxpy", LinearProgram, _late("cvxpy_linear", "run")),
-        Backend("cvxpy-convex", Convex, _late("cvxpy_convex", "run")),
+        Backend("cp-sat", "CP-SAT", Intervals, _late("cpsat", "run")),
+        Backend("highs", "HiGHS", LinearProgram, _late("highs", "run")),
+        Backend("highs-ipm", "HiGHS", LinearProgram, _late("highs", "run_interior")),
+        Backend("pulp-highs", "HiGHS", LinearProgram, _late("pulp_milp", "run_highs")),
+        Backend("pulp-cbc", "CBC", LinearProgram, _late("pulp_milp", "run_cbc")),
+        Backend("pdlp", "PDLP", LinearProgram, _late("pdlp", "run"), integers=False),
+        Backend("cvxpy", "HiGHS", LinearProgram, _late("cvxpy_linear", "run")),
+        Backend("cvxpy-convex", "CVXPY", Convex, _late("cvxpy_convex", "run"), integers=False),
     )
 }
 

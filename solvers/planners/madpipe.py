@@ -13,7 +13,7 @@ from functools import partial
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
-from stagewright.formulations.patterns.madpipe import AllocationProblem
+from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.patterns.one_f_one_b import (
     period_bound,
 )
@@ -73,7 +73,7 @@ def with_special(search: PeriodicSearch, size: int) -> None:
     """
     for groups in orders(search.problem, size):
         for special in distinct(search.problem, groups):
-            question = AllocationProblem(
+            question = StageAllocationProblem(
                 search.problem, groups, special, search.choices.periodic_recomputations
             )
             _by_madpipe(search, question)
@@ -82,7 +82,7 @@ def with_special(search: PeriodicSearch, size: int) -> None:
                 _by_madpipe(search, replace(question, most_update_seconds=most))
 
 
-def _by_madpipe(search: PeriodicSearch, question: AllocationProblem) -> None:
+def _by_madpipe(search: PeriodicSearch, question: StageAllocationProblem) -> None:
     """The pattern of the best allocation.
 
     What the allocation allows is not always reached; then so is what others allow at periods

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
-from stagewright.formulations.patterns.madpipe import AllocationProblem
+from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.patterns.one_f_one_b import (
     least_period,
     one_f_one_b_star,
@@ -47,7 +47,7 @@ def contiguous(search: PeriodicSearch, size: int) -> None:
     """
     floor = max(least_pause(search.problem, size), longest_update(search.problem))
     for groups in orders(search.problem, size):
-        question = AllocationProblem(
+        question = StageAllocationProblem(
             search.problem, groups, None, search.choices.periodic_recomputations
         )
         pause = math.inf

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+Backend = Annotated[
+    str | None,
+    typer.Option("--backend", help="Solver; cp-sat if left out.", metavar="NAME"),
+]
 
 
 class Kind(StrEnum):
@@ -64,6 +68,7 @@ def schedule(
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,
+    backend: Backend = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Schedule the microbatches of a pipeline whose stages are given by their times."""
@@ -78,6 +83,7 @@ def schedule(
         time_limit=limits.seconds,
         threads=limits.threads,
         seed=limits.seed,
+        backend=backend,
     )
     with interruptible() as stop, progress("scheduling", stop) as on_progress:
         answer = answer_of(request, on_progress, stop)
@@ -93,6 +99,7 @@ def jobshop(
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,
+    backend: Backend = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Solve a job shop: jobs visit machines in given orders, the last is to end soonest."""
@@ -108,6 +115,7 @@ def jobshop(
         time_limit=limits.seconds,
         threads=limits.threads,
         seed=limits.seed,
+        backend=backend,
     )
     with interruptible() as stop, progress(f"scheduling {file.name}", stop) as on_progress:
         answer = answer_of(request, on_progress, stop)

@@ -181,7 +181,7 @@ def _read_plan(plan: Path, model: Path, cluster: Path) -> dict[str, Any]:
 
     answer, chain, machines = load_plan(plan), load_model(model), load_cluster(cluster)
     limit = answer.memory_limit_bytes
-    if answer.digest != PipelineProblem(chain, machines, answer.microbatches, limit).digest:
+    if not answer.answers(PipelineProblem(chain, machines, answer.microbatches, limit).digest):
         raise InputError(
             f"{plan} is a plan for another problem: it was made for {answer.model} on "
             f"{answer.cluster}, and its digest is not that of {model} and {cluster} with "

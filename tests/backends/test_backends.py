@@ -96,8 +96,9 @@ def test_duals_prove_the_optimum(backend, form):
     answer = solve(form, backend)
     assert answer.status is Status.OPTIMAL
     assert answer.duals is not None
-    assert answer.objective == pytest.approx(solve(form).objective, abs=1e-6)
-    assert weak_duality_bound(form, answer.duals) == pytest.approx(answer.objective, abs=1e-6)
+    # CBC writes numbers with eight digits.
+    assert answer.objective == pytest.approx(solve(form).objective, abs=1e-5)
+    assert weak_duality_bound(form, answer.duals) == pytest.approx(answer.objective, abs=1e-5)
 
 
 @pytest.mark.parametrize("backend", LINEAR)

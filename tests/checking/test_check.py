@@ -618,7 +618,7 @@ def test_a_violation_prints_as_one_line() -> None:
 
 
 def test_predict_refuses_an_incomplete_plan() -> None:
-    with pytest.raises(InvalidPlan, match="missing: 1F2: is missing on g2"):
+    with pytest.raises(InvalidPlan, match="missing: 1F2: is not on g2"):
         predict(problem(), dropped("1F2")(base("split")))
 
 
@@ -1087,7 +1087,7 @@ def test_a_layer_that_knows_only_its_whole_backward_is_named() -> None:
         (also("0F0", "UPDATE"), "the optimizer's step takes no time here"),
         (also("0F0", "SEND_F", sources=("g0", "g1"), targets=("g0", "g1"), bytes=1.0),
          "the same devices run this microbatch in both stages"),
-        (also("0I1", "B"), "the backward stands as I and W"),
+        (also("0I1", "B"), "the backward is split into I and W"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_rich_plan(damage: Damage, message: str) -> None:

@@ -383,6 +383,33 @@ def test_a_store_of_other_jobs_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, a=9)
 
 
+def test_the_store_may_be_in_another_database(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}"
+    server = LeaseServer(tmp_path / "jobs", ROUND, 3, url)
+    server.open({"a": 9})
+    record, _ = server.start("a", 1)
+    assert JobStore(tmp_path / "others", url).job("a").epoch == record.epoch + 1
+    assert not list(tmp_path.rglob("jobs.sqlite"))
+
+
+@pytest.mark.parametrize("url", ["nowhere", "oracle+none://user:secret@host/jobs"])
+def test_a_store_that_cannot_be_reached_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(InputError, match="no store of jobs can be kept here") as refusal:
+        JobStore(tmp_path, url)
+    assert "secret" not in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_transactions_of_two_stores_do_not_interleave(tmp_path: Path) -> None:
+    """A writer keeps others out from its beginning, not from its first write."""
+    store = JobStore(tmp_path)
+    other = sqlite3.connect(tmp_path / "jobs.sqlite", timeout=0.05)
+    with store._writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
+        other.execute("BEGIN IMMEDIATE")
+    other.execute("BEGIN IMMEDIATE")
+    other.close()
+
+
 def test_an_epoch_is_on_the_disk_before_the_job_starts(tmp_path: Path) -> None:
     server = opened(tmp_path, a=9)
     record, _ = server.start("a", 1)

@@ -187,6 +187,7 @@ def test_a_part_without_an_answer_leaves_none():
     assert result.gap is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_ray_gives_what_one_process_gives():
     problem = different_jobs(40)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
-from profiles import examples
+from profiles import examples, slow_after
 
 import stagewright
 from stagewright.executor.drawing.chart import png, write_png
@@ -247,7 +247,7 @@ def test_names_cannot_break_out_of_the_page(plan: PipelinePlan) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("which", ["plan", "wide_plan"])
+@pytest.mark.parametrize("which", slow_after(1, ["plan", "wide_plan"]))
 def test_a_browser_draws_the_page(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from periodic_oracles import brute_force_contiguous, brute_force_period
-from profiles import examples
+from profiles import examples, slow_after
 from strategies import random_problem
 
 from stagewright.formulations.forms.answers import Limits, Progress
@@ -140,7 +140,7 @@ def test_the_optimum_with_recomputation_and_two_kinds(problem: PipelineProblem) 
     assert (answer.period or inf) == pytest.approx(least, rel=CLOSE)
 
 
-@pytest.mark.parametrize("memory", [1.2e9, 2e9])
+@pytest.mark.parametrize("memory", slow_after(1, [2e9, 1.2e9]))
 def test_three_devices_where_memory_binds(memory: float) -> None:
     question = question_of(4, 3, memory)
     assert solved(question).period == pytest.approx(least_of_all(question), rel=CLOSE)
@@ -256,7 +256,7 @@ def test_twice_the_times_is_twice_the_period() -> None:
     assert answer.period == pytest.approx(2 * solved(question).period, rel=CLOSE)
 
 
-@pytest.mark.parametrize("memory", [4e9, 6e9])
+@pytest.mark.parametrize("memory", slow_after(1, [4e9, 6e9]))
 def test_ten_layers_on_four_devices(memory: float) -> None:
     question = question_of(10, 4, memory)
     steps: list[Progress] = []

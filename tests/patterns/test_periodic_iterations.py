@@ -205,10 +205,9 @@ def patterns(draw: st.DrawFn) -> PatternProblem:
 @quick
 @given(problem=patterns())
 def test_patterns_with_all_reduces_in_turn(problem: PatternProblem, backend: str) -> None:
-    answer, least = (
-        best_pattern(problem, Limits(20.0), backend=backend),
-        brute_force_period(problem),
-    )
+    # With a pause CP-SAT may not prove the optimum in any time; its bound must hold all the same.
+    limits = Limits(20.0 if problem.pause_seconds == 0 else 2.0)
+    answer, least = best_pattern(problem, limits, backend=backend), brute_force_period(problem)
     assert answer.bound <= least * (1 + CLOSE)
     if least == math.inf:
         assert answer.pattern is None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import examples
+from profiles import examples, slow_after
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.jobshop import (
@@ -227,6 +227,14 @@ def test_solve_proves_the_optimum(problem):
     assert result.cost == result.bound == brute_force(problem) == problem.evaluate(result.starts)
 
 
+@pytest.mark.parametrize("backend", ["highs", "pulp-cbc", "cvxpy"])
+def test_solve_proves_the_optimum_by_any_backend(backend):
+    shop = JobShop((((0, 3), (1, 2), (2, 2)), ((0, 2), (2, 1), (1, 4)), ((1, 4), (2, 3), (0, 1))))
+    result = solve_jobshop(shop, Limits(seconds=30, backend=backend))
+    assert result.status is Status.OPTIMAL
+    assert result.cost == solve_jobshop(shop, Limits(seconds=30)).cost == 11
+
+
 def test_ft06():
     result = solve_jobshop(parse_jobshop(FT06, "ft06"), Limits(seconds=30, threads=1))
     assert (result.status, result.cost, result.bound) == (Status.OPTIMAL, 55, 55)
@@ -245,7 +253,9 @@ def test_durations_of_zero():
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not at hand")
-@pytest.mark.parametrize("name", ["ft06", "ft20", "la01", "la02", "la05", "la10", "la14", "la17"])
+@pytest.mark.parametrize(
+    "name", slow_after(7, ["ft06", "la01", "la02", "la05", "la10", "la14", "la17", "ft20"])
+)
 def test_the_literature_optimum_is_proved(name):
     with (DATA / "optima.csv").open() as file:
         optima = {row["name"]: int(row["optimum"]) for row in csv.DictReader(file)}

@@ -9,20 +9,18 @@ from profiles import examples
 from strategies import random_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.pipelines.bounds import blocks_of
+from stagewright.formulations.pipelines.blocks import block_starts, blocks_of, timetable_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.makespan_models import (
     CP_SAT,
     ByDisjunctions,
     ByIntervals,
-    block_starts,
     earliest,
-    timetable_of,
 )
-from stagewright.graphs.documents.errors import InvalidPlan
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import BACKENDS, solve
 from stagewright.solvers.pipelines import scheduling
-from stagewright.solvers.pipelines.forward_backward import dispatch, improve
+from stagewright.solvers.pipelines.forward_backward import dispatch, improve, rules_of
 from stagewright.solvers.pipelines.list_scheduling import (
     LIST_KINDS,
     best_list_schedule,
@@ -66,6 +64,8 @@ def irregular(problem):
 
 # Better than every rule, and above every static bound: only CP-SAT finds and proves it.
 HARD = unequal(4, 8, 0, seed=10)
+# The same, and small enough for mixed-integer programs.
+SMALL_BUT_OPEN = unequal(2, 4, 0, seed=41)
 
 
 # The models
@@ -165,10 +165,9 @@ def test_microbatches_are_renumbered_by_their_starts():
 @examples(60, derandomize=True)
 @given(random_makespan(max_stages=5, max_microbatches=8), st.integers(0, 2**31), st.floats(0, 1))
 def test_dispatch_keeps_every_rule(problem, seed, eagerness):
-    durations, releases, _ = blocks_of(problem)
-    limits = np.array(problem.in_flight)
-    priority = np.random.default_rng(seed).random((len(durations), problem.microbatches))
-    starts = dispatch(durations, releases, limits, priority, eagerness)
+    blocks = blocks_of(problem)
+    shape = len(blocks.durations), problem.microbatches
+    starts = dispatch(rules_of(blocks), np.random.default_rng(seed).random(shape), eagerness)
     problem.evaluate(timetable_of(problem, starts))
 
 
@@ -310,5 +309,22 @@ def test_time_reversed_the_optimum_is_the_same(problem):
     assert costs[0] == costs[1]
 
 
+@pytest.mark.parametrize("backend", ["highs", "pulp-cbc", "cvxpy"])
+def test_another_backend_proves_the_same_optimum(backend):
+    result = solve_schedule(SMALL_BUT_OPEN, "optimal", replace(LIMITS, backend=backend))
+    assert result.status is Status.OPTIMAL
+    assert result.cost == solve_schedule(SMALL_BUT_OPEN, "optimal", LIMITS).cost
+    assert result.proved_by == BACKENDS[backend].solver
+
+
+def test_a_backend_that_does_not_schedule_is_refused():
+    with pytest.raises(InputError, match="backend 'pdlp' solves no schedules; use cp-sat or highs"):
+        solve_schedule(HARD, "gpipe", replace(LIMITS, backend="pdlp"))
+    with pytest.raises(InputError, match="backend 'x' is unknown; use cp-sat or highs"):
+        solve_schedule(HARD, "optimal", replace(LIMITS, backend="x"))
+
+
 def test_every_backend_of_the_registry_is_known():
-    assert list(BACKENDS) == ["cp-sat", "highs", "highs-ipm", "pulp-highs", "pulp-cbc", "pdlp"]
+    assert list(BACKENDS) == [
+        "cp-sat", "highs", "highs-ipm", "pulp-highs", "pulp-cbc", "pdlp", "cvxpy", "cvxpy-convex",
+    ]  # fmt: skip

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from plans import scaled, small_problem
-from profiles import examples
+from profiles import examples, slow_after
 from strategies import PROBLEMS, hard_problem, paper_problem
 
+from stagewright.formulations.checking import check as checking
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status, silent
 from stagewright.formulations.pipelines.spp import lemma1_seconds
@@ -75,6 +76,22 @@ class TestEveryPlanner:
         assert 0 <= result.gap <= 1
         assert result.bound <= result.cost
         assert (result.status is Status.OPTIMAL) == (result.gap <= TICKS)
+
+    @pytest.mark.parametrize("planner", PLANNERS)
+    def test_every_attempt_is_checked_once_and_the_answer_once(self, planner, monkeypatch):
+        checked = []
+        once = checking.read_times
+
+        def counted(problem, drawn):
+            checked.append(drawn)
+            return once(problem, drawn)
+
+        monkeypatch.setattr(checking, "read_times", counted)
+        result = plan(small_problem(), planner, LIMITS)
+        attempts = [one for one in result.attempts if one.cost_seconds is not None]
+        assert result.plan is not None
+        assert len(checked) == len(attempts) + 1
+        assert checked[-1] == result.plan
 
     @pytest.mark.parametrize("planner", PLANNERS)
     @pytest.mark.parametrize("factor", [2.0, 0.5])
@@ -362,12 +379,15 @@ class TestRefine:
 class TestAuto:
     @pytest.mark.parametrize(
         "problem",
-        [
-            small_problem(layers=4, devices=3, microbatches=3),
-            PipelineProblem(chain(3, parameters=GB), servers(2, 2), 4),
-            PipelineProblem(chain(3, parameters=GB / 2, output=GB), servers(1, 3), 2),
-        ],
-        ids=["two kinds", "two servers", "large boundaries"],
+        slow_after(
+            1,
+            [
+                PipelineProblem(chain(3, parameters=GB / 2, output=GB), servers(1, 3), 2),
+                PipelineProblem(chain(3, parameters=GB), servers(2, 2), 4),
+                small_problem(layers=4, devices=3, microbatches=3),
+            ],
+        ),
+        ids=["large boundaries", "two servers", "two kinds"],
     )
     def test_never_worse_than_another_planner(self, problem):
         best = plan(problem, "auto", LIMITS)

@@ -18,10 +18,13 @@ settings.register_profile(
 settings.register_profile(NIGHTLY, deadline=None, suppress_health_check=tolerated)
 
 
-def examples(count: int, **options: Any) -> settings:
-    """``count`` examples under the nightly profile, a fifth under any other, at least two."""
+def examples(count: int, *, quick: int | None = None, **options: Any) -> settings:
+    """``count`` examples under the nightly profile, ``quick`` under any other.
+
+    ``quick`` is a fifth of them unless told, and at least two.
+    """
     if settings.get_current_profile_name() != NIGHTLY:
-        count = max(2, count // QUICK_SHARE)
+        count = max(2, count // QUICK_SHARE) if quick is None else quick
     return settings(max_examples=count, **options)
 
 

@@ -477,6 +477,7 @@ def test_a_run_is_resumed_as_if_it_had_not_ended(ranks: Ranks) -> None:
     require_equal(resumed, whole, 0.0)
 
 
+@pytest.mark.slow
 def test_a_traced_run_is_laid_beside_its_plan(tmp_path: Path) -> None:
     job = Job(tmp_path)
     plan = make.overlapping([Stage((0, 2), ("a",)), Stage((2, 4), ("b",))], 4, slow_links)

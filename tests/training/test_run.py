@@ -1,14 +1,17 @@
 """``stagewright run`` with real processes: results, checkpoints, and every way to end."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from itertools import islice
 from pathlib import Path
@@ -165,6 +168,7 @@ def test_a_rank_that_hangs_ends_the_run(job: Job) -> None:
 def test_ranks_end_with_their_launcher(job: Job, number: int, code: int, told: str) -> None:
     process = job.start(MISHAP="sleep 0 2")
     job.await_ranks(2)
+    job.require_forks(process.pid)
     time.sleep(0.5)  # rank 1 waits for rank 0 now, or will do so; it must end either way
     process.send_signal(number)
     _, complaints = process.communicate(timeout=TIMEOUT_SECONDS)
@@ -212,7 +216,8 @@ def test_ranks_that_others_started(
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a plan and another folder, where no ranks may be started."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "may_fork", lambda: False)
+    monkeypatch.setattr(launch.LocalRanks, "run", lambda _: pytest.fail("ranks were started"))
     save_plan(gpipe(straight([2, 2]), 4), tmp_path / "two.json")
     (tmp_path / "folder").mkdir()
     return tmp_path
@@ -259,6 +264,37 @@ def require_refused(options: str, complaint: str) -> None:
     assert (result.exit_code, result.stdout) == (2, ""), result.exception
     assert re.fullmatch(r"stagewright: [^\n]+\n", result.stderr)
     assert complaint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        (os.getpid, 0, ""),
+        (partial(sys.exit, 2), 2, ""),
+        (partial(os.kill, 0, signal.SIGKILL), 1, "stagewright: rank {}: killed by SIGKILL\n"),
+    ],
+)
+def test_ranks_are_new_processes_where_a_fork_is_not_sound(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    body: Callable[[], object],
+    code: int,
+    told: str,
+) -> None:
+    monkeypatch.setattr(launch, "may_fork", lambda: False)
+    with launch.LocalRanks(2, body) as ranks:
+        assert ranks.run() == code
+    said = capfd.readouterr().err
+    assert said in {"".join(told.format(rank) for rank in some) for some in ((0, 1), (0,), (1,))}
+
+
+def test_a_process_with_threads_is_not_forked() -> None:
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait)
+    thread.start()
+    assert not launch.may_fork()
+    go.set()
+    thread.join()
 
 
 def test_half_an_environment_of_a_rank_is_refused(

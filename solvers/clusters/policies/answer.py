@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.plans.envelope import relative_gap
 from stagewright.graphs.documents.arrays import Floats
 
 
@@ -63,5 +64,4 @@ class AllocationResult:
         """Relative distance of objective and bound, 0 for an optimum; None without an answer."""
         if self.objective is None or self.bound is None:
             return None
-        largest = max(abs(self.objective), abs(self.bound))
-        return abs(self.objective - self.bound) / largest if largest else 0.0
+        return relative_gap(self.objective, self.bound)
