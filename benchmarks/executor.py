@@ -33,7 +33,6 @@ from examples.models import Transformer
 from stagewright.executor.capture.shapes import Value
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.export import export
-from stagewright.executor.export.pipelines import one_forward_one_backward
 from stagewright.executor.measuring.compare import Comparison, compare
 from stagewright.executor.measuring.links import describe, measure_links
 from stagewright.executor.measuring.machine import Machine
@@ -42,12 +41,18 @@ from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, stages_on
 from stagewright.executor.programs.shares import rows
-from stagewright.executor.training.interpreter import Boundary, Interpreter, Joint, Rank
+from stagewright.executor.training.boundary import Boundary
+from stagewright.executor.training.interpreter import Interpreter
+from stagewright.executor.training.joint import Joint
+from stagewright.executor.training.rank import Rank, RankProgram
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stage import Gradients, Seed, StageComputation, Tensors
 from stagewright.executor.training.weights import Weights
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage
+from stagewright.formulations.schedules.gpipe import gpipe
+from stagewright.formulations.schedules.interleaved import interleaved
+from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.graphs.models.chain import Chain
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -193,13 +198,14 @@ def empty_interpreter(rank: int, kind: type[InterpreterKind]) -> InterpreterKind
     group, stages = dist.group.WORLD, EMPTY_STAGES
     assert group is not None
     world = group.size()
-    orders = one_forward_one_backward(world, stages // world, EMPTY_MICROBATCHES)
+    orders = interleaved(world, stages // world, EMPTY_MICROBATCHES).rows
     plan = plan_in_order(orders, [1] * stages)
     program = lower(plan)
     own = stages_on(plan, program.devices[rank])
     value = Value((1,), torch.float32, gradient=True)
     return kind(
-        Rank(plan, program.devices, rank, program.rows[rank], CPU, CPU, group),
+        Rank(plan, program.devices, rank, CPU, CPU, group),
+        RankProgram(program.rows[rank]),
         {s: Nothing() for s in own},
         {s: Weights([nn.Identity()], {}, (), SGD, 1) for s in own},
         {},
@@ -422,9 +428,8 @@ class Torch:
 def _single(case: Race) -> Orders:
     """What torch does with one stage on a rank; its own listing of 1F1B miscounts (2.13)."""
     if case.schedule == "1F1B":
-        return one_forward_one_backward(case.world, 1, MICROBATCHES)
-    kinds, microbatches = (F, B), range(MICROBATCHES)
-    return [[Action(r, kind, m) for kind in kinds for m in microbatches] for r in range(case.world)]
+        return one_f_one_b(case.world, MICROBATCHES).rows
+    return gpipe(tuple(range(case.world)), MICROBATCHES).rows
 
 
 def _multi(order: Mapping[int, Sequence[object]]) -> Orders:

@@ -12,29 +12,13 @@ if TYPE_CHECKING:
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
 
 
-def makespan_problem(request: ScheduleRequest) -> MakespanProblem:
-    """The problem that a request states."""
-    stages = len(request.forward)
-    sends = request.transfers or (0.0,) * (stages - 1)
-    return MakespanProblem(
-        microbatches=request.microbatches,
-        forward=request.forward,
-        backward=request.backward,
-        send_forward=sends,
-        send_backward=sends,
-        reduce=(0.0,) * stages,
-        in_flight=request.in_flight or (request.microbatches,) * stages,
-    )
-
-
 def schedule(
     request: ScheduleRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
 ) -> ScheduleAnswer:
     """The schedule of one rule, or the best that is found and proved in time."""
-    problem = makespan_problem(request)
-    # After the problem: bad input is refused without waiting for the solvers to load.
     from stagewright.solvers.pipelines.scheduling import solve_schedule
 
+    problem = request.problem
     result = solve_schedule(problem, request.kind, request.limits(stop), on_progress)
     return ScheduleAnswer(
         status=result.status,

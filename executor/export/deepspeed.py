@@ -8,13 +8,13 @@ import json
 
 from stagewright.executor.export.options import Options, layer_names, samples_per_replica
 from stagewright.executor.export.pipelines import (
-    one_forward_one_backward,
     orders,
     pipeline,
     require_order,
     require_plain,
 )
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.graphs.documents.errors import InputError
 
 NAME = "DeepSpeed"
@@ -62,7 +62,7 @@ def module(plan: PipelinePlan, options: Options) -> dict[str, str]:
     if not options.partition_only:
         require_plain(plan, NAME, recompute=True)
         interval = _checkpoint_interval(plan)
-        known = one_forward_one_backward(count, 1, plan.microbatches)
+        known = one_f_one_b(count, plan.microbatches).rows
         require_order(orders(plan, ranks), known, f"{NAME}'s schedule")
     samples = samples_per_replica(plan, options, ranks.replicas)
     text = _MODULE.format(

@@ -12,13 +12,13 @@ from stagewright.executor.export.decoder import modules
 from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
 from stagewright.executor.export.pipelines import (
     Pipeline,
-    one_forward_one_backward,
     orders,
     pipeline,
     require_order,
     require_plain,
 )
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.graphs.documents.errors import InputError
 
 NAME = "Megatron-LM"
@@ -36,7 +36,7 @@ def arguments(plan: PipelinePlan, options: Options) -> dict[str, str]:
     layout = ["".join(part[0] for part in stage) for stage in parts]
     if not options.partition_only:
         require_plain(plan, NAME)
-        known = one_forward_one_backward(count, stages // count, plan.microbatches)
+        known = interleaved(count, stages // count, plan.microbatches).rows
         require_order(orders(plan, ranks), known, f"{NAME}'s schedule")
     samples = samples_per_replica(plan, options, ranks.replicas)
     words = [

@@ -5,14 +5,11 @@ from dataclasses import dataclass
 
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.verify import verify
-from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.plans.actions import COMPUTE
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.formulations.schedules.order import Row
 from stagewright.graphs.documents.errors import InputError
-
-Order = tuple[Action, ...]
-
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False
             raise InputError(f"stage {s} offloads, which {framework} is not told; plan without")
 
 
-def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Order, ...]:
+def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Row, ...]:
     """Each rank's computations in their order, which all its replicas must share.
 
     Raises
@@ -117,8 +114,8 @@ def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Order, ...]:
 
 
 def require_order(
-    found: Sequence[Order],
-    known: Sequence[Order],
+    found: Sequence[Row],
+    known: Sequence[Row],
     whose: str,
     cure: str = "--partition-only takes the stages alone",
 ) -> None:
@@ -131,28 +128,3 @@ def require_order(
                     f"rank {rank}, position {position}: the plan does {action}, {whose} {other}; "
                     f"{cure}"
                 )
-
-
-def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> tuple[Order, ...]:
-    """1F1B with one stage per rank, and Megatron-LM's interleaving of several.
-
-    With V > 1 chunks per rank, stage s is chunk s // P on rank s mod P, and the microbatches pass
-    the chunks in groups of P (Narayanan et al. 2021, section 2.2).
-    """
-    passes = [
-        (chunk, m)
-        for group in range(0, microbatches, ranks)
-        for chunk in range(chunks)
-        for m in range(group, min(group + ranks, microbatches))
-    ]
-    rows = []
-    for rank in range(ranks):
-        warm_up = ranks - rank - 1
-        if chunks > 1:
-            warm_up = 2 * warm_up + (chunks - 1) * ranks
-        forwards = [Action(chunk * ranks + rank, F, m) for chunk, m in passes]
-        backwards = [Action((chunks - 1 - chunk) * ranks + rank, B, m) for chunk, m in passes]
-        steady = zip(forwards[warm_up:], backwards, strict=False)
-        row = [*forwards[:warm_up], *(action for pair in steady for action in pair)]
-        rows.append((*row, *backwards[max(0, len(forwards) - warm_up) :]))
-    return tuple(rows)

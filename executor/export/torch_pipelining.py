@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from stagewright.executor.export.decoder import modules
 from stagewright.executor.export.options import Options, samples_per_replica, stage_layers
 from stagewright.executor.export.pipelines import (
-    Order,
     Pipeline,
     orders,
     pipeline,
@@ -18,6 +17,7 @@ from stagewright.executor.export.pipelines import (
 from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.schedules.order import Row
 from stagewright.graphs.documents.errors import InputError
 
 SCHEDULE = "schedule.csv"
@@ -165,7 +165,7 @@ def _csv(plan: PipelinePlan, ranks: Pipeline) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
-def _require_losses_in_order(plan: PipelinePlan, rows: tuple[Order, ...]) -> None:
+def _require_losses_in_order(plan: PipelinePlan, rows: tuple[Row, ...]) -> None:
     """Torch finds a microbatch's loss by counting the last stage's forwards."""
     last = len(plan.stages) - 1
     for rank, row in enumerate(rows):

@@ -1,11 +1,23 @@
 """The pipeline's makespan problem for fixed stages (SPP section III-B2), in plain numbers.
 
-Resources are stages, one half-duplex channel per pair of neighbouring stages, and one all-reduce
-per stage that runs beside everything else. Microbatches are alike, so in some optimal schedule
-every block processes them in the order of their indices: sorting the start times of a block
-and handing the k-th start to microbatch k keeps every constraint.
+Resources are devices, one half-duplex channel per pair of neighbouring stages on different devices,
+and one all-reduce per stage that runs in parallel to everything else. A *block* is one computation
+or transfer of a stage: forward, backward (or input gradient and weight gradient), a transfer.
+
+Microbatches are alike, so in some optimal schedule every block processes them in the order of their
+indices. Sort the start times of each block and give the k-th start to microbatch k; every
+constraint still holds:
+
+* Devices and channels are busy in the same intervals as before, since all microbatches of a block
+  take the same time; it does not matter how many blocks share a device.
+* If block a precedes block b in every microbatch, then b's k-th start comes after k starts of b,
+  each preceded by the end of its a, hence after the k-th end of a. This covers transfers, a weight
+  gradient after its input gradient, and stages on one device, between which nothing is transferred.
+* The number in flight counts starts and ends and does not ask whose they are.
+* The all-reduce waits for all backwards (weight gradients) of its stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,10 +38,21 @@ from stagewright.graphs.documents.units import (
 class MakespanProblem:
     """Times in any one unit; S stages.
 
-    ``forward``, ``backward`` and ``reduce`` have S entries (``reduce`` 0 for a stage that is not
-    replicated); ``send_forward[s]`` and ``send_backward[s]`` are the transfer times from s to
-    s + 1 and back, S - 1 entries. ``in_flight[s]`` bounds the microbatches whose forward has
-    started and whose backward has not finished on stage s.
+    Attributes
+    ----------
+    forward, backward, reduce
+        One time per stage; ``reduce`` is 0 for a stage that is not replicated.
+    send_forward, send_backward
+        Transfer times from stage s to s + 1 and back, S - 1 entries; 0 if both are on one device.
+    in_flight
+        Per stage the most microbatches whose forward has started and whose backward (weight
+        gradient) has not ended.
+    device
+        The device of each stage, numbered in the order in which the stages use them; by default
+        stage s is on device s.
+    weight_gradient
+        Time of each stage's weight gradient, if backwards are split: ``backward`` is then the time
+        of the input gradient alone. None: backwards are whole.
     """
 
     microbatches: int
@@ -39,15 +62,22 @@ class MakespanProblem:
     send_backward: tuple[float, ...]
     reduce: tuple[float, ...]
     in_flight: tuple[int, ...]
+    device: tuple[int, ...] = ()
+    weight_gradient: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
         require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
         require_count(stages, "stages", MAX_LAYERS)
-        for name, size in (
-            ("forward", stages), ("backward", stages), ("send_forward", stages - 1),
-            ("send_backward", stages - 1), ("reduce", stages), ("in_flight", stages),
-        ):  # fmt: skip
+        if not self.device:
+            object.__setattr__(self, "device", tuple(range(stages)))
+        sizes = {
+            "forward": stages, "backward": stages, "send_forward": stages - 1,
+            "send_backward": stages - 1, "reduce": stages, "in_flight": stages, "device": stages,
+        }  # fmt: skip
+        if self.weight_gradient is not None:
+            sizes["weight_gradient"] = stages
+        for name, size in sizes.items():
             values = getattr(self, name)
             if len(values) != size:
                 raise InputError(f"{name} needs {size} values, got {len(values)}")
@@ -55,11 +85,31 @@ class MakespanProblem:
                 require_amount(value, f"{name}[{s}]")
         if min(self.in_flight) < 1:
             raise InputError(f"in_flight must be at least 1 everywhere, got {self.in_flight}")
+        _require_devices(self)
 
     @property
     def stages(self) -> int:
         """Number of stages S."""
         return len(self.forward)
+
+    @property
+    def is_disjoint(self) -> bool:
+        """Whether every stage has its own device."""
+        return len(set(self.device)) == self.stages
+
+    @property
+    def is_split(self) -> bool:
+        """Whether backwards are input gradients and weight gradients."""
+        return self.weight_gradient is not None
+
+    @property
+    def last_computation(self) -> tuple[float, ...]:
+        """Time of what ends a microbatch on each stage: the weight gradient or whole backward."""
+        return self.backward if self.weight_gradient is None else self.weight_gradient
+
+    def stages_on(self, device: int) -> list[int]:
+        """The stages of one device."""
+        return [s for s, home in enumerate(self.device) if home == device]
 
     def evaluate(self, timetable: "Timetable") -> float:
         """The makespan of ``timetable``, after every constraint was checked.
@@ -69,23 +119,23 @@ class MakespanProblem:
         InvalidPlan
             Naming the first constraint that is broken.
         """
+        if (timetable.weight_gradient is not None) != self.is_split:
+            split = "split" if self.is_split else "whole"
+            raise InvalidPlan(f"backwards are {split}, those of the timetable are not")
         tolerance = RELATIVE_TOLERANCE * max(timetable.makespan(self), 0.0)
         _require_order(self, timetable, tolerance)
+        for d in range(max(self.device) + 1):
+            blocks = [one for s in self.stages_on(d) for one in _computations(self, timetable, s)]
+            _require_exclusive(f"device {d}", blocks, tolerance)
         for s in range(self.stages):
-            _require_exclusive(
-                f"stage {s}",
-                ("F", timetable.forward[s], self.forward[s]),
-                ("B", timetable.backward[s], self.backward[s]),
-                tolerance,
-            )
             _require_in_flight(self, timetable, s, tolerance)
         for s in range(self.stages - 1):
-            _require_exclusive(
-                f"channel {s}-{s + 1}",
+            blocks = [
                 ("SEND_F", timetable.send_forward[s], self.send_forward[s]),
                 ("SEND_B", timetable.send_backward[s], self.send_backward[s]),
-                tolerance,
-            )
+            ]
+            if self.device[s] != self.device[s + 1]:
+                _require_exclusive(f"channel {s}-{s + 1}", blocks, tolerance)
         return timetable.makespan(self)
 
 
@@ -93,7 +143,8 @@ class MakespanProblem:
 class Timetable:
     """Start times: ``forward`` and ``backward`` (S, M), sends (S - 1, M), ``reduce`` (S,).
 
-    ``send_backward[s]`` is the transfer from stage s + 1 back to stage s.
+    ``send_backward[s]`` is the transfer from stage s + 1 back to stage s. Where backwards are
+    split, ``backward`` are the input gradients, and ``weight_gradient`` has shape (S, M) too.
     """
 
     forward: Floats
@@ -101,50 +152,95 @@ class Timetable:
     send_forward: Floats
     send_backward: Floats
     reduce: Floats
+    weight_gradient: Floats | None = None
+
+    @property
+    def last_computation(self) -> Floats:
+        """Starts of the weight gradients, or of the whole backwards."""
+        return self.backward if self.weight_gradient is None else self.weight_gradient
 
     def makespan(self, problem: MakespanProblem) -> float:
-        """When the last backward or all-reduce ends (SPP equation 2)."""
-        computed = (self.backward + np.array(problem.backward)[:, None]).max()
+        """When the last backward, weight gradient or all-reduce ends (SPP equation 2)."""
+        computed = (self.last_computation + np.array(problem.last_computation)[:, None]).max()
         return float(max(computed, (self.reduce + np.array(problem.reduce)).max()))
+
+
+_Repeated = tuple[str, Floats, float]  # name, starts, duration of a block
+
+
+def _computations(problem: MakespanProblem, times: Timetable, s: int) -> list[_Repeated]:
+    blocks = [
+        (f"{s}F", times.forward[s], problem.forward[s]),
+        (f"{s}{'I' if problem.is_split else 'B'}", times.backward[s], problem.backward[s]),
+    ]
+    if times.weight_gradient is not None:
+        blocks.append((f"{s}W", times.weight_gradient[s], problem.last_computation[s]))
+    return blocks
+
+
+def _require_devices(problem: MakespanProblem) -> None:
+    used = 0
+    for s, d in enumerate(problem.device):
+        if d not in range(used + 1):
+            raise InputError(
+                f"device[{s}] must be a whole number up to {used}, got {d}: devices are numbered "
+                "in the order in which the stages use them"
+            )
+        used = max(used, d + 1)
+    for s, (one, following) in enumerate(pairwise(problem.device)):
+        if one == following and (problem.send_forward[s] or problem.send_backward[s]):
+            raise InputError(
+                f"transfers between stages {s} and {s + 1} must take no time: both are on device "
+                f"{one}"
+            )
 
 
 def _require_order(problem: MakespanProblem, times: Timetable, tolerance: float) -> None:
     """Every block of a microbatch starts after the block before it (SPP's dependencies)."""
-    last = problem.stages - 1
-    steps = [("F", "B", last, times.forward[last], problem.forward[last], times.backward[last])]
+    last, back_name = problem.stages - 1, "I" if problem.is_split else "B"
+    steps = [
+        ("F", back_name, last, times.forward[last], problem.forward[last], times.backward[last])
+    ]
     for s in range(last):
         there, back = times.send_forward[s], times.send_backward[s]
         steps += [
             ("F", "SEND_F", s, times.forward[s], problem.forward[s], there),
             ("SEND_F", "next F", s, there, problem.send_forward[s], times.forward[s + 1]),
-            ("next B", "SEND_B", s, times.backward[s + 1], problem.backward[s + 1], back),
-            ("SEND_B", "B", s, back, problem.send_backward[s], times.backward[s]),
+            (f"next {back_name}", "SEND_B", s,
+             times.backward[s + 1], problem.backward[s + 1], back),
+            ("SEND_B", back_name, s, back, problem.send_backward[s], times.backward[s]),
+        ]  # fmt: skip
+    if times.weight_gradient is not None:
+        steps += [
+            ("I", "W", s, times.backward[s], problem.backward[s], times.weight_gradient[s])
+            for s in range(last + 1)
         ]
-    if not all(np.isfinite(start).all() and (start >= -tolerance).all() for *_, start in steps):
-        raise InvalidPlan("a start time is negative or not finite")
-    if not ((times.forward[0] >= -tolerance).all() and np.isfinite(times.reduce).all()):
-        raise InvalidPlan("a start time is negative or not finite")
+    _require_starts([times.forward[0], *(start for *_, start in steps)], times.reduce, tolerance)
     for before, after, s, start, duration, following in steps:
         early = np.flatnonzero(following < start + duration - tolerance)
         if len(early):
             raise InvalidPlan(
                 f"stage {s}, microbatch {early[0]}: {after} starts before {before} ends"
             )
-    ends = times.backward.max(axis=1) + np.array(problem.backward)
+    ends = times.last_computation.max(axis=1) + np.array(problem.last_computation)
     for s, end in enumerate(ends):
         if problem.reduce[s] > 0 and times.reduce[s] < end - tolerance:
             raise InvalidPlan(f"stage {s}: the all-reduce starts before the last backward ends")
 
 
-def _require_exclusive(
-    place: str, one: tuple[str, Floats, float], other: tuple[str, Floats, float], tolerance: float
-) -> None:
-    blocks = sorted(
+def _require_starts(starts: Sequence[Floats], reduce: Floats, tolerance: float) -> None:
+    finite = all(np.isfinite(one).all() for one in (*starts, reduce))
+    if not (finite and all((one >= -tolerance).all() for one in starts)):
+        raise InvalidPlan("a start time is negative or not finite")
+
+
+def _require_exclusive(place: str, blocks: Sequence[_Repeated], tolerance: float) -> None:
+    intervals = sorted(
         (float(start), float(start) + duration, f"{name}{m}")
-        for name, starts, duration in (one, other)
+        for name, starts, duration in blocks
         for m, start in enumerate(starts)
     )
-    for (_, finish, name), (start, _, following) in pairwise(blocks):
+    for (_, finish, name), (start, _, following) in pairwise(intervals):
         if start < finish - tolerance:
             raise InvalidPlan(f"{place}: {following} starts before {name} ends")
 
@@ -153,7 +249,7 @@ def _require_in_flight(
     problem: MakespanProblem, times: Timetable, s: int, tolerance: float
 ) -> None:
     starts = np.sort(times.forward[s])
-    finished = np.sort(times.backward[s]) + problem.backward[s]
+    finished = np.sort(times.last_computation[s]) + problem.last_computation[s]
     in_flight = np.arange(1, len(starts) + 1) - np.searchsorted(
         finished, starts + tolerance, side="right"
     )

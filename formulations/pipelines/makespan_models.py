@@ -1,12 +1,12 @@
 """The makespan problem as ``Intervals`` and as a mixed-integer program.
 
-Microbatches are alike, so the models fix their order in every block; the argument stands in
-:mod:`makespan`. In-flight limits become precedences: forward m + k of a
-stage waits for the end of its backward m.
+Microbatches are alike, so the models fix their order in every block; see :mod:`makespan`. In-flight
+limits become precedences: forward m + k of a stage waits for the end of its backward (weight
+gradient) m.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -14,7 +14,14 @@ import numpy as np
 
 from stagewright.formulations.forms.disjunctive import by_disjunctions, starts_of
 from stagewright.formulations.forms.models import Intervals, LinearProgram
-from stagewright.formulations.pipelines.bounds import blocks_of, schedule_bounds
+from stagewright.formulations.pipelines.blocks import (
+    NONE,
+    Blocks,
+    block_starts,
+    blocks_of,
+    timetable_of,
+)
+from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
 
@@ -43,8 +50,8 @@ class ByIntervals:
     def unit(self) -> float:
         """Time per tick: 1 for integers, else the common unit, else a power of two."""
         horizon = self.incumbent.makespan(self.problem)
-        durations, _, tails = blocks_of(self.problem)
-        times = np.unique(np.r_[durations, tails])
+        blocks = blocks_of(self.problem)
+        times = np.unique(np.r_[blocks.durations, blocks.tails])
         times = times[times > 0]
         if len(times) == 0:
             return 1.0
@@ -63,29 +70,28 @@ class ByIntervals:
             multiple = np.abs(ticks - nearest) <= EXACT * nearest
             return tuple(np.where(multiple, nearest, np.floor(ticks)).tolist())
 
-        problem = self.problem
-        return MakespanProblem(
-            problem.microbatches,
-            count(problem.forward),
-            count(problem.backward),
-            count(problem.send_forward),
-            count(problem.send_backward),
-            count(problem.reduce),
-            problem.in_flight,
+        problem, weight = self.problem, self.problem.weight_gradient
+        return replace(
+            problem,
+            forward=count(problem.forward),
+            backward=count(problem.backward),
+            send_forward=count(problem.send_forward),
+            send_backward=count(problem.send_backward),
+            reduce=count(problem.reduce),
+            weight_gradient=None if weight is None else count(weight),
         )
 
     def apply(self) -> Intervals:
         """The form, with the best static bound and the incumbent's order as the hint."""
-        count = self.problem.microbatches
-        durations, _, tails = blocks_of(self.ticks)
-        number = np.arange(len(durations) * count).reshape(-1, count)
+        count, blocks = self.problem.microbatches, blocks_of(self.ticks)
+        number = np.arange(len(blocks.durations) * count).reshape(-1, count)
         last_tails = np.zeros(number.shape, dtype=np.int64)
-        last_tails[:, -1] = tails  # the other microbatches of a block end earlier
+        last_tails[:, -1] = blocks.tails  # the other microbatches of a block end earlier
         hint = earliest(self.ticks, block_starts(self.problem, self.incumbent))
         return Intervals(
-            durations=np.repeat(durations, count).astype(np.int64),
-            machines=_machines(durations, number),
-            before=_precedences(self.ticks, number),
+            durations=np.repeat(blocks.durations, count).astype(np.int64),
+            machines=_machines(blocks, number),
+            before=_precedences(blocks, number),
             tails=last_tails.ravel(),
             horizon=int(hint.makespan(self.ticks)),
             lower_bound=int(max(bound.seconds for bound in schedule_bounds(self.ticks))),
@@ -95,7 +101,7 @@ class ByIntervals:
     def invert(self, values: Ints) -> Timetable:
         """The order of ``values`` with its earliest times, in the problem's own numbers."""
         starts = values.reshape(-1, self.problem.microbatches).astype(float)
-        return earliest(self.problem, starts, block_durations=blocks_of(self.ticks)[0])
+        return earliest(self.problem, starts, block_durations=blocks_of(self.ticks).durations)
 
 
 @dataclass(frozen=True)
@@ -116,33 +122,8 @@ class ByDisjunctions:
 
     def invert(self, values: Floats) -> Timetable:
         """The order of ``values`` with its earliest times, in the problem's own numbers."""
-        count = (4 * self.problem.stages - 2) * self.problem.microbatches
+        count = len(blocks_of(self.problem).durations) * self.problem.microbatches
         return self.intervals.invert(starts_of(values, count))
-
-
-def block_starts(problem: MakespanProblem, times: Timetable) -> Floats:
-    """The start times by block, shape (4S - 2, M), microbatches in the order of their starts."""
-    last = 4 * problem.stages - 3
-    starts = np.empty((last + 1, problem.microbatches))
-    stage = np.arange(problem.stages)
-    starts[2 * stage], starts[last - 2 * stage] = times.forward, times.backward
-    starts[2 * stage[:-1] + 1] = times.send_forward
-    starts[last - 1 - 2 * stage[:-1]] = times.send_backward
-    return np.sort(starts, axis=1)
-
-
-def timetable_of(problem: MakespanProblem, starts: Floats) -> Timetable:
-    """The timetable of start times by block; all-reduces start when their last backward ends."""
-    last = 4 * problem.stages - 3
-    stage = np.arange(problem.stages)
-    backward = starts[last - 2 * stage]
-    return Timetable(
-        starts[2 * stage],
-        backward,
-        starts[2 * stage[:-1] + 1],
-        starts[last - 1 - 2 * stage[:-1]],
-        backward[:, -1] + np.array(problem.backward),
-    )
 
 
 def earliest(
@@ -152,24 +133,25 @@ def earliest(
 
     ``block_durations`` are the durations that belong to ``starts``, if not the problem's own.
     """
-    durations = blocks_of(problem)[0]
-    last, count = len(durations) - 1, problem.microbatches
-    finish = starts + (durations if block_durations is None else block_durations)[:, None]
+    blocks, count = blocks_of(problem), problem.microbatches
+    finish = starts + (blocks.durations if block_durations is None else block_durations)[:, None]
     block, m = np.divmod(np.arange(starts.size), count)
-    # An order of dependence: an empty block stands before what starts with it.
+    # An order of dependence: an empty block comes before what starts with it.
     order = np.lexsort((block, m, finish.ravel(), starts.ravel()))
-    times, free, work = np.zeros(starts.shape), [0.0] * (last // 2 + 1), durations.tolist()
+    times, work = np.zeros(starts.shape), blocks.durations.tolist()
+    machine, freeing, limits = (
+        array.tolist() for array in (blocks.machines, blocks.freeing, blocks.limits)
+    )
+    before = [[i for i in row if i != NONE] for row in blocks.before.tolist()]
+    free = [0.0] * (max(machine) + 1)
+    works = [any(work[j] > 0 for j in own) for own in blocks.members()]
     for j, i in zip(block[order].tolist(), m[order].tolist(), strict=True):
-        machine = min(j, last - j)
-        start = free[machine]
-        if j > 0:
-            start = max(start, times[j - 1, i] + work[j - 1])
-        if j == machine and j % 2 == 0 and i >= problem.in_flight[j // 2]:
-            freeing = times[last - j, i - problem.in_flight[j // 2]] + work[last - j]
-            start = max(start, freeing)
+        start = max([free[machine[j]], *(times[p, i] + work[p] for p in before[j])])
+        if freeing[j] != NONE and i >= limits[j]:
+            start = max(start, times[freeing[j], i - limits[j]] + work[freeing[j]])
         times[j, i] = start
-        if work[j] > 0 or work[last - j] > 0:
-            free[machine] = start + work[j]
+        if works[machine[j]]:
+            free[machine[j]] = start + work[j]
     return timetable_of(problem, times)
 
 
@@ -185,24 +167,20 @@ def _are_multiples(times: Floats, unit: float) -> bool:
     return bool((np.abs(ticks - np.round(ticks)) <= EXACT * ticks).all())
 
 
-def _machines(durations: Floats, number: Ints) -> tuple[Ints, ...]:
+def _machines(blocks: Blocks, number: Ints) -> tuple[Ints, ...]:
     """The intervals of each device and channel; one without any work excludes nothing."""
-    last = len(durations) - 1
-    return tuple(
-        number[[there, last - there]].ravel()
-        for there in range(last // 2 + 1)
-        if durations[there] > 0 or durations[last - there] > 0
-    )
+    return tuple(number[own].ravel() for own in blocks.members() if blocks.durations[own].any())
 
 
-def _precedences(problem: MakespanProblem, number: Ints) -> Ints:
+def _precedences(blocks: Blocks, number: Ints) -> Ints:
     """Rows (before, after): along each microbatch, along each block, and in-flight slots."""
-    last = len(number) - 1
+    after, column = np.nonzero(blocks.before != NONE)
+    first = blocks.before[after, column]
     rows = [
-        np.column_stack([number[:-1].ravel(), number[1:].ravel()]),
+        np.column_stack([number[first].ravel(), number[after].ravel()]),
         np.column_stack([number[:, :-1].ravel(), number[:, 1:].ravel()]),
     ]
-    for s, limit in enumerate(problem.in_flight):
-        if limit < problem.microbatches:
-            rows.append(np.column_stack([number[last - 2 * s, :-limit], number[2 * s, limit:]]))
+    for j in np.flatnonzero(blocks.freeing != NONE).tolist():
+        limit = blocks.limits[j]
+        rows.append(np.column_stack([number[blocks.freeing[j], :-limit], number[j, limit:]]))
     return np.concatenate(rows)

@@ -3,19 +3,25 @@
 After Li and Willis (1992) and Valls, Ballestin and Quintanilla (2005, "justification"): schedule
 the problem backwards in time, each block as late as possible, latest finish first; then forwards
 again, as early as possible, in the order of those latest starts; and so on, with random changes.
-The pipeline's problem reversed in time is again a pipeline's problem, so that one dispatcher serves
-both directions.
+The blocks of the problem reversed in time are again blocks of that form, so that one dispatcher
+serves both directions.
 """
 
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.pipelines.bounds import blocks_of
+from stagewright.formulations.pipelines.blocks import (
+    NONE,
+    Blocks,
+    block_starts,
+    blocks_of,
+    timetable_of,
+)
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.makespan_models import block_starts, timetable_of
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 EAGERNESS = (0.0, 0.25, 0.5, 1.0)
@@ -52,8 +58,10 @@ class _Search:
     """The two directions of scheduling, with their random choices."""
 
     def __init__(self, problem: MakespanProblem, random: np.random.Generator) -> None:
-        self.durations, self.releases, self.tails = blocks_of(problem)
-        self.limits = np.minimum(problem.in_flight, problem.microbatches).astype(np.int64)
+        self.blocks = blocks_of(problem)
+        self.durations, self.tails = self.blocks.durations, self.blocks.tails
+        self.early, self.late = rules_of(self.blocks), rules_of(self.blocks.reversed())
+        self.way = 4 * problem.stages - 2
         self.microbatches = problem.microbatches
         self.random = random
 
@@ -62,22 +70,23 @@ class _Search:
 
     def as_early(self, priority: Floats) -> Floats:
         """Start times, the smaller ``priority`` first; both of shape (blocks, M)."""
-        eagerness = self.random.choice(EAGERNESS)
-        return dispatch(self.durations, self.releases, self.limits, priority, eagerness)
+        return dispatch(self.early, priority, self.random.choice(EAGERNESS))
 
     def as_late(self, starts: Floats) -> Floats:
         """Latest start times, the (disturbed) latest finish of ``starts`` first."""
         finish = starts + self.durations[:, None] + self._noise(starts.shape)
         priority = np.ascontiguousarray(-finish[::-1, ::-1])
-        durations, releases = self.durations[::-1].copy(), self.tails[::-1].copy()
-        eagerness = self.random.choice(EAGERNESS)
-        mirrored = dispatch(durations, releases, self.limits, priority, eagerness)
-        return np.ascontiguousarray(-(mirrored + durations[:, None])[::-1, ::-1])
+        mirrored = dispatch(self.late, priority, self.random.choice(EAGERNESS))
+        return np.ascontiguousarray(-(mirrored + self.late.durations[:, None])[::-1, ::-1])
 
     def random_rule(self) -> Floats:
-        """Priorities between "later blocks first" and "earlier microbatches first"."""
-        blocks = np.arange(len(self.durations))[:, None]
-        return np.asarray(10 * self.random.random() * np.arange(self.microbatches) - blocks)
+        """Priorities between "later blocks first" and "earlier microbatches first".
+
+        Weight gradients, for which at most a reduction waits, are as urgent as the first block.
+        """
+        blocks = np.arange(len(self.durations))
+        urgency = np.where(blocks < self.way, blocks, 0)[:, None]
+        return np.asarray(10 * self.random.random() * np.arange(self.microbatches) - urgency)
 
     def _noise(self, shape: tuple[int, ...]) -> Floats:
         """Noise by block and by entry, each of them in half of the calls."""
@@ -87,76 +96,155 @@ class _Search:
         return np.asarray(unit * (by_block + by_entry), dtype=np.float64)
 
 
+class Rules(NamedTuple):
+    """:class:`Blocks` for :func:`dispatch`; rows are filled up with ``NONE``.
+
+    ``members`` are the blocks of each device and channel; ``wakes`` the blocks whose next start may
+    change when a block is scheduled: itself, what waits for it, and what its end frees.
+    """
+
+    durations: Floats
+    releases: Floats
+    machines: Ints
+    before: Ints
+    freeing: Ints
+    limits: Ints
+    members: Ints
+    wakes: Ints
+
+
+def rules_of(blocks: Blocks) -> Rules:
+    """The arrays of ``blocks`` for the dispatcher."""
+    n, own = len(blocks.durations), blocks.members()
+    members = np.full((len(own), max(map(len, own))), NONE)
+    for machine, row in enumerate(own):
+        members[machine, : len(row)] = row
+    freed, limited = np.full(n, NONE), np.flatnonzero(blocks.freeing != NONE)
+    freed[blocks.freeing[limited]] = limited
+    return Rules(
+        durations=blocks.durations,
+        releases=blocks.releases,
+        machines=blocks.machines,
+        before=blocks.before,
+        freeing=blocks.freeing,
+        limits=blocks.limits,
+        members=members,
+        wakes=np.column_stack([np.arange(n), blocks.after(), freed]),
+    )
+
+
 @njit(cache=True)
-def dispatch(
-    durations: Floats, releases: Floats, limits: Ints, priority: Floats, eagerness: float
-) -> Floats:
+def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
     """Schedule generation after Giffler and Thompson (1960), with bounded waiting.
 
-    The device or channel that could complete a block first takes one: of its two candidates, those
-    that can start early enough, the one with the smaller ``priority``. ``eagerness`` 0 admits only
+    The device or channel that could complete a block first takes one: of its candidates, those
+    that can start early enough, the one with the smallest ``priority``. ``eagerness`` 0 admits only
     the earliest start (no device idles while it could work), 1 every start before that completion.
 
     Returns
     -------
     Start times, shape (blocks, M).
     """
-    blocks, microbatches = priority.shape
-    last = blocks - 1
-    starts = np.zeros((blocks, microbatches))
-    done = np.zeros(blocks, np.int64)
-    ready = np.full(blocks, np.inf)
-    ready[0] = releases[0]
-    free = np.zeros(blocks // 2)
-    for _ in range(blocks * microbatches):
-        resource, completion = _first_to_complete(ready, free, durations)
-        there, back = resource, last - resource
-        early = max(ready[there], free[resource])
-        early_back = max(ready[back], free[resource])
-        first = min(early, early_back)
-        admitted = first + eagerness * (completion - first)
-        if min(admitted, completion) < max(early, early_back):  # one candidate only
-            block = there if early <= early_back else back
-        elif priority[there, done[there]] < priority[back, done[back]]:
-            block = there
-        else:
-            block = back
-        start = max(ready[block], free[resource])
-        starts[block, done[block]] = start
-        free[resource] = start + durations[block]
+    # Arrays go to the functions one by one: compiled code is slow with tuples of them.
+    durations, releases, machines, before, freeing, limits, members, wakes = rules
+    starts, done = np.zeros(priority.shape), np.zeros(len(priority), np.int64)
+    ready, free, ends = np.empty(len(priority)), np.zeros(len(members)), np.empty(len(members))
+    for block in range(len(ready)):
+        ready[block] = _earliest(block, starts, done, durations, releases, before, freeing, limits)
+    for machine in range(len(ends)):
+        ends[machine] = _first_end(machine, ready, free, durations, members)
+    for _ in range(priority.size):
+        machine = _least(ends)
+        block = _choice(machine, ends, ready, free, done, members, priority, eagerness)
+        starts[block, done[block]] = max(ready[block], free[machine])
+        free[machine] = starts[block, done[block]] + durations[block]
         done[block] += 1
-        for following in (block, min(block + 1, last), last - block):
-            ready[following] = _earliest(following, starts, done, durations, releases, limits)
+        for k in range(wakes.shape[1]):
+            woken = wakes[block, k]
+            if woken != NONE:
+                ready[woken] = _earliest(
+                    woken, starts, done, durations, releases, before, freeing, limits
+                )
+                ends[machines[woken]] = _first_end(machines[woken], ready, free, durations, members)
     return starts
 
 
 @njit(cache=True)
-def _first_to_complete(ready: Floats, free: Floats, durations: Floats) -> tuple[int, float]:
-    """The resource whose next block can be complete first, and when."""
-    last = len(ready) - 1
-    best, completion = 0, np.inf
-    for resource in range(len(free)):
-        there = max(ready[resource], free[resource]) + durations[resource]
-        back = max(ready[last - resource], free[resource]) + durations[last - resource]
-        if min(there, back) < completion:
-            best, completion = resource, min(there, back)
-    return best, completion
+def _least(values: Floats) -> int:
+    """The first index of the least value; numpy's argmin takes longer on short arrays."""
+    least = 0
+    for other in range(1, len(values)):
+        if values[other] < values[least]:
+            least = other
+    return least
+
+
+@njit(cache=True)
+def _first_end(
+    machine: int, ready: Floats, free: Floats, durations: Floats, members: Ints
+) -> float:
+    """When the next block of a device or channel can be complete first."""
+    end = np.inf
+    for k in range(members.shape[1]):
+        block = members[machine, k]
+        if block != NONE:
+            end = min(end, max(ready[block], free[machine]) + durations[block])
+    return end
+
+
+@njit(cache=True)
+def _choice(
+    machine: int,
+    ends: Floats,
+    ready: Floats,
+    free: Floats,
+    done: Ints,
+    members: Ints,
+    priority: Floats,
+    eagerness: float,
+) -> int:
+    """The block that a device or channel takes next."""
+    first = np.inf
+    for k in range(members.shape[1]):
+        block = members[machine, k]
+        if block != NONE:
+            first = min(first, max(ready[block], free[machine]))
+    admitted = min(first + eagerness * (ends[machine] - first), ends[machine])
+    chosen, least = NONE, np.inf
+    for k in range(members.shape[1]):
+        block = members[machine, k]
+        if block == NONE or max(ready[block], free[machine]) > admitted:
+            continue
+        if chosen == NONE or priority[block, done[block]] <= least:
+            chosen, least = block, priority[block, done[block]]
+    return chosen
 
 
 @njit(cache=True)
 def _earliest(
-    block: int, starts: Floats, done: Ints, durations: Floats, releases: Floats, limits: Ints
+    block: int,
+    starts: Floats,
+    done: Ints,
+    durations: Floats,
+    releases: Floats,
+    before: Ints,
+    freeing: Ints,
+    limits: Ints,
 ) -> float:
     """When the next microbatch of ``block`` can start for all that precedes it; inf: not yet."""
-    m, last = done[block], len(done) - 1
-    if m == starts.shape[1] or (block > 0 and done[block - 1] <= m):
+    m = done[block]
+    if m == starts.shape[1]:
         return np.inf
     earliest = releases[block]
-    if block > 0:
-        earliest = max(earliest, starts[block - 1, m] + durations[block - 1])
-    if 2 * block < last and block % 2 == 0 and m >= limits[block // 2]:
-        freeing, slot = last - block, m - limits[block // 2]
-        if done[freeing] <= slot:
+    for k in range(before.shape[1]):
+        one = before[block, k]
+        if one != NONE:
+            if done[one] <= m:
+                return np.inf
+            earliest = max(earliest, starts[one, m] + durations[one])
+    frees, slot = freeing[block], m - limits[block]
+    if frees != NONE and slot >= 0:
+        if done[frees] <= slot:
             return np.inf
-        earliest = max(earliest, starts[freeing, slot] + durations[freeing])
+        earliest = max(earliest, starts[frees, slot] + durations[frees])
     return float(earliest)

@@ -1,19 +1,19 @@
-"""List scheduling: from orders, or greedily, to the earliest start times (SPP Algorithm 1)."""
+"""List scheduling: from an order, or greedily, to the earliest start times (SPP Algorithm 1)."""
 
-import heapq
-from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
+from stagewright.formulations.pipelines.blocks import numbering
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.orders import (
-    Orders,
-    gpipe_orders,
-    one_f_one_b_orders,
-    pe_orders,
-)
+from stagewright.formulations.schedules.gpipe import gpipe
+from stagewright.formulations.schedules.interleaved import interleaved
+from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
+from stagewright.formulations.schedules.order import F, Order, W
+from stagewright.formulations.schedules.pe import pe
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.pipelines.event_run import EventRun, Task
 
 ListKind = Literal["pe", "gpipe", "1f1b", "eager"]
 LIST_KINDS: tuple[ListKind, ...] = ("pe", "1f1b", "gpipe", "eager")
@@ -24,17 +24,17 @@ EAGER_DEPTHS = (1.0, 1.5, 2.0, 3.0, np.inf)
 
 
 def list_schedule(problem: MakespanProblem, kind: ListKind) -> Timetable | None:
-    """The schedule of one rule; None if the rule cannot keep the in-flight limits."""
+    """The schedule of one rule; None if the rule does not suit the devices or in-flight limits."""
     if kind == "eager":
         schedules = [_eager(problem, depth) for depth in EAGER_DEPTHS]
         return min(schedules, key=lambda times: times.makespan(problem))
-    rules: dict[str, Callable[[MakespanProblem], Orders | None]] = {
-        "pe": pe_orders,
-        "gpipe": gpipe_orders,
-        "1f1b": one_f_one_b_orders,
+    rules: dict[str, Callable[[MakespanProblem], Order | None]] = {
+        "pe": lambda problem: pe(problem.device, problem.microbatches, problem.in_flight),
+        "gpipe": _gpipe,
+        "1f1b": _one_f_one_b,
     }
-    orders = rules[kind](problem)
-    return None if orders is None else schedule_orders(problem, orders)
+    order = rules[kind](problem)
+    return None if order is None else schedule_order(problem, order)
 
 
 def best_list_schedule(problem: MakespanProblem) -> tuple[ListKind, Timetable]:
@@ -44,133 +44,97 @@ def best_list_schedule(problem: MakespanProblem) -> tuple[ListKind, Timetable]:
     return min(kept, key=lambda entry: entry[1].makespan(problem))
 
 
-def schedule_orders(problem: MakespanProblem, orders: Orders) -> Timetable:
-    """Every stage follows its order and starts each block as soon as it is ready.
+def schedule_order(problem: MakespanProblem, order: Order) -> Timetable:
+    """Every device follows its order and starts each block as soon as it is ready.
 
-    Channels serve transfers first come, first served (Algorithm 1, lines 9-25).
+    Channels serve transfers first come, first served (Algorithm 1, lines 9-25). A whole backward is
+    both its parts, one after the other, where the problem's backwards are split.
 
     Raises
     ------
+    InputError
+        If the order is not for this problem.
     ValueError
-        If the orders wait for each other in a circle.
+        If the devices wait for each other in a circle.
     """
-    position = [0] * problem.stages
+    if (order.device, order.microbatches) != (problem.device, problem.microbatches):
+        raise InputError(
+            f"the order has {order.microbatches} microbatches and its stages on devices "
+            f"{order.device}, the problem {problem.microbatches} and {problem.device}"
+        )
+    if problem.is_split:
+        order = order.split()
+    elif order.is_split:
+        raise InputError("the order splits backwards, which are whole in the problem")
+    rows, position = _tasks(problem, order), [0] * len(order.rows)
 
-    def follow(stage: int, ready: "_Ready") -> str:
-        if position[stage] == len(orders[stage]):
-            return ""
-        work = orders[stage][position[stage]]
-        if not ready.has(stage, work):
-            return ""
-        position[stage] += 1
-        return work
+    def follow(device: int, run: EventRun) -> Task | None:
+        if position[device] == len(rows[device]):
+            return None
+        block, m = rows[device][position[device]]
+        if not run.ready[block][m]:
+            return None
+        position[device] += 1
+        return block, m
 
-    return _run(problem, follow)
+    return EventRun(problem, follow).finish()
+
+
+def _gpipe(problem: MakespanProblem) -> Order | None:
+    if min(problem.in_flight) < problem.microbatches:
+        return None
+    return gpipe(problem.device, problem.microbatches)
+
+
+def _one_f_one_b(problem: MakespanProblem) -> Order | None:
+    """1F1B, interleaved where every device has as many stages, dealt out in turn."""
+    stages, count, ranks = problem.stages, problem.microbatches, 1 + max(problem.device)
+    if problem.is_disjoint:
+        return one_f_one_b(stages, count, problem.in_flight)
+    if count % ranks or stages % ranks or problem.device != (*range(ranks),) * (stages // ranks):
+        return None
+    order = interleaved(ranks, stages // ranks, count)
+    needed = zip(order.most_in_flight(), problem.in_flight, strict=True)
+    return order if all(most <= limit for most, limit in needed) else None
+
+
+def _tasks(problem: MakespanProblem, order: Order) -> list[list[Task]]:
+    forward, backward, weight = (numbers.tolist() for numbers in numbering(problem.stages))
+    numbers = {F: forward, W: weight}
+    return [
+        [(numbers.get(one.kind, backward)[one.stage], one.microbatch or 0) for one in row]
+        for row in order.rows
+    ]
 
 
 def _eager(problem: MakespanProblem, depth: float) -> Timetable:
-    """Backwards first, forwards up to ``depth`` times 1F1B's warm-up or the in-flight limit."""
+    """Backwards first, then forwards up to ``depth`` times 1F1B's warm-up or the in-flight limit.
+
+    Of several stages on a device the later come first. Weight gradients fill the time in which
+    neither is possible.
+    """
+    forward, backward, weight = (numbers.tolist() for numbers in numbering(problem.stages))
+    final = weight if problem.is_split else backward
     limits = [
         min(float(limit), max(1.0, np.ceil(depth * (problem.stages - s))))
         for s, limit in enumerate(problem.in_flight)
     ]
+    candidates: list[list[tuple[int, int, float]]] = []  # block, what frees a place, limit
+    for device in range(1 + max(problem.device)):
+        stages = problem.stages_on(device)[::-1]
+        own = [(backward[s], backward[s], np.inf) for s in stages]
+        own += [(forward[s], final[s], limits[s]) for s in stages]
+        candidates.append(
+            own + [(weight[s], weight[s], np.inf) for s in stages if problem.is_split]
+        )
 
-    def choose(stage: int, ready: _Ready) -> str:
-        if ready.has(stage, "B"):
-            return "B"
-        if ready.has(stage, "F") and ready.in_flight(stage) < limits[stage]:
-            return "F"
-        return ""
+    def choose(device: int, run: EventRun) -> Task | None:
+        started = run.started
+        for block, freeing, limit in candidates[device]:
+            m = started[block]
+            # Asked only while the device is idle: every started computation has ended.
+            if m < problem.microbatches and run.ready[block][m] and m - started[freeing] < limit:
+                return block, m
+        return None
 
-    return _run(problem, choose)
-
-
-class _Ready:
-    """Counts of arrived and started blocks per stage; microbatches pass in order."""
-
-    def __init__(self, problem: MakespanProblem) -> None:
-        self.arrived = {"F": [0] * problem.stages, "B": [0] * problem.stages}
-        self.started = {"F": [0] * problem.stages, "B": [0] * problem.stages}
-        self.arrived["F"][0] = problem.microbatches
-
-    def has(self, stage: int, work: str) -> bool:
-        return self.started[work][stage] < self.arrived[work][stage]
-
-    def in_flight(self, stage: int) -> int:
-        # Asked only while the stage is idle: every started backward has finished.
-        return self.started["F"][stage] - self.started["B"][stage]
-
-
-class _Run:
-    """An event-driven run: whatever falls idle or gets work starts what ``choose`` lets it."""
-
-    def __init__(self, problem: MakespanProblem, choose: Callable[[int, _Ready], str]) -> None:
-        stages, self.last = problem.stages, problem.stages - 1
-        self.choose = choose
-        self.duration = {"F": problem.forward, "B": problem.backward}
-        self.sending = {"F": problem.send_forward, "B": problem.send_backward}
-        self.starts: dict[str, list[list[float]]] = {k: [[] for _ in range(stages)] for k in "FB"}
-        self.sends: dict[str, list[list[float]]] = {k: [[] for _ in range(self.last)] for k in "FB"}
-        self.ready = _Ready(problem)
-        self.idle, self.free = [True] * stages, [True] * self.last
-        self.waiting: list[deque[str]] = [deque() for _ in range(self.last)]
-        self.events: list[tuple[float, int, bool, int, str]] = []
-        self.sequence = 0
-
-    def finish(self) -> None:
-        self.start_stage(0, 0.0)
-        while self.events:
-            now, _, is_transfer, place, work = heapq.heappop(self.events)
-            (self.sent if is_transfer else self.computed)(place, work, now)
-
-    def push(self, time: float, is_transfer: bool, place: int, work: str) -> None:
-        self.sequence += 1  # among equal times, first come first served
-        heapq.heappush(self.events, (time, self.sequence, is_transfer, place, work))
-
-    def start_stage(self, stage: int, now: float) -> None:
-        work = self.choose(stage, self.ready) if self.idle[stage] else ""
-        if work:
-            self.idle[stage] = False
-            self.ready.started[work][stage] += 1
-            self.starts[work][stage].append(now)
-            self.push(now + self.duration[work][stage], False, stage, work)
-
-    def start_channel(self, channel: int, now: float) -> None:
-        if self.free[channel] and self.waiting[channel]:
-            work = self.waiting[channel].popleft()
-            self.free[channel] = False
-            self.sends[work][channel].append(now)
-            self.push(now + self.sending[work][channel], True, channel, work)
-
-    def computed(self, stage: int, work: str, now: float) -> None:
-        self.idle[stage] = True
-        if work == "F" and stage == self.last:
-            self.ready.arrived["B"][stage] += 1
-        elif work == "F" or stage > 0:
-            channel = stage if work == "F" else stage - 1
-            self.waiting[channel].append(work)
-            self.start_channel(channel, now)
-        self.start_stage(stage, now)
-
-    def sent(self, channel: int, work: str, now: float) -> None:
-        self.free[channel] = True
-        target = channel + 1 if work == "F" else channel
-        self.ready.arrived[work][target] += 1
-        self.start_channel(channel, now)
-        self.start_stage(target, now)
-
-
-def _run(problem: MakespanProblem, choose: Callable[[int, _Ready], str]) -> Timetable:
-    run = _Run(problem, choose)
-    run.finish()
-    if any(len(row) < problem.microbatches for row in run.starts["B"]):
-        raise ValueError("the orders of the stages wait for each other in a circle")
-    backward = np.array(run.starts["B"])
-    shape = (problem.stages - 1, problem.microbatches)
-    return Timetable(
-        np.array(run.starts["F"]),
-        backward,
-        np.array(run.sends["F"]).reshape(shape),
-        np.array(run.sends["B"]).reshape(shape),
-        backward[:, -1] + np.array(problem.backward),
-    )
+    return EventRun(problem, choose).finish()

@@ -24,7 +24,8 @@ from stagewright.formulations.plans.structure import Structure, misfit, structur
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.pipelines.structure_scheduling import EQUAL, Rule, best_schedule, rules_for
+from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
+from stagewright.solvers.pipelines.structure_scheduling import EQUAL, best_schedule
 from stagewright.solvers.planners.moves import Moves
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of

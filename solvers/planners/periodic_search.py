@@ -7,6 +7,7 @@ from functools import partial
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.patterns.least_pattern import sequential
 from stagewright.formulations.patterns.one_f_one_b import (
     period_bound,
 )
@@ -15,7 +16,7 @@ from stagewright.formulations.patterns.pattern import (
     PatternProblem,
     PatternProblems,
 )
-from stagewright.formulations.patterns.pattern_models import PATTERN, sequential
+from stagewright.formulations.patterns.pattern_models import PATTERN
 from stagewright.formulations.patterns.periodic_bounds import (
     fastest_work,
     iteration_bounds,

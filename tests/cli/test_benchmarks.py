@@ -13,7 +13,6 @@ from profiles import slow_after
 from ranks import Ranks
 
 from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
-from stagewright.executor.export.pipelines import one_forward_one_backward
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.pattern import static_bytes
@@ -21,6 +20,7 @@ from stagewright.formulations.plans.actions import COMPUTE
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -317,7 +317,7 @@ def test_every_instruction_of_the_empty_interpreter_is_timed(world: int):
 def test_plan_in_order_runs_in_that_order():
     executor = executor_benchmark()
     for ranks, chunks, microbatches in product((1, 2, 4), (1, 2), (4, 8)):
-        orders = one_forward_one_backward(ranks, chunks, microbatches)
+        orders = interleaved(ranks, chunks, microbatches).rows
         program = lower(executor.plan_in_order(orders, [1] * ranks * chunks))
         for row, order in zip(program.rows, orders, strict=True):
             found = tuple(one.action for one in row if one.action.kind in COMPUTE)

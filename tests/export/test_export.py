@@ -16,7 +16,6 @@ from ranks import Ranks
 from stagewright.cli import exporting
 from stagewright.executor.export import FORMATS, export, remarks
 from stagewright.executor.export.options import Options
-from stagewright.executor.export.pipelines import one_forward_one_backward
 from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import (
@@ -27,6 +26,7 @@ from stagewright.formulations.plans.plan import (
     Stage,
     save_plan,
 )
+from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import (
     Cluster,
@@ -85,7 +85,7 @@ def make_plan(placement, rows=None, microbatches=MICROBATCHES, replicas=1, cuts=
     """A plan with the computations of ``rows``, each a second long; default order 1F1B."""
     ranks, stages = len(set(placement)), len(placement)
     if rows is None:
-        rows = one_forward_one_backward(ranks, stages // ranks, microbatches)
+        rows = interleaved(ranks, stages // ranks, microbatches).rows
     rows = [[parse_action(one) if isinstance(one, str) else one for one in row] for row in rows]
     groups = [tuple(f"g{p * replicas + j}" for j in range(replicas)) for p in range(ranks)]
     finish, entries, waiting = {}, [], [list(row) for row in rows]
@@ -529,7 +529,7 @@ def test_1f1b_and_interleaving_are_torchs(ranks, chunks):
 
     for rounds in (1, 2, 3):
         microbatches = rounds * ranks
-        found = one_forward_one_backward(ranks, chunks, microbatches)
+        found = interleaved(ranks, chunks, microbatches).rows
         if chunks == 1:  # the rule: rank p runs ranks - p - 1 forwards ahead
             for p, row in enumerate(found):
                 kinds = "".join(str(action.kind) for action in row)

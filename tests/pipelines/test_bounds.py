@@ -8,7 +8,8 @@ from oracles import brute_force_makespan
 from profiles import examples
 from strategies import random_makespan
 
-from stagewright.formulations.pipelines.bounds import blocks_of, one_machine_bound, schedule_bounds
+from stagewright.formulations.pipelines.blocks import blocks_of
+from stagewright.formulations.pipelines.bounds import one_machine_bound, schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 
 NAMES = (
@@ -111,10 +112,11 @@ def test_blocks_follow_a_microbatch():
     problem = MakespanProblem(
         2, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0), (9.0, 10.0), (11.0, 12.0, 13.0), (2, 2, 2)
     )
-    durations, releases, tails = blocks_of(problem)
-    assert durations.tolist() == [1, 7, 2, 8, 3, 6, 10, 5, 9, 4]
-    assert releases.tolist() == [0] * 10
-    assert tails.tolist() == [0, 0, 0, 0, 0, 13, 0, 12, 0, 11]
+    blocks = blocks_of(problem)
+    assert blocks.durations.tolist() == [1, 7, 2, 8, 3, 6, 10, 5, 9, 4]
+    assert blocks.machines.tolist() == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
+    assert blocks.releases.tolist() == [0] * 10
+    assert blocks.tails.tolist() == [0, 0, 0, 0, 0, 13, 0, 12, 0, 11]
 
 
 def preemptive_optimum(heads, durations, tails):

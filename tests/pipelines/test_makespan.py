@@ -9,20 +9,18 @@ from profiles import examples
 from strategies import random_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.pipelines.bounds import blocks_of
+from stagewright.formulations.pipelines.blocks import block_starts, blocks_of, timetable_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.makespan_models import (
     CP_SAT,
     ByDisjunctions,
     ByIntervals,
-    block_starts,
     earliest,
-    timetable_of,
 )
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import BACKENDS, solve
 from stagewright.solvers.pipelines import scheduling
-from stagewright.solvers.pipelines.forward_backward import dispatch, improve
+from stagewright.solvers.pipelines.forward_backward import dispatch, improve, rules_of
 from stagewright.solvers.pipelines.list_scheduling import (
     LIST_KINDS,
     best_list_schedule,
@@ -167,10 +165,9 @@ def test_microbatches_are_renumbered_by_their_starts():
 @examples(60, derandomize=True)
 @given(random_makespan(max_stages=5, max_microbatches=8), st.integers(0, 2**31), st.floats(0, 1))
 def test_dispatch_keeps_every_rule(problem, seed, eagerness):
-    durations, releases, _ = blocks_of(problem)
-    limits = np.array(problem.in_flight)
-    priority = np.random.default_rng(seed).random((len(durations), problem.microbatches))
-    starts = dispatch(durations, releases, limits, priority, eagerness)
+    blocks = blocks_of(problem)
+    shape = len(blocks.durations), problem.microbatches
+    starts = dispatch(rules_of(blocks), np.random.default_rng(seed).random(shape), eagerness)
     problem.evaluate(timetable_of(problem, starts))
 
 

@@ -29,7 +29,8 @@ from typer.testing import CliRunner  # noqa: E402
 from stagewright.cli import app  # noqa: E402
 from stagewright.executor.programs.periodic import lower_periodic  # noqa: E402
 from stagewright.executor.programs.trace import TracedStep  # noqa: E402
-from stagewright.executor.training.interpreter import OutOfMemory  # noqa: E402
+from stagewright.executor.training import preparation  # noqa: E402
+from stagewright.executor.training.failures import OutOfMemory  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind  # noqa: E402
@@ -442,7 +443,7 @@ def test_a_loss_that_is_not_finite_is_named(ranks: Ranks) -> None:
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagewright.executor.training.runtime.total_bytes", lambda device: 1000.0)
+    monkeypatch.setattr(preparation, "total_bytes", lambda device: 1000.0)
     executor = Executor(make.overlapping(on("a"), 2), dropping())
     with pytest.raises(OutOfMemory, match=r"stage 0 does not fit: rank 0 \(a\) needs .* short"):
         executor.step(*vectors(8))

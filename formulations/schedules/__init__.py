@@ -1,0 +1,1 @@
+"""Orders of computations on devices, and the generators that the literature names."""

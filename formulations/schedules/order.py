@@ -1,0 +1,125 @@
+"""The order of a schedule: per device the computations of its stages, one after another."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.graphs.documents.errors import InputError
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+
+Row = tuple[Action, ...]
+
+# What a stage has done for a microbatch, and what it may do next.
+_STEPS: dict[str, dict[str, str]] = {"": {F: "F"}, "F": {B: "FB", I: "FI"}, "FI": {W: "FIW"}}
+_DONE = ("FB", "FIW")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """``rows[d]`` are the computations of device d, any number of stages, in their order.
+
+    For every microbatch each stage does a forward and then either a whole backward or an input
+    gradient and a weight gradient. An order says nothing of transfers; two devices may still wait
+    for each other, which shows when the order is scheduled.
+
+    Attributes
+    ----------
+    device
+        The device of each stage.
+    microbatches
+        Number of microbatches M.
+
+    Raises
+    ------
+    InputError
+        If a stage is on two devices, or an action is missing, duplicate or too early.
+    """
+
+    rows: tuple[Row, ...]
+    device: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    microbatches: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        homes: dict[int, int] = {}
+        done: dict[tuple[int, int | None], str] = {}
+        for d, row in enumerate(self.rows):
+            for action in row:
+                if homes.setdefault(action.stage, d) != d:
+                    home = homes[action.stage]
+                    raise InputError(f"device {d}: {action}, but stage {action.stage} is on {home}")
+                place = action.stage, action.microbatch
+                before = done.get(place, "")
+                after = _STEPS.get(before, {}).get(action.kind)
+                if after is None:
+                    raise InputError(f"device {d}: {_refusal(action, before)}")
+                done[place] = after
+        count = 1 + max((m for _, m in done if m is not None), default=-1)
+        _require_complete(done, 1 + max(homes, default=-1), count)
+        object.__setattr__(self, "device", tuple(homes[s] for s in range(len(homes))))
+        object.__setattr__(self, "microbatches", count)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some backward is divided into input gradient and weight gradient."""
+        return any(action.kind is W for row in self.rows for action in row)
+
+    def split(self) -> "Order":
+        """The order in which each whole backward is an input and a weight gradient in its place."""
+        return Order(tuple(tuple(_split(row)) for row in self.rows))
+
+    def most_in_flight(self) -> tuple[int, ...]:
+        """Per stage the most microbatches between forward and the end of the backward."""
+        now, most = [0] * len(self.device), [0] * len(self.device)
+        for row in self.rows:
+            for action in row:
+                if action.kind is not I:
+                    now[action.stage] += 1 if action.kind is F else -1
+                    most[action.stage] = max(most[action.stage], now[action.stage])
+        return tuple(most)
+
+
+def order_of(device: Sequence[int], actions: Iterable[Action]) -> Order:
+    """One sequence of all computations, dealt out to the ``device`` of each stage.
+
+    If every action follows those that it depends on, no two devices wait for each other.
+    """
+    rows: list[list[Action]] = [[] for _ in range(1 + max(device))]
+    for action in actions:
+        rows[device[action.stage]].append(action)
+    return Order(tuple(map(tuple, rows)))
+
+
+def _split(row: Row) -> Iterable[Action]:
+    for action in row:
+        if action.kind is B:
+            yield Action(action.stage, I, action.microbatch)
+            yield Action(action.stage, W, action.microbatch)
+        else:
+            yield action
+
+
+def _refusal(action: Action, before: str) -> str:
+    kind = str(action.kind)
+    if kind not in (F, B, I, W):
+        return f"{action} is no computation of a microbatch"
+    if kind in before:
+        return f"duplicate action {action}"
+    if "B" in before or (kind == B and "I" in before):
+        return f"{action}, but the backward is {'whole' if 'B' in before else 'split'}"
+    needed = Action(action.stage, I if kind == W and "F" in before else F, action.microbatch)
+    return f"{action} before {needed}"
+
+
+def _require_complete(
+    done: dict[tuple[int, int | None], str], stages: int, microbatches: int
+) -> None:
+    if not done:
+        raise InputError("an order needs at least one stage and one microbatch")
+    for s in range(stages):
+        for m in range(microbatches):
+            found = done.get((s, m), "")
+            if found not in _DONE:
+                missing = {"": "forward", "F": "backward", "FI": "weight gradient"}[found]
+                raise InputError(f"stage {s} has no {missing} of microbatch {m}")
