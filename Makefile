@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH := 2.13.0
 
-.PHONY: demo test check bench lock clean
+.PHONY: demo test test-all check bench lock clean
 
 demo: $(READY)  ## plan models, then train one by its plan; pictures in demo-output/
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
-test: $(READY)
-	$(BIN)/pytest -n 2
+test: $(READY)  ## every subject, in smaller instances
+	$(BIN)/pytest -n 2 -m "not slow"
+
+test-all: test  ## and what that leaves out: slow instances, all examples of every property
+	$(BIN)/pytest -n 2 -m "slow or hypothesis" --hypothesis-profile nightly
 
 check: $(READY)
 	$(BIN)/ruff check .

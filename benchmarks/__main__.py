@@ -13,6 +13,7 @@ from benchmarks import (
     executor,
     gavel,
     jobshop,
+    launching,
     madpipe,
     madpipe_steps,
     partition,
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "cloud": cloud.tables,
     "split_backward": split_backward.tables,
     "executor": executor.tables,
+    "launching": launching.tables,
 }
 
 

@@ -23,10 +23,12 @@ from rich.progress import track
 
 from benchmarks.models import paper_model
 from benchmarks.report import Table, percent
+from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.patterns.one_f_one_b import least_period
-from stagewright.formulations.patterns.pattern import kept_bytes, pattern_problem, static_bytes
+from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
 from stagewright.formulations.plans.assembly import assemble_pattern
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats
@@ -154,7 +156,7 @@ def madpipe(asked: PipelineProblem) -> Planned:
     seconds = perf_counter() - began
     if isinstance(found, NoPlan):
         return Planned(Periods(None, None), None, seconds)
-    assemble_pattern(asked, "madpipe", found.stages, found.pattern)  # which checks it
+    require_valid(asked, assemble_pattern(asked, "madpipe", found.stages, found.pattern))
     bound = max(bound.seconds for bound in found.bounds) / asked.microbatches
     return Planned(Periods(found.predicted_seconds, found.pattern.period), bound, seconds)
 

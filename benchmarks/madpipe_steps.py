@@ -15,7 +15,7 @@ from rich.progress import track
 from benchmarks.madpipe import NETWORKS, PROCESSES, QUICK, SWEEP, Case, problem
 from benchmarks.report import Table
 from stagewright.formulations.forms.answers import Limits, Status
-from stagewright.formulations.patterns.madpipe import AllocationProblem
+from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.patterns.pattern import pattern_problem
 from stagewright.solvers.patterns.madpipe import least_period
 from stagewright.solvers.patterns.pattern import best_pattern
@@ -46,7 +46,7 @@ def run(case: Case) -> Steps:
     asked = problem(case)
     groups = tuple((v,) for v in range(case.devices))
     began = process_time()
-    found = least_period(AllocationProblem(asked, groups, case.devices - 1), LIMITS)
+    found = least_period(StageAllocationProblem(asked, groups, case.devices - 1), LIMITS)
     allocated = process_time()
     if found.stages is None:
         return Steps(case, allocated - began, found.exact, 0.0, True, None)

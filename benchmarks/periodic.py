@@ -26,8 +26,9 @@ from benchmarks.partition import peak_bytes
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits, Status, silent
+from stagewright.formulations.patterns.allocation_tables import Placed
 from stagewright.formulations.patterns.joint_patterns import JointPatterns
-from stagewright.formulations.patterns.madpipe import AllocationProblem, Placed
+from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.patterns.one_f_one_b import least_period as one_f_one_b_period
 from stagewright.formulations.patterns.one_f_one_b import load_bound, period_bound
 from stagewright.formulations.patterns.pattern import PatternProblem, pattern_problem
@@ -37,7 +38,8 @@ from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.joint_patterns import JointAnswer, joint_optimum
-from stagewright.solvers.patterns.madpipe import AllocationAnswer, by_grid, least_period
+from stagewright.solvers.patterns.madpipe import AllocationAnswer, least_period
+from stagewright.solvers.patterns.madpipe_grid import by_grid
 from stagewright.solvers.patterns.pattern import PatternAnswer, best_pattern
 from stagewright.solvers.planners.madpipe import plan_madpipe
 from stagewright.solvers.planners.proposal import Choices, NoPlan
@@ -120,10 +122,10 @@ def gigabytes(problem: PipelineProblem) -> str:
     return f"{problem.memory_bytes[0] / 1e9:.1f}"
 
 
-def allocation_of(problem: PipelineProblem, special: int | None) -> AllocationProblem:
+def allocation_of(problem: PipelineProblem, special: int | None) -> StageAllocationProblem:
     """A device to a group, the first of them special or none."""
     groups = tuple((v,) for v in range(len(problem.cluster)))
-    return AllocationProblem(problem, groups, special)
+    return StageAllocationProblem(problem, groups, special)
 
 
 # --- Clocks --------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ def with_grid(problem: PipelineProblem, found: AllocationMeasured) -> Allocation
     )
 
 
-def allowed_seconds(question: AllocationProblem, stages: Iterable[Stage]) -> float | None:
+def allowed_seconds(question: StageAllocationProblem, stages: Iterable[Stage]) -> float | None:
     """The least period of an allocation by the exact program's count; None if it never fits."""
     index = question.problem.cluster.index
     placed = [Placed(*stage.layers, index[stage.devices[0]], 0) for stage in stages]

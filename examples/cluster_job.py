@@ -1,9 +1,9 @@
-"""Three training jobs that share a cluster in rounds, fairly by max-min.
+"""Three training jobs share a cluster in rounds under max-min fairness.
 
     python examples/cluster_job.py FOLDER
 
-Ray is started on this machine with two make-believe accelerators, a v100 and a k80 at half its
-speed. Stop it at any time; started again with the same folder, it goes on. With --address, the
+Ray starts on this machine with two simulated accelerators, a v100 and a k80 at half its speed.
+Stop the script at any time; restarted with the same folder, it continues. With --address, the
 rounds run on a Ray cluster whose nodes have custom resources of these names.
 """
 
@@ -28,7 +28,7 @@ STEPS_PER_SECOND = {"v100": 100.0, "k80": 50.0}
 
 
 def train(lease: Lease) -> None:
-    """One lease of a job: a loop over batches, and how to load and save what it changes."""
+    """Run one lease of a job: a loop over batches, with functions that load and save its state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -48,18 +48,18 @@ def train(lease: Lease) -> None:
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
-        time.sleep(1 / STEPS_PER_SECOND[lease.accelerator])  # as slow as the real thing
+        time.sleep(1 / STEPS_PER_SECOND[lease.accelerator])  # simulates the accelerator's speed
     print(f"{lease.accelerator}: stopped after {batches.step} steps, loss {loss.item():.4f}")
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
-    """A pass over the data: mini-batches of a function to learn."""
+    """Mini-batches of one epoch: samples of a function to learn."""
     inputs = torch.randn(10, 32, 16, generator=torch.Generator().manual_seed(1))
     return [(batch, batch.sum(dim=1, keepdim=True).sin()) for batch in inputs]
 
 
 def fairly(problem: AllocationProblem) -> Allocation:
-    """Who gets which share of each type of accelerator."""
+    """Each job's share of each accelerator type, under max-min fairness."""
     found = max_min.solve(problem, Limits()).allocation
     if found is None:
         raise RuntimeError("max-min found no allocation")
@@ -67,10 +67,10 @@ def fairly(problem: AllocationProblem) -> Allocation:
 
 
 def main() -> None:
-    """Run the jobs, and say what became of them."""
+    """Run the jobs and print the outcome of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="for checkpoints and the store of jobs")
-    parser.add_argument("--address", help="of a Ray cluster; this machine without it")
+    parser.add_argument("folder", type=Path, help="for checkpoints and the job store")
+    parser.add_argument("--address", help="of a Ray cluster; default: start Ray here")
     options = parser.parse_args()
     report = run_cluster(
         [ClusterJob(Job(name, "mlp", steps=200), train) for name in ("ada", "bob", "cyd")],

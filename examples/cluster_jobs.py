@@ -1,9 +1,10 @@
-"""Write ``jobs/mixed.json``: a workload for ``stagewright allocate``, generated, not measured.
+"""Write ``jobs/mixed.json``: a generated (not measured) workload for ``stagewright allocate``.
 
-Rates are analytic, from FLOPs and bytes and the accelerators' peaks (see ``graphs.analytic``). A
-job on several accelerators also waits for an all-reduce of its gradients, over the links inside a
-server (24 GB/s), or, spread over servers, over those between them (3 GB/s). Two jobs that share
-accelerators both keep their rate as far as compute and memory bandwidth suffice for both.
+Rates are analytic, from FLOPs, bytes and the accelerators' peak rates (``graphs.models.analytic``).
+A job on several accelerators also waits for an all-reduce of its gradients, over the links inside a
+server (24 GB/s) or, if it is spread over servers, between servers (3 GB/s). Two jobs that share
+accelerators keep their rates if together they do not exceed the accelerator's capacity; otherwise
+both slow down by the same factor.
 """
 
 import itertools
@@ -25,15 +26,15 @@ from stagewright.graphs.workloads.jobs import (
 MODELS = {"resnet50": 32, "densenet121": 16, "inception-v3": 32, "transformer": 64, "bert-large": 4}
 TYPES = ("v100", "p100", "k80")
 SCALES = (1, 2, 4)
-INSIDE, BETWEEN = 24e9, 3e9  # bytes per second of a server's links, and of those between servers
-BUSY_ON_V100 = {  # assumed
+INSIDE, BETWEEN = 24e9, 3e9  # bytes per second inside a server, between servers
+BUSY_ON_V100 = {  # assumed utilisation
     "resnet50": 0.75,
     "densenet121": 0.5,
     "inception-v3": 0.7,
     "transformer": 0.55,
     "bert-large": 0.9,
 }
-USED = 0.45  # of the analytic rate, which is at the peak
+USED = 0.45  # achieved share of the analytic rate, which assumes peak performance
 JOBS = 24
 
 
@@ -52,13 +53,13 @@ def rate(model: str, scale: int, kind: str, bytes_per_second: float) -> float:
 
 
 def busy(model: str, kind: str) -> float:
-    """How much of an accelerator a job of ``model`` keeps busy: the slower, the more."""
+    """The utilisation of an accelerator by a job of ``model``: higher on slower types."""
     slower = accelerator("v100").fp32_flops / accelerator(kind).fp32_flops
     return min(1.0, BUSY_ON_V100[model] * slower**0.5)
 
 
 def throughputs() -> Throughputs:
-    """Of every model, scale and type, alone and in pairs."""
+    """Rates of every model, scale and type, alone and in pairs."""
     alone, pairs = [], []
     for kind, scale in itertools.product(TYPES, SCALES):
         rates = {model: rate(model, scale, kind, INSIDE) for model in MODELS}
@@ -74,7 +75,7 @@ def throughputs() -> Throughputs:
 
 
 def workload() -> Workload:
-    """Jobs of two teams: products are fair to each other, research is first come first served."""
+    """Jobs of three teams: two share fairly under ``products``, ``research`` is a FIFO queue."""
     random_ = random.Random(0)
     rates = throughputs()
     on_v100 = {

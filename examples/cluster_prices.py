@@ -1,7 +1,7 @@
-"""Write ``prices/spot.json``: four weeks of spot prices, generated, not observed.
+"""Write ``prices/spot.json``: four weeks of generated (not observed) spot prices.
 
-Each price goes up or down by a few percent now and then, as spot prices do, around a level that is
-a fraction of the on-demand price.
+Each price changes every one to three days, as spot prices do, around a level below the on-demand
+price.
 """
 
 import random
@@ -21,7 +21,7 @@ INSTANCES = (  # provider, region, name, type, accelerators, dollars per hour
 
 
 def series(draw: random.Random, instance: Instance, level: float) -> PriceSeries:
-    """Prices that change every one to three days and tend back to ``level``."""
+    """Prices that change every one to three days and revert to ``level``."""
     seconds, dollars = [START], [level]
     while True:
         later = seconds[-1] + draw.uniform(24, 72) * HOUR

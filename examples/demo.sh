@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Plan three models on two topologies each, then profile, plan, train and compare a small
-# transformer on this machine, by commands that can be typed as they are printed. Writes
-# demo-output/: plan.json and timeline.html are BERT-large on eight servers of four V100;
-# transformer.png shows the prediction above the measurement.
+# transformer on this machine. Every command is printed before it runs. Writes demo-output/:
+# plan.json and timeline.html are BERT-large on eight servers of four V100; transformer.png shows
+# the prediction above the measurement.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-8}  # for each plan
@@ -26,7 +26,7 @@ run stagewright check demo-output/plan.json "${problem[@]}"
 run stagewright simulate demo-output/plan.json "${problem[@]}"
 run stagewright show demo-output/plan.json --html demo-output/timeline.html
 
-# Little memory: a periodic plan, in which a device may have several stages.
+# Limited memory: a periodic plan, in which a device may hold several stages.
 images=(--model demo-output/images.json --cluster demo-output/images.cluster.json)
 run stagewright model resnet50 --microbatch-size 8 --image 1000 -o demo-output/images.json
 run stagewright cluster 1x4 --intra 12GB/s --memory 16GB -o demo-output/images.cluster.json
@@ -34,8 +34,8 @@ run stagewright plan "${images[@]}" --microbatches 8 --planner madpipe --memory-
     --group-size 1 --time-limit "$seconds" -o demo-output/periodic.json
 run stagewright show demo-output/periodic.json --png demo-output/periodic.png
 
-# From here on for real: the layers and links of this machine are measured, four processes train by
-# the plan, and the parameters are compared with those of the model in one piece.
+# A real run: measure the layers and links of this machine, train on four processes by the plan, and
+# compare the parameters with those of the unsplit model.
 network=(--model examples.models:transformer --data examples.models:batches)
 transformer=demo-output/transformer
 run stagewright profile "${network[@]}" --microbatch-sizes 1,2,4 --dtype float64 \
@@ -49,5 +49,5 @@ run python examples/unsplit.py "${network[@]}" --steps 20 $transformer.pt
 run stagewright compare $transformer.plan.json $transformer.trace.json --png $transformer.png
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)))')
 if [ "$cores" -lt 4 ]; then
-    echo "The prediction counts on a core for each of the 4 ranks; this machine has $cores."
+    echo "The prediction assumes one core per rank (4); this machine has $cores."
 fi

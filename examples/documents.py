@@ -1,8 +1,8 @@
-"""Write the clusters and the analytic profiles that stand in this folder.
+"""Write the clusters and the analytic profiles in this folder.
 
     python examples/documents.py
 
-The measured profiles are written by ``stagewright profile`` and left alone.
+The measured profiles come from ``stagewright profile`` and are not changed.
 """
 
 from pathlib import Path
@@ -56,7 +56,7 @@ def clusters() -> list[Cluster]:
 
 
 def _ring(size: int, link: Link) -> Cluster:
-    """CPU cores of which each is linked to the next and the last to the first."""
+    """CPU cores in a ring: each is linked to the next, the last to the first."""
     devices = [Device(f"c{i}", "cpu-core", 4e9) for i in range(size)]
     bandwidth = [
         [link.bandwidth_bytes_per_second if (i - j) % size in (1, size - 1) else None

@@ -3,7 +3,7 @@
     stagewright profile --model examples.models:transformer --data examples.models:batches \
         -o model.json
 
-The factories take no argument. Data repeat the same mini-batches in every process.
+The factories take no argument. The data are the same mini-batches in every process.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from torch.nn import functional as F  # noqa: N812
 
 Batch = tuple[Tensor, Tensor]
 
-SAMPLES = 16  # in a mini-batch
+SAMPLES = 16  # per mini-batch
 SMALL_VOCABULARY, SMALL_SEQUENCE = 256, 64
 VOCABULARY, SEQUENCE = 50_304, 1024  # GPT-2's, the vocabulary rounded up to a multiple of 64
 CLASSES, PIXELS = 1000, 224
 
 
 class Embedding(nn.Module):
-    """Tokens (n, sequence) to vectors (n, sequence, hidden)."""
+    """Token and position embedding: (n, sequence) to (n, sequence, hidden)."""
 
     def __init__(self, vocabulary: int, sequence: int, hidden: int) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(sequence, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Add up token and position vectors."""
+        """Add token and position vectors."""
         places = torch.arange(tokens.size(1), device=tokens.device)
         return self.token(tokens) + self.position(places)
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention and a feed-forward network, each after its norm."""
+    """Causal self-attention and a feed-forward network, each with pre-norm."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (n, sequence, hidden), in and out."""
+        """Map (n, sequence, hidden) to the same shape."""
         parts = self.attention_in(self.attention_norm(x)).chunk(3, dim=-1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, vocabulary, bias=False))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next token, (n, vocabulary, sequence)."""
+        """Logits of the next token, (n, vocabulary, sequence)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A residual block of ResNet-50: 1x1, 3x3 and 1x1 convolutions around a shortcut."""
+    """A residual block of ResNet-50: 1x1, 3x3 and 1x1 convolutions with a shortcut."""
 
     def __init__(self, entering: int, width: int, stride: int) -> None:
         super().__init__()
@@ -122,12 +122,12 @@ class ResNet50(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores (n, classes) of images (n, 3, h, w)."""
+        """Logits (n, classes) of images (n, 3, h, w)."""
         return self.head(self.blocks(self.stem(images)))
 
 
 def transformer() -> nn.Module:
-    """A GPT-like transformer for a first try: 6 blocks, 1.3 million parameters."""
+    """A small GPT-like transformer: 6 blocks, 1.3 million parameters."""
     return Transformer(6, 128, 4, SMALL_SEQUENCE, SMALL_VOCABULARY)
 
 
@@ -162,7 +162,7 @@ def resnet50() -> nn.Module:
 
 
 def images() -> Iterator[Batch]:
-    """Endless mini-batches for :func:`resnet50`: every class has a picture of its own in noise."""
+    """Endless mini-batches for :func:`resnet50`: one image per class, with noise."""
     random = torch.Generator().manual_seed(0)
     pictures = torch.randn(CLASSES, 3, 7, 7, generator=random)
     while True:
@@ -172,7 +172,7 @@ def images() -> Iterator[Batch]:
 
 
 def _counting(samples: int, sequence: int, vocabulary: int) -> Iterator[Batch]:
-    """Tokens that count on in steps of 1 to 4 from anywhere; the targets are the next tokens."""
+    """Arithmetic sequences of tokens with steps of 1 to 4; the targets are the next tokens."""
     random = torch.Generator().manual_seed(0)
     places = torch.arange(sequence + 1)
     while True:

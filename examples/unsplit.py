@@ -1,9 +1,9 @@
-"""Train a model in a single process, and compare its parameters with those of a run by a plan.
+"""Train a model in a single process and compare its parameters with those of a run.
 
     python examples/unsplit.py --model examples.models:transformer \
         --data examples.models:batches --steps 20 parameters.pt
 
-Both are trained in float64 by SGD with momentum, seed 0; the exit code is 1 if a parameter differs.
+Both use float64, SGD with momentum and seed 0. The exit code is 1 if a parameter differs.
 """
 
 import argparse
@@ -16,16 +16,16 @@ from stagewright.cli.factories import load_factory
 from stagewright.executor.training.training import mini_batches
 
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
-TOLERANCE = 1e-6  # of a parameter's norm
+TOLERANCE = 1e-6  # relative to a parameter's norm
 
 
 def main() -> int:
-    """Train, compare, and say how far the farthest parameter is off."""
+    """Train, compare, and print the largest relative difference."""
     options = _options()
     expected = train(options)
     found = torch.load(options.parameters)
     if found.keys() != expected.keys():
-        print(f"other parameters: {sorted(found.keys() ^ expected.keys())}")
+        print(f"parameters in one model only: {sorted(found.keys() ^ expected.keys())}")
         return 1
     worst, name = max(
         (float((found[name] - one).norm() / one.norm()), name) for name, one in expected.items()
@@ -33,13 +33,13 @@ def main() -> int:
     verdict = "equal" if worst <= TOLERANCE else "DIFFERENT"
     print(
         f"{len(expected)} parameters after {options.steps} steps are {verdict}: "
-        f"{name} is farthest off the unsplit model's, by {worst:.1e} of its norm"
+        f"largest relative difference from the unsplit model {worst:.1e}, in {name}"
     )
     return 0 if worst <= TOLERANCE else 1
 
 
 def train(options: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """The state dict of the unsplit model after training."""
+    """Return the state dict of the unsplit model after training."""
     torch.manual_seed(0)
     model = load_factory(options.model, "--model")().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -54,7 +54,7 @@ def train(options: argparse.Namespace) -> dict[str, torch.Tensor]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parameters", type=Path, help="what `run --save-parameters` wrote")
+    parser.add_argument("parameters", type=Path, help="file from `run --save-parameters`")
     parser.add_argument("--model", required=True, metavar="PACKAGE:FACTORY")
     parser.add_argument("--data", required=True, metavar="PACKAGE:FACTORY")
     parser.add_argument("--steps", required=True, type=int)

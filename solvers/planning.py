@@ -1,10 +1,9 @@
 """The front of all planners: run one or the portfolio, then assemble, check and certify."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
-from typing import cast, get_args
 
 from stagewright.formulations.checking.certificates import best_of
 from stagewright.formulations.forms.answers import Limits, OnProgress, Status, silent
@@ -32,75 +31,48 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
-from stagewright.solvers.planners.auto import plan_auto
-from stagewright.solvers.planners.dp import plan_dp
-from stagewright.solvers.planners.exact import plan_exact
-from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.gpipe import plan_gpipe
-from stagewright.solvers.planners.hetpipe import plan_hetpipe
-from stagewright.solvers.planners.madpipe import plan_madpipe, plan_one_f_one_b_star
-from stagewright.solvers.planners.pipedream import plan_pipedream
+from stagewright.solvers.planners import (
+    auto,
+    dp,
+    exact,
+    general,
+    gpipe,
+    hetpipe,
+    madpipe,
+    one_f_one_b_star,
+    pipedream,
+    spp,
+)
+from stagewright.solvers.planners.planner import Planner, require_honoured, require_host_links
 from stagewright.solvers.planners.proposal import (
     Attempt,
     Choices,
     NoPlan,
     PeriodicProposal,
     Proposal,
-    Recomputation,
     scheduling_of,
 )
-from stagewright.solvers.planners.recomputing import Planner, plan_recomputing
 from stagewright.solvers.planners.reporting import reporting
-from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerInfo:
-    """A planner: its name, what it does, where it comes from, and the function."""
-
-    name: str
-    summary: str
-    source: str
-    run: Callable[..., Proposal | PeriodicProposal | NoPlan]
-    periodic: bool = False
-    recompute: tuple[Recomputation, ...] = get_args(Recomputation)
-    offload: bool = False
-
-
-PLANNERS = {
-    info.name: info
-    for info in (
-        PlannerInfo("spp", "device order by min-cuts, balanced partition, list schedule, "
-                    "best number of stages", "Luo et al., INFOCOM 2022", plan_spp),
-        PlannerInfo("exact", "partition, mapping and order at once, for small cases",
-                    "joint branch and bound over CP-SAT schedules", plan_exact),
-        PlannerInfo("dp", "data parallelism: the whole model on every device",
-                    "SPP section V-A, baseline", plan_dp),
-        PlannerInfo("gpipe", "equal numbers of layers, all forwards first",
-                    "Huang et al., NeurIPS 2019", plan_gpipe),
-        PlannerInfo("pipedream", "hierarchical partition and replication, 1F1B with a flush",
-                    "Narayanan's thesis 2.4.1", plan_pipedream),
-        PlannerInfo("hetpipe", "a pipeline in every server, data parallelism among servers",
-                    "Park et al., ATC 2020, with a synchronous barrier", plan_hetpipe),
-        PlannerInfo("1f1b-star", "the best periodic plan with a stage on every device; "
-                    "asynchronous, two versions of the weights", "MadPipe 4.1",
-                    plan_one_f_one_b_star, periodic=True, recompute=("none", "full", "auto"),
-                    offload=True),
-        PlannerInfo("madpipe", "periodic plans for little memory: some devices have several "
-                    "stages; asynchronous, two versions of the weights",
-                    "Beaumont et al., ScaDL 2022", plan_madpipe, periodic=True,
-                    recompute=("none", "full", "auto"), offload=True),
-        PlannerInfo("general", "local search over all finite plans: several stages on a device, "
-                    "any replication, I and W, recomputation, offloading",
-                    "list schedules within memory", plan_general, offload=True),
-        PlannerInfo("auto", "all but the asynchronous ones within the time limit, then the "
-                    "best plan's schedule improved by CP-SAT", "portfolio", plan_auto,
-                    offload=True),
+PLANNERS: dict[str, Planner] = {
+    one.name: one
+    for one in (
+        spp.PLANNER,
+        exact.PLANNER,
+        dp.PLANNER,
+        gpipe.PLANNER,
+        pipedream.PLANNER,
+        hetpipe.PLANNER,
+        one_f_one_b_star.PLANNER,
+        madpipe.PLANNER,
+        general.PLANNER,
+        auto.PLANNER,
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +108,8 @@ def plan(
 ) -> Result:
     """Plan ``problem``; infeasible, out of time and interrupted are answers, not errors.
 
-    ``on_progress`` is told the best plan's iteration and the best bound on every plan so far.
+    ``on_progress`` is told the best plan's iteration and the best bound on every plan so far, and
+    can ask for the plan.
 
     The first use on a machine compiles the kernels; that does not count towards the limit.
 
@@ -148,9 +121,11 @@ def plan(
     """
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
-    info = PLANNERS[planner]
+    proposer = PLANNERS[planner]
     asked = choices or Choices()
-    _require_honoured(info, asked)
+    require_honoured(proposer, asked, PLANNERS.values())
+    if asked.offload:
+        require_host_links(problem)
     compile_kernels()
     began = monotonic()
     limits = limits or Limits()
@@ -158,15 +133,13 @@ def plan(
     if nowhere is not None:
         nothing = NoPlan(nowhere, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
-    report = reporting(problem, on_progress, info.periodic)
-    answer = _run(info, problem, limits, report, asked)
+    draw = partial(_drawn, problem, planner)
+    report = reporting(problem, on_progress, proposer.options.period_seconds, draw)
+    answer = proposer.propose(problem, asked, limits, report)
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
-    if isinstance(answer, PeriodicProposal):
-        certified = _certified_pattern(problem, planner, answer)
-        attempts: tuple[Attempt, ...] = ()
-    else:
-        certified, attempts = _certified(problem, planner, answer), answer.attempts
+    certified = draw(answer)
+    attempts = () if isinstance(answer, PeriodicProposal) else answer.attempts
     proof = certified.certificate
     assert proof is not None
     status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
@@ -174,37 +147,6 @@ def plan(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
         proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts, proof.plans,
     )  # fmt: skip
-
-
-def _require_honoured(info: PlannerInfo, choices: Choices) -> None:
-    """Refuse what the planner cannot honour, and name those that can."""
-    every = PLANNERS.values()
-    wrong = []
-    if choices.recompute is not None and choices.recompute not in info.recompute:
-        able = [one.name for one in every if choices.recompute in one.recompute]
-        wrong.append((f"recompute {choices.recompute!r}", able))
-    if choices.offload and not info.offload:
-        wrong.append(("offloading", [one.name for one in every if one.offload]))
-    if (choices.group_size, choices.period_seconds) != (None, None) and not info.periodic:
-        asked = "a period" if choices.group_size is None else "a group size"
-        wrong.append((asked, [one.name for one in every if one.periodic]))
-    for what, able in wrong:
-        raise InputError(f"planner {info.name!r} does not know {what}: use {' or '.join(able)}")
-
-
-def _run(
-    info: PlannerInfo,
-    problem: PipelineProblem,
-    limits: Limits,
-    on_progress: OnProgress,
-    choices: Choices,
-) -> Proposal | PeriodicProposal | NoPlan:
-    if info.periodic:
-        return info.run(problem, limits, on_progress, choices)
-    if info.name in ("auto", "general"):
-        return info.run(problem, limits, on_progress, choices)
-    run = cast(Planner, info.run)
-    return plan_recomputing(run, problem, limits, on_progress, choices.recompute or "none")
 
 
 def _refused(
@@ -225,6 +167,15 @@ def _refused(
         limits.status(found=False), planner, None, None, best.seconds, None, best.proved_by,
         seconds, answer.reason, answer.attempts, best.plans,
     )  # fmt: skip
+
+
+def _drawn(
+    problem: PipelineProblem, planner: str, answer: Proposal | PeriodicProposal
+) -> PipelinePlan:
+    """The certified plan of a proposal."""
+    if isinstance(answer, PeriodicProposal):
+        return _certified_pattern(problem, planner, answer)
+    return _certified(problem, planner, answer)
 
 
 def _certified_pattern(

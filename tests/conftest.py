@@ -2,9 +2,26 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
+from hypothesis import settings
+from profiles import QUICK, leave_a_cover
 from ranks import Ranks
+
+settings.load_profile(QUICK)  # --hypothesis-profile nightly, which is read later, overrides it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_a_cover(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from distribution import SharedFixtures
+
+    return SharedFixtures(config, log)
 
 
 @pytest.fixture(scope="session")

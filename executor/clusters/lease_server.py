@@ -51,11 +51,15 @@ class _Held:
 class LeaseServer:
     """Leases of the jobs in ``folder``, in rounds of ``round_seconds``.
 
-    A job has failed with more than ``retries`` failures since its last commit.
+    A job has failed with more than ``retries`` failures since its last commit. ``database`` is
+    where the store is; see :class:`JobStore`.
     """
 
-    def __init__(self, folder: Path, round_seconds: float, retries: int) -> None:
+    def __init__(
+        self, folder: Path, round_seconds: float, retries: int, database: str | None = None
+    ) -> None:
         self.folder = folder
+        self.database = database
         self.round_seconds = round_seconds
         self.retries = retries
         self.store: JobStore
@@ -67,7 +71,7 @@ class LeaseServer:
 
     def open(self, steps: dict[str, int]) -> tuple[JobRecord, ...]:
         """Take over the folder; the jobs as they stand, ``steps`` by name."""
-        self.store = JobStore(self.folder)
+        self.store = JobStore(self.folder, self.database)
         for name in steps:
             _folder_of(self.folder, name).mkdir(exist_ok=True)
         return tuple(self.store.add(name, count) for name, count in steps.items())

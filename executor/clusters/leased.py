@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stagewright.executor.clusters.rates import Measured
+from stagewright.executor.clusters.rounds import Assignment
 from stagewright.graphs.documents.arrays import Floats
 
 
@@ -39,6 +40,14 @@ class CurrentRound:
     def seconds(self) -> float:
         """Since the round began."""
         return time.monotonic() - self.began
+
+
+Place = tuple[int, tuple[int, ...], int]
+
+
+def place_of(assignment: Assignment) -> Place:
+    """Worker type, accelerators, and jobs on them."""
+    return assignment.worker, assignment.accelerators, len(assignment.jobs)
 
 
 def measurements(

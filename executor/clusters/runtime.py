@@ -20,7 +20,7 @@ import numpy as np
 
 from stagewright.executor.clusters.job_store import JobRecord
 from stagewright.executor.clusters.lease_server import LeaseServer
-from stagewright.executor.clusters.leased import CurrentRound, LeasedJob, measurements
+from stagewright.executor.clusters.leased import CurrentRound, LeasedJob, measurements, place_of
 from stagewright.executor.clusters.leases import Lease
 from stagewright.executor.clusters.rates import has_moved, measured, surviving
 from stagewright.executor.clusters.ray_ranks import (
@@ -60,6 +60,7 @@ def run_cluster(
     space_sharing: bool = False,
     placement: bool = False,
     address: str | None = None,
+    database: str | None = None,
 ) -> ClusterReport:
     """Train all jobs, in rounds; returns when each is done, has failed, or waits in vain.
 
@@ -82,6 +83,8 @@ def run_cluster(
         Weight of a newly measured rate against the known one; 0 trusts ``throughputs``.
     address
         Of a Ray cluster; Ray is started on this machine without one, unless it is already.
+    database
+        An SQLAlchemy URL of the store of jobs; a SQLite file in ``folder`` if left out.
 
     Raises
     ------
@@ -103,7 +106,7 @@ def run_cluster(
         run = _Scheduler(ray, jobs, table, allocate, round_seconds, grace_seconds, feedback)
         run.patience_seconds = patience_seconds
         try:
-            run.open(Path(folder).resolve(), retries)
+            run.open(Path(folder).resolve(), retries, database)
             run.loop()
             return run.report()
         finally:
@@ -149,9 +152,10 @@ class _Scheduler:
 
     # Opening and closing.
 
-    def open(self, folder: Path, retries: int) -> None:
+    def open(self, folder: Path, retries: int, database: str | None) -> None:
         """Start the server on this node, take over the folder, and find the accelerators."""
-        self.server = self.accelerators.start_here(LeaseServer, folder, self.round_seconds, retries)
+        options = self.round_seconds, retries, database
+        self.server = self.accelerators.start_here(LeaseServer, folder, *options)
         steps = {job.name: int(job.steps) for job in self.jobs}
         self.records = list(call(self.server, "open", steps))
         self.accelerators.require_all()
@@ -223,7 +227,7 @@ class _Scheduler:
         progress = call(self.server, "progress")
         if self.feedback:
             self._measure(progress)
-        table = self._surviving()
+        table = surviving(self.table, [len(each) for each in in_order])
         runnable = self._runnable(table)
         planned = (runnable, table.alone.any(axis=0).tolist(), table.pool)
         if planned != self.planned or has_moved(self.table, self.planned_with):
@@ -254,9 +258,6 @@ class _Scheduler:
         jobs = [self.jobs[job] for job in runnable]
         return problem_after(jobs, table, np.array(done), call(self.server, "seconds"))
 
-    def _surviving(self) -> RateTable:
-        return surviving(self.table, [len(each) for each in self.accelerators.in_order()])
-
     def _measure(self, progress: Mapping[str, tuple[int, float]]) -> None:
         """Move the table's rates towards those of the jobs with a lease."""
         rates = {
@@ -282,7 +283,7 @@ class _Scheduler:
         self.records[job] = record
         number = self.table.workers[assignment.worker].accelerator
         name = self.table.pool.accelerators[number].name
-        place = (assignment.worker, assignment.accelerators, len(assignment.jobs))
+        place = place_of(assignment)
         out = LeasedJob(record.epoch, [], [], *place)
         for rank, accelerator in enumerate(assignment.accelerators):
             lease = Lease(
@@ -298,18 +299,15 @@ class _Scheduler:
                 RemoteScheduler(self.server),
             )
             node = self.accelerators.node(number, accelerator)
-            part = 1 / out.sharing
             out.nodes.append(node)
-            out.refs.append(self.accelerators.run(node, name, part, self.programs[job], lease))
+            out.refs.append(
+                self.accelerators.run(node, name, 1 / out.sharing, self.programs[job], lease)
+            )
         return out
 
     def _renew(self, following: Sequence[Assignment]) -> None:
         """Who stays on the same accelerators, as many to share them, goes on without a stop."""
-        places = {
-            job: (assignment.worker, assignment.accelerators, len(assignment.jobs))
-            for assignment in following
-            for job in assignment.jobs
-        }
+        places = {job: place_of(assignment) for assignment in following for job in assignment.jobs}
         names = [
             self.jobs[job].name for job, out in self.leased.items() if places.get(job) == out.place
         ]
@@ -339,25 +337,28 @@ class _Scheduler:
         for job, out in list(self.leased.items()):
             for ref in [ref for ref in out.refs if ref in ready]:
                 out.refs.remove(ref)
-                error = self._error(ref)
+                error, node_died = self._error(ref)
                 if error is not None:
-                    self._fail(job, error)
+                    self._fail(job, error, node_died)
                     break
             else:
                 if not out.refs:
                     self._end(job, call(self.server, "ended", self.jobs[job].name, out.epoch))
 
-    def _error(self, ref: Any) -> str | None:
-        try:
-            found: str | None = self.ray.get(ref)
-        except self.ray.exceptions.RayError as error:
-            return one_line(error)
-        return found
+    def _error(self, ref: Any) -> tuple[str | None, bool]:
+        """The rank's error in one line or None, and whether it is the death of its node.
 
-    def _fail(self, job: int, error: str) -> None:
+        The list of nodes shows a death only some health checks later.
+        """
+        try:
+            return self.ray.get(ref), False
+        except self.ray.exceptions.RayError as error:
+            return one_line(error), isinstance(error, self.ray.exceptions.NodeDiedError)
+
+    def _fail(self, job: int, error: str, node_died: bool = False) -> None:
         """Fence the epoch first, then end what is left of it; a node's death is no failure."""
         out = self.leased[job]
-        is_counted = self.accelerators.are_alive(out.nodes)
+        is_counted = not node_died and self.accelerators.are_alive(out.nodes)
         record = call(self.server, "fail", self.jobs[job].name, out.epoch, error, is_counted)
         number = self.table.workers[out.worker].accelerator
         self.accelerators.kill(out.refs, number, out.accelerators)
@@ -392,11 +393,7 @@ class _Scheduler:
             for assignment in current
         ]
         had = [
-            (
-                job,
-                assignment.worker,
-                seconds if job in self.leased else self.round.ran.get(job, 0.0),
-            )
+            (job, assignment.worker, self._seconds(job, seconds))
             for assignment in current
             for job in assignment.jobs
         ]

@@ -26,6 +26,8 @@ MAX_HEIGHT_INCHES = 30.0
 ROW_INCHES = 0.18
 HOUR = 3600.0
 MAX_LABELLED_SPANS = 400  # more labels than that cannot be read
+PALETTES = ("tab20", "tab20b", "tab20c")
+MAX_NAMED_JOBS = 60  # the colours of the palettes
 BINS = 240  # of the utilisation's time
 
 
@@ -59,6 +61,7 @@ def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None
         )
     axes.set(xlabel="hours", ylim=(rows - 0.5, -0.5), yticks=[], title="Rounds by accelerator")
     axes.set_xlim(spans[0][1] / HOUR, max(span[2] for span in spans) / HOUR)
+    _name_jobs(axes, timeline, sorted({job for span in spans for job in span[3]}))
     _write(figure, path)
 
 
@@ -96,22 +99,45 @@ def _first_rows(pool: Pool) -> list[int]:
 def _draw_span(
     axes: "Axes", row: int, start: float, end: float, jobs: tuple[int, ...], label: bool
 ) -> None:
-    from matplotlib import colormaps
-
-    colours = colormaps["tab20"]
     part = 0.9 / len(jobs)
     for place, job in enumerate(jobs):
         bottom = row - 0.45 + place * part
         axes.broken_barh(
             [(start / HOUR, (end - start) / HOUR)],
             (bottom, part),
-            facecolors=colours(job % colours.N),
+            facecolors=_colour(job),
             edgecolors="white" if label else "none",
             linewidth=0.3,
         )
         if label:
             middle = (start + end) / 2 / HOUR
             axes.text(middle, bottom + part / 2, str(job), ha="center", va="center", fontsize=6)
+
+
+def _name_jobs(axes: "Axes", timeline: ClusterTimeline, jobs: list[int]) -> None:
+    """A legend of the jobs' numbers and names, where their colours differ."""
+    from matplotlib.patches import Patch
+
+    if len(jobs) > MAX_NAMED_JOBS:
+        return
+    patches = [
+        Patch(color=_colour(job), label=f"{job}  {timeline.jobs[job].job.name}") for job in jobs
+    ]
+    axes.legend(
+        handles=patches,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        title="job",
+        fontsize=7,
+        ncols=-(-len(jobs) // 20),
+    )
+
+
+def _colour(job: int) -> tuple[float, float, float, float]:
+    from matplotlib import colormaps
+
+    palette, colour = divmod(job % MAX_NAMED_JOBS, 20)
+    return colormaps[PALETTES[palette]](colour)
 
 
 def draw_jct_cdf(

@@ -134,8 +134,9 @@ def iteration_seconds(plan: PipelinePlan) -> float:
 
 def require_places(plan: PipelinePlan) -> None:
     """Refuse entries of the schedule, finite or periodic, that are on no stage or device of it."""
-    is_periodic = isinstance(plan.schedule, PeriodicSchedule)
-    parse: Callable[[str], Action | Operation] = parse_operation if is_periodic else parse_action
+    parse: Callable[[str], Action | Operation] = (
+        parse_operation if plan.is_periodic else parse_action
+    )
     entries: Sequence[ScheduledAction | PeriodicAction] = plan.schedule.actions
     known: dict[str, Action | Operation] = {}
     for i, entry in enumerate(entries):

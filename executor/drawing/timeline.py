@@ -107,7 +107,7 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
 
 def _shared_channels(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
     """Per boundary of a periodic plan those whose transfers share its link; none if finite."""
-    if not isinstance(plan.schedule, PeriodicSchedule):
+    if not plan.is_periodic:
         return {}
     boundaries: dict[frozenset[tuple[str, ...]], list[int]] = defaultdict(list)
     for s, (one, other) in enumerate(pairwise(plan.stages)):

@@ -4,12 +4,13 @@ Rank r is the plan's r-th device. ``torchrun`` numbers the ranks node by node, s
 of a server must follow one another in the plan.
 """
 
+import json
 import shlex
 from dataclasses import dataclass
 from itertools import groupby
 
 from stagewright.executor.export.options import Options
-from stagewright.executor.export.yaml import quoted, to_yaml
+from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.executor.programs.program import plan_devices
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -207,4 +208,6 @@ def _gpus(nodes: tuple[Node, ...]) -> int:
 
 def _told(nodes: tuple[Node, ...]) -> list[str]:
     """Comments that say which devices are where."""
-    return [f"# node {n}: {', '.join(map(quoted, node.devices))}" for n, node in enumerate(nodes)]
+    return [
+        f"# node {n}: {', '.join(map(json.dumps, node.devices))}" for n, node in enumerate(nodes)
+    ]

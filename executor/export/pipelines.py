@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.verify import verify
 from stagewright.formulations.plans.actions import COMPUTE
-from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.formulations.schedules.order import Row
 from stagewright.graphs.documents.errors import InputError
 
@@ -39,7 +40,7 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
         If the plan is periodic, or its stages are not all replicated alike or share only some of
         their devices.
     """
-    if isinstance(plan.schedule, PeriodicSchedule):
+    if plan.is_periodic:
         raise InputError(
             f"the plan is periodic: its pipeline never drains and its weights have two versions, "
             f"where {framework} drains before every update; export a plan with a finite schedule "
@@ -73,7 +74,7 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
 
 def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False) -> None:
     """Refuse weights that change within an iteration or late and, unless known, recomputation."""
-    if plan.weights != "flush":
+    if plan.weight_rule != FLUSH:
         raise InputError(
             f"weights {plan.weights!r}: {framework} updates once per iteration; plan with 'flush'"
         )

@@ -14,7 +14,7 @@ from stagewright.executor.export.pipelines import (
     pipeline,
     require_plain,
 )
-from stagewright.executor.export.yaml import to_yaml
+from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.order import Row

@@ -19,12 +19,11 @@ from stagewright.formulations.plans.actions import (
     parse_action,
 )
 from stagewright.formulations.plans.plan import (
-    PeriodicSchedule,
     PipelinePlan,
     Schedule,
     ScheduledAction,
 )
-from stagewright.formulations.plans.unrolling import unroll_run
+from stagewright.formulations.plans.unrolling import finite_run
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 
@@ -72,11 +71,6 @@ def _planned(plan: PipelinePlan, actions: Iterable[ScheduledAction]) -> Iterable
     )
 
 
-def _run(plan: PipelinePlan, iterations: int | None) -> PipelinePlan:
-    """The finite plan that does so many iterations of a periodic one; a finite plan is its own."""
-    return plan if iterations is None else unroll_run(plan, iterations * plan.microbatches)
-
-
 def _entry(timed: ScheduledAction) -> Entry:
     return timed.device, timed.action
 
@@ -84,8 +78,7 @@ def _entry(timed: ScheduledAction) -> Entry:
 def pair_entries(plan: PipelinePlan, trace: Trace) -> dict[Entry, Pair]:
     """Seconds of every entry of the schedule."""
     require_same_plan(plan, trace)
-    is_periodic = isinstance(plan.schedule, PeriodicSchedule)
-    predicted = _seconds(_run(plan, 1 if is_periodic else None).actions)
+    predicted = _seconds(finite_run(plan, 1).actions)
     steps = [_seconds(actions) for actions in _iterations(plan, trace)]
     table = np.array([[step[entry] for entry in predicted] for step in steps])
     medians: Floats = np.median(table, axis=0)
@@ -97,7 +90,7 @@ def pair_entries(plan: PipelinePlan, trace: Trace) -> dict[Entry, Pair]:
 
 def _iterations(plan: PipelinePlan, trace: Trace) -> Sequence[Sequence[ScheduledAction]]:
     """What was done in each iteration that counts, its microbatches counted from 0."""
-    if not isinstance(plan.schedule, PeriodicSchedule):
+    if not plan.is_periodic:
         return [step.actions for step in _counted(trace.steps)]
     return _counted(list(joined.from_iterable(_cut(plan, step) for step in trace.steps)))
 
@@ -190,7 +183,9 @@ def require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
             f"the trace is of a run of {trace.model!r} with digest {trace.digest[:12]!r}, the plan "
             f"is for {plan.model!r} with digest {plan.digest[:12]!r}: give the plan that was run"
         )
-    expected = cache(lambda iterations: Counter(map(_entry, _run(plan, iterations).actions)))
+    expected = cache(
+        lambda iterations: Counter(map(_entry, finite_run(plan, iterations or 1).actions))
+    )
     for step in trace.steps:
         require_same_kind(plan, step)
         found = Counter(map(_entry, _planned(plan, step.actions)))
@@ -208,7 +203,7 @@ def require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
 def require_same_kind(plan: PipelinePlan, step: TracedStep) -> None:
     """Refuse a trace of another kind of schedule."""
     kinds = "finite", "periodic"
-    planned, found = isinstance(plan.schedule, PeriodicSchedule), step.iterations is not None
+    planned, found = plan.is_periodic, step.iterations is not None
     if planned != found:
         raise InputError(
             f"step {step.step} of the trace is of a {kinds[found]} plan, this one is "

@@ -36,7 +36,7 @@ from stagewright.formulations.plans.actions import (
     along_way,
     parse_action,
 )
-from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction, updates_every_round
+from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.graphs.models.precedence import find_cycle
 
@@ -294,7 +294,7 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
     backward.
     """
     shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
-    if updates_every_round(plan.weights):
+    if plan.weight_rule.updates_every_round:
         return [list(_behind_backwards(row, ActionKind.REDUCE, shared)) for row in rows]
     start = _starts(plan)
     order = sorted(shared, key=lambda s: (start[Action(s, ActionKind.REDUCE)], s))
@@ -318,7 +318,7 @@ def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Row
     step that is not in the plan, or that needs the gradients of a family, is at the iteration's
     end.
     """
-    if updates_every_round(plan.weights):
+    if plan.weight_rule.updates_every_round:
         _require_whole_rounds(plan)
         every = range(len(plan.stages))
         return [list(_behind_backwards(row, ActionKind.UPDATE, every)) for row in rows]
@@ -414,7 +414,7 @@ def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
     InvalidPlan
         If a stage would need a version that it does not have.
     """
-    if plan.weights == "flush":
+    if not plan.weight_rule.keeps_versions:
         return rows
     out = []
     for rank, row in enumerate(rows):
@@ -424,17 +424,17 @@ def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
             for i, one in enumerate(row)
             if one.action.kind in COMPUTE
         }
-        walk = _Versions(row, uses, plan.weights == "double-buffer")
+        walk = _Versions(row, uses, plan.weight_rule.staleness > 0)
         out.append([one for i in range(len(row)) for one in walk.around(i)])
     return out
 
 
 def required_versions(plan: PipelinePlan, rows: Rows, rank: int) -> dict[Action, int]:
     """The version that each forward on ``rank`` must use, by what ``plan.weights`` means."""
-    if plan.weights == "double-buffer":
+    if plan.weight_rule.staleness > 0:
         return {one.action: 0 for one in rows[rank] if one.action.kind is F}
     own = _newest_at_forwards(rows[rank])
-    if plan.weights == "stash":
+    if not plan.weight_rule.follows_first_stage:
         return own
     _require_equal_turns(plan)
     first: dict[int | None, int] = {}

@@ -111,13 +111,13 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
 
 def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | PeriodicProgram:
     """The program of a plan: by `lower`, or of a periodic one by `lower_periodic`."""
-    if isinstance(plan.schedule, PeriodicSchedule):
+    if plan.is_periodic:
         return lower_periodic(plan, families)
     return lower(plan, families)
 
 
 def _require_weights(plan: PipelinePlan) -> None:
-    if plan.weights != "double-buffer":
+    if not plan.weight_rule.may_overlap:
         raise InvalidPlan(f"{plan.weights!r} weights, a periodic plan needs 'double-buffer'")
     for s, stage in enumerate(plan.stages):
         if stage.turns > 1:

@@ -20,7 +20,6 @@ from stagewright.formulations.plans.plan import (
     PeriodicSchedule,
     PipelinePlan,
     ScheduledAction,
-    updates_every_round,
 )
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -182,7 +181,7 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
     devices = plan_devices(plan)
     actions: list[ScheduledAction] = []
     shared: dict[Action, list[RankAction]] = defaultdict(list)
-    for record in _in_rounds(records) if updates_every_round(plan.weights) else records:
+    for record in _in_rounds(records) if plan.weight_rule.updates_every_round else records:
         action = _in_plan(parse_action(record.action))
         if action.kind in ON_DEVICE:
             times = (record.start_seconds, record.finish_seconds)
@@ -249,7 +248,7 @@ def _joined_transfer(
 
 def _sums(plan: PipelinePlan, parts: Sequence[RankAction]) -> Iterable[Sequence[RankAction]]:
     """The parts of each of a stage's all-reduces: one in an iteration, by whatever rounds."""
-    if not isinstance(plan.schedule, PeriodicSchedule):
+    if not plan.is_periodic:
         return [parts]
     by_rank: dict[int, list[RankAction]] = defaultdict(list)
     for part in sorted(parts, key=lambda part: part.start_seconds):

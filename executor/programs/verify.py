@@ -31,7 +31,7 @@ from stagewright.executor.programs.program import (
     transfers,
 )
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plans.plan import PipelinePlan, updates_every_round
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.graphs.documents.units import format_bytes
 
@@ -217,7 +217,7 @@ def _require_belongs(work: _Work, device: str, rank: int, action: Action) -> Non
 
 def _require_updates(work: _Work, device: str, rank: int, row: Row) -> None:
     """Every gradient reaches the weights: once an iteration, or once a round of backwards."""
-    plan, every_round = work.plan, updates_every_round(work.plan.weights)
+    plan, every_round = work.plan, work.plan.weight_rule.updates_every_round
     backwards = Counter(one.action.stage for one in row if one.action.kind in (B, W))
     stages = {s: _Gradients(work, backwards[s], work.is_shared(s)) for s in stages_on(plan, device)}
     for one in row:
@@ -272,7 +272,7 @@ class _Gradients:
         While an all-reduce is under way, the next iteration's gradients are summed up beside it; a
         third one would have no place.
         """
-        every_round = updates_every_round(self.work.plan.weights)
+        every_round = self.work.plan.weight_rule.updates_every_round
         if action.kind in (B, W):
             self.ready += 1
             self.latest = max(self.latest, self.work.iteration(action.microbatch))
@@ -485,7 +485,7 @@ class _Run:
         """
         if s < len(self.plan.stages) - 1:
             yield from self._arrivals(rank, Action(s + 1, SEND_B, m), (B, I))
-        elif updates_every_round(self.plan.weights):
+        elif self.plan.weight_rule.updates_every_round:
             assert m is not None
             for name in self.plan.stages[s].runners(m):
                 yield from self._own(self.rank[name], s, (F,), m)
@@ -535,7 +535,7 @@ def _require_versions(
     work: _Work, rank: int, row: Row, at_first_stage: Mapping[int | None, int]
 ) -> None:
     """Every version that is used is held and is the right one; none is left over at the end."""
-    plan, buffered = work.plan, work.plan.weights == "double-buffer"
+    plan, buffered = work.plan, work.plan.weight_rule.staleness > 0
     stages: defaultdict[int, _Weights] = defaultdict(lambda: _Weights(buffered))
     for one in row:
         weights = stages[one.action.stage]
@@ -545,7 +545,7 @@ def _require_versions(
             raise InvalidProgram(f"rank {rank}: {one}: {error}") from None
         if one.action.kind is F:
             right = work.iteration(one.action.microbatch) if buffered else weights.held[-1]
-            if plan.weights == "stash+vertical-sync":
+            if plan.weight_rule.follows_first_stage:
                 right = at_first_stage[one.action.microbatch]
             if weights.used != right:
                 raise InvalidProgram(
@@ -631,7 +631,7 @@ def peak_bytes(
     held = 0.0
     for s in {one.action.stage for one in row}:
         held += footprints[s].static_bytes
-        held += footprints[s].version_bytes * (plan.weights == "double-buffer")
+        held += footprints[s].version_bytes * plan.weight_rule.staleness
     peak, where = held, 0
     for position, one in enumerate(row):
         during, after = _bytes_at(one.action.kind, footprints[one.action.stage])

@@ -39,7 +39,7 @@ from stagewright.executor.training.stage import Gradients, StageComputation, Ten
 from stagewright.executor.training.totals import Total, begin_total
 from stagewright.executor.training.weights import TiedSums, Weights
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plans.plan import PipelinePlan, updates_every_round
+from stagewright.formulations.plans.plan import PipelinePlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -247,7 +247,7 @@ class Interpreter:
         self._of_microbatch: dict[int, Total] = {}
         self._of_iteration: defaultdict[int, deque[Total]] = defaultdict(deque)
         self._factors: dict[int, float] = {}
-        self._every_round = updates_every_round(rank.plan.weights)
+        self._every_round = rank.plan.weight_rule.updates_every_round
         self._first_together = next(
             (
                 one.action.stage

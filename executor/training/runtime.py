@@ -38,7 +38,7 @@ from stagewright.executor.training.launch import require_torch
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.stage import Part, Share, StageComputation
 from stagewright.executor.training.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
-from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, updates_every_round
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes
 
@@ -264,7 +264,7 @@ class Executor:
             )
         if found is None:
             found = self._interpreters[key] = self._prepare(given)
-        if isinstance(self.plan.schedule, PeriodicSchedule):
+        if self.plan.is_periodic:
             self._running = found
         return found
 
@@ -296,7 +296,7 @@ class Executor:
         long run nothing makes up for that.
         """
         found = []
-        for _ in range(MEETINGS if isinstance(self.plan.schedule, PeriodicSchedule) else 1):
+        for _ in range(MEETINGS if self.plan.is_periodic else 1):
             _barrier(self._rank.group)
             found.append(time.perf_counter())
         return found
@@ -305,7 +305,7 @@ class Executor:
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        if isinstance(self.plan.schedule, PeriodicSchedule):
+        if self.plan.is_periodic:
             recording.iterations = self.steps_done - recording.step
         self._recorded.append(recording)
 
@@ -339,7 +339,7 @@ class Executor:
         for name, one in weights.parameters(weights.newest).items():
             if self._stages_of[name][0] != s:
                 continue
-            if self.plan.weights == "double-buffer":
+            if self.plan.weight_rule.staleness > 0:
                 found[f"previous.{name}"] = weights.parameters(0)[name].detach()
             kept = weights.optimizer.state.get(one, {}) if weights.optimizer else {}
             for key, value in kept.items():
@@ -351,7 +351,7 @@ class Executor:
         """Which entries of a checkpoint belong to this rank's stages."""
         own = {name for s in self._stages for name in self._tensors(s)}
         kinds = ["model", "optimizer"]
-        kinds += ["previous"] if self.plan.weights == "double-buffer" else []
+        kinds += ["previous"] if self.plan.weight_rule.staleness > 0 else []
         return [key for key in keys if _belongs(key, own, kinds)]
 
     def load_state(self, tensors: Mapping[str, Tensor], steps_done: int) -> None:
@@ -369,7 +369,7 @@ class Executor:
                     raise InputError(f"the checkpoint has no {name!r} of stage {s}")
                 with torch.no_grad():
                     one.copy_(tensors[f"model.{name}"])
-            self._weights[s].load(tensors, buffered=self.plan.weights == "double-buffer")
+            self._weights[s].load(tensors, buffered=self.plan.weight_rule.staleness > 0)
         self.steps_done = steps_done
 
     def parameters_on_first_rank(self) -> dict[str, Tensor] | None:
@@ -465,7 +465,7 @@ class Executor:
         self._shared_buffers = [name for name in shared if name in buffers]
         self._tied = [name for name in shared if name not in buffers]
         _require_updated_together(self.plan, self._tied, self._stages_of)
-        if self._clip_norm < inf and isinstance(self.plan.schedule, PeriodicSchedule):
+        if self._clip_norm < inf and self.plan.is_periodic:
             _require_not_shared(self._tied, self._stages_of)
         _require_whole_gradients(self.plan, model, self._stages_of)
         return model
@@ -493,7 +493,7 @@ class Executor:
                 self._primary,
                 self._tied,
                 optimizer,
-                versions=2 if self.plan.weights == "double-buffer" else 1,
+                versions=self.plan.weight_rule.versions,
                 two_gradients=self._reduces_beside(s),
             )
             for s, layers in self._modules.items()
@@ -515,7 +515,7 @@ class Executor:
 
     def _reduces_beside(self, s: int) -> bool:
         """Whether a stage's gradients are summed up with others' while the next ones are made."""
-        if not isinstance(self.plan.schedule, PeriodicSchedule):
+        if not self.plan.is_periodic:
             return False
         return len(self.plan.stages[s].devices) > 1 or any(s in one for one in self._families)
 
@@ -588,7 +588,7 @@ class Executor:
             samples,
             loss=self._loss,
             single_output=self._model.single_output,
-            scale=1.0 if updates_every_round(plan.weights) else 1 / plan.microbatches,
+            scale=1.0 if plan.weight_rule.updates_every_round else 1 / plan.microbatches,
             seed=self._seed,
             joint=self._joint,
         )
@@ -678,7 +678,7 @@ class Executor:
     def _make_count_group(self) -> dist.ProcessGroup | None:
         """The processes that together normalise a loss; gloo's, as numbers lie on the host."""
         devices: Sequence[str] = self._rank.devices
-        if updates_every_round(self.plan.weights):
+        if self.plan.weight_rule.updates_every_round:
             devices = self.plan.stages[-1].runners(0)
         if len(devices) == 1:
             return None
@@ -687,7 +687,7 @@ class Executor:
         return group if self.rank in ranks else None
 
     def _make_tied_sums(self) -> TiedSums | None:
-        if not isinstance(self.plan.schedule, PeriodicSchedule):
+        if not self.plan.is_periodic:
             return None
         sharing = {
             name: [s for s in self._stages_of[name] if s in self._stages] for name in self._tied
@@ -722,7 +722,7 @@ def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
         return
     if not (isfinite(clip_norm) and clip_norm > 0):
         raise InputError(f"clip_norm must be a positive number, got {clip_norm:g}")
-    if updates_every_round(plan.weights):
+    if plan.weight_rule.updates_every_round:
         raise InputError(
             f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
             "updates at its own times; plan with 'flush' weights"
@@ -793,7 +793,7 @@ def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputE
 def _require_updated_together(
     plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
 ) -> None:
-    for name in tied if updates_every_round(plan.weights) else ():
+    for name in tied if plan.weight_rule.updates_every_round else ():
         raise InputError(
             f"parameter {name!r} is shared by stages {_and(stages_of[name])}, which with "
             f"{plan.weights!r} update it at different times; put its layers into one stage"

@@ -1,7 +1,7 @@
-"""The rules of a periodic plan that tie an iteration to the next ones.
+"""Rules of periodic plans: what can be repeated, and what ties an iteration to the next ones.
 
-All other rules are read on the pattern without its pauses, which only part what is done. These are
-read in real time: gradients are summed up while the devices compute, or pause.
+All other rules are read on the pattern without its pauses, which only part what is done. Those on
+iterations are read in real time: gradients are summed up while the devices compute, or pause.
 """
 
 from collections import defaultdict
@@ -9,8 +9,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from stagewright.formulations.checking.violations import Violation
-from stagewright.formulations.plans.actions import ActionKind, parse_operation
-from stagewright.formulations.plans.periodic import done_for, period_begin
+from stagewright.formulations.plans.actions import REDUCE, ActionKind, parse_operation
+from stagewright.formulations.plans.periodic import (
+    done_for,
+    from_first,
+    iteration_seconds,
+    period_begin,
+)
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
     PeriodicAction,
@@ -18,8 +23,60 @@ from stagewright.formulations.plans.plan import (
     PipelinePlan,
     ScheduledAction,
 )
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.errors import InputError
 
 ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+
+
+def broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[Violation]:
+    """What a periodic plan needs before its pattern can be unrolled."""
+    if not plan.weight_rule.may_overlap:
+        yield Violation(
+            "weights",
+            "weights",
+            f"{plan.weights!r} ends with the iteration or updates within it, a periodic plan needs "
+            "'double-buffer'",
+        )
+    for s, stage in enumerate(plan.stages):
+        if stage.turns > 1:
+            yield Violation(
+                "devices",
+                f"stage {s}",
+                "in a periodic plan all devices of a stage do every microbatch: use 'split'",
+            )
+    for i, one in enumerate(from_first(schedule).actions):
+        yield from _broken_repetition(plan, one, schedule, f"schedule.actions[{i}]")
+
+
+def _broken_repetition(
+    plan: PipelinePlan, one: PeriodicAction, schedule: PeriodicSchedule, place: str
+) -> Iterator[Violation]:
+    """An operation that can be repeated: known, done before it is due again, and not too late."""
+    try:
+        operation = parse_operation(one.action)
+    except InputError as error:
+        yield Violation("unexpected", place, str(error))
+        return
+    most = schedule.period_seconds
+    if operation.kind is REDUCE:
+        most = iteration_seconds(schedule, plan.microbatches)
+    if one.seconds > most * (1 + RELATIVE_TOLERANCE):
+        yield Violation(
+            "overlap",
+            place,
+            f"{one.action} takes {one.seconds:.9g} s and is due again after {most:.9g} s",
+        )
+    # A microbatch ends before its weights are overwritten, and an all-reduce after an iteration.
+    latest = plan.microbatches * (2 if operation.kind is REDUCE else 1) + 2
+    if one.shift > latest:
+        yield Violation(
+            "versions",
+            place,
+            f"{one.action} is done {one.shift} periods after its microbatch began; with two "
+            f"versions of the weights and {plan.microbatches} microbatches in an iteration "
+            f"{latest} is the most",
+        )
 
 
 def broken_iterations(
@@ -57,7 +114,7 @@ def _overlapping_reductions(
     plan: PipelinePlan, schedule: PeriodicSchedule, tolerance: float
 ) -> Iterator[Violation]:
     """A device takes part in one all-reduce at a time, those of other iterations included."""
-    reductions = [one for one in schedule.actions if _kind(one) is ActionKind.REDUCE]
+    reductions = [one for one in schedule.actions if _kind(one) is REDUCE]
     taking: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in dict.fromkeys(name for stage in plan.stages for name in stage.devices):
         taken = tuple(i for i, one in enumerate(reductions) if name in (one.sources or ()))
@@ -107,7 +164,7 @@ def _overwritten(
         ready = max(
             done_for(schedule, m, one, m - 1).finish_seconds
             for one in own
-            if _kind(one) in (*ENDS_BACKWARD, ActionKind.REDUCE)
+            if _kind(one) in (*ENDS_BACKWARD, REDUCE)
         )
         forward = next(one for one in own if _kind(one) is ActionKind.FORWARD)
         needed = done_for(schedule, m, forward, 2 * m).start_seconds

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import ConfigDict
 
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, check
+from stagewright.formulations.plans.envelope import Claim, Envelope
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.workloads.jobs import Workload
@@ -42,7 +43,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class AllocationPlan:
+class AllocationPlan(Envelope):
     """Who gets which accelerators for what fraction of time, by which policy, how well proved.
 
     ``digest`` names the jobs and the pool that the plan answers.
@@ -50,7 +51,6 @@ class AllocationPlan:
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
-    digest: str
     policy: str
     shares: tuple[Share, ...]
     space_sharing: bool = False
@@ -61,6 +61,18 @@ class AllocationPlan:
     notes: tuple[str, ...] = ()
     format: Literal["stagewright-allocation"] = FORMAT
     version: Literal[1] = VERSION
+
+    @property
+    def made_by(self) -> str:
+        """The policy."""
+        return self.policy
+
+    @property
+    def claim(self) -> Claim | None:
+        """The policy's objective and the bound on it, where there are both."""
+        if self.objective is None or self.bound is None or self.proved_by is None:
+            return None
+        return Claim(self.objective, self.bound, self.proved_by)
 
 
 def digest_of(workload: Workload, pool: Pool) -> str:

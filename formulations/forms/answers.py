@@ -1,9 +1,9 @@
 """Limits of a solve, its progress, and its answer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -40,16 +40,18 @@ class StopToken(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long and with what a backend may work; ``seed`` and ``threads`` as in CP-SAT.
+    """How long and with what a search may work; ``seed`` and ``threads`` as in CP-SAT.
 
     ``stop`` ends the work before ``seconds`` are over, once it is set; searches look at it as often
-    as they look at the time.
+    as they look at the time. ``backend`` names the solver of forms that several accept; None is
+    the default for each.
     """
 
     seconds: float = 10.0
     threads: int = 1
     seed: int = 0
     stop: StopToken | None = None
+    backend: str | None = None
 
     def stopped(self) -> bool:
         """Whether the work is to end, whatever time is left."""
@@ -93,11 +95,16 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """An improvement while a backend works: the incumbent and the bound, after ``seconds``."""
+    """An improvement while a backend works: the incumbent and the bound, after ``seconds``.
+
+    ``best()`` is the incumbent itself where the search has it at hand: of a planner it is the best
+    plan so far, assembled, checked and certified when it is asked for.
+    """
 
     seconds: float
     objective: float | None
     bound: float
+    best: Callable[[], Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,7 @@
 """The canonical shapes in which a problem is handed to a backend."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from scipy import sparse
 
@@ -41,3 +42,14 @@ class Intervals:
     horizon: int
     lower_bound: int = 0
     hint: Ints | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convex:
+    """A ``cvxpy.Problem`` and the ``cvxpy.Variable`` whose value is asked for.
+
+    Solver libraries are imported in ``solvers`` only, so that their types are not named here.
+    """
+
+    problem: Any
+    variable: Any

@@ -18,10 +18,11 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.patterns.pattern import kept_bytes, static_bytes
-from stagewright.formulations.plans.periodic import keeps_gradients
+from stagewright.formulations.patterns.pattern import static_bytes
+from stagewright.formulations.plans.memory import kept_bytes, state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 
@@ -180,12 +181,11 @@ class JointPatterns:
         saved = np.min([problem.saved_per_layer(size) for size in sizes], axis=0)
         if "full" in self.recompute:
             saved = np.zeros_like(saved)  # all but a stage's input may be forgotten
-        states = problem.chain.optimizer_bytes_per_parameter_byte
-        copies = 3 + states + keeps_gradients(problem, sizes[0])
+        factor = min(state_factor(problem, size, DOUBLE_BUFFER, overlapping=True) for size in sizes)
         ahead = np.zeros(len(work) + 1, dtype=AHEAD)
         ahead["work"][1:] = np.cumsum(work)
         ahead["update"][1:] = np.cumsum(np.min(updates, axis=0))
-        ahead["static"][1:] = np.cumsum(copies * problem.chain.parameter_bytes)
+        ahead["static"][1:] = np.cumsum(factor * problem.chain.parameter_bytes)
         ahead["saved"][1:] = np.cumsum(saved)
         # Layer i keeps its bytes for the work of all layers from it to l.
         ahead["kept"] = ahead["saved"] * ahead["work"]

@@ -12,87 +12,37 @@ Times are those of a period: of the updates of an iteration only their limit is 
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.plans.periodic import keeps_gradients
+from stagewright.formulations.patterns.allocation_period import allocation_period
+from stagewright.formulations.patterns.allocation_tables import (
+    BYTE_RESOLUTION,
+    FORBIDDEN,
+    RESOLUTION,
+    AllocationTables,
+    Placed,
+    range_sums,
+    worth_skipping,
+)
+from stagewright.formulations.plans.memory import buffers_per_boundary, kept_tables, state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.models.chain import ChainCosts
 
-RESOLUTION = 44  # all times together are at most 2**44 ticks
-BYTE_RESOLUTION = 52  # and all bytes, of all microbatches in flight, 2**52 units
-FORBIDDEN = 1 << 45  # ticks of a stage that may not be
 RECOMPUTATIONS = ("none", "full")
 
 
-class Placed(NamedTuple):
-    """Layers [start, stop) on a group; ``choice`` is a position in the question's recompute."""
-
-    start: int
-    stop: int
-    group: int
-    choice: int
-
-
-class AllocationTables(NamedTuple):
-    """The question in whole numbers; G groups of K sorts, R ways to recompute, L layers.
-
-    Attributes
-    ----------
-    sort
-        The row of ``seconds`` ... ``static`` for every group, shape (G,).
-    seconds
-        U(k, l): ticks of forward and backward of layers [k, l), shape (K, R, L + 1, L + 1);
-        FORBIDDEN where these can be no stage.
-    saved, working
-        Bytes per microbatch in flight, and besides during a backward, shaped likewise. They and all
-        other bytes are in units (`AllocationProblem.byte`).
-    static
-        Bytes held all the time, shape (K, L + 1, L + 1).
-    transfer
-        C(l): ticks there and back between layer l - 1 on one group and layer l on another, shape
-        (G, G, L + 1); 0 from a group to itself.
-    reduce
-        Ticks of the all-reduce of layers [k, l), shape (G, L + 1, L + 1).
-    memory
-        Bytes per group, shape (G,).
-    normal
-        The normal groups in order, shape (N,).
-    skips
-        Whether to look at plans that use normal group j and none of some that follow it; not where
-        the next one is its equal in everything. Shape (N,).
-    special
-        The special group, or -1.
-    versions
-        Most microbatches in flight, m + 1.
-    """
-
-    sort: Ints
-    seconds: Ints
-    saved: Ints
-    working: Ints
-    static: Ints
-    transfer: Ints
-    reduce: Ints
-    memory: Ints
-    normal: Ints
-    skips: NDArray[np.bool_]
-    special: int
-    versions: int
-
-
 @dataclass(frozen=True)
-class AllocationProblem:
+class StageAllocationProblem:
     """Place the chain of ``problem`` on ``groups`` so that the period is least.
 
     Attributes
@@ -184,7 +134,7 @@ class AllocationProblem:
             special=-1 if self.special is None else self.special,
             versions=self._versions,
         )
-        return tables._replace(skips=_skips(tables))
+        return tables._replace(skips=worth_skipping(tables))
 
     def stages(self, placed: Sequence[Placed]) -> tuple[Stage, ...]:
         """The stages of a plan."""
@@ -208,7 +158,7 @@ class AllocationProblem:
         """
         for fault in self._broken(placed):
             raise InvalidPlan(fault)
-        return _least_period(self.tables, placed)
+        return allocation_period(self.tables, placed)
 
     def _broken(self, placed: Sequence[Placed]) -> Iterator[str]:
         layers = [layer for one in placed for layer in range(one.start, one.stop)]
@@ -237,7 +187,7 @@ class AllocationProblem:
         """U(k, l) for every way to recompute, shape (R, L + 1, L + 1); the slowest kind decides."""
         costs = [self.problem.costs(kind, replicas) for kind in kinds]
         forward, backward = (
-            np.max([_between(self._ticks(getattr(cost, name))) for cost in costs], axis=0)
+            np.max([range_sums(self._ticks(getattr(cost, name))) for cost in costs], axis=0)
             for name in ("forward_seconds", "backward_seconds")
         )
         again = {"none": 1, "full": 2}
@@ -246,29 +196,23 @@ class AllocationProblem:
 
     def _forbidden(self, replicas: int, kinds: tuple[str, ...]) -> NDArray[np.bool_]:
         """The stages that have too few samples for so many devices, or too long updates."""
-        updates = [_between(self.problem.update_per_layer(kind)) for kind in kinds]
-        few = _between((self.problem.replicas_per_layer < replicas).astype(np.int64)) > 0
+        updates = [range_sums(self.problem.update_per_layer(kind)) for kind in kinds]
+        few = range_sums((self.problem.replicas_per_layer < replicas).astype(np.int64)) > 0
         return np.asarray(few | (np.max(updates, axis=0) > self.most_update_seconds))
 
     def _kept(self, sort: tuple[int, tuple[str, ...]]) -> tuple[Ints, Ints]:
         """Saved and working bytes, each of shape (R, L + 1, L + 1), as ``kept_bytes`` has them."""
         replicas, _ = sort
-        saved = _between(self._units(self.problem.saved_per_layer(replicas)))
-        inputs = np.append(self._units(self.problem.inputs_per_layer(replicas)), 0)
-        first = np.broadcast_to(inputs, saved.shape)
-        kept = {"none": (saved, np.zeros_like(saved)), "full": (first, saved)}
-        chosen = [kept[choice] for choice in self.recompute]
-        return np.array([one[0] for one in chosen]), np.array([one[1] for one in chosen])
+        saved = range_sums(self._units(self.problem.saved_per_layer(replicas)))
+        inputs = self._units(self.problem.inputs_per_layer(replicas))
+        return kept_tables(saved, inputs, self.recompute)
 
     def _static(self, replicas: int) -> Ints:
         """Bytes held all the time, shape (L + 1, L + 1), as ``pattern.static_bytes`` has them."""
         problem = self.problem
-        states = problem.chain.optimizer_bytes_per_parameter_byte
-        copies = 3 + states + keeps_gradients(problem, replicas)
-        inner = range(1, len(problem.chain))
-        buffers = [2 * problem.share_bytes(problem.boundary_bytes(l), replicas) for l in inner]
-        sides = self._units(np.array([0.0, *buffers, 0.0]))
-        weights = _between(self._units(copies * problem.chain.parameter_bytes))
+        factor = state_factor(problem, replicas, DOUBLE_BUFFER, overlapping=True)
+        sides = self._units(buffers_per_boundary(problem, replicas))
+        weights = range_sums(self._units(factor * problem.chain.parameter_bytes))
         return np.asarray(weights + sides[:, None] + sides[None, :])
 
     def _units(self, size: Floats) -> Ints:
@@ -288,7 +232,7 @@ class AllocationProblem:
     @cached_property
     def _reduce_seconds(self) -> list[Floats]:
         """Per group, shape (L + 1, L + 1): affine in the bytes of the gradients."""
-        gradients = _between(self.problem.chain.parameter_bytes)
+        gradients = range_sums(self.problem.chain.parameter_bytes)
         total, layers = float(gradients[-1, 0]), len(self.problem.chain)
         found = []
         for group in self.groups:
@@ -296,151 +240,3 @@ class AllocationProblem:
             whole = self.problem.reduce_seconds(0, layers, group)
             found.append(once + gradients * ((whole - once) / total if total else 0.0))
         return found
-
-
-def contiguous(tables: AllocationTables) -> AllocationTables:
-    """The same question where the special group is one among the others, in its place."""
-    everyone = tables._replace(normal=np.arange(len(tables.sort)), special=-1)
-    return everyone._replace(skips=_skips(everyone))
-
-
-def all_periods(tables: AllocationTables) -> int:
-    """A period above which nothing changes any more: everything in sequence, and an all-reduce."""
-    return int(behind(tables)[-1] + tables.reduce.max())
-
-
-def behind(tables: AllocationTables) -> Ints:
-    """At most what layers [0, l) can add to a delay, shape (L + 1,): slowest, a stage each."""
-    layers = np.arange(tables.seconds.shape[-1] - 1)
-    single = tables.seconds[:, :, layers + 1, layers]
-    slowest = np.where(single < FORBIDDEN, single, 0).max(axis=(0, 1))
-    crossing = tables.transfer.max(axis=(0, 1))
-    return np.asarray(np.cumsum(np.append(0, slowest)) + np.cumsum(crossing))
-
-
-def delayed(group: int, rest: int, seconds: int, period: int) -> tuple[int, int]:
-    """V (+) y, where V = (group - 1) period + rest (MadPipe 4.2.2).
-
-    What takes y = ``seconds`` there and back joins the group if the period has time for it beside
-    ``rest``, and else begins the next group. That is the least delay behind V in which the forward
-    and the backward of one device do not meet.
-    """
-    return (group, rest + seconds) if rest + seconds <= period else (group + 1, seconds)
-
-
-def _least_period(tables: AllocationTables, placed: Sequence[Placed]) -> int:
-    """From the load on, through the periods at which a group of stages changes."""
-    period = _load(tables, placed)
-    while True:
-        trips, change = _trips(tables, placed, period)
-        wanted = _reduce_period(tables, placed, trips)
-        if wanted <= period and _fits(tables, placed, trips):
-            return period
-        change = change if wanted <= period else min(change, wanted)
-        if change == math.inf:
-            raise InvalidPlan("the allocation does not fit in memory at any period")
-        period = int(change)
-
-
-def _load(tables: AllocationTables, placed: Sequence[Placed]) -> int:
-    """The largest load of a group or link, and what an all-reduce takes of a period."""
-    loads: Counter[tuple[int, ...]] = Counter()
-    for one in placed:
-        loads[one.group,] += _seconds(tables, one)
-    for one, following in pairwise(placed):
-        link = tuple(sorted((one.group, following.group)))
-        loads[link] += int(tables.transfer[one.group, following.group, one.stop])
-    reduces = [-(-_reduce(tables, one) // (tables.versions - 1)) for one in placed]
-    return max(*loads.values(), *reduces)
-
-
-def _trips(
-    tables: AllocationTables, placed: Sequence[Placed], period: int
-) -> tuple[list[tuple[int, int]], float]:
-    """Per stage its group and rest, V (+) U; and the next period at which any group changes."""
-    group, rest, owner = 1, 0, -1
-    found, change = [], math.inf
-    for one in reversed(placed):
-        crossing = int(tables.transfer[one.group, owner, one.stop]) if owner >= 0 else 0
-        for seconds in (crossing, _seconds(tables, one)):
-            if rest + seconds > period:
-                change = min(change, rest + seconds)
-            group, rest = delayed(group, rest, seconds, period)
-        owner = one.group
-        found.append((group, rest))
-    return found[::-1], change
-
-
-def _reduce_period(
-    tables: AllocationTables, placed: Sequence[Placed], trips: Sequence[tuple[int, int]]
-) -> float:
-    """The period at which the trips leave every all-reduce its time within m + 1 periods."""
-    wanted = 0.0
-    for one, (group, rest) in zip(placed, trips, strict=True):
-        reduce, left = _reduce(tables, one), tables.versions + 1 - group
-        if reduce and left > 0:
-            wanted = max(wanted, -(-(rest + reduce) // left))
-    return wanted
-
-
-def _fits(
-    tables: AllocationTables, placed: Sequence[Placed], trips: Sequence[tuple[int, int]]
-) -> bool:
-    """Whether the memory suffices for what the trips keep in flight, and the two versions do.
-
-    A stage of group g keeps g microbatches at some instant, g - 1 at all times, and never less than
-    a later one: the special group keeps g - 1 of each, and at some instant one more of a stage and
-    of all earlier ones of its group. MadPipe (4.2.1) counts g - 1 alone.
-    """
-    always = most = before = last = 0
-    for one, (group, _) in zip(placed, trips, strict=True):
-        sort = tables.sort[one.group]
-        stage = (sort, one.choice, one.stop, one.start)
-        static = int(tables.static[sort, one.stop, one.start])
-        saved, working = int(tables.saved[stage]), int(tables.working[stage])
-        if one.group == tables.special:
-            before, last = before if group == last else 0, group
-            always += static + (group - 1) * saved
-            most = max(most, before + saved + working)
-            before += saved
-        elif static + group * saved + working > tables.memory[one.group]:
-            return False
-    few = max(group for group, _ in trips) <= tables.versions
-    return few and (tables.special < 0 or always + most <= tables.memory[tables.special])
-
-
-def _seconds(tables: AllocationTables, one: Placed) -> int:
-    return int(tables.seconds[tables.sort[one.group], one.choice, one.stop, one.start])
-
-
-def _reduce(tables: AllocationTables, one: Placed) -> int:
-    return int(tables.reduce[one.group, one.stop, one.start])
-
-
-def _skips(tables: AllocationTables) -> NDArray[np.bool_]:
-    """Per normal group whether it is no equal of the next one, shape (N,).
-
-    A plan that uses a group and not its equal behind it may as well use that one instead.
-    """
-    pairs = pairwise(tables.normal.tolist())
-    return np.array([not _equals(tables, a, b) for a, b in pairs] + [False], dtype=np.bool_)
-
-
-def _equals(tables: AllocationTables, a: int, b: int) -> bool:
-    """Whether normal groups a and b, neighbours in the order, are alike in all that counts."""
-    transfer = tables.transfer
-    before = [x for x in range(len(tables.sort)) if x < a or x == tables.special]
-    behind = [x for x in range(len(tables.sort)) if x > b or x == tables.special]
-    return bool(
-        tables.sort[a] == tables.sort[b]
-        and tables.memory[a] == tables.memory[b]
-        and np.array_equal(tables.reduce[a], tables.reduce[b])
-        and np.array_equal(transfer[before, a], transfer[before, b])
-        and np.array_equal(transfer[a, behind], transfer[b, behind])
-    )
-
-
-def _between(values: NDArray[Any]) -> NDArray[Any]:
-    """out[l, k] = the sum of values[k:l], 0 where l <= k; shape (L + 1, L + 1)."""
-    sums = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
-    return np.tril(np.subtract.outer(sums, sums))

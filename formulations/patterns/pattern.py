@@ -14,14 +14,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from stagewright.formulations.plans.actions import ActionKind, Operation
-from stagewright.formulations.plans.periodic import keeps_gradients
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, B, F, Operation
+from stagewright.formulations.plans.memory import Kept, kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import compute_seconds
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 
 TOLERANCE = 1e-10  # of the latency: rounding of sums of float times
 
@@ -32,18 +31,6 @@ class Job(NamedTuple):
     operation: Operation
     seconds: float
     resource: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What a stage keeps in its device's memory.
-
-    ``saved_bytes`` per microbatch from the begin of its forward to the end of its backward,
-    ``working_bytes`` besides from the begin of the backward to its end (what is computed again).
-    """
-
-    saved_bytes: float
-    working_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -336,11 +323,10 @@ class PatternProblems:
         if stage not in self._known:
             problem, index = self.problem, self.problem.cluster.index
             members = tuple(index[name] for name in stage.devices)
-            forward, backward = problem.compute_seconds(*stage.layers, members)
-            again = 0.0 if stage.recompute == "none" else forward
+            forward, backward = compute_seconds(problem, stage, members)
             self._known[stage] = _Figures(
                 forward,
-                backward + again,
+                backward,
                 problem.reduce_seconds(*stage.layers, members),
                 problem.update_seconds(*stage.layers, members),
                 static_bytes(problem, stage),
@@ -385,31 +371,11 @@ def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
     """What a device of a stage holds all the time: weights in two versions, gradients, buffers.
 
     MadPipe section 3: 3 W + 2 (a_(k-1) + a_l); besides the optimizer's state, and, where gradients
-    wait for an all-reduce or an update while the next grow, one gradient more.
+    wait for an all-reduce or an update while the next grow, one gradient more. With offloading, one
+    microbatch is on its way to the host and one has come back.
     """
-    weights = problem.gradient_bytes(*stage.layers)
-    shares = len(stage.devices)
-    more = weights if keeps_gradients(problem, shares) else 0.0
-    if stage.offload:
-        # One microbatch on its way to the host, one that has come back.
-        more += 2 * problem.saved_bytes(*stage.layers, shares)
-    return problem.static_bytes(*stage.layers, shares) + weights + more
-
-
-def kept_bytes(problem: PipelineProblem, stage: Stage) -> Kept:
-    """What a stage keeps for its microbatches in flight, with what it computes again."""
-    start, stop = stage.layers
-    shares = len(stage.devices)
-    if stage.offload:
-        return Kept(0.0)
-    saved = problem.saved_bytes(start, stop, shares)
-    if stage.recompute == "none":
-        return Kept(saved)
-    inputs = problem.inputs_per_layer(shares)[start:stop]
-    if stage.recompute == "full":
-        return Kept(float(inputs[0]), saved)
-    largest = float(problem.saved_per_layer(shares)[start:stop].max())
-    return Kept(float(inputs.sum()), largest)
+    held = stage_static_bytes(problem, stage, DOUBLE_BUFFER, overlapping=True)
+    return held + (2 * kept_bytes(problem, stage).offloaded_bytes if stage.offload else 0.0)
 
 
 def _least_seconds(

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from stagewright.formulations.plans.periodic import keeps_gradients
+from stagewright.formulations.plans.memory import state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import EVERY_PERIODIC, WHOLE_PERIODIC
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.arrays import Floats
 
 MARGIN = 1e-12
@@ -94,9 +95,8 @@ def _weights(problem: PipelineProblem, size: int) -> Floats:
 
     As `static_bytes` of :mod:`stagewright.formulations.patterns.pattern`, without the buffers.
     """
-    gradients = 1 + keeps_gradients(problem, size)
-    states = 2 + gradients + problem.chain.optimizer_bytes_per_parameter_byte
-    return problem.chain.parameter_bytes * states
+    factor = state_factor(problem, size, DOUBLE_BUFFER, overlapping=True)
+    return problem.chain.parameter_bytes * factor
 
 
 def _average_memory(problem: PipelineProblem, size: int, work: Floats) -> float:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.formulations.plans.memory import buffers_per_boundary, state_factors
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
@@ -49,7 +50,10 @@ class Recurrence(NamedTuple):
     saved
         Prefixes of saved bytes per microbatch, shape (R + 1, L + 1) by number of replicas.
     state_factor
-        Bytes of weights, gradients and optimizer state per parameter byte.
+        Bytes of weights, gradients and optimizer state per parameter byte, shape (R + 1,) by number
+        of replicas.
+    buffers
+        Bytes of buffers where the last l layers begin, shape (R + 1, L + 1) by number of replicas.
     kinds
         kinds[k, i]: how many of the first i devices are of kind k, shape (K, V + 1).
     memory
@@ -71,7 +75,8 @@ class Recurrence(NamedTuple):
     first: Ints
     boundary: Floats
     saved: Floats
-    state_factor: float
+    state_factor: Floats
+    buffers: Floats
     kinds: Ints
     memory: Floats
     pace: Floats
@@ -152,7 +157,8 @@ class ByRecurrence:
             earliest_starts(problem.replicas_per_layer[::-1], most),
             np.array([0.0, *entering[::-1], 0.0]),
             _suffix_sums(saved),
-            2.0 + problem.chain.optimizer_bytes_per_parameter_byte,
+            state_factors(problem, most),
+            np.array([buffers_per_boundary(problem, r)[::-1] for r in shares]),
             np.concatenate([np.zeros((len(counts), 1), np.int64), counts.cumsum(axis=1)], axis=1),
             problem.memory_bytes[backwards],
             pace,

@@ -14,6 +14,7 @@ from scipy import sparse
 
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.formulations.pipelines.bppm import BalancedPartition, StageChoice
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 
@@ -97,7 +98,7 @@ def _stage_columns(question: BalancedPartition, stages: int) -> Iterator[_StageC
     for n in range(stages, 0, -1):
         for a, b in _spans(len(problem.chain), stages, n):
             for i, j in _spans(len(question.order), stages, n):
-                limit = problem.in_flight_limit(a, b, question.order[i:j])
+                limit = in_flight_limit(problem, a, b, question.order[i:j])
                 if limit >= min(question.held or problem.microbatches, n):
                     yield _StageColumn(n, a, b, i, j)
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from stagewright.formulations.forms.models import LinearProgram
+from stagewright.formulations.plans.memory import least_state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.units import format_bytes
@@ -59,9 +60,8 @@ class LeastTimes:
 
     @cached_property
     def state_bytes(self) -> Floats:
-        """Weights, gradients and the optimizer's state, shape (L,)."""
-        chain = self.problem.chain
-        return chain.parameter_bytes * (2 + chain.optimizer_bytes_per_parameter_byte)
+        """The least of weights, gradients and optimizer state, shape (L,)."""
+        return self.problem.chain.parameter_bytes * least_state_factor(self.problem)
 
     @cached_property
     def needs(self) -> Floats:

@@ -15,6 +15,7 @@ import numpy as np
 
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.relaxation import Relaxation, relax
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats
 
@@ -177,7 +178,7 @@ class JointPlanning:
         """``prefix`` and ``stage``; None if the stage cannot hold a microbatch."""
         key = (stage.start, stage.stop, stage.devices)
         if key not in self._numbers:
-            limit = self.problem.in_flight_limit(*key)
+            limit = in_flight_limit(self.problem, *key)
             times = self.problem.compute_seconds(*key)
             self._numbers[key] = (limit, *times, self.problem.finish_seconds(*key))
         limit, forward, backward, finish = self._numbers[key]
@@ -311,7 +312,7 @@ def _next_stage(
 def _stages(form: Relaxation, r: int) -> _Stages:
     forward = _between(form.forward[r])
     parameters = _between(form.parameters)
-    held = form.state_factor * parameters + _between(form.saved[r])
+    held = form.state_factor[r] * parameters + _between(form.saved[r])
     fits = np.triu(held <= form.memory * (1 + MARGIN), 1)
     fits &= form.first[r][None, :] <= np.arange(len(form.parameters))[:, None]
     turn = np.where(fits, forward + _between(form.backward[r]), np.inf)

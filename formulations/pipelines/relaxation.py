@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums
+from stagewright.formulations.plans.memory import state_factors
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 
@@ -42,7 +43,8 @@ class Relaxation(NamedTuple):
     saved
         Prefixes of saved bytes, shape (R + 1, L + 1) by r.
     state_factor
-        Bytes of weights, gradients and optimizer state per parameter byte.
+        Bytes of weights, gradients and optimizer state per parameter byte, shape (V + 1,) by the
+        number of a stage's devices.
     memory
         The largest device's bytes.
     pace, delay
@@ -58,7 +60,7 @@ class Relaxation(NamedTuple):
     parameters: Floats
     boundary: Floats
     saved: Floats
-    state_factor: float
+    state_factor: Floats
     memory: float
     pace: float
     delay: float
@@ -87,7 +89,7 @@ def relax(problem: PipelineProblem) -> Relaxation:
         prefix_sums(problem.chain.parameter_bytes),
         np.array([0.0, *boundary, 0.0]),
         prefix_sums(np.array([problem.saved_per_layer(r) for r in shares])),
-        2.0 + problem.chain.optimizer_bytes_per_parameter_byte,
+        state_factors(problem, size),
         float(problem.memory_bytes.max()),
         1 / float(links.max()) if len(links) else 0.0,
         float(delays.min()) if len(delays) else 0.0,

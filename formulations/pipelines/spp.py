@@ -7,6 +7,7 @@ import numpy as np
 
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 
 LEMMA_1_PREMISE = "for PE's schedule of its stages, whose microbatches all fit in memory"
@@ -28,7 +29,7 @@ def makespan_problem(
         problem.transfer_seconds(one.stop, one.devices, following.devices)
         for one, following in pairwise(stages)
     ]
-    limits = tuple(problem.in_flight_limit(s.start, s.stop, s.devices) for s in stages)
+    limits = tuple(in_flight_limit(problem, s.start, s.stop, s.devices) for s in stages)
     if min(limits) < 1:
         return None
     return MakespanProblem(

@@ -33,6 +33,12 @@ class ActionKind(StrEnum):
     DROP = "DROP"
 
 
+# The field's short names, for modules of formulas.
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
+
 COMPUTE = (
     ActionKind.FORWARD,
     ActionKind.BACKWARD,

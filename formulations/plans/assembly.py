@@ -7,14 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from stagewright.formulations.checking.certificates import certificate
-from stagewright.formulations.checking.check import (
-    Blocks,
-    durations,
-    expected_actions,
-    predict,
-    require_valid,
-    updated_stages,
-)
+from stagewright.formulations.checking.check import require_valid
+from stagewright.formulations.checking.predictions import predicted
+from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.patterns.pattern import Pattern, pattern_problem
 from stagewright.formulations.plans.actions import COMPUTE, ON_DEVICE, ActionKind, Operation
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -29,41 +24,36 @@ from stagewright.formulations.plans.plan import (
     ScheduledAction,
     Stage,
 )
-from stagewright.formulations.plans.plan_class import Weights, class_of
+from stagewright.formulations.plans.plan_class import class_of
+from stagewright.formulations.plans.timing import (
+    Blocks,
+    durations,
+    expected_actions,
+    updated_stages,
+)
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, WeightRule
 
 
 def assemble(
     problem: PipelineProblem, planner: str, stages: Sequence[Stage], starts: Blocks
 ) -> PipelinePlan:
-    """The checked plan of ``stages`` with the start times of all actions, uncertified.
+    """The plan of ``stages`` with the start times of all actions; neither checked nor certified.
 
     A backward is split where ``starts`` has its input gradient.
-
-    Raises
-    ------
-    InvalidPlan
-        If a planner's answer breaks a rule of the problem: a fault of ours.
     """
     actions = sorted(
         _scheduled(problem, stages, starts),
         key=lambda entry: (entry.start_seconds, entry.finish_seconds, entry.action),
     )
-    plan = _uncertified(problem, planner, stages, Schedule(tuple(actions)), "flush")
-    require_valid(problem, plan)
-    return replace(plan, predicted=predict(problem, plan))
+    return _with_figures(problem, planner, stages, Schedule(tuple(actions)), FLUSH)
 
 
 def assemble_pattern(
     problem: PipelineProblem, planner: str, stages: Sequence[Stage], pattern: Pattern
 ) -> PipelinePlan:
-    """The checked periodic plan of ``stages`` with the times of ``pattern``, uncertified.
+    """The periodic plan of ``stages`` with the times of ``pattern``; neither checked nor certified.
 
     ``pattern`` answers ``pattern_problem(problem, stages)``.
-
-    Raises
-    ------
-    InvalidPlan
-        If a planner's answer breaks a rule of the problem: a fault of ours.
     """
     asked = pattern_problem(problem, stages)
     timed = [
@@ -83,32 +73,32 @@ def assemble_pattern(
     ]
     actions.sort(key=lambda entry: (entry.start_seconds, entry.seconds, entry.action, entry.device))
     schedule = PeriodicSchedule(pattern.period, tuple(actions), asked.pause_seconds)
-    plan = _uncertified(problem, planner, stages, schedule, "double-buffer")
-    require_valid(problem, plan)
-    return replace(plan, predicted=predict(problem, plan))
+    return _with_figures(problem, planner, stages, schedule, DOUBLE_BUFFER)
 
 
-def _uncertified(
+def _with_figures(
     problem: PipelineProblem,
     planner: str,
     stages: Sequence[Stage],
     schedule: Schedule | PeriodicSchedule,
-    weights: Weights,
+    rule: WeightRule,
 ) -> PipelinePlan:
-    return PipelinePlan(
-        problem.digest,
-        planner,
-        problem.chain.name,
-        problem.cluster.name,
-        problem.microbatches,
-        tuple(stages),
-        schedule,
-        weights=weights,
+    """The plan with what its own actions predict; `certify` and `require_valid` check it."""
+    plan = PipelinePlan(
+        digest=problem.digest,
+        planner=planner,
+        model=problem.chain.name,
+        cluster=problem.cluster.name,
+        microbatches=problem.microbatches,
+        stages=tuple(stages),
+        schedule=schedule,
+        weights=rule.name,
         memory_limit_bytes=problem.memory_limit_bytes,
         layers=tuple(
             PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
         ),
     )
+    return replace(plan, predicted=predicted(read_times(problem, plan)))
 
 
 def _repeated(
@@ -161,7 +151,8 @@ def certify(
     Raises
     ------
     InvalidPlan
-        If the plan costs less than a bound on its class: a fault of ours.
+        If the plan breaks a rule of the problem, or costs less than a bound on its class: a fault
+        of ours.
     """
     assert plan.predicted is not None
     cost = plan.predicted.iteration_seconds
@@ -175,7 +166,7 @@ def _scheduled(
 ) -> Iterator[ScheduledAction]:
     split = ~np.isnan(starts[ActionKind.INPUT_GRADIENT])
     seconds = durations(problem, stages, split)
-    updated = updated_stages(problem, stages, "flush")
+    updated = updated_stages(problem, stages, FLUSH)
     for action in expected_actions(stages, problem.microbatches, split, updated):
         s, m = action.stage, action.microbatch
         start = float(starts[action.kind][s, m or 0])  # an all-reduce has one column

@@ -8,7 +8,6 @@ import math
 from dataclasses import replace
 
 from stagewright.formulations.plans.actions import ActionKind, parse_operation
-from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
     PeriodicAction,
     PeriodicSchedule,
@@ -52,11 +51,6 @@ def forward_shifts(schedule: PeriodicSchedule) -> dict[int, int]:
 def without_pause(schedule: PeriodicSchedule) -> PeriodicSchedule:
     """The same pattern on its own."""
     return replace(schedule, pause_seconds=0.0)
-
-
-def keeps_gradients(problem: PipelineProblem, devices: int) -> bool:
-    """Whether a stage's gradients wait while the next grow: to be summed up, or for a pause."""
-    return devices > 1 or any(problem.update_per_layer(kind).any() for kind in problem.kinds)
 
 
 def latency(schedule: PeriodicSchedule) -> float:

@@ -1,6 +1,7 @@
 """Pipeline planning: a model, a cluster and a number of microbatches; and its one cost model.
 
-Every planner and checker takes its seconds and bytes from here. Sources: SPP section III
+Every planner and checker takes its seconds from here and from `timing`, its bytes from `memory`,
+which adds the figures per layer up. Sources: SPP section III
 (inter-stage transfers after the erratum ``c = d / (|F(s)| |F(s+1)| min b)``, equation 1 for the
 all-reduce), with latencies added.
 """
@@ -208,18 +209,6 @@ class PipelineProblem:
     def _updates(self) -> dict[str, Floats]:
         return {kind: update_seconds_on(self.chain, kind) for kind in self.kinds}
 
-    def static_bytes(self, start: int, stop: int, replicas: int) -> float:
-        """Bytes that a device of the stage holds all the time, when ``replicas`` share it.
-
-        Weights, gradients and optimizer state of its layers, and buffers for one activation and
-        one gradient on each side of the stage.
-        """
-        weights = self.gradient_bytes(start, stop)
-        states = weights * (2 + self.chain.optimizer_bytes_per_parameter_byte)
-        boundary = self.boundary_bytes(start) if start > 0 else 0.0
-        boundary += self.boundary_bytes(stop) if stop < len(self.chain) else 0.0
-        return states + 2 * self.share_bytes(boundary, replicas)
-
     def saved_bytes(self, start: int, stop: int, replicas: int) -> float:
         """Bytes that a device keeps per microbatch in flight, when ``replicas`` share it.
 
@@ -251,24 +240,6 @@ class PipelineProblem:
         if len(known) < len(rates):
             return None
         return self.saved_bytes(start, stop, len(devices)) / min(known)
-
-    def in_flight_limit(
-        self, start: int, stop: int, devices: Sequence[int], shares: int | None = None
-    ) -> int:
-        """How many microbatches fit in the memory of the smallest device; 0 if not even one.
-
-        Also 0 if a microbatch has too few samples. ``shares`` (default: the number of devices) is
-        among how many a microbatch is split.
-        """
-        parts = shares or len(devices)
-        if parts > self.most_replicas(start, stop):
-            return 0
-        free = float(self.memory_bytes[list(devices)].min())
-        free -= self.static_bytes(start, stop, parts)
-        saved = self.saved_bytes(start, stop, parts)
-        if free < 0 or saved > free:
-            return 0
-        return self.microbatches if saved == 0 else min(self.microbatches, int(free // saved))
 
     def _require_samples(self) -> None:
         """Refuse costs that do not cover a microbatch, and layers that need more samples."""

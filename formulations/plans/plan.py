@@ -7,21 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication, Weights
+from stagewright.formulations.plans.envelope import Claim, Envelope
+from stagewright.formulations.plans.plan_class import PlanClass, Recompute, Replication
+from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, WeightRule, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount
 
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
-
-
-def updates_every_round(weights: str) -> bool:
-    """Whether weights of this semantics change within the iteration, after every microbatch.
-
-    Where a stage's devices take turns, after every round of them.
-    """
-    return weights.startswith("stash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +56,11 @@ class Stage:
         return (self.devices[microbatch % len(self.devices)],)
 
     @property
+    def lanes(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of runners that take turns: microbatch m runs on lane m mod their number."""
+        return tuple(self.runners(m) for m in range(self.turns))
+
+    @property
     def turns(self) -> int:
         """Among how many groups of runners the microbatches go round."""
         return 1 if self.replication == "split" else len(self.devices)
@@ -81,9 +80,9 @@ class PlannedLayer:
 class ScheduledAction:
     """One action in time.
 
-    Computations stand once per device. A transfer stands once, led by its first source, with all
-    endpoints; an all-reduce stands once, led by its first device, with the whole group as sources
-    and targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
+    Computations appear once per device. A transfer appears once, led by its first source, with all
+    endpoints; an all-reduce once, led by its first device, with the whole group as sources and
+    targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -248,7 +247,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelinePlan:
+class PipelinePlan(Envelope):
     """A plan for one training iteration of a model on a cluster.
 
     ``digest`` names the problem (model, cluster, microbatches) that the plan answers, ``layers``
@@ -267,7 +266,6 @@ class PipelinePlan:
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
-    digest: str
     planner: str
     model: str
     cluster: str
@@ -288,6 +286,29 @@ class PipelinePlan:
             raise InputError("a plan needs at least one stage")
         if self.microbatches < 1:
             raise InputError(f"microbatches must be at least 1, got {self.microbatches}")
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether iterations overlap, as a pattern that is repeated."""
+        return isinstance(self.schedule, PeriodicSchedule)
+
+    @property
+    def weight_rule(self) -> WeightRule:
+        """What ``weights`` means."""
+        return WEIGHT_RULES[self.weights]
+
+    @property
+    def made_by(self) -> str:
+        """The planner."""
+        return self.planner
+
+    @property
+    def claim(self) -> Claim | None:
+        """Seconds of an iteration, and the bound on the plan's class."""
+        proof = self.certificate
+        if proof is None:
+            return None
+        return Claim(proof.cost_seconds, proof.bound_seconds, proof.proved_by)
 
     @property
     def actions(self) -> tuple[ScheduledAction, ...]:

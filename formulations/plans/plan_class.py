@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict
 
+from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.formulations.plans.plan import PipelinePlan, Stage
 
-Weights = Literal["flush", "stash", "stash+vertical-sync", "double-buffer"]
 Replication = Literal["split", "round-robin"]
 Recompute = Literal["none", "full", "layer"]
 ScheduleKind = Literal["finite", "periodic"]

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks, durations
 from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import Blocks, durations
 
 
 def starts_of(problem: PipelineProblem, stages: Sequence[Stage], times: Timetable) -> Blocks:

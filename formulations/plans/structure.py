@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.checking.check import Blocks, durations
 from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.units import format_bytes
 
@@ -221,26 +222,17 @@ def _lane_bytes(
     problem: PipelineProblem, structure: Structure, s: int, devices: tuple[int, ...]
 ) -> tuple[float, float, float, float]:
     """Bytes kept, bytes kept again, bytes offloaded, and the seconds of that."""
-    stage, shares = structure.stages[s], len(devices)
-    start, stop = stage.layers
-    saved = problem.saved_bytes(start, stop, shares)
-    if stage.offload:
-        seconds = problem.offload_seconds(start, stop, devices)
-        assert seconds is not None  # the search offloads only where the host's link is known
-        return 0.0, 0.0, saved, seconds
-    if stage.recompute == "none":
-        return saved, 0.0, 0.0, -1.0
-    inputs = problem.inputs_per_layer(shares)[start:stop]
-    if stage.recompute == "full":
-        return float(inputs[0]), saved, 0.0, -1.0
-    largest = float(problem.saved_per_layer(shares)[start:stop].max())
-    return float(inputs.sum()), saved if structure.split[s] else largest, 0.0, -1.0
+    stage = structure.stages[s]
+    kept = kept_bytes(problem, stage, structure.split[s])
+    seconds = problem.offload_seconds(*stage.layers, devices) if stage.offload else -1.0
+    assert seconds is not None  # the search offloads only where the host's link is known
+    return kept.saved_bytes, kept.working_bytes, kept.offloaded_bytes, seconds
 
 
 def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:
     static = np.zeros(len(problem.cluster))
     for stage in stages:
-        bytes_ = problem.static_bytes(*stage.layers, len(stage.runners(0)))
+        bytes_ = stage_static_bytes(problem, stage)
         for name in stage.devices:
             static[problem.cluster.index[name]] += bytes_
     return np.asarray(problem.memory_bytes - static)

@@ -56,6 +56,13 @@ def unroll_run(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
     )
 
 
+def finite_run(plan: PipelinePlan, iterations: int) -> PipelinePlan:
+    """So many iterations of a periodic plan from the first on; a finite plan is its own run."""
+    if not plan.is_periodic:
+        return plan
+    return unroll_run(plan, iterations * plan.microbatches)
+
+
 def _earlier_reductions(
     plan: PipelinePlan, schedule: PeriodicSchedule, microbatches: int
 ) -> Iterator[ScheduledAction]:

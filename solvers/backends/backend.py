@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, overload
 
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, silent
-from stagewright.formulations.forms.models import Intervals, LinearProgram
+from stagewright.formulations.forms.models import Convex, Intervals, LinearProgram
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 
@@ -21,12 +21,14 @@ class UnknownStatusError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A solver: its ``name``, the type of form that it ``accepts``, and how to ``run`` it.
+    """A way to a solver: its ``name``, the type of form that it ``accepts``, how to ``run`` it.
 
-    ``integers`` says whether it takes a ``LinearProgram`` with integral columns.
+    ``solver`` is who proves its bounds. ``integers`` says whether it takes a ``LinearProgram``
+    with integral columns.
     """
 
     name: str
+    solver: str
     accepts: type
     run: Run
     integers: bool = True
@@ -46,12 +48,14 @@ def _late(module: str, function: str) -> Run:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("cp-sat", Intervals, _late("cpsat", "run")),
-        Backend("highs", LinearProgram, _late("highs", "run")),
-        Backend("highs-ipm", LinearProgram, _late("highs", "run_interior")),
-        Backend("pulp-highs", LinearProgram, _late("pulp_milp", "run_highs")),
-        Backend("pulp-cbc", LinearProgram, _late("pulp_milp", "run_cbc")),
-        Backend("pdlp", LinearProgram, _late("pdlp", "run"), integers=False),
+        Backend("cp-sat", "CP-SAT", Intervals, _late("cpsat", "run")),
+        Backend("highs", "HiGHS", LinearProgram, _late("highs", "run")),
+        Backend("highs-ipm", "HiGHS", LinearProgram, _late("highs", "run_interior")),
+        Backend("pulp-highs", "HiGHS", LinearProgram, _late("pulp_milp", "run_highs")),
+        Backend("pulp-cbc", "CBC", LinearProgram, _late("pulp_milp", "run_cbc")),
+        Backend("pdlp", "PDLP", LinearProgram, _late("pdlp", "run"), integers=False),
+        Backend("cvxpy", "HiGHS", LinearProgram, _late("cvxpy_linear", "run")),
+        Backend("cvxpy-convex", "CVXPY", Convex, _late("cvxpy_convex", "run"), integers=False),
     )
 }
 
@@ -65,7 +69,7 @@ def solve(
 ) -> Answer[Ints]: ...
 @overload
 def solve(
-    form: LinearProgram,
+    form: LinearProgram | Convex,
     backend: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
     on_progress: OnProgress = silent,
@@ -76,7 +80,12 @@ def solve(
     limits: Limits = DEFAULT_LIMITS,
     on_progress: OnProgress = silent,
 ) -> Answer[Any]:
-    """Hand ``form`` to a backend (default: the first that accepts it) and return its answer.
+    """Hand ``form`` to a backend and return its answer.
+
+    Parameters
+    ----------
+    backend
+        Its name; without one that of ``limits``, and without that the first that accepts the form.
 
     Raises
     ------
@@ -85,7 +94,7 @@ def solve(
     UnknownStatusError
         If the solver ends in a way that the backend does not know.
     """
-    return _choose(form, backend).run(form, limits, on_progress)
+    return _choose(form, backend or limits.backend).run(form, limits, on_progress)
 
 
 def _choose(form: Any, name: str | None) -> Backend:

@@ -5,6 +5,7 @@ in ``sol_status`` (CBC) or in HiGHS's own status, which is asked directly.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -28,13 +29,14 @@ CBC_STATUS = {
     (pulp.LpStatusInfeasible, pulp.LpSolutionNoSolutionFound): Status.INFEASIBLE,
 }
 _TOLERANCE = 1e-5  # of rows, bounds and integrality, relative to the size of the number
+Sides = list[tuple[int, pulp.LpConstraint]]  # of which row, and the constraint
 _INTEGER = (pulp.LpContinuous, pulp.LpInteger)
 
 
 def run_highs(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
     """HiGHS through PuLP; the hint is not used, and no progress is reported."""
     began = perf_counter()
-    problem, columns = _problem(form)
+    problem, columns, sides = _problem(form)
     with TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         problem.solve(
@@ -50,13 +52,14 @@ def run_highs(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> A
         text = log.read_text() if log.exists() else ""
     bound = problem.solverModel.getInfo().mip_dual_bound if form.integral.any() else -math.inf
     status = status_of(problem.solverModel)
-    return _answer(form, columns, status, bound, perf_counter() - began, "pulp-highs", text)
+    answer = _answer(form, columns, status, bound, perf_counter() - began, "pulp-highs", text)
+    return replace(answer, duals=_duals(form, sides, answer))
 
 
 def run_cbc(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
     """CBC through PuLP; no progress is reported, and only an optimal answer has a bound."""
     began = perf_counter()
-    problem, columns = _problem(form)
+    problem, columns, sides = _problem(form)
     with TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         problem.solve(
@@ -76,10 +79,11 @@ def run_cbc(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Ans
     if code not in CBC_STATUS:
         raise UnknownStatusError(f"CBC through PuLP ended with status, sol_status = {code}")
     seconds = perf_counter() - began
-    return _answer(form, columns, CBC_STATUS[code], -math.inf, seconds, "pulp-cbc", text)
+    answer = _answer(form, columns, CBC_STATUS[code], -math.inf, seconds, "pulp-cbc", text)
+    return replace(answer, duals=_duals(form, sides, answer))
 
 
-def _problem(form: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+def _problem(form: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable], Sides]:
     problem = pulp.LpProblem("problem", pulp.LpMinimize)
     columns = [
         problem.add_variable(f"x{j}", _finite(lower), _finite(upper), _INTEGER[int(integral)])
@@ -94,14 +98,27 @@ def _problem(form: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable]
     problem += pulp.LpAffineExpression(list(zip(columns, form.cost.tolist(), strict=True)))
     pointers, indices = form.matrix.indptr.tolist(), form.matrix.indices.tolist()
     data = form.matrix.data.tolist()
+    sides: Sides = []
     for row, (lower, upper) in enumerate(
         zip(form.row_lower.tolist(), form.row_upper.tolist(), strict=True)
     ):
         entries = range(pointers[row], pointers[row + 1])
         terms = [(columns[indices[e]], data[e]) for e in entries]
         for sense, side in _sides(lower, upper):
-            problem += pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=side)
-    return problem, columns
+            constraint = pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=side)
+            problem += constraint
+            sides.append((row, constraint))
+    return problem, columns, sides
+
+
+def _duals(form: LinearProgram, sides: Sides, answer: Answer[Floats]) -> Floats | None:
+    """One number per row, the sum of its sides'; None with integers or without an optimum."""
+    if form.integral.any() or answer.status is not Status.OPTIMAL:
+        return None
+    found = np.zeros(len(form.row_lower))
+    for row, constraint in sides:
+        found[row] += constraint.pi or 0.0
+    return found
 
 
 def _sides(lower: float, upper: float) -> list[tuple[int, float]]:

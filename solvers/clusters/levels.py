@@ -72,8 +72,11 @@ def central_level(problem: AllocationProblem, need: Floats, limits: Limits) -> L
     """As :func:`max_level`, but of many optima one in their middle.
 
     Like jobs get the like, and what the optimum leaves open is spread, where a vertex leaves it
-    idle. Where interior points alone do not come close enough, a vertex answers.
+    idle. Where interior points alone do not come close enough, a vertex answers; so does a backend
+    that ``limits`` names.
     """
+    if limits.backend is not None:
+        return max_level(problem, need, limits=limits)
     try:
         level = max_level(problem, need, limits=limits, tolerance=ROUNDING, backend="highs-ipm")
     except UnknownStatusError:

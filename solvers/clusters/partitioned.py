@@ -249,7 +249,7 @@ def solve_part(part: Part, limits: Limits) -> Solved:
     valid = replace(valid, upper=upper)
     most = float((problem.table.alone.max(axis=1)[problem.kind] / part.need).min())
     program = level_program(valid, groups.total(part.need), most)
-    answer = solve(program.form, BACKEND, limits)
+    answer = solve(program.form, limits.backend or BACKEND, limits)
     if answer.values is None or answer.duals is None:
         return Solved(answer.status, None, np.zeros(shared.stop - shared.start))
     allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most))

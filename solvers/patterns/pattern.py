@@ -53,7 +53,7 @@ def best_pattern(
     problem: PatternProblem,
     limits: Limits,
     *,
-    backend: str = "auto",
+    backend: str | None = None,
     lower_seconds: float = 0.0,
     upper: Pattern | None = None,
     on_progress: OnProgress = silent,
@@ -63,8 +63,9 @@ def best_pattern(
     Parameters
     ----------
     backend
-        ``highs``, ``pulp-highs`` or ``pulp-cbc`` for the mixed-integer program, ``cp-sat`` for a
-        search over periods; ``auto`` is the quickest of them, HiGHS.
+        ``highs``, ``pulp-highs``, ``pulp-cbc`` or ``cvxpy`` for the mixed-integer program,
+        ``cp-sat`` for a search over periods; None is that of ``limits``, else ``auto``, the
+        quickest: HiGHS.
     lower_seconds
         A period that is known to be a lower bound.
     upper
@@ -77,6 +78,7 @@ def best_pattern(
     InvalidPlan
         If ``upper`` breaks a rule.
     """
+    backend = backend or limits.backend or "auto"
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     began = perf_counter()
@@ -236,6 +238,7 @@ BACKENDS: dict[str, Callable[[_Search], None]] = {
     "highs": _by_rate("highs", "HiGHS"),
     "pulp-highs": _by_rate("pulp-highs", "HiGHS"),
     "pulp-cbc": _by_rate("pulp-cbc", "CBC"),
+    "cvxpy": _by_rate("cvxpy", "HiGHS"),
     "cp-sat": _by_periods,
 }
 

@@ -6,7 +6,7 @@ from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.pipelines.jobshop import ByIntervals, JobShop, Starts
-from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 
 # What is ahead of a job at its step k: the work left, and the duration of the step itself.
 Rule = Callable[[int, int], float]
@@ -43,20 +43,23 @@ def solve_jobshop(
 
     Raises
     ------
+    InputError
+        If there is no such backend.
     InvalidPlan
         If a schedule breaks a rule of the problem.
     """
     began = perf_counter()
+    scheduler(limits)  # refused before any work
     static = ByIntervals(problem).apply().lower_bound
     incumbent = dispatch_best(problem, limits)
     form = ByIntervals(problem, incumbent).apply()
     left = replace(limits, seconds=limits.left(perf_counter() - began))
-    answer = solve(form, "cp-sat", left, on_progress)
+    answer = solve_intervals(form, left, on_progress)
     starts = incumbent
     if answer.values is not None:
         starts = ByIntervals(problem).invert(answer.values)
-    bound = max(static, round(answer.bound))
-    proved_by = "one-machine relaxation" if bound == static else "CP-SAT"
+    bound = static if answer.bound < static else round(answer.bound)
+    proved_by = "one-machine relaxation" if bound == static else scheduler(limits).solver
     cost = None if starts is None else problem.evaluate(starts)
     status = Status.OPTIMAL if cost == bound else limits.status(cost is not None)
     return JobShopResult(

@@ -226,8 +226,8 @@ def _share(form: Recurrence, volume: float, shares: int) -> float:
 def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float) -> int:
     """How many microbatches of layers (before, l] each of r devices can hold, up to form.held."""
     free = memory
-    free -= form.state_factor * (form.parameters[l] - form.parameters[before])
-    free -= 2.0 * _share(form, form.boundary[before] + form.boundary[l], r)
+    free -= form.state_factor[r] * (form.parameters[l] - form.parameters[before])
+    free -= form.buffers[r, before] + form.buffers[r, l]
     saved = form.saved[r, l] - form.saved[r, before]
     if free < 0.0:
         return 0
@@ -262,8 +262,8 @@ def _sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     replicas = form.forward.shape[1] - 1
     needed = np.zeros(replicas + 1)  # bytes that any stage on r devices can do with
     for r in range(1, replicas + 1):
-        needed[r] = form.state_factor * form.parameters[layers]
-        needed[r] += 4.0 * _share(form, largest_boundary, r)
+        needed[r] = form.state_factor[r] * form.parameters[layers]
+        needed[r] += 2.0 * form.buffers[r].max()
         needed[r] += min(form.held, most) * form.saved[r, layers]
     for used in range(size):
         low, high = band.low[used], band.high[used]

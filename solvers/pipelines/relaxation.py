@@ -129,7 +129,7 @@ def _place(
             head + rounds * x > limit
             or forth + rounds * x + finish > limit
             or form.first[shares, l] > before
-            or form.state_factor * weights + saved > form.memory
+            or form.state_factor[r] * weights + saved > form.memory
         ):
             return
         way[kind, used + r, l] = min(way[kind, used + r, l], head + x)

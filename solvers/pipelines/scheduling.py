@@ -7,11 +7,11 @@ from typing import Literal
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.pipelines.bounds import plans_of, schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.makespan_models import CP_SAT, ByIntervals
+from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
 
@@ -54,14 +54,18 @@ def solve_schedule(
     """The schedule of one rule, or the best that can be found and proved within ``limits``.
 
     An ``"optimal"`` schedule is never worse than any list schedule, nor than ``incumbent``: they
-    are tried and checked first. The search ends as soon as a bound is met.
+    are tried and checked first. The search ends as soon as a bound is met. CP-SAT searches unless
+    ``limits`` names another backend, which is for small cases.
 
     Raises
     ------
+    InputError
+        If there is no such backend.
     InvalidPlan
         If a schedule breaks a rule of the problem.
     """
     began = perf_counter()
+    scheduler(limits)  # refused before any work
     bounds = schedule_bounds(problem)
     if kind != "optimal":
         timetable = list_schedule(problem, kind)
@@ -114,7 +118,7 @@ def _proved(
     began: float,
     note: OnProgress,
 ) -> ScheduleResult:
-    """CP-SAT for the rest of the time: a better schedule, a better bound, or both."""
+    """A solver for the rest of the time: a better schedule, a better bound, or both."""
     assert found.timetable is not None
     model = ByIntervals(problem, found.timetable)
     form = model.apply()
@@ -125,8 +129,9 @@ def _proved(
         objective = None if step.objective is None else step.objective * model.unit
         note(Progress(start + step.seconds, objective, step.bound * model.unit))
 
-    answer = solve(form, "cp-sat", replace(limits, seconds=left), seconds)
-    proved = Bound(answer.bound * model.unit, CP_SAT, "schedule", plans_of(problem))
+    answer = solve_intervals(form, replace(limits, seconds=left), seconds)
+    solver = scheduler(limits).solver
+    proved = Bound(answer.bound * model.unit, solver, "schedule", plans_of(problem))
     bounds = (*found.bounds, proved)
     timetable, source, rounding = found.timetable, found.source, 0.0
     if answer.values is not None and answer.objective is not None:
@@ -134,7 +139,7 @@ def _proved(
         makespan = problem.evaluate(other)
         rounding = max(0.0, makespan - answer.objective * model.unit)
         if makespan < _cost(found):
-            timetable, source = other, CP_SAT
+            timetable, source = other, solver
     result = _result(problem, timetable, source, bounds, perf_counter() - began, rounding)
     return replace(result, log=answer.log)
 

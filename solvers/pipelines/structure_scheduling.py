@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.structure import Endings, Work, device_loads
+from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 ForwardOrder = Literal["oldest", "deepest", "broad", "chunks"]

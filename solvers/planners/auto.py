@@ -1,12 +1,13 @@
 """The portfolio: every planner within the limit, then the best plan's stages and schedule."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
 
+from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.assembly import assemble
@@ -22,21 +23,20 @@ from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.gpipe import plan_gpipe
 from stagewright.solvers.planners.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.pipedream import plan_pipedream
+from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import (
     Attempt,
     Choices,
+    MemoryWay,
     NoPlan,
     Proposal,
-    Recomputation,
     scheduling_of,
 )
-from stagewright.solvers.planners.recomputing import plan_recomputing
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.planners.uniform import Search, plan_alike
 
-Planner = Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
-
-HEURISTICS: tuple[tuple[str, Planner], ...] = (
+HEURISTICS: tuple[tuple[str, Search], ...] = (
     ("spp", plan_spp),
     ("dp", plan_dp),
     ("gpipe", plan_gpipe),
@@ -106,7 +106,7 @@ class _Portfolio:
             and fill_and_drain_bound(self.problem, self.cost) < self.cost * (1 - GOOD_ENOUGH)
         )
 
-    def consider(self, name: str, run: Planner, seconds: float) -> None:
+    def consider(self, name: str, run: Search, seconds: float) -> None:
         since = monotonic()
         answer = run(self.problem, replace(self.limits, seconds=seconds), self.on_progress)
         spent = monotonic() - since
@@ -115,7 +115,9 @@ class _Portfolio:
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        predicted = assemble(self.problem, name, answer.stages, answer.starts).predicted
+        drawn = assemble(self.problem, name, answer.stages, answer.starts)
+        require_valid(self.problem, drawn)
+        predicted = drawn.predicted
         assert predicted is not None
         cost = predicted.iteration_seconds
         known = self.best.notes if self.best else ()
@@ -128,7 +130,8 @@ class _Portfolio:
         if self.best is None or self._wins(answer, cost, fullest):
             worse, self.best, self.cost = self.best or answer, answer, cost
             self.fullest = fullest
-            self.on_progress(Progress(monotonic() - self.began, cost, 0.0))
+            made = partial(replace, answer)
+            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
         if cost < self.plain_cost and self._is_plain(answer):
             self.plain, self.plain_cost = answer, cost
         shared = [bound for bound in worse.bounds if bound.scope == "problem"]
@@ -166,8 +169,8 @@ class _Portfolio:
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
         """SPP's plan where every stage recomputes, for the general search to begin with."""
-        way: Recomputation = "layer" if self.choices.recompute == "layer" else "full"
-        return plan_recomputing(plan_spp, problem, limits, on_progress, way)
+        way: MemoryWay = "layer" if self.choices.recompute == "layer" else "full"
+        return plan_alike(plan_spp, problem, limits, on_progress, (way,))
 
     def search(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
@@ -225,3 +228,24 @@ def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
         peak / float(problem.memory_bytes[index[name]])
         for name, peak in predicted.peak_memory_bytes.items()
     )
+
+
+class AutoPlanner:
+    """The portfolio."""
+
+    name = "auto"
+    summary = (
+        "all but the asynchronous ones within the time limit, then the best plan's schedule "
+        "improved by CP-SAT"
+    )
+    source = "portfolio"
+    options = Options(ANY_RECOMPUTATION, offload=True)
+
+    def propose(
+        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """The best plan of all planners."""
+        return plan_auto(problem, limits, on_progress, choices)
+
+
+PLANNER = AutoPlanner()

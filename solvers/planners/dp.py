@@ -12,6 +12,7 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
     shortage,
 )
+from stagewright.solvers.planners.uniform import UniformPlanner
 
 
 def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -> Proposal | NoPlan:
@@ -28,3 +29,11 @@ def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -
     times = list_schedule(scheduling, "1f1b")
     assert times is not None  # 1F1B keeps every limit
     return proposal_of(problem, named_stages(problem, whole), times)
+
+
+PLANNER = UniformPlanner(
+    "dp",
+    "data parallelism: the whole model on every device",
+    "SPP section V-A, baseline",
+    plan_dp,
+)

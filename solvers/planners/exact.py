@@ -3,6 +3,7 @@
 import heapq
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from time import perf_counter
 
@@ -29,6 +30,7 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
 )
 from stagewright.solvers.planners.spp import plan_spp
+from stagewright.solvers.planners.uniform import UniformPlanner
 
 PRECISION = 2e-7  # relative; plans that are better by less are not looked for
 FIRST_SECONDS = 1.0  # CP-SAT's first time limit for a schedule; every further turn has
@@ -226,7 +228,9 @@ class _Search:
         if seconds < self.cost:
             self.cost, self.best = seconds, (candidate.stages, times)
             elapsed = perf_counter() - self.began
-            self.on_progress(Progress(elapsed, seconds, min(bound, self.bound())))
+            stages = named_stages(self.problem, candidate.stages)
+            made = partial(proposal_of, self.problem, stages, times)
+            self.on_progress(Progress(elapsed, seconds, min(bound, self.bound()), made))
 
     def _dominated(self, scheduling: MakespanProblem) -> bool:
         """Whether a plan that is done with is nowhere slower and holds no fewer in flight."""
@@ -257,3 +261,11 @@ def _row(scheduling: MakespanProblem) -> np.ndarray[tuple[int], np.dtype[np.floa
         scheduling.forward, scheduling.backward, scheduling.send_forward,
         scheduling.send_backward, scheduling.reduce, limits,
     ])  # fmt: skip
+
+
+PLANNER = UniformPlanner(
+    "exact",
+    "partition, mapping and order at once, for small cases",
+    "joint branch and bound over CP-SAT schedules",
+    plan_exact,
+)

@@ -10,21 +10,23 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
+from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structure_scheduling import EQUAL, Rule, best_schedule, rules_for
 from stagewright.solvers.planners.moves import Moves
+from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.seeds import pipelines
 
@@ -190,7 +192,9 @@ class _Search:
         score = Score(0.0, found.seconds, found.fullest, count)
         if score.beats(self.best):
             self.best, self.structure, self.starts = score, structure, found.starts
-            self.on_progress(Progress(monotonic() - self.began, found.seconds, self.enough))
+            made = partial(Proposal, structure.stages, found.starts)
+            elapsed = monotonic() - self.began
+            self.on_progress(Progress(elapsed, found.seconds, self.enough, made))
         return score
 
     def _climb(self, structure: Structure) -> None:
@@ -221,3 +225,24 @@ class _Search:
             self._score(start, math.inf)
             self._climb(start)
             idle = 0 if self.best.beats(before) else idle + 1
+
+
+class GeneralPlanner:
+    """The search over all finite plans; it tries every way to save memory unless told."""
+
+    name = "general"
+    summary = (
+        "local search over all finite plans: several stages on a device, any replication, I and W, "
+        "recomputation, offloading"
+    )
+    source = "list schedules within memory"
+    options = Options(ANY_RECOMPUTATION, offload=True)
+
+    def propose(
+        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """The best plan found."""
+        return plan_general(problem, limits, on_progress, choices)
+
+
+PLANNER = GeneralPlanner()

@@ -14,6 +14,7 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
     shortage,
 )
+from stagewright.solvers.planners.uniform import UniformPlanner
 
 
 def plan_gpipe(
@@ -30,3 +31,11 @@ def plan_gpipe(
     if times is None:
         return NoPlan(shortage(problem, stages, held=problem.microbatches))
     return proposal_of(problem, named_stages(problem, stages), times)
+
+
+PLANNER = UniformPlanner(
+    "gpipe",
+    "equal numbers of layers, all forwards first",
+    "Huang et al., NeurIPS 2019",
+    plan_gpipe,
+)

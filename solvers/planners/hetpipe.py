@@ -15,6 +15,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, proposal_of, shortage
+from stagewright.solvers.planners.uniform import UniformPlanner
 
 
 def plan_hetpipe(
@@ -109,3 +110,11 @@ def _interleave(
         for scheduling, times in pipelines
     ]
     return Timetable(**rows, reduce=np.max(ends, axis=0))
+
+
+PLANNER = UniformPlanner(
+    "hetpipe",
+    "a pipeline in every server, data parallelism among servers",
+    "Park et al., ATC 2020, with a synchronous barrier",
+    plan_hetpipe,
+)

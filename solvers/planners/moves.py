@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
-from typing import cast
 
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.plan_class import REPLICATION, Recompute
+from stagewright.formulations.plans.plan_class import REPLICATION
 from stagewright.formulations.plans.structure import Structure
-from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planners.proposal import Choices, MemoryWay, with_way
 
 SHIFTS = (1, -1, 2, -2)
 BUSY = 2  # devices of other stages that a stage may get as well
@@ -55,10 +54,11 @@ class Moves:
             for stage in structure.stages
         )
 
-    def _ways(self) -> list[str]:
+    def _ways(self) -> list[MemoryWay]:
         hosts = [one.host_bytes_per_second for one in self.problem.cluster.devices]
         offload = self.choices.offload and None not in hosts
-        return [*self.choices.recomputations, *(["offload"] if offload else [])]
+        known: list[MemoryWay] = [*self.choices.recomputations]
+        return [*known, "offload"] if offload else known
 
     def _turned(self, structure: Structure) -> Iterator[Stages]:
         yield structure.stages
@@ -69,8 +69,8 @@ class Moves:
                     for one in structure.stages
                 )
 
-    def _everywhere(self, stages: Stages, split: bool, way: str) -> Structure:
-        changed = tuple(_with_way(stage, way) for stage in stages)
+    def _everywhere(self, stages: Stages, split: bool, way: MemoryWay) -> Structure:
+        changed = tuple(with_way(stage, way) for stage in stages)
         return Structure(changed, tuple(split and self._splits(stage) for stage in changed))
 
     def _splits(self, stage: Stage) -> bool:
@@ -204,7 +204,7 @@ class Moves:
             if self._splits(stage):
                 changes.append(partial(_toggled, structure, s))
             changes += [
-                partial(self._with, structure, s, _with_way(stage, way)) for way in self._ways()
+                partial(self._with, structure, s, with_way(stage, way)) for way in self._ways()
             ]
         variants = list(self.variants(structure))
         changes += [partial(_same, one) for one in variants]
@@ -218,12 +218,6 @@ def _same(structure: Structure) -> Structure:
 def _toggled(structure: Structure, s: int) -> Structure:
     split = structure.split
     return replace(structure, split=(*split[:s], not split[s], *split[s + 1 :]))
-
-
-def _with_way(stage: Stage, way: str) -> Stage:
-    if way == "offload":
-        return replace(stage, recompute="none", offload=True)
-    return replace(stage, recompute=cast(Recompute, way), offload=False)
 
 
 def _on(stage: Stage, names: tuple[str, ...]) -> Stage:

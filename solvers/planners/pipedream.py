@@ -20,6 +20,7 @@ from stagewright.solvers.planners.proposal import (
     proposal_of,
     shortage,
 )
+from stagewright.solvers.planners.uniform import UniformPlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +174,11 @@ def _solve_level(
                         if time < slowest[i, j, m]:
                             slowest[i, j, m], split[i, j, m], last[i, j, m] = time, s, k
     return slowest, split, last
+
+
+PLANNER = UniformPlanner(
+    "pipedream",
+    "hierarchical partition and replication, 1F1B with a flush",
+    "Narayanan's thesis 2.4.1",
+    plan_pipedream,
+)

@@ -2,22 +2,23 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 
-from stagewright.formulations.checking.check import Blocks, durations
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Guarantee, Stage
 from stagewright.formulations.plans.plan_class import RECOMPUTE, PlanClass, Recompute
 from stagewright.formulations.plans.starts import starts_of
+from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
 
@@ -49,6 +50,8 @@ class Proposal:
 
 
 Recomputation = Literal["none", "full", "layer", "auto"]
+MemoryWay = Literal["none", "full", "layer", "offload"]
+"""What a stage does about what it keeps: nothing, recomputation, or offloading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,10 @@ class Choices:
         these, whatever is best. None: ``auto`` for the planners ``auto`` and ``general``, where
         it is faster or nothing fits without; ``none`` for the others.
     offload
-        Stages may keep activations in the host's memory. None: with the planners ``auto`` and
-        ``general``, on devices whose link to the host is known.
+        Stages may keep activations in the host's memory: with ``auto``, ``general``, ``madpipe``
+        and ``1f1b-star`` those where it helps, with the other planners all (or, if they may
+        recompute too, whatever is faster). None: with the planners ``auto`` and ``general``, on
+        devices whose link to the host is known.
     group_size
         Periodic planners: so many devices share every stage and split its microbatches (None:
         whatever is best).
@@ -96,12 +101,22 @@ class Choices:
         return tuple(way for way in RECOMPUTE if way == "none" or self.recompute in (way, "auto"))
 
     @property
+    def uniform_ways(self) -> tuple[MemoryWay, ...]:
+        """What all stages of a plan may do, where they all do the same."""
+        known: tuple[MemoryWay, ...] = () if self.offload else ("none",)
+        if self.recompute == "auto":
+            known = RECOMPUTE
+        elif self.recompute in ("full", "layer"):
+            known = (self.recompute,)
+        return (*known, "offload") if self.offload else known
+
+    @property
     def periodic_recomputations(self) -> tuple[Literal["none", "full"], ...]:
         """What the stages of periodic plans may recompute: no planner of them knows ``layer``."""
         return ("none", "full") if self.recompute in ("full", "auto") else ("none",)
 
     @property
-    def periodic_ways(self) -> tuple[str, ...]:
+    def periodic_ways(self) -> tuple[MemoryWay, ...]:
         """What the stages of periodic plans may do about what they keep."""
         known = self.periodic_recomputations
         return (*known, "offload") if self.offload else known
@@ -160,6 +175,13 @@ def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:
     )
 
 
+def with_way(stage: Stage, way: MemoryWay) -> Stage:
+    """The stage that saves memory in this way and no other."""
+    if way == "offload":
+        return replace(stage, recompute="none", offload=True)
+    return replace(stage, recompute=way, offload=False)
+
+
 def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tuple[Stage, ...]:
     """Split stages with device names in place of positions."""
     devices = problem.cluster.devices
@@ -204,10 +226,10 @@ def shortage(problem: PipelineProblem, stages: Sequence[StageChoice], held: int 
                 f"{problem.chain.microbatch_size} samples among {len(stage.devices)} devices, "
                 f"{most} are the most: plan larger microbatches"
             )
-        if problem.in_flight_limit(stage.start, stage.stop, stage.devices) >= held:
+        if in_flight_limit(problem, stage.start, stage.stop, stage.devices) >= held:
             continue
         shares = len(stage.devices)
-        need = problem.static_bytes(stage.start, stage.stop, shares)
+        need = static_bytes(problem, stage.start, stage.stop, shares)
         need += held * problem.saved_bytes(stage.start, stage.stop, shares)
         tightest = min(stage.devices, key=lambda v: problem.memory_bytes[v])
         memory = float(problem.memory_bytes[tightest])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
@@ -51,7 +52,8 @@ def refine(
         if found is not None:
             stages, (times, seconds), steps = neighbour, found, steps + 1
             queue = _neighbours(stages)
-            on_progress(Progress(monotonic() - began, seconds, 0.0))
+            made = partial(proposal_of, problem, named_stages(problem, stages), times)
+            on_progress(Progress(monotonic() - began, seconds, 0.0, made))
     if times is None:
         return known
     notes = (*known.notes, f"stages refined in {steps} steps")

@@ -1,20 +1,28 @@
 """What a planner tells while it works, in terms of the whole problem."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
+from typing import Any
 
 from stagewright.formulations.forms.answers import OnProgress, Progress, silent
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 
+Draw = Callable[[Any], PipelinePlan]
 
-def reporting(problem: PipelineProblem, on_progress: OnProgress, periodic: bool) -> OnProgress:
+
+def reporting(
+    problem: PipelineProblem, on_progress: OnProgress, periodic: bool, draw: Draw
+) -> OnProgress:
     """What a planner is to report to, if anybody listens; tells at once what is known before."""
     if on_progress is silent:
         return silent
-    reporter = Reporter(problem, on_progress, periodic)
+    reporter = Reporter(problem, on_progress, periodic, draw)
     reporter.begin()
     return reporter
 
@@ -30,9 +38,11 @@ class Reporter:
     problem: PipelineProblem
     on_progress: OnProgress
     periodic: bool  # whether plans of this kind are looked for
+    draw: Draw  # makes the plan of a planner's proposal
     began: float = field(default_factory=monotonic)
     cost: float = math.inf
     bound: float = 0.0
+    best: Callable[[], Any] | None = None
 
     def begin(self) -> None:
         """Tell what is known before there is a plan."""
@@ -44,10 +54,16 @@ class Reporter:
     def __call__(self, step: Progress) -> None:
         """Take a planner's step into account."""
         if step.objective is not None:
+            if step.best is not None and step.objective <= self.cost:
+                self.best = step.best
             self.cost = min(self.cost, step.objective)
         self._report()
 
     def _report(self) -> None:
         cost = None if self.cost == math.inf else self.cost
         seconds = monotonic() - self.began
-        self.on_progress(Progress(seconds, cost, min(self.bound, self.cost)))
+        plan = None if self.best is None else partial(self._plan, self.best)
+        self.on_progress(Progress(seconds, cost, min(self.bound, self.cost), plan))
+
+    def _plan(self, made: Callable[[], Any]) -> PipelinePlan:
+        return self.draw(made())

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -37,6 +38,7 @@ from stagewright.solvers.planners.proposal import (
     shortage,
 )
 from stagewright.solvers.planners.refine import refine
+from stagewright.solvers.planners.uniform import UniformPlanner
 
 # From this many (devices x layers) on, W is settled to 2 % of the recurrence's optimum, not to
 # its last bit: a pass of the kernel then takes seconds.
@@ -158,7 +160,9 @@ def search_stage_counts(
         if candidate.seconds < ceiling:
             best = candidate
             # Bottlenecks bound the plans of this order of devices alone.
-            on_progress(Progress(monotonic() - began, best.seconds, 0.0))
+            stages = named_stages(problem, best.stages)
+            made = partial(proposal_of, problem, stages, best.times)
+            on_progress(Progress(monotonic() - began, best.seconds, 0.0, made))
     if best is None:
         return _nothing_found(search)
     notes = _notes(search, paths, solved, best, ratio, late)
@@ -313,3 +317,11 @@ def _notes(
         f"{by_path} by the shortest path of a microbatch",
         *([f"stopped by {search.limits.end}"] if late else []),
     )
+
+
+PLANNER = UniformPlanner(
+    "spp",
+    "device order by min-cuts, balanced partition, list schedule, best number of stages",
+    "Luo et al., INFOCOM 2022",
+    plan_spp,
+)

@@ -3,11 +3,12 @@
 from functools import cache
 
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.patterns.madpipe import AllocationProblem
+from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.patterns.madpipe import Grid, by_grid, least_period
+from stagewright.solvers.patterns.madpipe import least_period
+from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.planners.exact import exact
 from stagewright.solvers.planners.pipedream import partition
@@ -31,6 +32,6 @@ def compile_kernels() -> None:
     partition(problem)
     fill_and_drain_bound(problem, 10.0, wide=True)
     exact(problem, Limits(seconds=1.0))
-    allocation = AllocationProblem(problem, ((0,), (1,)), special=0)
+    allocation = StageAllocationProblem(problem, ((0,), (1,)), special=0)
     least_period(allocation, Limits(seconds=1.0))
     by_grid(allocation, Grid(2, 2, 2), passes=1)

@@ -12,12 +12,15 @@ from typer.core import TyperGroup
 
 from stagewright.cli.allocating import allocate, policies, rounds
 from stagewright.cli.cloud import cloud
+from stagewright.cli.cluster_running import run_cluster
 from stagewright.cli.comparing import compare
 from stagewright.cli.doctor import doctor
+from stagewright.cli.estimating import estimate
 from stagewright.cli.exporting import export
 from stagewright.cli.inputs import cluster, import_, model
 from stagewright.cli.makespans import jobshop, schedule
 from stagewright.cli.outputs import checked
+from stagewright.cli.partitioning import partition
 from stagewright.cli.planning import plan, planners
 from stagewright.cli.plans import check, show, simulate
 from stagewright.cli.profiling import profile, profile_links
@@ -82,10 +85,10 @@ app = typer.Typer(
 
 PANELS = {
     "Plan": (plan, check, simulate, show),
-    "Scheduling problems": (schedule, jobshop),
+    "Scheduling problems": (partition, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links),
     "Run": (run, compare, export),
-    "Clusters and jobs": (allocate, rounds, simulate_cluster, cloud),
+    "Clusters and jobs": (allocate, rounds, simulate_cluster, run_cluster, estimate, cloud),
     "About": (planners, policies, doctor),
 }
 for panel, commands in PANELS.items():

@@ -1,9 +1,7 @@
 """``allocate``, ``rounds`` and ``policies``: who gets which accelerators, and when."""
 
-import math
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +9,9 @@ from stagewright.cli.console import (
     JsonFlag,
     OutputFile,
     TimeLimit,
+    ask,
     percent,
+    print_answer,
     print_json,
     print_lines,
     print_table,
@@ -21,15 +21,17 @@ from stagewright.cli.outputs import Reads
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.executor.clusters.rounds import Assignment
-    from stagewright.formulations.clusters.allocation import AllocationProblem
-    from stagewright.formulations.clusters.allocation_plan import AllocationPlan, Share
     from stagewright.graphs.workloads.jobs import Workload
     from stagewright.graphs.workloads.pool import Pool
-    from stagewright.solvers.clusters.policies import AllocationResult
+    from stagewright.service.cluster_answers import (
+        AllocateAnswer,
+        AssignmentAnswer,
+        RoundsAnswer,
+    )
 
 SHOWN_JOBS = 40
-MOST_ROUNDS = 100_000
+SPELLED = {"budget_dollars": "--budget"}
+"""The options that are not called as the request's field."""
 
 JobsFile = Annotated[Path, typer.Option("--jobs", help="Jobs file.", metavar="FILE")]
 Accelerators = Annotated[
@@ -55,6 +57,15 @@ Budget = Annotated[
     float | None, typer.Option("--budget", help="Dollars, for makespan-budget.", metavar="DOLLARS")
 ]
 
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Solver of the linear programs, e.g. pulp-cbc; cvxpy: the thesis's own program.",
+        metavar="NAME",
+    ),
+]
+
 
 def allocate(
     jobs: JobsFile,
@@ -63,28 +74,55 @@ def allocate(
     space_sharing: SpaceSharing = False,
     placement: Placement = False,
     budget: Budget = None,
+    backend: Backend = None,
+    parts: Annotated[
+        int | None,
+        typer.Option(
+            help="max-min, makespan: split jobs and accelerators into N parts and solve each; the "
+            "gap is what that may lose.",
+            metavar="N",
+        ),
+    ] = None,
+    at_once: Annotated[
+        bool, typer.Option("--at-once", help="Solve the parts at once, on Ray.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Decides which job is in which part.")] = 0,
     time_limit: TimeLimit = 60.0,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Divide the accelerators' time among jobs; exit code 1 if what is asked cannot be had."""
     from stagewright.formulations.clusters.allocation_plan import save_allocation
+    from stagewright.service.cluster_requests import AllocateRequest
 
-    limits = read_limits(time_limit, 1, 0)
-    workload, pool, problem = read_allocation_problem(jobs, cluster, space_sharing, placement)
-    from stagewright.solvers.clusters.policies import allocate as solve
+    limits = read_limits(time_limit, 1, seed)
+    request = ask(
+        AllocateRequest,
+        SPELLED,
+        **read_jobs(jobs, cluster),
+        policy=policy,
+        space_sharing=space_sharing,
+        placement=placement,
+        budget_dollars=budget,
+        backend=backend,
+        parts=parts,
+        at_once=at_once,
+        time_limit=limits.seconds,
+        seed=limits.seed,
+    )
+    # After the input is read: bad input is refused without waiting for the solvers to load.
+    from stagewright.service.allocating import allocate as answer_of
 
-    result = solve(problem, policy, limits, budget_dollars=budget)
-    plan = _plan_of(workload, pool, problem, result, space_sharing, placement)
-    if output is not None and plan is not None:
-        save_allocation(plan, output)
+    answer = answer_of(request)
+    if output is not None and answer.plan is not None:
+        save_allocation(answer.plan, output)
     if as_json:
-        print_json(_allocation_json(problem, result, plan))
+        print_answer(answer)
     else:
-        _print_allocation(problem, result)
-        if output is not None and plan is not None:
+        _print_allocation(answer)
+        if output is not None and answer.plan is not None:
             print_lines(f"{output} is written")
-    return 1 if plan is None else 0
+    return 1 if answer.plan is None else 0
 
 
 def policies(as_json: JsonFlag = False) -> int:
@@ -133,107 +171,44 @@ def read_pool(text: str) -> "Pool":
     return load_pool(path)
 
 
-def read_allocation_problem(
-    jobs: Path, cluster: str, space_sharing: bool, placement: bool
-) -> "tuple[Workload, Pool, AllocationProblem]":
-    """The problem of a jobs file on a cluster."""
-    from stagewright.formulations.clusters.allocation import problem_of
+def read_jobs(jobs: Path, cluster: str) -> "dict[str, Workload | Pool]":
+    """The jobs and the accelerators of a request."""
     from stagewright.graphs.workloads.jobs import load_workload
 
-    workload, pool = load_workload(jobs), read_pool(cluster)
-    if space_sharing and not workload.throughputs.pairs:
-        raise InputError(f"{jobs}: --space-sharing needs throughputs of pairs, the file has none")
-    problem = problem_of(workload, pool, space_sharing=space_sharing, placement=placement)
-    return workload, pool, problem
+    return {"workload": load_workload(jobs), "pool": read_pool(cluster)}
 
 
-def _plan_of(
-    workload: "Workload",
-    pool: "Pool",
-    problem: "AllocationProblem",
-    result: "AllocationResult",
-    space_sharing: bool,
-    placement: bool,
-) -> "AllocationPlan | None":
-    from stagewright.formulations.clusters.allocation_plan import (
-        AllocationPlan,
-        digest_of,
-        shares_of,
-    )
-
-    if result.allocation is None:
-        return None
-    return AllocationPlan(
-        digest_of(workload, pool),
-        result.policy,
-        shares_of(problem, result.allocation),
-        space_sharing,
-        placement,
-        _finite(result.objective),
-        _finite(result.bound),
-        result.proved_by,
-        result.notes,
-    )
-
-
-def _finite(value: float | None) -> float | None:
-    """None for what a document cannot hold: a makespan is inf if a job makes no progress."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _allocation_json(
-    problem: "AllocationProblem", result: "AllocationResult", plan: "AllocationPlan | None"
-) -> dict[str, Any]:
-    return {
-        "status": result.status,
-        "policy": result.policy,
-        "objective": result.objective,
-        "bound": result.bound,
-        "gap": result.gap,
-        "wall_seconds": result.seconds,
-        "proved_by": result.proved_by,
-        "notes": list(result.notes),
-        "utilisation": _utilisation(problem, result),
-        "allocation": None if plan is None else [_share_json(share) for share in plan.shares],
-    }
-
-
-def _utilisation(
-    problem: "AllocationProblem", result: "AllocationResult"
-) -> dict[str, float] | None:
-    """The part of each type's accelerators that works; None without an allocation."""
-    from stagewright.formulations.clusters.allocation import accelerators_in_use
-
-    if result.allocation is None:
-        return None
-    parts = accelerators_in_use(problem, result.allocation) / problem.table.counts
-    return dict(zip(problem.table.pool.names, parts.tolist(), strict=True))
-
-
-def _share_json(share: "Share") -> dict[str, Any]:
-    fields = asdict(share)
-    if share.placement is None:
-        del fields["placement"]
-    return fields
-
-
-def _print_allocation(problem: "AllocationProblem", result: "AllocationResult") -> None:
-    found = "no allocation" if result.objective is None else f"objective {result.objective:.6g}"
-    bound = "" if result.bound is None else f", bound {result.bound:.6g}, gap {percent(result.gap)}"
+def _print_allocation(answer: "AllocateAnswer") -> None:
+    jobs = len(answer.problem)
+    found = "no allocation" if answer.objective is None else f"objective {answer.objective:.6g}"
+    bound = "" if answer.bound is None else f", bound {answer.bound:.6g}, gap {percent(answer.gap)}"
     print_lines(
-        f"{result.policy}: {result.status}, {found}{bound}, {len(problem)} jobs, "
-        f"{result.seconds:.3f} s"
+        f"{answer.policy}: {answer.status}, {found}{bound}, {jobs} jobs, "
+        f"{answer.wall_seconds:.3f} s"
     )
-    if result.proved_by is not None:
-        print_lines(f"bound by {result.proved_by}")
-    print_lines(*result.notes)
-    if result.allocation is None:
+    if answer.proved_by is not None:
+        print_lines(f"bound by {answer.proved_by}")
+    print_lines(*answer.notes)
+    if answer.duals is not None:
+        prices = answer.duals["accelerators"].items()
+        print_lines("duals: " + ", ".join(f"{name} {price:.6g}" for name, price in prices))
+    if answer.utilisation is None:
         return
+    _print_shares(answer)
+    parts = answer.utilisation.items()
+    print_lines("in use: " + ", ".join(f"{name} {percent(part)}" for name, part in parts))
+    if jobs > SHOWN_JOBS:
+        print_lines(f"{jobs - SHOWN_JOBS} more jobs; --json or --output has all of them")
+
+
+def _print_shares(answer: "AllocateAnswer") -> None:
     from stagewright.formulations.clusters.allocation import throughput
 
+    problem, allocation = answer.problem, answer.result.allocation
+    assert allocation is not None
     workers = problem.table.workers
-    shares = result.allocation.dense(len(problem), len(workers))
-    rates = throughput(problem, result.allocation)
+    shares = allocation.dense(len(problem), len(workers))
+    rates = throughput(problem, allocation)
     rows = [
         (
             problem.names[job],
@@ -246,10 +221,6 @@ def _print_allocation(problem: "AllocationProblem", result: "AllocationResult") 
     ]
     head = ("<job", "<model", "scale", *(worker.name for worker in workers), "steps/s")
     print_table(head, rows)
-    parts = (_utilisation(problem, result) or {}).items()
-    print_lines("in use: " + ", ".join(f"{name} {percent(part)}" for name, part in parts))
-    if len(problem) > SHOWN_JOBS:
-        print_lines(f"{len(problem) - SHOWN_JOBS} more jobs; --json or --output has all of them")
 
 
 def rounds(
@@ -269,109 +240,57 @@ def rounds(
     as_json: JsonFlag = False,
 ) -> int:
     """Realise an allocation round by round: who runs where, who keeps its lease, what deviates."""
-    from stagewright.graphs.documents.units import require_count
-
-    require_count(count, "--rounds", MOST_ROUNDS)
-    limits = read_limits(time_limit, 1, 0)
-    given = _given_allocation(allocation, policy, budget)
-    if given is not None:
-        space_sharing, placement = given.space_sharing, given.placement
-    workload, pool, problem = read_allocation_problem(jobs, cluster, space_sharing, placement)
-    from stagewright.executor.clusters.rounds import Mechanism
-    from stagewright.formulations.clusters.allocation_plan import allocation_of, digest_of
-    from stagewright.solvers.clusters.policies import allocate as solve
-
-    if given is not None:
-        if given.digest != digest_of(workload, pool):
-            raise InputError(f"{allocation}: answers other jobs, or another cluster")
-        policy, target = given.policy, allocation_of(given, problem)
-    else:
-        result = solve(problem, policy, limits, budget_dollars=budget)
-        if result.allocation is None:
-            return _no_allocation(problem, result, as_json)
-        target = result.allocation
-    mechanism = Mechanism(problem.table, require_seconds(round_seconds, "--round-seconds"))
-    mechanism.reset(problem, target, range(len(problem)))
-    made = []
-    for _ in range(count):
-        assignments = mechanism.schedule()
-        for one in assignments:
-            mechanism.account(one, round_seconds)
-        made.append(assignments)
-    deviation = mechanism.deviation()
-    document = {
-        "policy": policy,
-        "round_seconds": round_seconds,
-        "rounds": [[_assignment_json(problem, one) for one in assignments] for assignments in made],
-        "mean_deviation": deviation.mean,
-        "largest_shortfall": deviation.shortfall,
-    }
-    if as_json:
-        print_json(document)
-    else:
-        _print_rounds(problem, document)
-    return 0
-
-
-def _no_allocation(problem: "AllocationProblem", result: "AllocationResult", as_json: bool) -> int:
-    if as_json:
-        print_json(_allocation_json(problem, result, None))
-    else:
-        print_lines(f"{result.policy}: {result.status}, no allocation", *result.notes)
-    return 1
-
-
-def require_seconds(value: float, option: str) -> float:
-    """Refuse a time that is not positive and finite."""
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(f"{option} must be a positive number of seconds, got {value:g}")
-    return value
-
-
-def _given_allocation(
-    path: Path | None, policy: str, budget: float | None
-) -> "AllocationPlan | None":
     from stagewright.formulations.clusters.allocation_plan import load_allocation
+    from stagewright.service.cluster_requests import RoundsRequest
 
-    if path is None:
-        return None
-    if budget is not None:
-        raise InputError("--budget belongs to a policy; --allocation has been made already")
-    return load_allocation(path)
+    limits = read_limits(time_limit, 1, 0)
+    request = ask(
+        RoundsRequest,
+        SPELLED,
+        **read_jobs(jobs, cluster),
+        policy=policy,
+        allocation=None if allocation is None else load_allocation(allocation),
+        rounds=count,
+        round_seconds=round_seconds,
+        space_sharing=space_sharing,
+        placement=placement,
+        budget_dollars=budget,
+        time_limit=limits.seconds,
+    )
+    from stagewright.service.allocating import rounds as answer_of
+    from stagewright.service.cluster_answers import RoundsAnswer
+
+    answer = answer_of(request)
+    if as_json:
+        print_answer(answer)
+    elif isinstance(answer, RoundsAnswer):
+        _print_rounds(answer)
+    else:
+        print_lines(f"{answer.policy}: {answer.status}, no allocation", *answer.notes)
+    return 0 if isinstance(answer, RoundsAnswer) else 1
 
 
-def _assignment_json(problem: "AllocationProblem", one: "Assignment") -> dict[str, Any]:
-    kind = problem.table.workers[one.worker]
-    return {
-        "jobs": [problem.names[job] for job in one.jobs],
-        "accelerator": problem.table.pool.names[kind.accelerator],
-        "numbers": list(one.accelerators),
-        "renewed": one.renewed,
-    }
-
-
-def _print_rounds(problem: "AllocationProblem", document: dict[str, Any]) -> None:
-    names = problem.table.pool.names
+def _print_rounds(answer: "RoundsAnswer") -> None:
+    names = answer.accelerators
     rows = []
-    for number, assignments in enumerate(document["rounds"]):
+    for number, assignments in enumerate(answer.rounds):
         cells = []
         for name in names:
-            here = [one for one in assignments if one["accelerator"] == name]
+            here = [one for one in assignments if one.accelerator == name]
             cells.append(" ".join(_spelled(one) for one in here))
         rows.append((str(number), *cells))
     print_table(("round", *(f"<{name}" for name in names)), rows)
-    opportunities = sum(len(assignments) for assignments in document["rounds"][1:])
-    renewed = sum(one["renewed"] for assignments in document["rounds"] for one in assignments)
+    opportunities = sum(len(assignments) for assignments in answer.rounds[1:])
+    renewed = sum(one.renewed for assignments in answer.rounds for one in assignments)
     print_lines(
         "+ shares its accelerators, = keeps its lease, xN runs on N",
-        f"{document['policy']}: {len(document['rounds'])} rounds of "
-        f"{document['round_seconds']:g} s; leases renewed: {renewed} of {opportunities}",
-        f"from the target: mean {document['mean_deviation']:.4f} of the time, largest shortfall "
-        f"{document['largest_shortfall']:.4f}",
+        f"{answer.policy}: {len(answer.rounds)} rounds of {answer.round_seconds:g} s; "
+        f"leases renewed: {renewed} of {opportunities}",
+        f"from the target: mean {answer.mean_deviation:.4f} of the time, largest shortfall "
+        f"{answer.largest_shortfall:.4f}",
     )
 
 
-def _spelled(one: dict[str, Any]) -> str:
-    scale = len(one["numbers"])
-    size = f"x{scale}" if scale > 1 else ""
-    return f"{'+'.join(one['jobs'])}{size}{'=' if one['renewed'] else ''}"
+def _spelled(one: "AssignmentAnswer") -> str:
+    size = f"x{len(one.numbers)}" if len(one.numbers) > 1 else ""
+    return f"{'+'.join(one.jobs)}{size}{'=' if one.renewed else ''}"

@@ -1,18 +1,16 @@
 """``cloud``: what a job costs on cloud instances whose prices change, and where to run it."""
 
-import datetime
-import math
-import re
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagewright.cli.cloud_inputs import parse_time, read_market, read_preemptions, read_rates
 from stagewright.cli.console import (
     JsonFlag,
+    ask,
     percent,
-    print_json,
+    print_answer,
     print_lines,
     print_table,
     progress,
@@ -21,18 +19,8 @@ from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.formulations.cloud.strategies import Home
-    from stagewright.formulations.cloud.switching import (
-        Offer,
-        Outcome,
-        Overheads,
-        Plan,
-        SwitchingProblem,
-    )
-    from stagewright.graphs.workloads.prices import Market
-    from stagewright.solvers.cloud.switching import SwitchingResult
+    from stagewright.service.cloud_answers import CloudAnswer, StrategyAnswer
 
-ALL, OPTIMAL, ROLLING = "all", "optimal", "rolling"
 BASELINE = "1xv100"
 
 
@@ -67,7 +55,7 @@ def cloud(
             help="1xv100 (instances of one V100), gpu-type, multi-gpu, multi-cloud, dynamic; "
             "rolling (planned on forecasts that prices stay), optimal (knows all prices); or all."
         ),
-    ] = ALL,
+    ] = "all",
     start: Annotated[
         str | None,
         typer.Option(help="When the job may start, UTC; else as soon as every price is known."),
@@ -117,335 +105,90 @@ def cloud(
     as_json: JsonFlag = False,
 ) -> int:
     """Compare ways of renting cloud GPUs for a job, and plan where it runs when."""
-    from stagewright.formulations.cloud.switching import Overheads, offers_of
-    from stagewright.graphs.documents.units import require_count
-    from stagewright.graphs.workloads.prices import MAX_GPUS
+    from stagewright.service.cloud_requests import CloudRequest
 
-    require_count(gpus, "--gpus", MAX_GPUS)
-    names = _names(strategy)
-    at_home = _home(home)
-    overheads = Overheads(checkpoint_seconds, restore_seconds, egress_dollars, dataset_dollars)
     with progress("reading prices"):
-        market = _only(_read(prices), only)
+        market = read_market(prices, only)
     if save_prices is not None:
         from stagewright.graphs.workloads.prices import save_market
 
         save_market(market, save_prices)
-    per_gpu = _rates(rates, model, throughputs, market)
-    offers = _offers(offers_of(market, per_gpu, gpus), overheads, prices, preempted)
-    problem = _problem(offers, v100_hours, start, deadline_hours, overheads)
-    with progress("planning"):
-        answers = _answers(problem, names, at_home)
-    shown = answers[-1]
-    if plot is not None:
-        if shown.plan is None:
-            raise InputError(f"--plot: {shown.name} has no plan to draw")
-        from stagewright.executor.drawing.price_chart import write_price_png
-
-        write_price_png(problem, shown.plan, f"{shown.name}: {v100_hours:g} V100-hours", plot)
-    if as_json:
-        print_json(_document(problem, gpus, answers))
-    else:
-        _print(problem, gpus, answers)
-    return 1 if shown.outcome is None else 0
-
-
-# --- Input ---------------------------------------------------------------------------------------
-
-
-def _names(strategy: str) -> list[str]:
-    from stagewright.formulations.cloud.strategies import STRATEGIES
-
-    known = [*STRATEGIES, ROLLING, OPTIMAL]
-    if strategy == ALL:
-        return known
-    if strategy not in known:
-        raise InputError(f"--strategy: {strategy!r} is none of {', '.join([*known, ALL])}")
-    return [strategy]
-
-
-def _home(text: str) -> "Home":
-    from stagewright.formulations.cloud.strategies import Home
-
-    provider, _, region = text.partition("/")
-    if not (provider and region):
-        raise InputError(f"--home: {text!r} is no place; write provider/region: aws/us-east-1")
-    return Home(provider, region)
-
-
-def _read(paths: list[Path]) -> "Market":
-    from stagewright.graphs.importers.cloud_prices import read_cloud_logs
-    from stagewright.graphs.workloads.prices import load_market, merge
-
-    return merge(read_cloud_logs(path) if path.is_dir() else load_market(path) for path in paths)
-
-
-def _only(market: "Market", places: str | None) -> "Market":
-    if places is None:
-        return market
-    wanted = [part.strip() for part in places.split(",")]
-    known = {
-        place
-        for one in market.series
-        for place in (one.instance.provider, f"{one.instance.provider}/{one.instance.region}")
-    }
-    for place in wanted:
-        if place not in known:
-            raise InputError(f"--only: no prices of {place!r}; known: {', '.join(sorted(known))}")
-    return market.of(lambda one: one.provider in wanted or f"{one.provider}/{one.region}" in wanted)
-
-
-def _rates(
-    text: str | None, model: str | None, throughputs: Path | None, market: "Market"
-) -> dict[str, float]:
-    """Work per hour of each kind of GPU, of which a V100 does one hour's."""
-    if (text is None) == (model is None) or (model is None) != (throughputs is None):
-        raise InputError("give --rates, or --model with --throughputs")
-    if text is not None:
-        return _spelled_rates(text)
-    from stagewright.graphs.importers.cloud_prices import read_model_rates
-
-    table = read_model_rates(str(throughputs))
-    found = table.get(str(model), {})
-    if not found.get("v100"):
-        known = "; ".join(sorted(name for name, rates in table.items() if rates.get("v100")))
-        raise InputError(f"{throughputs}: no rate of {model!r} on a v100; models: {known}")
-    kinds = {one.instance.gpu for one in market.series}
-    return {gpu: rate / found["v100"] for gpu, rate in found.items() if gpu in kinds}
-
-
-def _spelled_rates(text: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([A-Za-z][\w.-]*)=([\d.eE+-]+)\s*", part)
-        try:
-            rate = float(match[2]) if match else math.nan
-        except ValueError:
-            rate = math.nan
-        if match is None or not (math.isfinite(rate) and rate >= 0):
-            raise InputError(f"--rates: {part.strip()!r} is no rate; write v100=1.0,p100=0.4")
-        if match[1] in found:
-            raise InputError(f"--rates: {match[1]!r} stands twice")
-        found[match[1]] = rate
-    return found
-
-
-def _offers(
-    offers: "tuple[Offer, ...]",
-    overheads: "Overheads",
-    paths: list[Path],
-    checkpoint_every_seconds: float | None,
-) -> "tuple[Offer, ...]":
-    """The offers; with preemptions, at the rates that are left of them.
-
-    A job on several instances stops when one of them is preempted. A kind of instance that no log
-    tells of is taken for never preempted.
-    """
-    from stagewright.graphs.importers.cloud_prices import read_availability
-    from stagewright.graphs.workloads.prices import Preemptions, useful_share
-
-    if checkpoint_every_seconds is None:
-        return offers
-    logs = [read_availability(path) for path in paths if path.is_dir()]
-    if not logs:
-        raise InputError("--preempted needs a folder of logs with PROVIDER/availability in it")
-    seen = Preemptions(tuple(up for log in logs for up in log.uptimes))
-    found = []
-    for offer in offers:
-        one = offer.instance
-        mean = seen.of(one.provider, one.gpu, one.gpus).mean_seconds / offer.instances
-        share = useful_share(
-            mean, checkpoint_every_seconds, overheads.checkpoint_seconds, overheads.restore_seconds
-        )
-        if share > 0:
-            found.append(replace(offer, rate=offer.rate * share))
-    if not found:
-        raise InputError(
-            f"--preempted: with a checkpoint every {checkpoint_every_seconds:g} s no instance "
-            "makes progress; write them more often"
-        )
-    return tuple(found)
-
-
-def _problem(
-    offers: "tuple[Offer, ...]",
-    v100_hours: float,
-    start: str | None,
-    deadline_hours: float | None,
-    overheads: "Overheads",
-) -> "SwitchingProblem":
-    from stagewright.formulations.cloud.switching import SwitchingProblem
-
-    if not (math.isfinite(v100_hours) and v100_hours > 0):
-        raise InputError(f"--v100-hours must be more than zero, got {v100_hours:g}")
-    begin = max(offer.series.from_seconds for offer in offers)
-    end = min(offer.series.until_seconds for offer in offers)
-    if start is not None:
-        begin = _time(start)
-    if deadline_hours is not None:
-        if not (math.isfinite(deadline_hours) and deadline_hours > 0):
-            raise InputError(f"--deadline-hours must be more than zero, got {deadline_hours:g}")
-        end = begin + 3600.0 * deadline_hours
-    return SwitchingProblem(offers, v100_hours, begin, end, overheads)
-
-
-def _time(text: str) -> float:
-    try:
-        at = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        raise InputError(f"--start: {text!r} is no time; write 2020-03-01T12:00") from None
-    return at.replace(tzinfo=at.tzinfo or datetime.UTC).timestamp()
-
-
-# --- Answers -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one strategy gives; ``result`` is there for the optimum."""
-
-    name: str
-    plan: "Plan | None"
-    outcome: "Outcome | None"
-    result: "SwitchingResult | None" = None
-
-
-def _answers(problem: "SwitchingProblem", names: list[str], home: "Home") -> list[Answer]:
-    """In the order of ``names``, of which the optimum is the last."""
-    from stagewright.formulations.cloud.strategies import follow
-    from stagewright.formulations.cloud.switching import evaluate
-
-    answers: list[Answer] = []
-    for name in names:
-        if name == OPTIMAL:
-            from stagewright.solvers.cloud.switching import solve_switching
-
-            hints = [one.plan for one in answers if one.plan and one.outcome]
-            result = solve_switching(problem, hints)
-            answers.append(Answer(name, result.plan, result.outcome, result))
-        elif name == ROLLING:
-            from stagewright.solvers.cloud.switching import solve_rolling
-
-            plan = solve_rolling(problem)
-            answers.append(Answer(name, plan, None if plan is None else evaluate(problem, plan)))
-        else:
-            followed = follow(problem, name, home)
-            kept = None if followed.outcome is None else followed.plan
-            answers.append(Answer(name, kept, followed.outcome))
-    return answers
-
-
-def _document(problem: "SwitchingProblem", gpus: int, answers: list[Answer]) -> dict[str, Any]:
-    shown = answers[-1]
-    result = shown.result
-    feasible = "feasible" if shown.outcome else "infeasible"
-    return {
-        "status": feasible if result is None else result.status,
-        "v100_hours": problem.work_hours,
-        "gpus": gpus,
-        "start": _iso(problem.start_seconds),
-        "deadline": _iso(problem.deadline_seconds),
-        "instances": len(problem.offers),
-        "reason": _reason(shown),
-        "bound_dollars": None if result is None else result.bound,
-        "gap": None if result is None else result.gap,
-        "proved_by": None if result is None else result.proved_by,
-        "wall_seconds": None if result is None else result.seconds,
-        "strategies": {
-            answer.name: None
-            if answer.outcome is None
-            else {
-                "dollars": answer.outcome.dollars,
-                "seconds": answer.outcome.seconds,
-                "switches": answer.outcome.switches,
-            }
-            for answer in answers
-        },
-        "plan": None
-        if shown.plan is None
-        else [
-            {
-                "instance": row.key,
-                "count": row.count,
-                "begin": _iso(row.begin),
-                "end": _iso(row.end),
-                "dollars": row.dollars,
-            }
-            for row in _stays(problem, shown.plan)
-        ],
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    key: str
-    count: int
-    begin: float
-    end: float
-    dollars: float
-
-
-def _stays(problem: "SwitchingProblem", plan: "Plan") -> list[_Row]:
-    rows = []
-    for stay in plan:
-        offer, begin, end = problem.offers[stay.offer], stay.begin_seconds, stay.end_seconds
-        count = round(offer.instances)
-        rows.append(_Row(offer.instance.key, count, begin, end, offer.dollars(begin, end)))
-    return rows
-
-
-def _reason(answer: Answer) -> str | None:
-    if answer.outcome is not None:
-        return None
-    if answer.result is not None:
-        return answer.result.reason
-    return f"{answer.name} does not end before the deadline"
-
-
-def _print(problem: "SwitchingProblem", gpus: int, answers: list[Answer]) -> None:
-    size = "one GPU" if gpus == 1 else f"{gpus} GPUs"
-    print_lines(
-        f"{problem.work_hours:g} V100-hours on {size}, {len(problem.offers)} kinds of instance, "
-        f"{_iso(problem.start_seconds)} to {_iso(problem.deadline_seconds)}"
+    request = ask(
+        CloudRequest,
+        market=market,
+        rates=read_rates(rates, model, throughputs, market),
+        v100_hours=v100_hours,
+        gpus=gpus,
+        strategy=strategy,
+        start_seconds=None if start is None else parse_time(start),
+        deadline_hours=deadline_hours,
+        checkpoint_seconds=checkpoint_seconds,
+        restore_seconds=restore_seconds,
+        egress_dollars=egress_dollars,
+        dataset_dollars=dataset_dollars,
+        preemptions=None if preempted is None else read_preemptions(prices),
+        checkpoint_every_seconds=preempted,
+        home=home,
     )
-    first = answers[0]
-    base = first.outcome.dollars if first.name == BASELINE and first.outcome else None
+    # After the input is read: bad input is refused without waiting for the solvers to load.
+    from stagewright.service.cloud import cloud as answer_of
+
+    with progress("planning"):
+        answer = answer_of(request)
+    if plot is not None:
+        _draw(answer, plot)
+    if as_json:
+        print_answer(answer)
+    else:
+        _print(answer)
+    return 1 if answer.plan is None else 0
+
+
+def _draw(answer: "CloudAnswer", path: Path) -> None:
+    from stagewright.executor.drawing.price_chart import write_price_png
+
+    if answer.stays is None:
+        raise InputError(f"--plot: {answer.shown} has no plan to draw")
+    title = f"{answer.shown}: {answer.v100_hours:g} V100-hours"
+    write_price_png(answer.problem, answer.stays, title, path)
+
+
+def _print(answer: "CloudAnswer") -> None:
+    size = "one GPU" if answer.gpus == 1 else f"{answer.gpus} GPUs"
+    print_lines(
+        f"{answer.v100_hours:g} V100-hours on {size}, {answer.instances} kinds of instance, "
+        f"{answer.start} to {answer.deadline}"
+    )
+    base = answer.strategies.get(BASELINE)
     print_table(
         ("<strategy", "dollars", "cheaper than 1xv100", "days", "switches"),
-        [_row(answer, base) for answer in answers],
+        [_row(name, paid, base) for name, paid in answer.strategies.items()],
     )
-    shown = answers[-1]
-    if shown.result is not None and shown.outcome is not None:
-        result = shown.result
+    if answer.bound_dollars is not None and answer.plan is not None:
         print_lines(
-            f"{result.status}: no plan costs less than {result.bound:.2f} dollars, gap "
-            f"{percent(result.gap)}; {result.proved_by}; {result.seconds:.2f} s"
+            f"{answer.status}: no plan costs less than {answer.bound_dollars:.2f} dollars, gap "
+            f"{percent(answer.gap)}; {answer.proved_by}; {answer.wall_seconds:.2f} s"
         )
-    if shown.plan is None:
-        print_lines(f"{shown.name}: {_reason(shown)}")
+    if answer.plan is None or answer.stays is None:
+        print_lines(f"{answer.shown}: {answer.reason}")
         return
+    hours = [(stay.end_seconds - stay.begin_seconds) / 3600 for stay in answer.stays]
     print_table(
         ("<instance", "rented", "<from", "<to", "hours", "dollars"),
         [
-            (
-                row.key, str(row.count), _iso(row.begin), _iso(row.end),
-                f"{(row.end - row.begin) / 3600:.2f}", f"{row.dollars:.2f}",
-            )
-            for row in _stays(problem, shown.plan)
+            (one.instance, str(one.count), one.begin, one.end, f"{time:.2f}", f"{one.dollars:.2f}")
+            for one, time in zip(answer.plan, hours, strict=True)
         ],
-        title=f"plan of {shown.name}",
-    )  # fmt: skip
+        title=f"plan of {answer.shown}",
+    )
 
 
-def _row(answer: Answer, base: float | None) -> tuple[str, ...]:
-    outcome = answer.outcome
-    if outcome is None:
-        return (answer.name, "not in time", "-", "-", "-")
-    cheaper = f"{base / outcome.dollars:.2f}x" if base and outcome.dollars else "-"
-    days = f"{outcome.seconds / 86_400:.2f}"
-    return (answer.name, f"{outcome.dollars:.2f}", cheaper, days, str(outcome.switches))
-
-
-def _iso(seconds: float) -> str:
-    at = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+def _row(
+    name: str, paid: "StrategyAnswer | None", base: "StrategyAnswer | None"
+) -> tuple[str, ...]:
+    if paid is None:
+        return (name, "not in time", "-", "-", "-")
+    known = base is not None and base.dollars and paid.dollars
+    cheaper = f"{base.dollars / paid.dollars:.2f}x" if base is not None and known else "-"
+    days = f"{paid.seconds / 86_400:.2f}"
+    return (name, f"{paid.dollars:.2f}", cheaper, days, str(paid.switches))

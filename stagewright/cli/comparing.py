@@ -1,13 +1,14 @@
 """``compare``: a plan's prediction beside what a run of it measured."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stagewright.cli.console import (
     JsonFlag,
     PlanFile,
+    ask,
     percent,
     print_json,
     print_lines,
@@ -45,14 +46,16 @@ def compare(
     as_json: JsonFlag = False,
 ) -> int:
     """Lay a plan's prediction beside what a run of it measured."""
-    from stagewright.executor.measuring.compare import compare as lay_beside
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.plans.plan import load_plan
+    from stagewright.service.pipeline_requests import CompareRequest
+    from stagewright.service.plans import compare as answer_of
 
     if (model is None) != (corrected is None):
         raise InputError("give --model and --corrected together: what to correct, where to write")
     planned, run = load_plan(plan), load_trace(trace)
-    comparison = lay_beside(planned, run)
+    answer = answer_of(ask(CompareRequest, plan=planned, trace=run))
+    comparison = answer.comparison
     if model is not None and corrected is not None:
         _write_corrected(planned, run, model, corrected)
     if png is not None:
@@ -60,7 +63,7 @@ def compare(
             _draw(planned, run, comparison, png)
     files = [str(path) for path in (png, corrected) if path is not None]
     if as_json:
-        print_json(_comparison_json(comparison, run) | {"files": files})
+        print_json(answer.json_object() | {"files": files})
     else:
         _print_comparison(comparison, run)
         print_lines(*(f"{path} is written" for path in files))
@@ -93,41 +96,6 @@ def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: 
 def _run_line(run: "Trace") -> str:
     ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
     return f"{ranks} on {run.machine}, {run.backend}, {run.dtype}"
-
-
-def _comparison_json(comparison: "Comparison", run: "Trace") -> dict[str, Any]:
-    period = comparison.period
-    return {
-        "status": "compared",
-        "machine": run.machine,
-        "backend": run.backend,
-        "world_size": run.world_size,
-        "dtype": run.dtype,
-        "steps": comparison.steps,
-        "iteration_seconds": _pair_json(comparison.iteration_seconds)
-        | {"least": comparison.least_seconds, "most": comparison.most_seconds},
-        "period_seconds": None
-        if period is None
-        else _pair_json(period.seconds) | {"microbatches": period.microbatches},
-        "update_seconds": _pair_json(comparison.update_seconds),
-        "kinds": {
-            one.kind: {"count": one.count, "seconds": _pair_json(one.seconds)}
-            for one in comparison.kinds
-        },
-        "stages": [
-            {
-                "devices": one.devices,
-                "forward_seconds": _pair_json(one.forward_seconds),
-                "backward_seconds": _pair_json(one.backward_seconds),
-                "busy": _pair_json(one.busy),
-            }
-            for one in comparison.stages
-        ],
-    }
-
-
-def _pair_json(pair: "Pair") -> dict[str, float | None]:
-    return {"predicted": pair.predicted, "measured": pair.measured, "ratio": pair.ratio}
 
 
 def _print_comparison(comparison: "Comparison", run: "Trace") -> None:

@@ -4,23 +4,27 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from stagewright.cli.outputs import Writes
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
     from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, StopToken
-    from stagewright.formulations.plans.pipeline import PipelineProblem
+    from stagewright.service.answers import Answer
+    from stagewright.service.requests import Request
+
+R = TypeVar("R", bound="Request")
 
 BEGAN = monotonic()  # the command line is imported when a command begins
 WIDTH_WITHOUT_TERMINAL = 120
@@ -86,6 +90,11 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str =
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     out().print(table)
+
+
+def print_answer(answer: "Answer") -> None:
+    """Print ``answer`` as one JSON object."""
+    print_json(answer.json_object())
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -160,18 +169,20 @@ def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def read_problem(
-    model: Path, cluster: Path, microbatches: int, memory_limit_bytes: float | None = None
-) -> "PipelineProblem":
-    """The planning problem of a model file and a cluster file."""
-    from stagewright.formulations.plans.pipeline import PipelineProblem
-    from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
-    from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.models.chain import load_model
+def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: Any) -> R:
+    """The request of ``fields``; a complaint that begins with a field names its option.
 
-    require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
-    chain, machines = load_model(model), load_cluster(cluster)
-    return PipelineProblem(chain, machines, microbatches, memory_limit_bytes)
+    ``options`` spells those that are not called as their field.
+    """
+    try:
+        return kind.of(**fields)
+    except InputError as error:
+        first, _, rest = str(error).partition(" ")
+        name = first.rstrip(":")
+        if name not in fields:
+            raise
+        option = (options or {}).get(name, spelled(name))
+        raise InputError(f"{option}{first[len(name) :]} {rest}") from None
 
 
 def percent(share: float | None) -> str:

@@ -1,7 +1,6 @@
 """``plan`` and ``planners``: from a model and a cluster to a certified plan."""
 
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,19 +13,19 @@ from stagewright.cli.console import (
     Seed,
     Threads,
     TimeLimit,
+    ask,
+    print_answer,
     print_json,
     print_lines,
     print_table,
     progress,
     read_limits,
-    read_problem,
 )
 from stagewright.cli.interrupts import interruptible
-from stagewright.cli.plans import class_json, plan_json, print_plan
+from stagewright.cli.printing import print_plan
 
 if TYPE_CHECKING:
-    from stagewright.formulations.plans.pipeline import PipelineProblem
-    from stagewright.solvers.planners.proposal import Recomputation
+    from stagewright.graphs.models.chain import Chain
     from stagewright.solvers.planning import Result
 
 
@@ -62,8 +61,9 @@ def plan(
         bool | None,
         typer.Option(
             "--offload/--no-offload",
-            help="Whether stages may keep activations in the host's memory; auto and general "
-            "try it, unless told otherwise.",
+            help="Whether stages may keep activations in the host's memory, for which the cluster "
+            "file tells the link: with auto, general, madpipe and 1f1b-star where it helps (auto "
+            "and general try it unless told otherwise), with the other planners every stage.",
         ),
     ] = None,
     time_limit: TimeLimit = 10.0,
@@ -78,57 +78,50 @@ def plan(
     at once.
     """
     from stagewright.graphs.documents.units import parse_bytes
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.models.chain import load_model
+    from stagewright.service.pipeline_requests import PlanRequest
 
     limits = read_limits(time_limit, threads, seed)
-    most = None if memory_limit is None else parse_bytes(memory_limit)
-    problem = read_problem(model, cluster, microbatches, most)
+    request = ask(
+        PlanRequest,
+        {"memory_limit_bytes": "--memory-limit", "period_seconds": "--period"},
+        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+        chain=load_model(model),
+        cluster=load_cluster(cluster),
+        microbatches=microbatches,
+        planner=planner,
+        recompute=recompute,
+        offload=offload,
+        group_size=group_size,
+        period_seconds=period,
+        time_limit=limits.seconds,
+        threads=limits.threads,
+        seed=limits.seed,
+    )
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.formulations.plans.plan import save_plan
-    from stagewright.solvers.planners.proposal import Choices
-    from stagewright.solvers.planning import plan as solve
+    from stagewright.service.planning import plan as answer_of
 
-    choices = Choices(cast("Recomputation | None", recompute), offload, group_size, period)
     with interruptible() as stop, progress("planning", stop) as on_progress:
-        limits = replace(limits, stop=stop)
-        result = solve(problem, planner, limits, on_progress=on_progress, choices=choices)
-    if output is not None and result.plan is not None:
-        save_plan(result.plan, output)
+        answer = answer_of(request, on_progress, stop)
+    if output is not None and answer.plan is not None:
+        save_plan(answer.plan, output)
     if as_json:
-        print_json(_result_json(problem, result))
+        print_answer(answer)
     else:
-        _print_result(problem, result)
-        if output is not None and result.plan is not None:
+        _print_result(request.chain, answer.result)
+        if output is not None and answer.plan is not None:
             print_lines(f"{output} is written")
-    return 1 if result.plan is None else 0
+    return 1 if answer.plan is None else 0
 
 
-def _result_json(problem: "PipelineProblem", result: "Result") -> dict[str, Any]:
-    """One object with the same fields whatever the answer is; without a plan many are null."""
-    return {
-        **plan_json(result.plan),
-        "status": result.status,
-        "planner": result.planner,
-        "cost_seconds": result.cost,
-        "bound_seconds": result.bound,
-        "gap": result.gap,
-        "proved_by": result.proved_by,
-        "plans": class_json(result.plans),
-        "wall_seconds": result.seconds,
-        "reason": result.reason,
-        "microbatches": problem.microbatches,
-        "memory_limit_bytes": problem.memory_limit_bytes,
-        "model": problem.chain.name,
-        "cluster": problem.cluster.name,
-        "attempts": [asdict(attempt) for attempt in result.attempts],
-    }
-
-
-def _print_result(problem: "PipelineProblem", result: "Result") -> None:
+def _print_result(chain: "Chain", result: "Result") -> None:
     from stagewright.formulations.forms.answers import Status
     from stagewright.graphs.documents.units import format_seconds
 
     if result.plan is not None:
-        print_plan(result.plan, problem.chain)
+        print_plan(result.plan, chain)
     # A portfolio's reason stands beside its best attempt already.
     shown = result.reason and (result.plan is None or not result.attempts)
     reason = f": {result.reason}" if shown else ""

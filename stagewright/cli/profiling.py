@@ -115,16 +115,20 @@ def profile_links(
 
     Without torchrun the ranks are processes of this machine.
     """
-    from stagewright.executor.training.launch import is_rank, joined, launch, require_torch
+    from stagewright.executor.training.joining import joined
+    from stagewright.executor.training.launch import LocalRanks, is_rank, load_for_ranks
     from stagewright.graphs.documents.units import parse_bytes
 
     lengths = [round(parse_bytes(size)) for size in sizes.split(",")]
     memory_bytes = None if memory is None else parse_bytes(memory)
-    require_torch()
+    load_for_ranks()
     if not is_rank():
         if ranks is None:
             raise InputError("give --ranks N, or start this command under torchrun")
-        return launch(sys.argv[1:], ranks)
+        from stagewright.cli import main
+
+        with LocalRanks(ranks, main) as started:
+            return started.run()
     with joined(TIMEOUT_SECONDS) as member:
         from stagewright.executor.measuring.links import describe, measure_links
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagewright.executor.training.training import Course, NamedOptimizer, Task
+    from stagewright.formulations.plans.plan import PipelinePlan
 
 PROGRESS_SECONDS = 0.5  # between two lines of progress
 
@@ -86,23 +87,25 @@ def run(
 
     Each rank computes with OMP_NUM_THREADS threads, by default one.
     """
-    from stagewright.executor.training.launch import is_rank, joined, require_torch
+    from stagewright.executor.training.joining import joined
+    from stagewright.executor.training.launch import is_rank, load_for_ranks
 
-    require_torch()
+    load_for_ranks()
     if not (math.isfinite(timeout) and timeout > 0):
         raise InputError(f"--timeout must be a positive number of seconds, got {timeout:g}")
+    from stagewright.formulations.plans.plan import load_plan
+
     if checkpoint is None and (resume or checkpoint_every is not None):
         raise InputError("--resume and --checkpoint-every need --checkpoint DIR")
 
-    def read_task() -> "Task":
+    def read_task(parsed: "PipelinePlan") -> "Task":
         import torch
 
         from stagewright.cli.factories import load_factory
         from stagewright.executor.training.training import Task
-        from stagewright.formulations.plans.plan import load_plan
 
         return Task(
-            plan=load_plan(plan),
+            plan=parsed,
             model=load_factory(model, "--model"),
             data=load_factory(data, "--data"),
             loss=None if loss is None else load_factory(loss, "--loss"),
@@ -120,38 +123,48 @@ def run(
         )
 
     if not is_rank():
-        return _start(read_task(), plan, as_json)
+        return _start(load_plan(plan), read_task, plan, as_json)
     with joined(timeout) as member:
         from stagewright.executor.training.training import train
 
-        task = read_task()
+        task = read_task(load_plan(plan))
         course = train(task, member, _progress(steps), _note)
         if member.rank == 0:
             _print_summary(task, course, member.world_size, as_json)
     return 0
 
 
-def _start(task: "Task", plan: Path, as_json: bool) -> int:
+def _start(
+    parsed: "PipelinePlan", read_task: "Callable[[PipelinePlan], Task]", plan: Path, as_json: bool
+) -> int:
     """Start the ranks; what each of them would refuse is refused before, once."""
+    from stagewright.cli import main
+    from stagewright.executor.programs.program import plan_devices
+    from stagewright.executor.training.launch import LocalRanks
+    from stagewright.graphs.documents.errors import InvalidPlan
+
+    with LocalRanks(len(plan_devices(parsed)), main) as ranks:
+        task = read_task(parsed)
+        try:
+            _require_runnable(task)
+        except InvalidPlan as error:
+            if as_json:
+                print_json({"status": "invalid", "reason": str(error)})
+            else:
+                print_lines(f"{plan} cannot run: {error}")
+            return 1
+        return ranks.run()
+
+
+def _require_runnable(task: "Task") -> None:
     from stagewright.executor.programs.periodic import lower_any
     from stagewright.executor.programs.verify import verify
     from stagewright.executor.training import checkpoint
-    from stagewright.executor.training.launch import launch
-    from stagewright.graphs.documents.errors import InvalidPlan
 
     checkpoint.candidates(task.checkpoints, task.resume)
     if task.checkpoints is not None and task.checkpoints.exists():
         require_folder(task.checkpoints / "step")
-    try:
-        program = lower_any(task.plan)
-        verify(task.plan, program)
-    except InvalidPlan as error:
-        if as_json:
-            print_json({"status": "invalid", "reason": str(error)})
-        else:
-            print_lines(f"{plan} cannot run: {error}")
-        return 1
-    return launch(sys.argv[1:], len(program.devices))
+    verify(task.plan, lower_any(task.plan))
 
 
 def _progress(steps: int) -> Callable[[int, float, float], None]:

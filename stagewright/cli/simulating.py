@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.allocating import (
+    SPELLED,
     Accelerators,
     Budget,
     Placement,
     PolicyName,
     SpaceSharing,
     read_pool,
-    require_seconds,
 )
 from stagewright.cli.console import (
     JsonFlag,
     Seed,
+    ask,
     percent,
-    print_json,
+    print_answer,
     print_lines,
     print_table,
 )
@@ -28,12 +29,9 @@ from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from stagewright.executor.clusters.simulation import Progress
     from stagewright.executor.clusters.timeline import ClusterTimeline
-    from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
-    from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
+    from stagewright.service.cluster_answers import SimulateClusterAnswer
 
 HOUR = 3600.0
 PICTURE = Writes(".png", ".svg", ".pdf")
@@ -100,57 +98,38 @@ def simulate_cluster(
     as_json: JsonFlag = False,
 ) -> int:
     """Simulate a cluster's rounds on a trace: completion times, fairness, cost, utilisation."""
-    from stagewright.executor.clusters.outages import outages
-    from stagewright.executor.clusters.rules import Rules
-    from stagewright.executor.clusters.simulation import simulate_cluster as simulate
-    from stagewright.solvers.clusters.policies import policy_named
+    from stagewright.service.cluster_requests import SimulateClusterRequest
 
     _require_pictures(ideal, timeline, completion, utilisation)
-    pool = read_pool(cluster)
-    chosen = policy_named(policy)
-    generated = (multi_gpu, priorities, slos)
-    coming, table, entities = _jobs(jobs, trace, throughputs, poisson, generated, seed)
-    measured = _window(window or (POISSON_WINDOW if poisson is not None else None))
-    if measured is not None and isinstance(coming, tuple) and measured.stop > len(coming):
-        raise InputError(f"--window {window}: there are {len(coming)} jobs, numbered from 0")
-    rules = Rules(
-        require_seconds(round_seconds, "--round-seconds"),
-        require_seconds(reset_seconds, "--reset-seconds"),
-        fill=chosen.fills,
-        shuffle_seed=None if chosen.aware else seed + 5,
+    generated = {"multi_gpu": multi_gpu, "priorities": priorities, "slos": slos}
+    request = ask(
+        SimulateClusterRequest,
+        SPELLED,
+        pool=read_pool(cluster),
+        **_read_jobs(jobs, trace, throughputs, poisson, generated),
+        window=_window(window or (POISSON_WINDOW if poisson is not None else None)),
+        policy=policy,
         space_sharing=space_sharing,
         placement=placement,
+        budget_dollars=budget,
+        round_seconds=round_seconds,
+        reset_seconds=reset_seconds,
         ideal=ideal,
+        hours_to_failure=hours_to_failure,
+        repair_hours=repair_hours,
+        seed=seed,
+        keep_assignments=timeline is not None,
     )
-    failures = (
-        ()
-        if hours_to_failure is None
-        else outages(
-            pool,
-            require_seconds(hours_to_failure, "--hours-to-failure") * HOUR,
-            require_seconds(repair_hours, "--repair-hours") * HOUR,
-            seed,
-        )
-    )
-    with _progress(measured) as on_progress:
-        found = simulate(
-            coming,
-            table,
-            pool,
-            _allocator(policy, budget),
-            rules,
-            window=measured,
-            entities=entities,
-            failures=failures,
-            keep_assignments=timeline is not None,
-            on_progress=on_progress,
-        )
-    _draw(found, policy, timeline, completion, utilisation)
-    document = _summary(found, policy, measured)
+    # After the input is read: bad input is refused without waiting for the solvers to load.
+    from stagewright.service.cluster_simulation import simulate_cluster as answer_of
+
+    with _progress(request.window) as on_progress:
+        answer = answer_of(request, on_progress)
+    _draw(answer.timeline, policy, timeline, completion, utilisation)
     if as_json:
-        print_json(document)
+        print_answer(answer)
     else:
-        _print_summary(document)
+        _print_summary(answer)
     return 0
 
 
@@ -165,62 +144,46 @@ def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) 
         raise InputError("--ideal has no rounds to draw: leave out --timeline")
 
 
-def _jobs(
+def _read_jobs(
     jobs: Path | None,
     trace: Path | None,
     throughputs: Path | None,
     poisson: float | None,
-    generated: tuple[bool, bool, bool],
-    seed: int,
-) -> "tuple[Iterable[Job], Throughputs, tuple[Entity, ...]]":
+    generated: dict[str, bool],
+) -> dict[str, Any]:
+    """The workload of a request, or the arrivals."""
     from stagewright.graphs.importers.gavel import read_gavel, read_throughputs
     from stagewright.graphs.workloads.jobs import load_workload
-    from stagewright.graphs.workloads.poisson import Arrivals
+    from stagewright.service.cluster_requests import ArrivalsRequest
 
     if sum(source is not None for source in (jobs, trace, poisson)) != 1:
         raise InputError("give one of --jobs FILE, --trace FILE, --poisson JOBS_PER_HOUR")
     if (jobs is None) != (throughputs is not None):
         raise InputError("--trace and --poisson need --throughputs FILE; a jobs file has its own")
-    if poisson is None and any(generated):
+    if poisson is None and any(generated.values()):
         raise InputError("--multi-gpu, --priorities and --slos belong to --poisson")
-    if poisson is not None and throughputs is not None:
-        if not 0 < poisson < float("inf"):
-            raise InputError(
-                f"--poisson must be a positive number of jobs per hour, got {poisson:g}"
-            )
-        table = read_throughputs(throughputs)
-        return Arrivals(table, HOUR / poisson, seed, *generated), table, ()
-    if trace is not None and throughputs is not None:
-        workload = read_gavel(trace, throughputs)
-    elif jobs is not None:
-        workload = load_workload(jobs)
-    return workload.jobs, workload.throughputs, workload.entities
+    if jobs is not None:
+        return {"workload": load_workload(jobs)}
+    assert throughputs is not None
+    if trace is not None:
+        return {"workload": read_gavel(trace, throughputs)}
+    table = read_throughputs(throughputs)
+    spelled = {"jobs_per_hour": "--poisson"}
+    arrivals = ask(ArrivalsRequest, spelled, throughputs=table, jobs_per_hour=poisson, **generated)
+    return {"arrivals": arrivals}
 
 
-def _window(text: str | None) -> range | None:
+def _window(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     first, _, end = text.partition("-")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise InputError(f"--window {text!r} is no FIRST-END, for example {POISSON_WINDOW}")
-    return range(int(first), int(end))
-
-
-def _allocator(policy: str, budget: float | None) -> "Callable[[AllocationProblem], Allocation]":
-    from stagewright.solvers.clusters.policies import allocate
-
-    def run(problem: "AllocationProblem") -> "Allocation":
-        result = allocate(problem, policy, budget_dollars=budget)
-        if result.allocation is None:
-            why = "; ".join(result.notes) or result.status.value
-            raise InputError(f"policy {policy!r} has no allocation for {len(problem)} jobs: {why}")
-        return result.allocation
-
-    return run
+    return int(first), int(end)
 
 
 @contextmanager
-def _progress(window: range | None) -> "Iterator[Callable[[Progress], None] | None]":
+def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[Progress], None] | None]":
     """A bar on stderr where that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress as Bar
@@ -230,7 +193,7 @@ def _progress(window: range | None) -> "Iterator[Callable[[Progress], None] | No
         yield None
         return
     with Bar(console=console) as bar:
-        task = bar.add_task("simulating", total=None if window is None else window.stop)
+        task = bar.add_task("simulating", total=None if window is None else window[1])
 
         def report(news: "Progress") -> None:
             bar.update(
@@ -263,69 +226,36 @@ def _draw(
         draw_utilisation(found, utilisation)
 
 
-def _summary(found: "ClusterTimeline", policy: str, window: range | None) -> dict[str, Any]:
-    import numpy as np
-
-    durations, fairness = found.durations(window), found.fairness(window)
-    weights = sorted({outcome.job.weight for outcome in found.jobs})
-    return {
-        "policy": policy,
-        "jobs": len(found.jobs),
-        "completed": int(sum(outcome.completion_seconds is not None for outcome in found.jobs)),
-        "measured": len(durations),
-        "mean_jct_seconds": float(durations.mean()) if durations.size else None,
-        "percentile_jct_seconds": {
-            str(share): float(np.percentile(durations, share)) if durations.size else None
-            for share in (50, 90, 99)
-        },
-        "mean_jct_seconds_by_weight": {
-            f"{weight:g}": found.mean_jct_seconds(window, weight) for weight in weights
-        },
-        "makespan_seconds": found.makespan_seconds,
-        "mean_finish_time_fairness": float(fairness.mean()) if fairness.size else None,
-        "worst_finish_time_fairness": float(fairness.max()) if fairness.size else None,
-        "dollars": found.dollars,
-        "slo_violations": found.slo_violations,
-        "utilisation": found.utilisation,
-        "lease_renewals": found.renewal_rate,
-        "rounds": len(found.rounds),
-        "allocations": len(found.resets),
-        "mean_deviation": float(np.mean([one.mean_deviation for one in found.resets]))
-        if found.resets
-        else None,
-        "seconds": found.seconds,
-    }
-
-
-def _print_summary(document: dict[str, Any]) -> None:
-    def hours(seconds: float | None) -> str:
-        return "-" if seconds is None else f"{seconds / HOUR:.2f} h"
-
-    spread = document["percentile_jct_seconds"]
+def _print_summary(answer: "SimulateClusterAnswer") -> None:
+    spread, by_weight = answer.percentile_jct_seconds, answer.mean_jct_seconds_by_weight
     rows = [
-        ("average completion time", hours(document["mean_jct_seconds"])),
-        ("median, 90 %, 99 %", ", ".join(hours(spread[share]) for share in ("50", "90", "99"))),
+        ("average completion time", _hours(answer.mean_jct_seconds)),
+        ("median, 90 %, 99 %", ", ".join(_hours(spread[share]) for share in ("50", "90", "99"))),
         *(
-            (f"average, weight {weight}", hours(mean))
-            for weight, mean in document["mean_jct_seconds_by_weight"].items()
-            if len(document["mean_jct_seconds_by_weight"]) > 1
+            (f"average, weight {weight}", _hours(mean))
+            for weight, mean in by_weight.items()
+            if len(by_weight) > 1
         ),
-        ("makespan", hours(document["makespan_seconds"])),
-        ("finish-time fairness, mean and worst", _both(document)),
-        ("dollars", "-" if document["dollars"] is None else f"{document['dollars']:.2f}"),
-        ("SLOs missed", str(document["slo_violations"])),
-        ("utilisation", percent(document["utilisation"])),
-        ("leases renewed", percent(document["lease_renewals"])),
-        ("deviation from the target", percent(document["mean_deviation"])),
-        ("rounds, allocations", f"{document['rounds']}, {document['allocations']}"),
+        ("makespan", _hours(answer.makespan_seconds)),
+        ("finish-time fairness, mean and worst", _fairness(answer)),
+        ("dollars", "-" if answer.dollars is None else f"{answer.dollars:.2f}"),
+        ("SLOs missed", str(answer.slo_violations)),
+        ("utilisation", percent(answer.utilisation)),
+        ("leases renewed", percent(answer.lease_renewals)),
+        ("deviation from the target", percent(answer.mean_deviation)),
+        ("rounds, allocations", f"{answer.rounds}, {answer.allocations}"),
     ]
     print_lines(
-        f"{document['policy']}: {document['measured']} jobs measured, {document['completed']} of "
-        f"{document['jobs']} complete after {hours(document['seconds'])}"
+        f"{answer.policy}: {answer.measured} jobs measured, {answer.completed} of {answer.jobs} "
+        f"complete after {_hours(answer.seconds)}"
     )
     print_table(("<what", "<found"), rows)
 
 
-def _both(document: dict[str, Any]) -> str:
-    mean, worst = document["mean_finish_time_fairness"], document["worst_finish_time_fairness"]
-    return "-" if mean is None else f"{mean:.2f}, {worst:.2f}"
+def _hours(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds / HOUR:.2f} h"
+
+
+def _fairness(answer: "SimulateClusterAnswer") -> str:
+    mean, worst = answer.mean_finish_time_fairness, answer.worst_finish_time_fairness
+    return "-" if mean is None or worst is None else f"{mean:.2f}, {worst:.2f}"

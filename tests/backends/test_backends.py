@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import sparse
 
 from stagewright.formulations.forms.answers import Limits, Progress, Status
+from stagewright.formulations.forms.duality import weak_duality_bound
 from stagewright.formulations.forms.models import Intervals, LinearProgram
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import BACKENDS, UnknownStatusError, solve
@@ -70,6 +73,32 @@ def test_known_optimum(backend, integral):
     assert answer.objective == pytest.approx(-13)
     assert answer.bound == pytest.approx(-13)
     assert answer.values == pytest.approx([2, 0, 1], abs=1e-6)
+
+
+@st.composite
+def feasible_linear(draw):
+    """A bounded program without integers, with a point that its rows are built around."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows, n = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    matrix = rng.integers(-3, 4, (rows, n)).astype(float)
+    around = matrix @ rng.integers(0, 5, n)
+    slack = rng.choice((0.0, 1.0, INF), (2, rows))
+    slack[0, slack.min(axis=0) == INF] = 1.0
+    return linear(
+        rng.integers(-5, 6, n), matrix, around - slack[0], around + slack[1], [9.0] * n, False
+    )
+
+
+@pytest.mark.parametrize("backend", LINEAR)
+@settings(max_examples=15, deadline=None)
+@given(form=feasible_linear())
+def test_duals_prove_the_optimum(backend, form):
+    answer = solve(form, backend)
+    assert answer.status is Status.OPTIMAL
+    assert answer.duals is not None
+    # CBC writes numbers with eight digits.
+    assert answer.objective == pytest.approx(solve(form).objective, abs=1e-5)
+    assert weak_duality_bound(form, answer.duals) == pytest.approx(answer.objective, abs=1e-5)
 
 
 @pytest.mark.parametrize("backend", LINEAR)
@@ -237,11 +266,12 @@ def test_a_form_that_a_backend_cannot_take_is_one_clear_line():
 
 
 def test_an_unknown_status_is_an_error(monkeypatch):
-    from stagewright.solvers.backends import cpsat, highs, pulp_milp
+    from stagewright.solvers.backends import cpsat, cvxpy_status, highs, pulp_milp
 
     monkeypatch.setattr(cpsat, "STATUS", {})
     monkeypatch.setattr(highs, "STATUS", {})
     monkeypatch.setattr(pulp_milp, "CBC_STATUS", {})
+    monkeypatch.setattr(cvxpy_status, "STATUS", {})
     with pytest.raises(UnknownStatusError, match="OPTIMAL"):
         solve(two_machines())
     for backend in LINEAR:

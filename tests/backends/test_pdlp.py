@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ortools.pdlp import solve_log_pb2
+from profiles import examples
 from scipy import sparse
 
 from stagewright.formulations.clusters.allocation import check, problem_of, throughput
@@ -49,7 +50,7 @@ def drawn(seed):
     return linear(rng.uniform(-1, 1, n), matrix, lower, upper, np.full(n, 2.0))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(0, 100_000))
 def test_the_optimum_is_that_of_highs(seed):
     form = drawn(seed)

@@ -2,9 +2,10 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import EXAMPLES, Asserts, Example, Feed, UsedTwice, WithBatchNorm, vectors
+from profiles import examples
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -407,7 +408,7 @@ def drawn_models(draw: st.DrawFn) -> Drawn:
     return Drawn(sources, modules, results)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(model=drawn_models(), seed=st.integers(0, 9))
 def test_any_graph_of_blocks_is_captured(model: Drawn, seed: int) -> None:
     assert_same(model, vectors(4, seed)[0].requires_grad_())

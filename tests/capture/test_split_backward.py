@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
@@ -355,7 +356,7 @@ class Random(nn.Module):
         )[operation]()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(0, 11), st.integers(0, 9), st.integers(0, 9)), max_size=8),
     st.integers(1, 3),

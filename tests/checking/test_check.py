@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import (
     elaborate,
@@ -19,10 +19,12 @@ from plans import (
     small_problem,
     valid_plan,
 )
+from profiles import examples
 
 from stagewright.formulations.checking.check import check, predict, require_valid
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.memory import in_flight_limit, stage_static_bytes, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
     Bound,
@@ -514,7 +516,7 @@ def test_memory_is_exceeded_by_another_order(name: str) -> None:
     needs = []
     for stage in stages:
         size = (*stage.layers, len(stage.runners(0)))
-        needs.append((problem().static_bytes(*size), problem().saved_bytes(*size)))
+        needs.append((static_bytes(problem(), *size), problem().saved_bytes(*size)))
     memory = max(static + saved for static, saved in needs)
     tight = small_problem(LAYERS, 8, MICROBATCHES, memory)
     assert check(tight, valid_plan(tight, stages, order=order)) == ()
@@ -532,14 +534,14 @@ def test_memory_is_exceeded_by_another_order(name: str) -> None:
 def test_memory_to_the_last_byte() -> None:
     """What `in_flight_limit` lets in fits; with a byte less it does not."""
     stages = make_stages((LAYERS,), (1,), ("split",))
-    need = problem().static_bytes(0, LAYERS, 1) + 3 * problem().saved_bytes(0, LAYERS, 1)
+    need = static_bytes(problem(), 0, LAYERS, 1) + 3 * problem().saved_bytes(0, LAYERS, 1)
     for memory, valid in ((need, True), (need - 1, False)):
         tight = small_problem(LAYERS, 8, MICROBATCHES, memory)
         plan = valid_plan(tight, stages, in_flight=[3])
         # The naive scheduler prefers backwards; hold them back so that three are in flight.
         gpipe = three_in_flight(tight, plan)
         assert (check(tight, gpipe) == ()) is valid
-        assert (tight.in_flight_limit(0, LAYERS, [0]) >= 3) is valid
+        assert (in_flight_limit(tight, 0, LAYERS, [0]) >= 3) is valid
 
 
 def three_in_flight(tight: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
@@ -616,7 +618,7 @@ def test_a_violation_prints_as_one_line() -> None:
 
 
 def test_predict_refuses_an_incomplete_plan() -> None:
-    with pytest.raises(InvalidPlan, match="missing: 1F2: does not stand on g2"):
+    with pytest.raises(InvalidPlan, match="missing: 1F2: is not on g2"):
         predict(problem(), dropped("1F2")(base("split")))
 
 
@@ -675,7 +677,7 @@ def peak_by_instants(given: PipelineProblem, plan: PipelinePlan) -> dict[str, fl
             need = 0.0
             for s, stage in stages:
                 weights = given.gradient_bytes(*stage.layers)
-                need += given.static_bytes(*stage.layers, len(stage.runners(0)))
+                need += stage_static_bytes(given, stage)
                 need += sum(held_for(given, stage, span, now) for span in work[s].values())
                 need += weights * (plan.weights == "double-buffer")
                 if plan.weights.startswith("stash"):
@@ -684,7 +686,7 @@ def peak_by_instants(given: PipelineProblem, plan: PipelinePlan) -> dict[str, fl
     return peaks
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_valid_plans_pass(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     given_problem, plan = case
@@ -698,7 +700,7 @@ def test_valid_plans_pass(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     assert found.bubble == pytest.approx(1 - busy / (used * found.iteration_seconds))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(elaborate())
 def test_every_device_fits_with_its_peak_and_not_with_less(
     case: tuple[PipelineProblem, PipelinePlan],
@@ -720,7 +722,7 @@ def test_every_device_fits_with_its_peak_and_not_with_less(
         assert {violation.rule for violation in violations} <= {"memory"}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.one_of(scheduled(), elaborate()), st.data())
 def test_nothing_can_start_earlier_in_a_tight_plan(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
@@ -735,7 +737,7 @@ def test_nothing_can_start_earlier_in_a_tight_plan(
     assert rules & {"dependency", "overlap"}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.one_of(scheduled(), elaborate()), st.data())
 def test_nothing_can_end_after_what_follows_it_starts(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
@@ -756,7 +758,7 @@ def test_nothing_can_end_after_what_follows_it_starts(
     assert ("dependency", follower) in {(v.rule, v.place) for v in violations}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(elaborate(), st.data())
 def test_no_action_can_be_left_out_doubled_or_renamed(
     case: tuple[PipelineProblem, PipelinePlan], data: st.DataObject
@@ -1085,7 +1087,7 @@ def test_a_layer_that_knows_only_its_whole_backward_is_named() -> None:
         (also("0F0", "UPDATE"), "the optimizer's step takes no time here"),
         (also("0F0", "SEND_F", sources=("g0", "g1"), targets=("g0", "g1"), bytes=1.0),
          "the same devices run this microbatch in both stages"),
-        (also("0I1", "B"), "the backward stands as I and W"),
+        (also("0I1", "B"), "the backward is split into I and W"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_rich_plan(damage: Damage, message: str) -> None:

@@ -16,12 +16,15 @@ from language_instances import random_instance
 from language_oracle import Language, best, evaluate, least_memory_fits
 from language_prices import Instance, Stage
 from language_schedule import TICK, best_schedule, build_tasks
+from profiles import slow_after
 
 import stagewright
+from stagewright.solvers.planners.proposal import Choices
 
 pytest.importorskip("stagewright.formulations.plans.plan_class", reason="no classes")
 
 PLANNERS = ("spp", "exact", "dp", "gpipe", "pipedream", "hetpipe", "auto", "1f1b-star", "madpipe")
+OFFLOADING = ("spp", "exact", "gpipe", "hetpipe")  # also with offloading, in every stage
 TOLERANCE = 1e-6
 LONG = os.environ.get("STAGEWRIGHT_LONG") == "1"
 
@@ -71,13 +74,17 @@ class Case:
         path.write_text(json.dumps(document))
         return path
 
-    def plan(self, planner):
+    def knows_hosts(self):
+        return all(one.host_bytes_per_second is not None for one in self.cluster.devices)
+
+    def plan(self, planner, offload):
         return stagewright.plan(
             self.chain,
             self.cluster,
             microbatches=self.microbatches,
             planner=planner,
             time_limit=5.0 if LONG else 1.0,
+            choices=Choices(offload=offload),
         )
 
     def document(self, plan):
@@ -147,11 +154,14 @@ def check_best_plan(case, digest):
     assert not stagewright.check(stagewright.load_plan(path), case.chain, case.cluster)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", slow_after(8, seeds()))
 def test_bounds_hold_in_their_classes(seed, tmp_path):
     case, digest = Case(seed, tmp_path), None
-    for planner in PLANNERS:
-        result = case.plan(planner)
+    asked = [(planner, None) for planner in PLANNERS]
+    if case.knows_hosts():
+        asked += [(planner, True) for planner in OFFLOADING]
+    for planner, offload in asked:
+        result = case.plan(planner, offload)
         if result.plan is None:
             check_refusal(case, result)
             continue

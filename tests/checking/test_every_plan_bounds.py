@@ -6,6 +6,7 @@ from math import inf
 import pytest
 from language_instances import random_instance
 from language_oracle import Language, best
+from profiles import slow_after
 
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -42,7 +43,7 @@ def read(seed):
     return (model, cluster, microbatches), PipelineProblem(chain, machines, microbatches)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", slow_after(9, range(40)))
 def test_no_plan_undercuts_a_bound_on_its_class(seed):
     documents, problem = read(seed)
     optimum = {}

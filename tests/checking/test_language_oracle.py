@@ -12,6 +12,7 @@ from language_instances import random_instance
 from language_oracle import Language, best, evaluate, least_memory_fits
 from language_prices import Instance, Stage
 from language_schedule import TICK, best_schedule, build_tasks, fits, static_bytes
+from profiles import slow_after
 
 PROOFS = Path(__file__).resolve().parents[3] / "shared" / "data" / "proofs"
 NONE = frozenset({"none"})
@@ -251,7 +252,7 @@ def seconds(*arguments):
     return inf if found is None else found[0]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", slow_after(9, SEEDS))
 def test_best_plans_keep_the_rules_and_larger_languages_are_no_slower(seed):
     documents = random_instance(seed)
     found = best(*documents)
@@ -267,7 +268,7 @@ def test_best_plans_keep_the_rules_and_larger_languages_are_no_slower(seed):
         assert (part < inf) == least_memory_fits(*documents, language)
 
 
-@pytest.mark.parametrize("seed", SEEDS[:15])
+@pytest.mark.parametrize("seed", slow_after(6, SEEDS[:15]))
 def test_twice_the_times_is_twice_the_cost(seed):
     model, cluster, microbatches = random_instance(seed)
     slower, links = copy.deepcopy(model), copy.deepcopy(cluster)
@@ -283,7 +284,7 @@ def test_twice_the_times_is_twice_the_cost(seed):
     assert double == pytest.approx(2 * seconds(model, cluster, microbatches), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", SEEDS[:15])
+@pytest.mark.parametrize("seed", slow_after(6, SEEDS[:15]))
 def test_one_more_device_never_hurts(seed):
     model, cluster, microbatches = random_instance(seed)
     if len(cluster["devices"]) == 3:
@@ -356,7 +357,7 @@ class Exhaustive:
         return self.instance.recomputed(stage, action == "B")
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", slow_after(20, range(50)))
 def test_schedules_equal_an_exhaustive_search(seed):
     draw = random.Random(seed)
     model, cluster, _ = random_instance(seed)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from periodic_oracles import (
     Key,
@@ -25,6 +25,7 @@ from periodic_oracles import (
     peak,
 )
 from plans import made_up_certificate, small_problem
+from profiles import examples
 
 from stagewright.formulations.checking.check import check, predict, require_valid
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -680,7 +681,7 @@ def periodic_plans(draw: st.DrawFn) -> tuple[PipelineProblem, PipelinePlan]:
     return problem, plan
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(periodic_plans())
 def test_valid_plans_are_accepted(given_plan: tuple[PipelineProblem, PipelinePlan]) -> None:
     problem, plan = given_plan
@@ -732,7 +733,7 @@ def disturbed(draw: st.DrawFn) -> tuple[PipelineProblem, PipelinePlan]:
     return problem, later(changed_plan, -first)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(disturbed(), st.sampled_from(["", "memory", "microbatches"]))
 def test_the_checker_finds_something_where_there_is_something(
     given_plan: tuple[PipelineProblem, PipelinePlan], besides: str

@@ -9,13 +9,15 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
+from profiles import slow_after
 from ranks import Ranks
 
 from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.patterns.pattern import kept_bytes, static_bytes
+from stagewright.formulations.patterns.pattern import static_bytes
 from stagewright.formulations.plans.actions import COMPUTE
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.schedules.interleaved import interleaved
@@ -84,6 +86,7 @@ def test_sweep_by_stages_and_its_picture(tmp_path):
     assert matplotlib.image.imread(tmp_path / "sweeps.png").std() > 0
 
 
+@pytest.mark.slow
 def test_partition_is_measured_in_its_own_process():
     got = partition.measured(0)
     assert got.search_seconds[0] > 0
@@ -101,6 +104,7 @@ def test_every_large_case_has_the_layers_and_devices_it_says():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pipedream.DATA.is_dir(), reason=pipedream.MISSING)
 def test_planners_on_a_measured_profile():
     rows = pipedream.planners_table(("alexnet",), 1.0).rows
@@ -125,6 +129,7 @@ def small_network(memory_bytes: float, bandwidth: float, seed: int = 0) -> Pipel
     return PipelineProblem(chain, cluster, 8)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("memory", [4e8, 5e8, 6e8, 8e8, 1e10])
 @pytest.mark.parametrize("bandwidth", [5e6, 1e9])
 @pytest.mark.parametrize("seed", [0, 1])
@@ -187,6 +192,7 @@ def test_networks_of_the_madpipe_study_keep_what_the_paper_counts():
     assert len(madpipe.SWEEP) == 4 * 7 * 14 * 2
 
 
+@pytest.mark.slow
 def test_madpipe_is_ahead_where_memory_is_scarce():
     outcome = madpipe.compare(madpipe.Case("resnet50", 2, 8, 12e9))
     periods = outcome.madpipe.periods
@@ -216,6 +222,7 @@ def test_tables_of_the_madpipe_study_count_what_does_not_fit_apart():
         madpipe.require_never_slower([lost])
 
 
+@pytest.mark.slow
 def test_pictures_of_the_madpipe_study(tmp_path):
     outcomes = [
         outcome(case, 1 / case.devices if case.gigabytes > 5 else None, 1 / case.gigabytes)
@@ -226,6 +233,7 @@ def test_pictures_of_the_madpipe_study(tmp_path):
         assert matplotlib.image.imread(tmp_path / f"madpipe-figure{figure}.png").std() > 0
 
 
+@pytest.mark.slow
 def test_periodic_tables_hold_what_they_claim_and_have_their_places():
     tables = {table.name: table for table in periodic.tables(quick=True)}
     readme = report.README.read_text()
@@ -271,6 +279,7 @@ def test_merged_layers_are_the_same_network():
     assert chain.layers[-1].costs[0].output_bytes == network.layers[-1].costs[0].output_bytes
 
 
+@pytest.mark.slow
 def test_auto_plans_an_example():
     (table,) = auto.tables(quick=True)
     seconds, bound, every = (
@@ -286,6 +295,7 @@ def test_examples_pair_profiles_with_clusters_of_their_devices():
     assert len(names) == len(set(names)) == 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_instruction_of_the_empty_interpreter_is_timed(world: int):
     executor = executor_benchmark()
@@ -314,7 +324,9 @@ def test_plan_in_order_runs_in_that_order():
             assert found == order
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", slow_after(1, ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+)
 def test_torch_has_the_same_losses(ranks: Ranks, schedule: str):
     executor = executor_benchmark()
     chunks = 1 if schedule in ("1F1B", "GPipe") else 2
@@ -327,6 +339,7 @@ def race(_: Any, rank: int, case: Any) -> Any:
     return executor_benchmark().race(rank, case, turns=1)
 
 
+@pytest.mark.slow
 def test_forecast_is_of_the_calmest_steps(ranks: Ranks):
     executor = executor_benchmark()
     case = executor.Forecast("gpipe", 16)

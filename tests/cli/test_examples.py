@@ -3,11 +3,15 @@
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import answered
+from profiles import slow_after
 
 from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import load_cluster
@@ -45,18 +49,38 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_the_python_example_plans(readme: str, place: Path) -> None:
+def test_the_python_example_plans(
+    readme: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (code,) = blocks(readme, "python")
-    assert "layers (0, " in run([sys.executable, "-c", code], place)
+    monkeypatch.chdir(place)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "layers (0, " in capsys.readouterr().out
     plan = load_plan(place / "plan.json")
     assert plan.model == "bert-large"
     assert plan.certificate is not None
 
 
-def test_the_walk_through_runs_as_written(readme: str, place: Path) -> None:
+def in_this_process(script: str) -> None:
+    """Run a script of nothing but commands of stagewright."""
+    for line in script.splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "stagewright"
+        answered(*arguments)
+
+
+def as_a_script(script: str) -> None:
+    run(["bash", "-euc", script], Path.cwd())
+
+
+@pytest.mark.parametrize("execute", slow_after(1, [in_this_process, as_a_script]))
+def test_the_walk_through_runs_as_written(
+    readme: str, place: Path, monkeypatch: pytest.MonkeyPatch, execute: Callable[[str], None]
+) -> None:
     (model,) = blocks(readme, "json")
     (place / "model.json").write_text(model, encoding="utf-8")
-    run(["bash", "-euc", "\n".join(blocks(readme, "sh"))], place)
+    monkeypatch.chdir(place)
+    execute("".join(blocks(readme, "sh")))
     plan = load_plan(place / "plan.json")
     assert plan.stages[-1].layers[1] == len(load_model(place / "model.json"))
     page = (place / "timeline.html").read_text(encoding="utf-8")
@@ -64,6 +88,7 @@ def test_the_walk_through_runs_as_written(readme: str, place: Path) -> None:
     assert (place / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_readme_trains_by_a_plan(readme: str, place: Path) -> None:
     pytest.importorskip("torch", reason="running a plan needs torch")
     (commands,) = blocks(readme, "bash")

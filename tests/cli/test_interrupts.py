@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from commands import FT06, answered, answered_json
+from profiles import slow_after
 from rich.console import Console
 
 from stagewright.cli import console, interrupts, makespans, planning
@@ -76,7 +77,7 @@ def wait_for(shown: list[str], pattern: str) -> str:
     return "".join(shown)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_keeps_the_best_plan(files: Path, number: signal.Signals) -> None:
     process, shown = in_a_terminal(plan_arguments(files, "-o", files / "plan.json", "--json"))
     pattern = r"planning: \d+ s, best ([0-9.]+), bound ([0-9.]+), gap ([0-9.]+)%"

@@ -43,7 +43,8 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("compare", "png"), ("compare", "corrected"), ("export", "output"),
         ("allocate", "output"), ("simulate_cluster", "timeline"),
         ("simulate_cluster", "completion"), ("simulate_cluster", "utilisation"),
-        ("cloud", "plot"), ("cloud", "save_prices"),
+        ("cloud", "plot"), ("cloud", "save_prices"), ("estimate", "output"),
+        ("run_cluster", "folder"), ("run_cluster", "output"),
     }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ HEAVY = ("ortools", "cvxpy", "highspy", "pulp", "numba", "plotly", "matplotlib",
 
 def modules() -> set[str]:
     """Every module and data file of the package, as a path inside it."""
-    files = {f"stagewright/{path.relative_to(ROOT)}" for room in ROOMS for path in python(room)}
+    inside = [path for room in ROOMS for path in (*python(room), *(ROOT / room).rglob("*.jinja"))]
+    files = {f"stagewright/{path.relative_to(ROOT)}" for path in inside}
     front = [*(ROOT / "stagewright").glob("*.py"), *python("stagewright/cli")]
     files |= {str(path.relative_to(ROOT)) for path in front}
     return files | {"stagewright/py.typed"}
@@ -43,12 +44,14 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> None:
     with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == modules()
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_licence_and_the_command(distributions: Path) -> None:
     with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
         files = {Path(name).name: name for name in wheel.namelist() if ".dist-info/" in name}
@@ -57,6 +60,7 @@ def test_the_wheel_holds_the_licence_and_the_command(distributions: Path) -> Non
     assert "stagewright = stagewright.cli:main" in entry
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_every_module_as_a_file(distributions: Path) -> None:
     with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
         files = {m.name.split("/", 1)[1] for m in archive if m.isreg() or m.islnk()}

@@ -4,9 +4,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from markets import START, problem, series
+from profiles import examples
 
 from stagewright.formulations.cloud.strategies import STRATEGIES, Home, follow, stick
 from stagewright.formulations.cloud.switching import (
@@ -24,7 +25,7 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.workloads.prices import HOUR, Market
 from stagewright.solvers.cloud.switching import solve_rolling, solve_switching
 
-few = settings(max_examples=20, deadline=None)
+few = examples(20)
 HOURLY = Overheads(checkpoint_seconds=HOUR, restore_seconds=HOUR)
 
 
@@ -242,7 +243,7 @@ def _dollars_cut_to_the_work(asked: SwitchingProblem, plan: Plan) -> float:
         return float("inf")
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems(hours=3))
 def test_the_bound_holds_for_every_plan_and_the_cost_is_near_it(asked: SwitchingProblem):
     found, brute = solve_switching(asked), brute_force(asked, 6)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from profiles import examples
 from scipy.optimize import linprog
 from strategies_allocation import Case, random_case
 
@@ -23,7 +24,7 @@ from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs, 
 from stagewright.graphs.workloads.pool import Accelerator, Pool, parse_pool
 from stagewright.solvers.clusters.policies import allocate
 
-small = settings(max_examples=12, deadline=None, derandomize=True)
+small = examples(12, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -233,7 +234,7 @@ def test_what_takes_turns_on_servers_is_valid(case: Case, seed: int):
     )
 
 
-@settings(parent=small, max_examples=40)
+@examples(40, parent=small)
 @given(st.integers(2, 8), st.integers(1, 3), st.lists(st.integers(1, 20), max_size=8), seeds)
 def test_no_packing_breaks_a_server_row(size: int, servers: int, scales: list[int], seed: int):
     """Jobs of 1 to 20 accelerators, on servers of 2 to 8, consolidated."""
@@ -331,7 +332,7 @@ def linear_program(problem: AllocationProblem, need: np.ndarray) -> float:
     return -linprog(cost, A_ub=matrix, b_ub=limits).fun
 
 
-@settings(parent=small, max_examples=20)
+@examples(20, parent=small)
 @given(random_case(max_jobs=14))
 def test_groups_of_like_jobs_lose_nothing(case: Case):
     problem = case.problem
@@ -471,7 +472,7 @@ def test_the_cluster_twice_is_never_less_fair(case: Case):
     )
 
 
-@settings(parent=small, max_examples=8)
+@examples(8, parent=small)
 @given(random_case())
 def test_rates_in_another_unit_change_times_alone(case: Case):
     table = case.problem.table

@@ -5,8 +5,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies_allocation import Case, random_case
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
@@ -18,7 +19,7 @@ from stagewright.graphs.workloads.jobs import Entity, Job, PairRate, Rate, Throu
 from stagewright.graphs.workloads.pool import parse_pool
 from stagewright.solvers.clusters.policies import allocate
 
-some = settings(max_examples=15, deadline=None, derandomize=True)
+some = examples(15, derandomize=True)
 RATES = (Rate("a", 1, "v100", 4.0), Rate("a", 1, "k80", 1.0), Rate("b", 1, "v100", 3.0),
          Rate("b", 1, "k80", 2.0), Rate("a", 2, "v100", 6.0), Rate("a", 2, "k80", 0.0))  # fmt: skip
 

@@ -98,6 +98,7 @@ MISHAPS = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_befalls_a_job_its_steps_count_once(cluster: Any, tmp_path: Path) -> None:
     """All programs that fare ill, at once with one that does not: in one run, for time's sake."""
     jobs = [
@@ -133,6 +134,7 @@ def require_nobody_in_two_places(report: ClusterReport) -> None:
         assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_an_uninterrupted_run(cluster: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     jobs = [job("1", 50, train), job("2", 50, train, scale=2)]
@@ -167,6 +169,7 @@ def has_commit(folder: Path) -> bool:
     return bool(count)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_killed_can_be_started_again(cluster: Any, tmp_path: Path) -> None:
     path = os.pathsep.join(sys.path)
     process = subprocess.Popen(
@@ -195,6 +198,7 @@ def test_a_scheduler_that_is_killed_can_be_started_again(cluster: Any, tmp_path:
         run(tmp_path, job("a", 7, Walk()))
 
 
+@pytest.mark.slow
 def test_accelerators_of_a_dead_node_are_lost(cluster: Any, tmp_path: Path) -> None:
     node = cluster.add_node(num_cpus=0, resources={"a100": 1})
     rates = Throughputs(
@@ -238,6 +242,7 @@ def _raylet(node: Any) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_pairs_share_an_accelerator_and_rates_are_learnt(cluster: Any, tmp_path: Path) -> None:
     rates = Throughputs(
         (Rate("walk", 1, "v100", 20.0),),
@@ -270,6 +275,7 @@ def test_pairs_share_an_accelerator_and_rates_are_learnt(cluster: Any, tmp_path:
     assert max(problem.table.paired.max() for problem in problems) > 40.0  # a step takes 5 ms
 
 
+@pytest.mark.slow
 def test_jobs_come_when_they_arrive_and_shares_are_near_their_target(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -290,6 +296,7 @@ def test_jobs_come_when_they_arrive_and_shares_are_near_their_target(
     assert all(0 < share.measured <= 1 + 1e-9 for share in report.shares), report.shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "match"),
     [

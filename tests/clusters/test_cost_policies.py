@@ -7,8 +7,9 @@ from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from scipy.optimize import linprog
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, problem_of, throughput
@@ -133,7 +134,7 @@ class Columns:
             x = answer.x
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(SEEDS, st.booleans())
 def test_throughput_is_that_of_a_program_over_jobs(seed, pairs):
     asked = drawn(seed, pairs=pairs)
@@ -151,7 +152,7 @@ def test_throughput_counts_a_job_by_its_best_and_not_by_its_steps():
     assert result.objective == pytest.approx(1.9)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(SEEDS, st.booleans())
 def test_cost_is_the_ratio_of_the_best_columns_and_then_the_most_work(seed, pairs):
     asked = drawn(seed, pairs=pairs)
@@ -209,7 +210,7 @@ def test_placement_has_prices_too():
     assert hasty.gap == pytest.approx(0, abs=1e-8)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(SEEDS, st.booleans())
 def test_slos_that_fit_are_met_at_the_best_ratio(seed, pairs):
     asked = drawn(seed, pairs=pairs, slos=0.5)
@@ -227,7 +228,7 @@ def test_slos_that_fit_are_met_at_the_best_ratio(seed, pairs):
         assert result.gap <= 1e-7
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(SEEDS)
 def test_of_slos_that_do_not_fit_the_least_is_missing(seed):
     asked = drawn(seed, slos=1.0)
@@ -304,7 +305,7 @@ def test_slos_of_many_jobs_are_grouped_without_loss():
     assert result.gap <= 1e-7
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(SEEDS, st.booleans(), st.floats(0.5, 3))
 def test_the_makespan_within_a_budget_is_that_of_the_bisection(seed, pairs, times):
     """Thesis 6.4.3: M is feasible if what M needs costs at most B / M an hour."""
@@ -331,7 +332,7 @@ def test_the_makespan_within_a_budget_is_that_of_the_bisection(seed, pairs, time
         assert spent == pytest.approx(dollars(result.objective * (1 + 1e-9)), rel=1e-4)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(SEEDS)
 def test_a_larger_budget_is_never_slower_and_a_boundless_one_is_makespan(seed):
     asked = drawn(seed)
@@ -415,7 +416,7 @@ def test_free_accelerators_need_no_budget_beyond_a_cent():
     )
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(SEEDS, st.booleans())
 def test_the_ratio_bound_holds_for_optimal_values_inside_its_columns(seed, pairs):
     """The bound leans on finite columns: some best allocation must be within them."""

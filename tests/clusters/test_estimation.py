@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from benchmarks import estimation
 from stagewright.formulations.clusters.allocation import problem_of
@@ -18,7 +19,7 @@ from stagewright.solvers.clusters.estimation import Estimator, completed, pairs_
 GAVEL = Path(__file__).parents[3] / "shared" / "data" / "gavel" / "simulation_throughputs.json"
 ACCELERATORS = ("v100", "k80")
 
-small = settings(max_examples=10, deadline=None, derandomize=True)
+small = examples(10, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 
 

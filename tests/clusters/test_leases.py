@@ -11,8 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.executor.clusters import lease_server, leases
 from stagewright.executor.clusters.job_store import JobStore
@@ -160,9 +161,7 @@ def test_the_next_lease_goes_on_where_the_last_one_stopped(
     assert len(list(rank.lease.folder.iterdir())) == KEPT
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(25)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 40))
 def test_every_step_counts_once_whatever_befalls(
     tmp_path_factory: pytest.TempPathFactory,
@@ -382,6 +381,33 @@ def test_a_store_of_other_jobs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "jobs.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(InputError, match="no store of jobs can be kept here"):
         opened(tmp_path, a=9)
+
+
+def test_the_store_may_be_in_another_database(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}"
+    server = LeaseServer(tmp_path / "jobs", ROUND, 3, url)
+    server.open({"a": 9})
+    record, _ = server.start("a", 1)
+    assert JobStore(tmp_path / "others", url).job("a").epoch == record.epoch + 1
+    assert not list(tmp_path.rglob("jobs.sqlite"))
+
+
+@pytest.mark.parametrize("url", ["nowhere", "oracle+none://user:secret@host/jobs"])
+def test_a_store_that_cannot_be_reached_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(InputError, match="no store of jobs can be kept here") as refusal:
+        JobStore(tmp_path, url)
+    assert "secret" not in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_transactions_of_two_stores_do_not_interleave(tmp_path: Path) -> None:
+    """A writer keeps others out from its beginning, not from its first write."""
+    store = JobStore(tmp_path)
+    other = sqlite3.connect(tmp_path / "jobs.sqlite", timeout=0.05)
+    with store._writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
+        other.execute("BEGIN IMMEDIATE")
+    other.execute("BEGIN IMMEDIATE")
+    other.close()
 
 
 def test_an_epoch_is_on_the_disk_before_the_job_starts(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from profiles import examples
 from scipy.optimize import linprog
 from strategies_allocation import Case, random_case
 
@@ -22,7 +23,7 @@ from stagewright.solvers.clusters.policies import fifo as fifo_solver
 from stagewright.solvers.clusters.policies import finish_time as finish_time_solver
 
 PAIRS = ("first", "second", "worker", "paired")
-some = settings(max_examples=12, deadline=None, derandomize=True)
+some = examples(12, derandomize=True)
 
 
 class Entries:
@@ -253,7 +254,7 @@ def test_fifo_that_is_cut_short_says_so(answers: int, monkeypatch: pytest.Monkey
         assert result.objective < best < result.bound
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@examples(8, derandomize=True)
 @given(random_case(max_jobs=10, space_sharing=True))
 def test_pairs_that_gain_are_let_in(case: Case):
     problem = case.problem
@@ -294,7 +295,7 @@ def test_sjf_keeps_the_shortest_and_then_serves_the_others(case: Case):
 
 
 @pytest.mark.parametrize("policy", ["finish-time-fairness", "fifo", "sjf"])
-@settings(max_examples=6, deadline=None, derandomize=True)
+@examples(6, derandomize=True)
 @given(random_case(space_sharing=False, placement=False))
 def test_agnostic_equals_aware_on_one_type(policy: str, case: Case):
     largest = max(case.pool.accelerators, key=lambda accelerator: accelerator.count)
@@ -305,7 +306,7 @@ def test_agnostic_equals_aware_on_one_type(policy: str, case: Case):
 
 
 @pytest.mark.parametrize("policy", ["finish-time-fairness", "fifo"])
-@settings(max_examples=6, deadline=None, derandomize=True)
+@examples(6, derandomize=True)
 @given(random_case(space_sharing=True, placement=False))
 def test_colocation_is_never_worse(policy: str, case: Case):
     alone = problem_of(case.workload, case.pool)

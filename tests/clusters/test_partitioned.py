@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from scipy.optimize import linprog
 from strategies_allocation import Case, random_case
 
@@ -30,7 +31,7 @@ from stagewright.solvers.clusters.partitioned import (
 )
 from stagewright.solvers.clusters.policies import allocate
 
-small = settings(max_examples=25, deadline=None, derandomize=True)
+small = examples(25, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 cases = random_case(space_sharing=False)
 
@@ -186,6 +187,7 @@ def test_a_part_without_an_answer_leaves_none():
     assert result.gap is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_ray_gives_what_one_process_gives():
     problem = different_jobs(40)

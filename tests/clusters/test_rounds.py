@@ -4,8 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies_allocation import Case, random_case
 
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
@@ -54,7 +55,7 @@ def taken(problem: AllocationProblem, scheduled: tuple[Assignment, ...]) -> list
 
 
 @given(random_case(), st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_rules_of_a_round(case: Case, seed: int) -> None:
     problem, table = case.problem, case.problem.table
     target = target_of(case)
@@ -119,7 +120,7 @@ def full_target(draw: st.DrawFn) -> tuple[AllocationProblem, Allocation]:
 
 
 @given(full_target())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_single_accelerators_get_their_shares(case: tuple[AllocationProblem, Allocation]) -> None:
     """The greedy choice stays within a few per cent.
 
@@ -135,7 +136,7 @@ def test_single_accelerators_get_their_shares(case: tuple[AllocationProblem, All
 
 
 @given(random_case(), st.integers(0, 3))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_same_rounds_again(case: Case, seed: int) -> None:
     target = target_of(case)
     assert run(started(case, target, seed), 4) == run(started(case, target, seed), 4)

@@ -7,9 +7,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
+from profiles import examples
 from scipy.optimize import linprog
 from strategies_allocation import Case, random_case, random_workload
 
@@ -233,7 +234,7 @@ def progressive_filling(problem: AllocationProblem) -> Floats:
     return floor
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30, derandomize=True)
 @given(problems())
 def test_progressive_filling_of_single_jobs_agrees(problem: AllocationProblem):
     result = allocate(problem, "hierarchical")
@@ -243,7 +244,7 @@ def test_progressive_filling_of_single_jobs_agrees(problem: AllocationProblem):
     assert_allclose(throughput(problem, result.allocation), expected, atol=1e-5)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15, derandomize=True)
 @given(problems())
 def test_no_job_can_gain_unless_another_loses(problem: AllocationProblem):
     result = allocate(problem, "water-filling")
@@ -257,7 +258,7 @@ def test_no_job_can_gain_unless_another_loses(problem: AllocationProblem):
     assert result.objective == pytest.approx(max_min.objective(problem, result.allocation))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(random_case())
 def test_the_default_leaves_nothing_to_give_away(case: Case):
     result = stagewright.allocate(
@@ -288,7 +289,7 @@ def test_the_default_uses_what_max_min_leaves_idle():
     assert accelerators_in_use(problem, first)[1] < 3.9
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15, derandomize=True)
 @given(problems(), st.data())
 def test_a_share_moved_from_job_to_job_is_refused(problem: AllocationProblem, data: st.DataObject):
     if len(problem) < 2:

@@ -13,9 +13,10 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import elaborate, made_up_certificate, make_stages, scheduled, small_problem, valid_plan
+from profiles import examples, slow_after
 
 import stagewright
 from stagewright.executor.drawing.chart import png, write_png
@@ -30,6 +31,7 @@ from stagewright.executor.drawing.timeline import (
 )
 from stagewright.formulations.checking.check import predict
 from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind, parse_action
+from stagewright.formulations.plans.memory import static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
     Guarantee,
@@ -73,7 +75,7 @@ def wide_plan() -> PipelinePlan:
     return certified(problem, valid_plan(problem, stages))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_every_action_is_drawn_once_on_its_row(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     _, plan = case
@@ -124,7 +126,7 @@ def test_a_device_names_all_its_stages() -> None:
     assert "stages 0, 2" in page(certified(problem, plan))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_in_flight_counts_what_has_started_and_not_ended(
     case: tuple[PipelineProblem, PipelinePlan],
@@ -162,7 +164,7 @@ def test_the_summary_gives_the_cost_models_figures() -> None:
     assert first.layers == (0, 2)
     seconds = problem.compute_seconds(0, 2, (0, 1))
     assert (first.forward_seconds, first.backward_seconds) == pytest.approx(seconds)
-    memory = problem.static_bytes(0, 2, 2) + first.in_flight * problem.saved_bytes(0, 2, 2)
+    memory = static_bytes(problem, 0, 2, 2) + first.in_flight * problem.saved_bytes(0, 2, 2)
     assert first.peak_memory_bytes == pytest.approx(memory)
     assert summarise(plan)[0].peak_memory_bytes is None
 
@@ -245,7 +247,7 @@ def test_names_cannot_break_out_of_the_page(plan: PipelinePlan) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("which", ["plan", "wide_plan"])
+@pytest.mark.parametrize("which", slow_after(1, ["plan", "wide_plan"]))
 def test_a_browser_draws_the_page(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

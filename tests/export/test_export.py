@@ -5,14 +5,18 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
+from ranks import Ranks
 
 from stagewright.cli import exporting
 from stagewright.executor.export import FORMATS, export, remarks
 from stagewright.executor.export.options import Options
-from stagewright.executor.export.yaml import to_yaml
+from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import (
     PipelinePlan,
@@ -168,41 +172,36 @@ def test_torch_loads_every_file_and_finds_the_ranks(tmp_path):
             assert schedule.stage_index_to_group_rank == dict(enumerate(placement))
 
 
-WORKER = """
-import sys, json, torch, torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+def run_the_files(_: Any, rank: int, folder: Path, cases: dict[str, tuple[int, ...]]) -> list[str]:
+    """Run every file in torch's own runtime; the gradients are those of the whole model."""
+    import torch
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-folder, rank, cases = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-loss = torch.nn.functional.mse_loss
-for name, placement, microbatches in cases:
-    torch.manual_seed(0)
-    layers = [
-        torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh()).double() for _ in placement
-    ]
-    x, y = torch.randn(4 * microbatches, 5).double(), torch.randn(4 * microbatches, 5).double()
-    whole = torch.nn.Sequential(*layers)
-    loss(whole(x), y).backward()
-    wanted = [[p.grad.clone() for p in layer.parameters()] for layer in layers]
-    whole.zero_grad()
-    own = [s for s, place in enumerate(placement) if place == rank]
-    stages = [PipelineStage(layers[s], s, len(placement), torch.device("cpu")) for s in own]
-    schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss)
-    schedule._load_csv(f"{folder}/{name}.csv")
-    schedule.step(*([x] if 0 in own else []), target=y if len(placement) - 1 in own else None)
-    for s in own:
-        for parameter, gradient in zip(layers[s].parameters(), wanted[s], strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-6)
-    print("equal", name, flush=True)
-dist.destroy_process_group()
-"""
+    loss = torch.nn.functional.mse_loss
+    for name, placement in cases.items():
+        torch.manual_seed(0)
+        layers = [
+            torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh()).double() for _ in placement
+        ]
+        x, y = torch.randn(2, 4 * MICROBATCHES, 5).double()
+        whole = torch.nn.Sequential(*layers)
+        loss(whole(x), y).backward()
+        wanted = [[p.grad.clone() for p in layer.parameters()] for layer in layers]
+        whole.zero_grad()
+        own = [s for s, place in enumerate(placement) if place == rank]
+        stages = [PipelineStage(layers[s], s, len(placement), torch.device("cpu")) for s in own]
+        schedule = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss)
+        schedule._load_csv(str(folder / f"{name}.csv"))
+        schedule.step(*([x] if 0 in own else []), target=y if len(placement) - 1 in own else None)
+        for s in own:
+            for parameter, gradient in zip(layers[s].parameters(), wanted[s], strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-6)
+    return list(cases)
 
 
-def test_torch_runs_the_files_and_gets_the_gradients(tmp_path):
-    pytest.importorskip("torch")
-    cases = []
+def test_torch_runs_the_files_and_gets_the_gradients(ranks: Ranks, tmp_path: Path) -> None:
+    cases = {}
     for placement in [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 0, 1)]:
         orders = [random_rows(placement, MICROBATCHES, seed) for seed in range(2)]
         if len(placement) % 2 == 0 and placement[1:3] != (1, 1):
@@ -211,24 +210,9 @@ def test_torch_runs_the_files_and_gets_the_gradients(tmp_path):
             name = f"case{len(cases)}"
             text = export(make_plan(placement, rows), "torch-csv")["schedule.csv"]
             (tmp_path / f"{name}.csv").write_text(text)
-            cases.append((name, placement, MICROBATCHES))
+            cases[name] = placement
     assert any("I" in path.read_text() for path in tmp_path.glob("*.csv"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(tmp_path), str(rank), json.dumps(cases)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert [text.count("equal") for text in said] == [len(cases)] * 2
+    assert ranks.run(run_the_files, 2, tmp_path, cases) == [list(cases)] * 2
 
 
 def test_torch_refusals():
@@ -642,47 +626,20 @@ def test_deepspeed_refusals():
 
 
 def read_yaml(text):
-    """The YAML that the exports write, read strictly: anything else is an error."""
-    return [
-        read_block([line for line in part.splitlines() if not line.startswith("#")])
-        for part in text.split("---\n")
-    ]
+    """The documents; every string that is no key is in double quotes."""
+    for document in yaml.compose_all(text):
+        for scalar in scalars(document):
+            plain = re.fullmatch(r"\d+|true|false", scalar.value)
+            assert scalar.style == '"' or (plain and scalar.style is None)
+    return list(yaml.safe_load_all(text))
 
 
-def read_block(lines):
-    if not lines[0].startswith("- "):
-        found = {}
-        while lines:
-            key, rest = re.fullmatch(r"([\w./-]+):(?: (.*))?", lines.pop(0)).groups()
-            inner = take_inner(lines)
-            assert (rest is None) == bool(inner)
-            assert key not in found
-            found[key] = read_block(inner) if inner else read_scalar(rest)
-        return found
-    found = []
-    while lines:
-        first = lines.pop(0)
-        assert first.startswith("- ")
-        inner = [first[2:], *take_inner(lines)]
-        nested = len(inner) > 1 or re.match(r"- |[\w./-]+:", inner[0])
-        found.append(read_block(inner) if nested else read_scalar(inner[0]))
-    return found
-
-
-def take_inner(lines):
-    inner = []
-    while lines and lines[0].startswith("  "):
-        inner.append(lines.pop(0)[2:])
-    return inner
-
-
-def read_scalar(text):
-    if text in ("true", "false"):
-        return text == "true"
-    if re.fullmatch(r"\d+", text):
-        return int(text)
-    assert re.fullmatch(r'"(?:[ !#-\[\]-~]|\\U[0-9a-f]{8})*"', text)
-    return re.sub(r"\\U(\w{8})", lambda found: chr(int(found[1], 16)), text[1:-1])
+def scalars(node):
+    if isinstance(node, yaml.ScalarNode):
+        return [node]
+    pairs = isinstance(node, yaml.MappingNode)
+    inner = [value for _, value in node.value] if pairs else node.value
+    return [scalar for child in inner for scalar in scalars(child)]
 
 
 def test_yaml_comes_back():

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies_allocation import Case, random_case
 
 from stagewright.formulations.clusters.allocation import problem_of
@@ -41,12 +42,7 @@ DATA = Path(__file__).parents[3] / "shared" / "data" / "gavel"
 needs_data = pytest.mark.skipif(
     not DATA.is_dir(), reason="Gavel's public traces are not beside the checkout"
 )
-small = settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+small = examples(25, derandomize=True)
 
 WORKLOAD = Workload(
     (
@@ -96,7 +92,7 @@ def plain(document: Workload | Pool) -> dict[str, Any]:
 # Round trips.
 
 
-@settings(parent=small, max_examples=8)
+@examples(8, parent=small)
 @given(case=random_case())
 def test_what_is_saved_is_loaded(tmp_path: Path, case: Case):
     for thing, save, load in (
@@ -154,7 +150,7 @@ def read_or_refused(read: Callable[[Path], object], file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(parent=small, max_examples=40)
+@examples(40, parent=small)
 @given(choice=st.randoms(use_true_random=False))
 def test_hostile_values_are_read_or_refused_in_one_line(tmp_path: Path, name: str, choice: Any):
     read, document = READERS[name]

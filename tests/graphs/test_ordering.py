@@ -6,8 +6,9 @@ from itertools import combinations, pairwise
 import networkx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.ordering import minimum_cut, recursive_device_order
@@ -79,7 +80,7 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entries", ENTRIES)
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(80, derandomize=True)
 @given(st.data())
 def test_the_cut_is_minimal(entries, data):
     matrix = data.draw(weights(ENTRIES[entries]))
@@ -105,7 +106,7 @@ def test_groups_that_are_merged_early_are_cut_between(groups):
     assert min(side.sum(), (~side).sum()) == size
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(st.integers(2, 4), st.integers(2, 4), st.data())
 def test_contracting_keeps_the_minimum_of_larger_graphs(servers, devices, data):
     """Servers of strongly linked devices exercise every way in which vertices are merged."""
@@ -173,7 +174,7 @@ def test_the_order_is_a_function_of_the_cluster(build):
     assert recursive_device_order(build()) == recursive_device_order(build())
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30, derandomize=True)
 @given(weights(ENTRIES["reals"]))
 def test_a_faster_network_keeps_its_order(matrix):
     """Twice the bandwidth everywhere changes nothing; a power of two even keeps every bit."""

@@ -11,9 +11,10 @@ from random import Random
 import matplotlib.image
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import make_stages, scheduled, small_problem, valid_plan
+from profiles import examples
 from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
@@ -140,7 +141,7 @@ def taken_apart(plan: PipelinePlan) -> Iterator[RankAction]:
 # The ranks' records
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(scheduled(waits=True), st.randoms(use_true_random=False))
 def test_merging_what_ranks_report_gives_the_plans_actions(
     case: tuple[PipelineProblem, PipelinePlan], random: Random
@@ -295,7 +296,7 @@ def ratios(comparison: Comparison) -> list[float | None]:
     return [pair.ratio for pair in (*pairs, comparison.iteration_seconds)]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(scheduled(waits=True), st.sampled_from([1.0, 2.0, 0.5]))
 def test_times_in_proportion_give_that_ratio_everywhere(
     case: tuple[PipelineProblem, PipelinePlan], factor: float

@@ -6,9 +6,10 @@ from itertools import groupby, product
 from math import inf
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from periodic_oracles import brute_force_contiguous, brute_force_period
+from profiles import examples, slow_after
 from strategies import random_problem
 
 from stagewright.formulations.forms.answers import Limits, Progress
@@ -33,7 +34,7 @@ from stagewright.solvers.patterns.pattern import best_pattern
 LIMITS = Limits(seconds=60.0)
 CLOSE = 3e-6  # relative: what the integer program's tolerance leaves open
 
-few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+few = examples(8, suppress_health_check=list(HealthCheck))
 
 # Seconds there, seconds back, saved gigabytes: early layers keep the most, as in image models.
 LAYERS = (
@@ -139,7 +140,7 @@ def test_the_optimum_with_recomputation_and_two_kinds(problem: PipelineProblem) 
     assert (answer.period or inf) == pytest.approx(least, rel=CLOSE)
 
 
-@pytest.mark.parametrize("memory", [1.2e9, 2e9])
+@pytest.mark.parametrize("memory", slow_after(1, [2e9, 1.2e9]))
 def test_three_devices_where_memory_binds(memory: float) -> None:
     question = question_of(4, 3, memory)
     assert solved(question).period == pytest.approx(least_of_all(question), rel=CLOSE)
@@ -255,7 +256,7 @@ def test_twice_the_times_is_twice_the_period() -> None:
     assert answer.period == pytest.approx(2 * solved(question).period, rel=CLOSE)
 
 
-@pytest.mark.parametrize("memory", [4e9, 6e9])
+@pytest.mark.parametrize("memory", slow_after(1, [4e9, 6e9]))
 def test_ten_layers_on_four_devices(memory: float) -> None:
     question = question_of(10, 4, memory)
     steps: list[Progress] = []

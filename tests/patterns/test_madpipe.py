@@ -12,33 +12,25 @@ from functools import cache
 from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns import one_f_one_b
-from stagewright.formulations.patterns.madpipe import (
-    AllocationProblem,
-    Placed,
-    all_periods,
-    contiguous,
-    delayed,
-)
-from stagewright.formulations.patterns.pattern import kept_bytes, pattern_problem, static_bytes
+from stagewright.formulations.patterns.allocation_period import delayed
+from stagewright.formulations.patterns.allocation_tables import Placed, all_periods, contiguous
+from stagewright.formulations.patterns.madpipe import StageAllocationProblem
+from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.patterns.madpipe import (
-    Grid,
-    Outcome,
-    Program,
-    allocate,
-    by_grid,
-    least_period,
-    madpipe_dp,
-)
+from stagewright.solvers.patterns.madpipe import allocate, least_period
+from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid, madpipe_dp
+from stagewright.solvers.patterns.madpipe_program import Outcome, Program
 from stagewright.solvers.planners.warm_up import compile_kernels
 
 UNIT = 1 / 1024  # seconds
@@ -53,7 +45,7 @@ def compiled():
     compile_kernels()
 
 
-quick = settings(max_examples=40, deadline=None, derandomize=True)
+quick = examples(40, derandomize=True)
 
 
 def chain(times, outputs, saved, weights):
@@ -206,7 +198,7 @@ def printed_sum(x, y, period):
 @quick
 @given(equal_devices(), st.sampled_from((("none",), ("full",), ("none", "full"))))
 def test_contiguous_optimum_is_that_of_1f1b_star(problem, recompute):
-    question = AllocationProblem(problem, singles(problem), None, recompute)
+    question = StageAllocationProblem(problem, singles(problem), None, recompute)
     agrees(question, enumerated(question, one_f_one_b.least_period))
 
 
@@ -215,7 +207,7 @@ def test_contiguous_optimum_is_that_of_1f1b_star(problem, recompute):
 def test_special_group_equals_enumeration(data, problem):
     recompute = data.draw(st.sampled_from((("none",), ("none", "full"))))
     special = data.draw(st.integers(0, len(problem.cluster) - 1))
-    question = AllocationProblem(problem, singles(problem), special, recompute)
+    question = StageAllocationProblem(problem, singles(problem), special, recompute)
     agrees(question, enumerated(question))
 
 
@@ -241,7 +233,7 @@ def test_stages_of_one_group_are_at_their_peak_together(
     model = chain(zip(forward, backward, strict=True), outputs, saved, weights)
     cluster = uniform_servers(1, 2, Link(SPEED), memory_bytes=memory * MIB)
     problem = PipelineProblem(model, cluster, 8)
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     agrees(question, enumerated(question))
 
 
@@ -249,14 +241,14 @@ def test_stages_of_one_group_are_at_their_peak_together(
 @given(st.data(), unequal_devices())
 def test_unequal_devices_equal_enumeration(data, problem):
     special = data.draw(st.sampled_from((None, *range(len(problem.cluster)))))
-    question = AllocationProblem(problem, singles(problem), special)
+    question = StageAllocationProblem(problem, singles(problem), special)
     agrees(question, enumerated(question))
 
 
 @quick
 @given(equal_devices(4, 4).filter(lambda problem: len(problem.cluster) == 4))
 def test_groups_of_devices_leave_time_for_their_all_reduce(problem):
-    question = AllocationProblem(problem, ((0, 1), (2, 3)), None, ("none", "full"))
+    question = StageAllocationProblem(problem, ((0, 1), (2, 3)), None, ("none", "full"))
     expected = enumerated(question, one_f_one_b.least_period)
     answer = least_period(question)
     assert answer.exact
@@ -266,7 +258,7 @@ def test_groups_of_devices_leave_time_for_their_all_reduce(problem):
 @quick
 @given(equal_devices(4, 4).filter(lambda problem: len(problem.cluster) == 4))
 def test_a_special_group_of_devices_equals_enumeration(problem):
-    question = AllocationProblem(problem, ((0, 1), (2,), (3,)), 0, ("none", "full"))
+    question = StageAllocationProblem(problem, ((0, 1), (2,), (3,)), 0, ("none", "full"))
     periods = []
     for placed in allocations(question):
         with suppress(InvalidPlan):  # fits at no period
@@ -279,7 +271,7 @@ def test_a_special_group_of_devices_equals_enumeration(problem):
 @quick
 @given(st.data(), equal_devices(5), st.integers(1, 2))
 def test_little_room_for_labels_overlooks_or_invents_but_does_not_lie(data, problem, room):
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     best, tick = least_period(question).period, question.tick
     least = all_periods(question.tables) if best == math.inf else round(best / tick)
     period = data.draw(st.sampled_from((least - 1, least, least + round(UNIT / tick))))
@@ -294,7 +286,7 @@ def test_little_room_for_labels_overlooks_or_invents_but_does_not_lie(data, prob
 def test_one_label_per_state_is_not_enough():
     """Kept apart, two find no room and all is open; merged, two already refute what is not."""
     problem = long_chain(30, memory=60)
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     below = round(least_period(question).period / question.tick) - 1
     assert Program(question.tables, 1).test(below)[0] is Outcome.OPEN
     assert Program(question.tables, 1, merging=True).test(below)[0] is Outcome.OPEN
@@ -319,7 +311,7 @@ def test_more_memory_never_hurts(data, problem):
     )
     larger = replace(problem, cluster=replace(problem.cluster, devices=devices))
     little, much = (
-        least_period(AllocationProblem(one, singles(one), special)).period
+        least_period(StageAllocationProblem(one, singles(one), special)).period
         for one in (problem, larger)
     )
     assert much <= little
@@ -334,12 +326,12 @@ def test_a_special_group_without_memory_leaves_the_contiguous_optimum(data, prob
     cluster = replace(problem.cluster, devices=tuple(devices))
     starved = replace(problem, cluster=cluster)
     others = tuple(group for group in singles(problem) if group != (special,))
-    alone = least_period(AllocationProblem(starved, others)).period
+    alone = least_period(StageAllocationProblem(starved, others)).period
     if all(layer.parameter_bytes > 0 for layer in problem.chain.layers):
-        question = AllocationProblem(starved, singles(problem), special)
+        question = StageAllocationProblem(starved, singles(problem), special)
         assert least_period(question).period == pytest.approx(alone, rel=ROUNDING)
-    as_one = AllocationProblem(problem, singles(problem), special)
-    fixed = least_period(AllocationProblem(problem, singles(problem)))
+    as_one = StageAllocationProblem(problem, singles(problem), special)
+    fixed = least_period(StageAllocationProblem(problem, singles(problem)))
     assert least_period(as_one).period <= fixed.period
     assert contiguous(as_one.tables).special == -1
 
@@ -347,7 +339,7 @@ def test_a_special_group_without_memory_leaves_the_contiguous_optimum(data, prob
 @quick
 @given(equal_devices())
 def test_allocations_exist_from_the_least_period_on(problem):
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     answer = least_period(question)
     if answer.stages is None:
         assert allocate(question, 10.0) is None
@@ -364,10 +356,10 @@ def test_a_group_in_the_way_is_left_out():
     model = chain([(1, 2)] * 4, [8] * 4, [1] * 4, [1] * 4)
     devices = [Device(f"g{i}", "v100", memory) for i, memory in enumerate((1e9, 3 * MIB, 1e9))]
     problem = PipelineProblem(model, from_matrix(devices, [[SPEED] * 3] * 3), 4)
-    answer = least_period(AllocationProblem(problem, singles(problem)))
+    answer = least_period(StageAllocationProblem(problem, singles(problem)))
     assert [stage.devices for stage in answer.stages] == [("g2",)]  # transfers take 16 units
     quick_links = PipelineProblem(model, from_matrix(devices, [[16 * SPEED] * 3] * 3), 4)
-    answer = least_period(AllocationProblem(quick_links, singles(problem)))
+    answer = least_period(StageAllocationProblem(quick_links, singles(problem)))
     assert [stage.devices for stage in answer.stages] == [("g0",), ("g2",)]
     assert answer.period == 6 * UNIT
 
@@ -376,7 +368,7 @@ def test_both_transfers_of_a_link_count():
     """The special device on both sides of another: their link carries both boundaries."""
     model = chain([(2, 2), (3, 5), (2, 2)], [2, 2, 2], [0] * 3, [0] * 3)
     problem = PipelineProblem(model, uniform_servers(1, 2, Link(SPEED / 1.5)), 8)
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     around = [Placed(0, 1, 0, 0), Placed(1, 2, 1, 0), Placed(2, 3, 0, 0)]
     assert question.evaluate(around) * question.tick == 12 * UNIT
     assert least_period(question).period == 12 * UNIT
@@ -385,7 +377,7 @@ def test_both_transfers_of_a_link_count():
 def test_what_does_not_fit_is_told_with_the_bytes():
     model = chain([(1, 1)] * 4, [1] * 4, [4] * 4, [2] * 4)
     problem = PipelineProblem(model, uniform_servers(1, 2, Link(SPEED), memory_bytes=17 * MIB), 4)
-    answer = least_period(AllocationProblem(problem, singles(problem), 1))
+    answer = least_period(StageAllocationProblem(problem, singles(problem), 1))
     assert (answer.stages, answer.period, answer.bound, answer.exact) == (
         None, math.inf, math.inf, True,
     )  # fmt: skip
@@ -393,12 +385,12 @@ def test_what_does_not_fit_is_told_with_the_bytes():
     assert "would need at least 5.2" in answer.reason
     assert answer.reason.endswith("MB more")
     enough = PipelineProblem(model, uniform_servers(1, 2, Link(SPEED), memory_bytes=22 * MIB), 4)
-    assert least_period(AllocationProblem(enough, singles(enough), 1)).stages is not None
+    assert least_period(StageAllocationProblem(enough, singles(enough), 1)).stages is not None
 
 
 def test_a_short_time_leaves_a_bound():
     problem = long_chain(40, memory=90)
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     exact = least_period(question)
     hurried = least_period(question, Limits(seconds=1e-3))
     assert exact.exact
@@ -421,7 +413,7 @@ def test_tables_hold_the_figures_of_the_plan(data, problem):
     split = data.draw(st.sampled_from((1, size)))
     problem = with_samples(problem, 4)
     groups = (tuple(range(split)), *((v,) for v in range(split, size)))
-    question = AllocationProblem(problem, groups, None, ("none", "full"))
+    question = StageAllocationProblem(problem, groups, None, ("none", "full"))
     form, layers = question.tables, len(problem.chain)
     k = data.draw(st.integers(0, layers - 1))
     one = Placed(
@@ -448,7 +440,7 @@ def test_tables_hold_the_figures_of_the_plan(data, problem):
 
 def test_false_allocations_are_refused():
     problem = long_chain(4)
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     with pytest.raises(InvalidPlan, match="every layer once"):
         question.evaluate([Placed(0, 3, 1, 0)])
     with pytest.raises(InvalidPlan, match="in their order"):
@@ -470,7 +462,7 @@ def test_false_allocations_are_refused():
 def test_bad_questions_are_refused(changed, message):
     problem = long_chain(4)
     with pytest.raises(InputError, match=message):
-        replace(AllocationProblem(problem, singles(problem)), **changed)
+        replace(StageAllocationProblem(problem, singles(problem)), **changed)
 
 
 # --- the paper's grid ------------------------------------------------------------------------
@@ -546,7 +538,7 @@ def test_a_grid_of_whole_units_is_the_recurrence(data, problem):
     printed = Printed(problem)
     target = data.draw(st.integers(1, printed.longest))
     expected = printed.dp(target)
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     period, stages = madpipe_dp(question, target * UNIT, printed.fine_grid())
     if expected == math.inf:
         assert (period, stages) == (math.inf, None)
@@ -558,12 +550,12 @@ def test_a_grid_of_whole_units_is_the_recurrence(data, problem):
     assert max(loads.values()) <= expected
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15, derandomize=True)
 @given(equal_devices(4))
 def test_finer_grids_come_closer_to_the_recurrence(problem):
     printed = Printed(problem)
     expected = float(printed.algorithm_1(10)[0]) * UNIT
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     fine = printed.fine_grid()
     finer = Grid(fine.loads, fine.memories, 16 * (fine.delays - 1) + 1)
     answer = by_grid(question, finer)
@@ -575,7 +567,7 @@ def test_finer_grids_come_closer_to_the_recurrence(problem):
 def test_the_grid_allows_more_than_memory_does():
     """It counts g - 1 of every special stage; so its period may be below the least there is."""
     problem = long_chain(20, memory=50)
-    question = AllocationProblem(problem, singles(problem), 0)
+    question = StageAllocationProblem(problem, singles(problem), 0)
     answer, exact = by_grid(question), least_period(question)
     own = question.evaluate(placed_of(question, answer.stages)) * question.tick
     assert max(answer.target, answer.period) < exact.period < own
@@ -592,6 +584,6 @@ def test_the_grid_allows_more_than_memory_does():
 def test_the_grid_takes_the_papers_questions_only(changed, message):
     problem = long_chain(4)
     with pytest.raises(InputError, match=message):
-        by_grid(replace(AllocationProblem(problem, singles(problem), 0), **changed))
+        by_grid(replace(StageAllocationProblem(problem, singles(problem), 0), **changed))
     with pytest.raises(InputError, match="at least two values"):
         Grid(1, 11, 51)

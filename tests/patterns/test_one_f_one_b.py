@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import ceil, inf, isfinite
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from periodic_oracles import (
     Line,
@@ -25,6 +25,7 @@ from periodic_oracles import (
     pattern_line,
     peak,
 )
+from profiles import examples
 
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.patterns.one_f_one_b import (
@@ -33,8 +34,9 @@ from stagewright.formulations.patterns.one_f_one_b import (
     one_f_one_b_star,
     period_bound,
 )
-from stagewright.formulations.patterns.pattern import Kept, Pattern, PatternProblem, pattern_problem
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
 from stagewright.formulations.plans.assembly import assemble_pattern
+from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InvalidPlan
@@ -174,7 +176,7 @@ def with_period(
     return problem, max(least, period + draw(st.sampled_from([0.0, 0.0, 0.5, -0.5])))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(with_period(((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4))))
 def test_the_pattern_is_valid_and_keeps_what_the_groups_say(
     given_problem: tuple[PatternProblem, float],
@@ -190,7 +192,7 @@ def test_the_pattern_is_valid_and_keeps_what_the_groups_say(
     assert [in_flight(line, s) for s in range(line.stages)] == expected[::2]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(with_period())
 def test_no_pattern_of_the_period_keeps_fewer(given_problem: tuple[PatternProblem, float]) -> None:
     """Proposition 1, stage by stage, by all patterns that there are."""
@@ -224,7 +226,7 @@ def test_what_takes_no_time_is_in_nobodys_way(forward: float, backward: float) -
 # --- The least period ------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(pattern_problems(ALONE))
 def test_the_bound_is_the_least_period_where_every_stage_is_alone(problem: PatternProblem) -> None:
     least = brute_force_period(problem)
@@ -236,7 +238,7 @@ def test_the_bound_is_the_least_period_where_every_stage_is_alone(problem: Patte
         assert faults(pattern_line(problem, pattern)) == []
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(pattern_problems(ALONE, reduced=True))
 def test_all_reduces_are_waited_for(problem: PatternProblem) -> None:
     least = brute_force_period(problem)
@@ -244,7 +246,7 @@ def test_all_reduces_are_waited_for(problem: PatternProblem) -> None:
     assert period_bound(problem) <= least * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(pattern_problems(SHARED, reduced=True))
 def test_no_pattern_of_stages_that_share_devices_undercuts_the_bound(
     problem: PatternProblem,
@@ -282,7 +284,7 @@ def chain_problem(seconds: Sequence[int], saved: int, devices: int, room: int) -
     return PipelineProblem(Chain("chain", "test", 840, layers, 0.0), cluster, 4)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(st.integers(1, 4), min_size=2, max_size=4),
     st.integers(1, 3),
@@ -344,7 +346,7 @@ def patterns(draw: st.DrawFn) -> tuple[PatternProblem, Pattern]:
     return problem, Pattern(period, tuple(starts))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(patterns())
 def test_evaluate_finds_something_where_there_is_something(
     given_pattern: tuple[PatternProblem, Pattern],
@@ -364,7 +366,7 @@ def test_evaluate_finds_something_where_there_is_something(
 # --- The oracles -----------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(pattern_problems(ALONE))
 def test_oracle_by_items_equals_oracle_by_turns(problem: PatternProblem) -> None:
     most = []
@@ -387,7 +389,7 @@ def short(problem: PatternProblem) -> PatternProblem:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(pattern_problems(((0,), (0, 1), (0, 0)), reduced=True).map(short))
 def test_oracle_by_turns_equals_trying_all_starts(problem: PatternProblem) -> None:
     least = brute_force_period(problem)

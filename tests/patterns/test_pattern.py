@@ -6,14 +6,15 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from scipy.optimize import linprog
 
 from stagewright.formulations.forms.answers import Limits, Progress, Status
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.formulations.patterns.one_f_one_b import least_period, load_bound, period_bound
-from stagewright.formulations.patterns.pattern import Kept, Pattern, PatternProblem, pattern_problem
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
 from stagewright.formulations.patterns.pattern_models import (
     AtPeriod,
     ByRate,
@@ -22,6 +23,7 @@ from stagewright.formulations.patterns.pattern_models import (
     least_pattern,
     sequential,
 )
+from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -183,7 +185,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems(), st.sampled_from([0.37, 2.0, 1000.0]))
 def test_what_must_hold_between_problems(problem, factor):
     answer = best_pattern(problem, LIMITS)
@@ -203,7 +205,7 @@ def test_what_must_hold_between_problems(problem, factor):
     assert best_pattern(scaled, LIMITS).period == pytest.approx(factor * answer.period, rel=2e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems())
 def test_on_devices_of_their_own_1f1b_star_is_optimal(problem):
     n = len(problem.forward)
@@ -213,7 +215,7 @@ def test_on_devices_of_their_own_1f1b_star_is_optimal(problem):
     assert best_pattern(own, LIMITS).period == pytest.approx(least_period(own), rel=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(problems(), st.floats(1.0, 3.0), st.booleans())
 def test_memory_by_orders_is_memory_by_times(problem, longer, backward_first):
     problem = replace(problem, microbatches=50)  # list schedules do not look at versions

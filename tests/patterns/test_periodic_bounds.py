@@ -5,9 +5,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from periodic_plans import checked_plan
 from plans import small_problem
+from profiles import examples
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.one_f_one_b import (
@@ -18,7 +20,6 @@ from stagewright.formulations.patterns.one_f_one_b import (
 )
 from stagewright.formulations.patterns.pattern import PatternProblems, pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
-from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError
@@ -49,7 +50,7 @@ def contiguous(draw: st.DrawFn) -> tuple[PipelineProblem, tuple[Stage, ...], int
 
 
 @given(contiguous())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_plan_undercuts_a_bound(case: tuple[PipelineProblem, tuple[Stage, ...], int]):
     problem, stages, size = case
     asked = pattern_problem(problem, stages)
@@ -58,7 +59,7 @@ def test_no_plan_undercuts_a_bound(case: tuple[PipelineProblem, tuple[Stage, ...
     for bound in iteration_bounds(problem, size):
         assert bound.seconds <= asked.iteration_seconds(period) * (1 + 1e-12), bound.proved_by
     if period < math.inf:
-        assemble_pattern(problem, "test", stages, one_f_one_b_star(asked, period))
+        checked_plan(problem, stages, one_f_one_b_star(asked, period))
 
 
 def test_bounds_meet_their_closed_forms():
@@ -138,7 +139,7 @@ def test_offloaded_stages_pass_the_checker():
         ]
         asked = pattern_problem(problem, stages)
         pattern = one_f_one_b_star(asked, least_period(asked))
-        plan = assemble_pattern(problem, "test", stages, pattern)
+        plan = checked_plan(problem, stages, pattern)
         assert plan.predicted is not None
         peaks.append(plan.predicted.peak_memory_bytes["g0"])
     saved = problem.saved_bytes(0, 2, 1)

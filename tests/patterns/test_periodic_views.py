@@ -9,10 +9,11 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from periodic_plans import periodic, placed_plan, plan_by_hand, stages_on
 from plans import small_problem
+from profiles import examples
 from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
@@ -27,9 +28,11 @@ from stagewright.executor.export.options import Options
 from stagewright.executor.measuring.compare import compare, measured_plan
 from stagewright.executor.measuring.correction import correct
 from stagewright.executor.programs.trace import Trace, TracedStep, load_trace, save_trace
-from stagewright.executor.simulation.simulate import Deadlock, simulate
+from stagewright.executor.simulation.events import Deadlock
+from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.memory import static_bytes
 from stagewright.formulations.plans.periodic import steady_microbatches
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, save_plan
@@ -82,7 +85,7 @@ def test_a_run_has_every_action_once_and_reduces_at_the_end_of_every_iteration(
     assert starts == pytest.approx([ends["3B2"], ends["3B6"], ends["3B10"]])
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic())
 def test_what_follows_directly_begins_at_that_instant(case: Case) -> None:
     """No rounding lets a microbatch begin before the other has ended."""
@@ -120,7 +123,7 @@ def test_a_run_by_hand() -> None:
     assert run.drain_seconds == ends[f"0B{last}"] - ends[f"0F{last}"]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(periodic())
 def test_without_jitter_nothing_is_later_than_planned(case: Case) -> None:
     problem, plan = case
@@ -229,7 +232,7 @@ def test_the_picture_has_warm_up_whole_periods_and_drain() -> None:
     assert iteration_seconds(plan) == 16
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic())
 def test_whole_periods_repeat_each_other(case: Case) -> None:
     _, plan = case
@@ -259,7 +262,7 @@ def test_transfers_over_one_link_have_one_row(shared: Case) -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic())
 def test_in_flight_is_what_the_memory_was_planned_for(case: Case) -> None:
     problem, plan = case
@@ -272,7 +275,7 @@ def test_in_flight_is_what_the_memory_was_planned_for(case: Case) -> None:
         if line.shares_with or shares > 1:
             continue
         start, stop = line.layers
-        static = problem.static_bytes(start, stop, 1) + problem.gradient_bytes(start, stop)
+        static = static_bytes(problem, start, stop, 1) + problem.gradient_bytes(start, stop)
         memory = static + line.in_flight * problem.saved_bytes(start, stop, 1)
         assert line.peak_memory_bytes == pytest.approx(memory), s
 
@@ -348,7 +351,7 @@ def iterations_to_settle(plan: PipelinePlan) -> int:
     return 3 * steady_microbatches(pattern_of(plan)) // plan.microbatches + 2
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic())
 def test_a_run_in_proportion_gives_that_ratio_everywhere(case: Case) -> None:
     problem, plan = case
@@ -401,7 +404,7 @@ def test_the_first_iteration_warms_the_machine_up() -> None:
     assert [layer.costs[0].forward_seconds for layer in corrected.layers] == [1.5, 1.5, 1.5]
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(periodic(), st.integers(1, 12))
 def test_the_end_of_the_longest_run_is_drawn(case: Case, iterations: int) -> None:
     _, plan = case

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import brute_force_makespan
+from profiles import examples
 from strategies import random_makespan
 
 from stagewright.formulations.pipelines.blocks import blocks_of
@@ -37,7 +38,7 @@ def uniform(stages, microbatches, in_flight, forward=1.0, backward=2.0, send=0.0
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150, derandomize=True)
 @given(random_makespan())
 def test_no_bound_exceeds_the_optimum(problem):
     optimum = brute_force_makespan(problem)
@@ -45,14 +46,14 @@ def test_no_bound_exceeds_the_optimum(problem):
         assert seconds <= optimum * (1 + 1e-9), name
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50, derandomize=True)
 @given(random_makespan(max_stages=2, max_microbatches=4))
 def test_no_bound_exceeds_the_optimum_with_more_microbatches(problem):
     optimum = brute_force_makespan(problem, fifo=True)
     assert max(bounds(problem).values()) <= optimum * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100, derandomize=True)
 @given(random_makespan(max_stages=5, max_microbatches=8))
 def test_the_relaxation_covers_the_loads_and_the_path(problem):
     found = bounds(problem)
@@ -60,7 +61,7 @@ def test_the_relaxation_covers_the_loads_and_the_path(problem):
         assert found["one-machine relaxation"] >= found[name] * (1 - 1e-9), name
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50, derandomize=True)
 @given(random_makespan(max_stages=4, max_microbatches=5), st.floats(1e-6, 1e6))
 def test_bounds_scale_with_time(problem, factor):
     times = ("forward", "backward", "send_forward", "send_backward", "reduce")
@@ -125,7 +126,7 @@ def preemptive_optimum(heads, durations, tails):
     return max(heads[s].min() + durations[s].sum() + tails[s].min() for s in sets)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.integers(0, 20), st.integers(1, 9), st.integers(0, 20)),

@@ -3,9 +3,10 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import bottleneck, prm_table
+from profiles import examples
 from strategies import PROBLEMS, hard_problem
 
 from stagewright.formulations.forms.answers import Status
@@ -24,7 +25,7 @@ MILP = 1e-5  # relative: the solvers' tolerances
 GB = 1e9
 
 
-slow = settings(max_examples=12, deadline=None, derandomize=True)
+slow = examples(12, derandomize=True)
 
 
 def chain(seconds, outputs=0.0, parameters=0.0, saved=0.0):
@@ -76,7 +77,7 @@ class TestAssignment:
             assert ask.evaluate(stages) == pytest.approx(expected, rel=MILP)
             assert balanced.bottleneck_seconds == pytest.approx(expected)
 
-    @settings(parent=slow, max_examples=40)
+    @examples(40, parent=slow)
     @given(hard_problem(4, 4, 4), st.integers(1, 4))
     def test_fewer_microbatches_in_flight(self, problem, held):
         """Holding min(held, n) microbatches leaves more partitions than holding min(M, n)."""
@@ -136,7 +137,7 @@ class TestAssignment:
 
 
 class TestQuestion:
-    @settings(parent=slow, max_examples=40)
+    @examples(40, parent=slow)
     @given(hard_problem(6, 5, 6))
     def test_evaluate_is_the_bottleneck(self, problem):
         ask = question(problem)
@@ -264,7 +265,7 @@ class TestCases:
 
 
 class TestSearch:
-    @settings(parent=slow, max_examples=40)
+    @examples(40, parent=slow)
     @given(hard_problem(6, 5, 6))
     def test_bounds_are_equal_when_exact_and_close_when_not(self, problem):
         ask = question(problem)
@@ -281,7 +282,7 @@ class TestSearch:
             assert other.bottleneck_seconds <= 1.02 * other.bound_seconds * (1 + ROUNDING)
             assert other.bottleneck_seconds >= table[count] * (1 - ROUNDING)
 
-    @settings(parent=slow, max_examples=20)
+    @examples(20, parent=slow)
     @given(hard_problem(6, 5, 4), st.lists(st.floats(0.5, 4.0), min_size=1, max_size=5))
     def test_a_pass_narrows_every_bracket(self, problem, factors):
         """Bounds only rise, placements only get better, and W stays between them."""

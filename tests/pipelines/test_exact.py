@@ -6,14 +6,16 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import all_stages, brute_force_joint, brute_force_makespan
+from profiles import examples
 from strategies import PROBLEMS
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.joint import JointPlanning, Prefix
 from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -27,7 +29,7 @@ ROUNDING = 1e-9  # relative, of sums of floats
 MS, MB, GB = 1e-3, 1e6, 1e9
 
 
-slow = settings(max_examples=25, deadline=None, derandomize=True)
+slow = examples(25, derandomize=True)
 
 
 def chain(
@@ -136,7 +138,7 @@ class TestTree:
         assert found == {
             canonical(problem.cluster, plan)
             for plan in all_stages(problem, allow_idle=True)
-            if all(problem.in_flight_limit(*stage) > 0 for stage in plan)
+            if all(in_flight_limit(problem, *stage) > 0 for stage in plan)
         }
 
     @pytest.mark.parametrize("problems", PROBLEMS)
@@ -163,7 +165,7 @@ class TestTree:
 
 class TestOptimum:
     @pytest.mark.parametrize("problems", PROBLEMS)
-    @settings(slow, max_examples=40)
+    @examples(40, parent=slow)
     @given(st.data())
     def test_brute_force(self, problems, data):
         problem = data.draw(PROBLEMS[problems]())

@@ -3,8 +3,9 @@ from itertools import pairwise, permutations, product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples, slow_after
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.jobshop import (
@@ -178,7 +179,7 @@ def test_every_backend_reaches_the_known_optimum(problem, optimum):
         assert answer.bound == pytest.approx(optimum)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12, derandomize=True)
 @given(shops)
 def test_every_backend_equals_brute_force(problem):
     optimum = brute_force(problem)
@@ -209,7 +210,7 @@ def test_an_incumbent_that_breaks_a_rule_is_refused():
 # The assembly
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60, derandomize=True)
 @given(shops, st.sampled_from(RULES))
 def test_rules_make_schedules_no_better_than_the_optimum(problem, rule):
     makespan = problem.evaluate(dispatch(problem, rule))
@@ -217,13 +218,21 @@ def test_rules_make_schedules_no_better_than_the_optimum(problem, rule):
     assert ByIntervals(problem).apply().lower_bound <= brute_force(problem)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20, derandomize=True)
 @given(shops)
 def test_solve_proves_the_optimum(problem):
     result = solve_jobshop(problem, LIMITS)
     assert (result.status, result.gap) == (Status.OPTIMAL, 0)
     assert result.starts is not None
     assert result.cost == result.bound == brute_force(problem) == problem.evaluate(result.starts)
+
+
+@pytest.mark.parametrize("backend", ["highs", "pulp-cbc", "cvxpy"])
+def test_solve_proves_the_optimum_by_any_backend(backend):
+    shop = JobShop((((0, 3), (1, 2), (2, 2)), ((0, 2), (2, 1), (1, 4)), ((1, 4), (2, 3), (0, 1))))
+    result = solve_jobshop(shop, Limits(seconds=30, backend=backend))
+    assert result.status is Status.OPTIMAL
+    assert result.cost == solve_jobshop(shop, Limits(seconds=30)).cost == 11
 
 
 def test_ft06():
@@ -244,7 +253,9 @@ def test_durations_of_zero():
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not at hand")
-@pytest.mark.parametrize("name", ["ft06", "ft20", "la01", "la02", "la05", "la10", "la14", "la17"])
+@pytest.mark.parametrize(
+    "name", slow_after(7, ["ft06", "la01", "la02", "la05", "la10", "la14", "la17", "ft20"])
+)
 def test_the_literature_optimum_is_proved(name):
     with (DATA / "optima.csv").open() as file:
         optima = {row["name"]: int(row["optimum"]) for row in csv.DictReader(file)}

@@ -2,20 +2,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import brute_force_makespan
+from profiles import examples
 from strategies import random_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.blocks import block_starts, blocks_of, timetable_of
-from stagewright.formulations.pipelines.makespan import InvalidPlan, MakespanProblem, Timetable
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.makespan_models import (
     CP_SAT,
     ByDisjunctions,
     ByIntervals,
     earliest,
 )
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import BACKENDS, solve
 from stagewright.solvers.pipelines import scheduling
 from stagewright.solvers.pipelines.forward_backward import dispatch, improve, rules_of
@@ -62,12 +64,14 @@ def irregular(problem):
 
 # Better than every rule, and above every static bound: only CP-SAT finds and proves it.
 HARD = unequal(4, 8, 0, seed=10)
+# The same, and small enough for mixed-integer programs.
+SMALL_BUT_OPEN = unequal(2, 4, 0, seed=41)
 
 
 # The models
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(random_makespan())
 def test_intervals_reach_the_optimum(problem):
     model = ByIntervals(problem, best_list_schedule(problem)[1])
@@ -79,7 +83,7 @@ def test_intervals_reach_the_optimum(problem):
 
 
 @pytest.mark.parametrize("backend", ["highs", "pulp-highs", "pulp-cbc"])
-@settings(max_examples=6, deadline=None, derandomize=True)
+@examples(6, derandomize=True)
 @given(random_makespan(max_stages=2, max_microbatches=3))
 def test_disjunctions_reach_the_optimum(backend, problem):
     model = ByDisjunctions(problem, best_list_schedule(problem)[1])
@@ -90,7 +94,7 @@ def test_disjunctions_reach_the_optimum(backend, problem):
     assert answer.objective == pytest.approx(brute_force_makespan(problem))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(random_makespan(max_stages=5, max_microbatches=6), st.sampled_from((1.0, 0.1, 1e-7, 1e12)))
 def test_hint_horizon_and_bound_agree(problem, factor):
     problem = scaled(problem, factor)
@@ -158,7 +162,7 @@ def test_microbatches_are_renumbered_by_their_starts():
 # Forward-backward improvement
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60, derandomize=True)
 @given(random_makespan(max_stages=5, max_microbatches=8), st.integers(0, 2**31), st.floats(0, 1))
 def test_dispatch_keeps_every_rule(problem, seed, eagerness):
     blocks = blocks_of(problem)
@@ -167,7 +171,7 @@ def test_dispatch_keeps_every_rule(problem, seed, eagerness):
     problem.evaluate(timetable_of(problem, starts))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25, derandomize=True)
 @given(random_makespan(max_stages=4, max_microbatches=6))
 def test_improvement_never_worsens(problem):
     incumbent = list_schedule(problem, "1f1b")
@@ -187,7 +191,7 @@ def test_improvement_stops_at_its_target_and_without_time():
 # The assembly
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25, derandomize=True)
 @given(random_makespan(), st.sampled_from((1.0, 1 / 3)))
 def test_optimal_is_the_optimum(problem, factor):
     problem = scaled(problem, factor)
@@ -199,7 +203,7 @@ def test_optimal_is_the_optimum(problem, factor):
     assert result.gap == pytest.approx(0, abs=1e-6)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20, derandomize=True)
 @given(random_makespan(max_stages=6, max_microbatches=10))
 def test_optimal_is_never_worse_than_a_list_schedule(problem):
     result = solve_schedule(problem, "optimal", Limits(seconds=0.05))
@@ -209,7 +213,7 @@ def test_optimal_is_never_worse_than_a_list_schedule(problem):
         assert timetable is None or result.cost <= problem.evaluate(timetable)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(random_makespan(max_stages=5, max_microbatches=6))
 def test_rules_are_checked_and_bounded(problem):
     for kind in ("gpipe", "1f1b", "pe"):
@@ -290,7 +294,7 @@ def test_a_pipeline_of_no_duration():
     assert (result.status, result.cost, result.bound, result.gap) == (Status.OPTIMAL, 0, 0, 0)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20, derandomize=True)
 @given(random_makespan(max_stages=3, max_microbatches=3))
 def test_time_reversed_the_optimum_is_the_same(problem):
     plain = replace(problem, reduce=(0.0,) * problem.stages)
@@ -305,5 +309,22 @@ def test_time_reversed_the_optimum_is_the_same(problem):
     assert costs[0] == costs[1]
 
 
+@pytest.mark.parametrize("backend", ["highs", "pulp-cbc", "cvxpy"])
+def test_another_backend_proves_the_same_optimum(backend):
+    result = solve_schedule(SMALL_BUT_OPEN, "optimal", replace(LIMITS, backend=backend))
+    assert result.status is Status.OPTIMAL
+    assert result.cost == solve_schedule(SMALL_BUT_OPEN, "optimal", LIMITS).cost
+    assert result.proved_by == BACKENDS[backend].solver
+
+
+def test_a_backend_that_does_not_schedule_is_refused():
+    with pytest.raises(InputError, match="backend 'pdlp' solves no schedules; use cp-sat or highs"):
+        solve_schedule(HARD, "gpipe", replace(LIMITS, backend="pdlp"))
+    with pytest.raises(InputError, match="backend 'x' is unknown; use cp-sat or highs"):
+        solve_schedule(HARD, "optimal", replace(LIMITS, backend="x"))
+
+
 def test_every_backend_of_the_registry_is_known():
-    assert list(BACKENDS) == ["cp-sat", "highs", "highs-ipm", "pulp-highs", "pulp-cbc", "pdlp"]
+    assert list(BACKENDS) == [
+        "cp-sat", "highs", "highs-ipm", "pulp-highs", "pulp-cbc", "pdlp", "cvxpy", "cvxpy-convex",
+    ]  # fmt: skip

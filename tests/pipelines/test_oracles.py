@@ -5,7 +5,7 @@ from math import inf, isclose
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from oracles import (
     bottleneck,
     brute_force_joint,
@@ -20,6 +20,7 @@ from oracles import (
     prm_table,
     theorem1_factor,
 )
+from profiles import examples
 from strategies import random_makespan, random_problem
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
@@ -29,7 +30,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
-quick = settings(max_examples=40, deadline=None, derandomize=True)
+quick = examples(40, derandomize=True)
 
 
 def chain_problem(
@@ -164,7 +165,7 @@ class TestMakespan:
     def test_listing_agrees(self, problem):
         assert brute_force_makespan(problem) == pytest.approx(enumerate_makespan(problem))
 
-    @settings(parent=quick, max_examples=5)
+    @examples(5, parent=quick)
     @given(random_makespan(max_stages=3, max_microbatches=2))
     def test_listing_agrees_on_three_stages(self, problem):
         assert brute_force_makespan(problem) == pytest.approx(enumerate_makespan(problem))
@@ -251,7 +252,7 @@ class TestPipelineExecution:
         # C = max(1 + 2, 2 * 4) = 8; (1 + 4/2) * 2 * 8 + 0.
         assert lemma1_bound(uniform(2, 2, transfer=4.0)) == 48.0
 
-    @settings(parent=quick, max_examples=300)
+    @examples(300, parent=quick)
     @given(random_makespan(max_stages=4, max_microbatches=8, limited=False))
     def test_lemma1(self, problem):
         assert pe_reference(problem) <= lemma1_bound(problem) * (1 + 1e-9)

@@ -4,10 +4,11 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracles import brute_force_joint
 from plans import scaled
+from profiles import examples
 from strategies import PROBLEMS, hard_problem, paper_problem
 
 from stagewright.formulations.pipelines.relaxation import relax
@@ -19,7 +20,7 @@ from stagewright.solvers.pipelines.relaxation import PRECISION, fill_and_drain_b
 ROUNDING = 1e-9  # relative, of sums of floats
 GB = 1e9
 
-quick = settings(max_examples=40, deadline=None, derandomize=True)
+quick = examples(40, derandomize=True)
 
 
 def with_one_more_device(problem):

@@ -4,7 +4,7 @@ from itertools import combinations
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import (
     all_stages,
@@ -17,6 +17,7 @@ from oracles import (
     prm_table,
     theorem1_factor,
 )
+from profiles import examples
 from strategies import PROBLEMS, paper_problem, random_cluster, random_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
@@ -35,8 +36,8 @@ SHORT = Limits(seconds=1.0)  # what the portfolio searches beyond the class take
 SLACK = 1 + 1e-9  # sums of floats
 TICKS = 1e-6  # relative: exact planners count in integer ticks
 
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-slow = settings(max_examples=12, deadline=None, derandomize=True)
+quick = examples(60, derandomize=True)
+slow = examples(12, derandomize=True)
 
 
 class TestDeviceOrder:
@@ -66,7 +67,7 @@ def splits_by_minimum_cuts(bandwidth, order):
 
 
 class TestListSchedules:
-    @settings(parent=quick, max_examples=200)
+    @examples(200, parent=quick)
     @given(random_makespan(max_stages=5, max_microbatches=10, limited=False))
     def test_lemma1(self, problem):
         timetable = list_schedule(problem, "pe")
@@ -86,7 +87,7 @@ class TestListSchedules:
             assert problem.evaluate(timetable) * SLACK >= brute_force_makespan(problem)
 
     @pytest.mark.parametrize("kind", KINDS)
-    @settings(parent=quick, max_examples=20)
+    @examples(20, parent=quick)
     @given(random_makespan(limited=False))
     def test_every_kind_runs_without_limits(self, kind, problem):
         assert list_schedule(problem, kind) is not None
@@ -156,7 +157,7 @@ class TestPartition:
 
 
 class TestPlanners:
-    @settings(parent=slow, max_examples=25)
+    @examples(25, parent=slow)
     @given(paper_problem())
     def test_theorem1(self, problem):
         """T_SPP <= (2 + (4V-4)/M)(1 + Phi) T*, for the optimum that uses every device.
@@ -185,7 +186,7 @@ class TestPlanners:
 
     @pytest.mark.parametrize("planner", PLANNERS)
     @pytest.mark.parametrize("problems", PROBLEMS)
-    @settings(parent=slow, max_examples=8)
+    @examples(8, parent=slow)
     @given(st.data())
     def test_cost_is_above_and_bounds_are_below_the_optimum(self, problems, planner, data):
         problem = data.draw(PROBLEMS[problems]())

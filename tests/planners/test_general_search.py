@@ -5,8 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
 
 import stagewright
 from stagewright.executor.simulation.simulate import simulate
@@ -25,7 +26,6 @@ from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
 
 PROOFS = Path(__file__).parents[3] / "shared" / "data" / "proofs"
 MS, MB = 1e-3, 1e6
-UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking plans takes minutes
 
 numbers = st.integers
 
@@ -96,7 +96,7 @@ def structures(draw: st.DrawFn, problem: PipelineProblem) -> Structure:
 
 
 @given(st.data())
-@settings(max_examples=40, print_blob=False, deadline=None, phases=UNSHRUNK)
+@examples(40, print_blob=False, phases=UNSHRUNK)
 def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
@@ -119,7 +119,7 @@ def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None, phases=UNSHRUNK)
+@examples(30, phases=UNSHRUNK)
 def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
     problem = data.draw(problems())
     structure = data.draw(structures(problem))
@@ -128,11 +128,12 @@ def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
         found = best_schedule(work, endings, rules_for(work))
         assert found is not None
         plan = assemble(problem, "list", structure.stages, found.starts)
+        assert not check(problem, plan)
         assert simulate(problem, plan).iteration_seconds <= found.seconds * (1 + 1e-9)
 
 
 @given(problems(), numbers(0, 5))
-@settings(max_examples=20, deadline=None, phases=UNSHRUNK)
+@examples(20, phases=UNSHRUNK)
 def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
     moves = Moves(problem, Choices(recompute="auto", offload=True))
     device = problem.cluster.devices[0].name
@@ -150,7 +151,7 @@ def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None, phases=UNSHRUNK)
+@examples(15, phases=UNSHRUNK)
 def test_the_search_finds_valid_plans(problem: PipelineProblem) -> None:
     answer = plan_general(problem, Limits(0.3), silent, Choices("auto", True))
     if isinstance(answer, Proposal):
@@ -220,7 +221,7 @@ def test_planners_recompute_everywhere(planner: str, way: str) -> None:
 def test_what_a_planner_cannot_do_is_refused_with_those_that_can() -> None:
     chain, cluster = _chain(2, 1.0), uniform_servers(1, 2, Link(1e9))
     for planner, choices, able in (
-        ("spp", Choices(offload=True), "auto"),
+        ("spp", Choices(group_size=1), "madpipe"),
         ("madpipe", Choices("layer"), "general"),
         ("auto", Choices(period_seconds=1.0), "madpipe"),
     ):

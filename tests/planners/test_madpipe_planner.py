@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import small_problem
+from profiles import examples
 from typer.testing import CliRunner
 
 from stagewright.cli import app
@@ -95,7 +96,7 @@ def cases(draw: st.DrawFn) -> PipelineProblem:
 
 
 @given(cases())
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_madpipe_is_never_worse_and_both_keep_their_bounds(problem: PipelineProblem):
     contiguous, madpipe = solved(problem, "1f1b-star"), solved(problem, "madpipe")
     if contiguous.cost is not None:

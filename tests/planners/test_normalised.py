@@ -6,8 +6,9 @@ from statistics import median
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -30,11 +31,6 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost  # noqa: E40
 
 STEPS = 3
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-ONCE = [
-    Phase.explicit,
-    Phase.reuse,
-    Phase.generate,
-]  # to shrink would start process groups for minutes
 
 
 def weighted(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,12 +144,7 @@ def test_gradients_are_clipped_as_without_a_plan(ranks: Ranks, name: str) -> Non
     require_equal(results[0][0], clipped)
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    phases=ONCE,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(25, quick=2, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(["residual-mlp", "tied-transformer"]))
@@ -180,12 +171,7 @@ def test_a_microbatch_that_is_an_update_is_normalised_alone(ranks: Ranks, weight
     compare_runs(ranks, make.one_f_one_b(stages, 2, weights), built(), batches, cross_entropy)
 
 
-@settings(
-    max_examples=15,
-    deadline=None,
-    phases=ONCE,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(15, quick=2, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_periodic_plans(ranks: Ranks, data: Any) -> None:
     plan = data.draw(make.periodic_plans(6))

@@ -3,11 +3,13 @@
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from plans import scaled, small_problem
+from profiles import examples, slow_after
 from strategies import PROBLEMS, hard_problem, paper_problem
 
+from stagewright.formulations.checking import check as checking
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status, silent
 from stagewright.formulations.pipelines.spp import lemma1_seconds
@@ -31,7 +33,7 @@ BASELINES = ("dp", "gpipe", "pipedream", "hetpipe")
 HEURISTICS = ("spp", *BASELINES)
 GB = 1e9
 
-slow = settings(max_examples=10, deadline=None, derandomize=True)
+slow = examples(10, derandomize=True)
 
 
 def chain(layers, forward=1.0, backward=2.0, parameters=0.0, output=0.0, saved=0.0):
@@ -76,8 +78,24 @@ class TestEveryPlanner:
         assert (result.status is Status.OPTIMAL) == (result.gap <= TICKS)
 
     @pytest.mark.parametrize("planner", PLANNERS)
+    def test_every_attempt_is_checked_once_and_the_answer_once(self, planner, monkeypatch):
+        checked = []
+        once = checking.read_times
+
+        def counted(problem, drawn):
+            checked.append(drawn)
+            return once(problem, drawn)
+
+        monkeypatch.setattr(checking, "read_times", counted)
+        result = plan(small_problem(), planner, LIMITS)
+        attempts = [one for one in result.attempts if one.cost_seconds is not None]
+        assert result.plan is not None
+        assert len(checked) == len(attempts) + 1
+        assert checked[-1] == result.plan
+
+    @pytest.mark.parametrize("planner", PLANNERS)
     @pytest.mark.parametrize("factor", [2.0, 0.5])
-    @settings(parent=slow, max_examples=5)
+    @examples(5, parent=slow)
     @given(st.data())
     def test_twice_the_times_is_twice_the_cost(self, planner, factor, data):
         """Computations, transfers and all-reduces alike."""
@@ -322,7 +340,7 @@ class TestSpp:
         assert len(result.plan.stages) == 2
         assert result.plan.certificate.guarantees == ()
 
-    @settings(parent=slow, max_examples=60)
+    @examples(60, parent=slow)
     @given(hard_problem(5, 4, 5))
     def test_what_is_attached_holds(self, problem):
         proposal = plan_spp(problem, LIMITS, silent)
@@ -332,7 +350,7 @@ class TestSpp:
 
 class TestRefine:
     @pytest.mark.parametrize("planner", [plan_spp, plan_gpipe, plan_pipedream])
-    @settings(parent=slow, max_examples=15)
+    @examples(15, parent=slow)
     @given(st.data())
     def test_never_worse(self, planner, data):
         problem = data.draw(hard_problem(5, 4, 4))
@@ -361,17 +379,23 @@ class TestRefine:
 class TestAuto:
     @pytest.mark.parametrize(
         "problem",
-        [
-            small_problem(layers=4, devices=3, microbatches=3),
-            PipelineProblem(chain(3, parameters=GB), servers(2, 2), 4),
-            PipelineProblem(chain(3, parameters=GB / 2, output=GB), servers(1, 3), 2),
-        ],
-        ids=["two kinds", "two servers", "large boundaries"],
+        slow_after(
+            1,
+            [
+                PipelineProblem(chain(3, parameters=GB / 2, output=GB), servers(1, 3), 2),
+                PipelineProblem(chain(3, parameters=GB), servers(2, 2), 4),
+                small_problem(layers=4, devices=3, microbatches=3),
+            ],
+        ),
+        ids=["large boundaries", "two servers", "two kinds"],
     )
     def test_never_worse_than_another_planner(self, problem):
         best = plan(problem, "auto", LIMITS)
         # The general search alone has twice the time that it has here, and may find more in it.
-        rivals = {one.name for one in PLANNERS.values() if not one.periodic} - {"auto", "general"}
+        rivals = {one.name for one in PLANNERS.values() if not one.options.period_seconds} - {
+            "auto",
+            "general",
+        }
         for name in sorted(rivals):
             other = plan(problem, name, LIMITS)
             assert other.cost is None or best.cost <= other.cost * (1 + TICKS), name

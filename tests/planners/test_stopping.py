@@ -160,7 +160,7 @@ def test_progress_is_the_best_plan_and_a_bound_on_every_plan():
     problem = long_problem()
     for planner in ("auto", "1f1b-star"):
         steps: list[Progress] = []
-        result = plan(problem, planner, Limits(4.0), steps.append)
+        result = plan(problem, planner, Limits(2.0), steps.append)
         costs = [step.objective for step in steps if step.objective is not None]
         bounds = [step.bound for step in steps]
         assert costs == sorted(costs, reverse=True)

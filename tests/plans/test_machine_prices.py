@@ -8,6 +8,7 @@ from plans import make_stages, small_problem, valid_plan
 import stagewright
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage
 from stagewright.graphs.documents.errors import InputError
@@ -70,8 +71,8 @@ def test_more_devices_than_samples_break_a_rule() -> None:
 def test_a_layer_that_needs_two_samples_is_split_among_half_as_many() -> None:
     problem = hand_made(min_samples=2)
     assert problem.most_replicas(0, 1) == 2
-    assert problem.in_flight_limit(0, 1, (0, 1)) == 2
-    assert problem.in_flight_limit(0, 1, (0, 1, 2)) == 0
+    assert in_flight_limit(problem, 0, 1, (0, 1)) == 2
+    assert in_flight_limit(problem, 0, 1, (0, 1, 2)) == 0
     with pytest.raises(InputError, match="needs at least 5 samples, the planned microbatch has 4"):
         hand_made(min_samples=5)
 
@@ -80,7 +81,7 @@ def test_a_layer_that_needs_two_samples_is_split_among_half_as_many() -> None:
 def test_planners_split_no_sample(planner: str) -> None:
     """One sample a microbatch, four devices, two layers."""
     problem = hand_made(samples=1, layers=2)
-    found = stagewright.plan(problem.chain, problem.cluster, 2, planner, 5.0)
+    found = stagewright.plan(problem.chain, problem.cluster, 2, planner, 2.0)
     assert found.plan is not None
     assert all(
         stage.replication == "round-robin" or len(stage.devices) == 1 for stage in found.plan.stages
@@ -144,12 +145,12 @@ def test_with_stashing_the_step_is_part_of_the_backward() -> None:
 @pytest.mark.parametrize("planner", ["spp", "dp", "pipedream", "gpipe", "exact", "auto"])
 def test_planners_plan_the_step(planner: str) -> None:
     problem = hand_made(layers=2, update_seconds=0.75)
-    found = stagewright.plan(problem.chain, problem.cluster, 2, planner, 5.0)
+    found = stagewright.plan(problem.chain, problem.cluster, 2, planner, 2.0)
     assert found.plan is not None
     updates = {e.action for e in found.plan.actions if e.action.endswith("UPDATE")}
     assert len(updates) == len(found.plan.stages)
     faster = hand_made(layers=2)
-    without = stagewright.plan(faster.chain, faster.cluster, 2, planner, 5.0)
+    without = stagewright.plan(faster.chain, faster.cluster, 2, planner, 2.0)
     assert found.cost >= without.cost + 0.75 - 1e-9
 
 

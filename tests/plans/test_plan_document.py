@@ -12,6 +12,7 @@ from plans import made_up_certificate, make_stages, small_problem, valid_plan
 
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.formulations.checking.check import check, predict
+from stagewright.formulations.clusters.allocation_plan import AllocationPlan
 from stagewright.formulations.plans.plan import (
     Guarantee,
     PipelinePlan,
@@ -318,3 +319,19 @@ def test_a_field_that_stands_twice_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match="'microbatches' stands twice"):
         load(tmp_path, text)
+
+
+def test_every_plan_document_is_an_envelope() -> None:
+    """A pipeline plan and an allocation are asked alike: for what problem, by whom, how good."""
+    plan = small_plan()
+    allocation = AllocationPlan("d", "max_min", (), objective=4.0, bound=5.0, proved_by="duality")
+    assert [one.made_by for one in (plan, allocation)] == [plan.planner, "max_min"]
+    assert plan.answers(PROBLEM.digest)
+    assert not allocation.answers(PROBLEM.digest)
+    assert plan.claim is not None
+    assert plan.certificate is not None
+    assert plan.claim.gap == pytest.approx(plan.certificate.gap)
+    assert allocation.claim is not None
+    assert allocation.claim.gap == pytest.approx(0.2)
+    assert replace(plan, certificate=None).claim is None
+    assert replace(allocation, bound=None).claim is None

@@ -5,11 +5,13 @@ from itertools import pairwise
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import elaborate, make_stages, scheduled, small_problem, valid_plan
+from profiles import examples
 
-from stagewright.executor.simulation.simulate import Deadlock, simulate
+from stagewright.executor.simulation.events import Deadlock
+from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage
@@ -40,7 +42,7 @@ def two_stages(microbatches: int = 2) -> tuple[PipelineProblem, PipelinePlan]:
     return problem, valid_plan(problem, stages, in_flight=(1, 1))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.one_of(scheduled(), elaborate()), st.randoms(use_true_random=False))
 def test_a_tight_plan_runs_at_its_own_times(case, random) -> None:  # type: ignore[no-untyped-def]
     problem, plan = case
@@ -52,7 +54,7 @@ def test_a_tight_plan_runs_at_its_own_times(case, random) -> None:  # type: igno
     assert found.iteration_seconds == max(e.finish_seconds for e in actions)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.one_of(scheduled(waits=True), elaborate(waits=True)))
 def test_needless_waits_disappear(case: tuple[PipelineProblem, PipelinePlan]) -> None:
     problem, plan = case
@@ -65,7 +67,7 @@ def test_needless_waits_disappear(case: tuple[PipelineProblem, PipelinePlan]) ->
     assert simulate(problem, tight) == found
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.one_of(scheduled(), elaborate()), st.floats(1, 3), st.data())
 def test_a_straggler_delays_and_its_slack_says_by_how_much(
     case: tuple[PipelineProblem, PipelinePlan], factor: float, data: st.DataObject

@@ -5,8 +5,9 @@ from itertools import combinations, pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from training_plans import (
     gpipe,
     interleaved,
@@ -54,8 +55,8 @@ from stagewright.formulations.plans.plan import (
     Schedule,
     ScheduledAction,
     Stage,
-    Weights,
 )
+from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F, B, I = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT
@@ -671,7 +672,7 @@ def test_a_version_that_is_not_made_yet_is_refused() -> None:
 # --- What holds for every plan ----------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(plans(6))
 def test_lowered_programs_keep_what_the_passes_promise(plan: PipelinePlan) -> None:
     program = lower(plan)
@@ -796,7 +797,7 @@ def test_an_update_waits_for_its_all_reduce_as_late_as_it_may() -> None:
     assert row.count("0UPDATE") == row.count("0REDUCE_GRAD") == 3
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(periodic_plans(6), st.data())
 def test_periodic_programs_keep_what_the_passes_promise(
     plan: PipelinePlan, data: st.DataObject
@@ -817,7 +818,7 @@ def test_periodic_programs_keep_what_the_passes_promise(
     verify(plan, program, families=families)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(periodic_plans(5))
 def test_what_repeats_is_what_the_order_says(plan: PipelinePlan) -> None:
     """Iterations far from the first are those of the pattern written out, not only the template."""
@@ -840,7 +841,7 @@ def most_versions_of_stages(row: Row) -> int:
     return max(most_versions([o for o in row if o.action.stage == s], 2) for s in stages)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_rounding_changes_no_order(stages: int, microbatches: int, random: Random) -> None:
     """Tenths of seconds, whose sums are no exact numbers."""
@@ -900,7 +901,7 @@ def test_updates_that_need_each_other_come_at_the_end() -> None:
         verify(plan, lower(plan), families=families)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(plans(5))
 def test_steps_of_random_plans_are_done_once(plan: PipelinePlan) -> None:
     stepping = plan if plan.weights.startswith("stash") else with_steps(plan)

@@ -1,6 +1,7 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from training_plans import interleaved, one_f_one_b, plans, straight
 
 from stagewright.executor.programs.lower import lower
@@ -45,7 +46,7 @@ def test_what_is_printed_is_parsed_again(program: Program) -> None:
     assert parse_program(f"{program}\n", program.devices) == program
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(plans(5))
 def test_lowered_programs_are_parsed_again(plan: PipelinePlan) -> None:
     program = lower(plan)

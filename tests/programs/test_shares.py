@@ -3,8 +3,9 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from training_plans import even_samples, one_f_one_b, random_stages, straight
 
 from stagewright.executor.programs.shares import pieces, rows
@@ -42,7 +43,7 @@ def links(plan: PipelinePlan, samples: int) -> list[Counter[tuple[int, int]]]:
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(random_stages(4, (2, 3, 4, 5)), st.integers(0, 30))
 def test_every_stage_works_on_every_sample_once(stages: list[Stage], more: int) -> None:
     samples = max(len(stage.runners(0)) for stage in stages) + more
@@ -61,7 +62,7 @@ def test_figure_3_of_spp() -> None:
     assert links(plan, 6) == [Counter({(a, b): 1 for a in range(2) for b in range(3)})]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(random_stages(4, (2, 3, 4, 5)), st.integers(1, 3))
 def test_every_link_of_a_boundary_carries_the_same(stages: list[Stage], times: int) -> None:
     """What the cost model counts with: 1 / (senders * receivers) of the microbatch."""

@@ -9,8 +9,9 @@ from random import Random
 from typing import ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from training_plans import (
     gpipe,
     one_f_one_b,
@@ -38,7 +39,7 @@ from stagewright.executor.programs.program import (
 from stagewright.executor.programs.verify import Footprint, InvalidProgram, peak_bytes, verify
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
-from stagewright.formulations.plans.plan_class import Weights
+from stagewright.formulations.plans.weight_rules import Weights
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -344,7 +345,7 @@ def rows_exchanged(plan: PipelinePlan, program: Program) -> Iterator[Program]:
                 yield with_row(with_row(program, a, there), b, here)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(plans(5), st.randoms(use_true_random=False))
 def test_mutants_are_refused(plan: PipelinePlan, random: Random) -> None:
     program = lower(plan)
@@ -417,7 +418,7 @@ def test_receives_may_be_posted_earlier_or_later() -> None:
     verify(plan, early)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(plans(5))
 def test_a_version_may_be_dropped_late_kept_early_and_named_again(plan: PipelinePlan) -> None:
     program = lower(plan)
@@ -629,7 +630,7 @@ def means(plan: PipelinePlan, program: Program) -> object:
         return None
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(plans(5), st.randoms(use_true_random=False))
 def test_a_program_is_accepted_if_and_only_if_it_means_the_same(
     plan: PipelinePlan, random: Random
@@ -651,7 +652,7 @@ def test_a_program_is_accepted_if_and_only_if_it_means_the_same(
         assert is_accepted(plan, mutant) == (means(plan, mutant) == right), f"{mutant}"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(periodic_plans(4, max_microbatches=3), st.randoms(use_true_random=False))
 def test_a_periodic_program_is_accepted_if_and_only_if_it_means_the_same(
     plan: PipelinePlan, random: Random
@@ -986,7 +987,7 @@ def test_peaks_by_hand(plan: PipelinePlan, peaks: list[float]) -> None:
         assert message.endswith(": 1 bytes short")
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(plans(5), st.data())
 def test_peaks_equal_a_walk_over_what_is_alive(plan: PipelinePlan, data: st.DataObject) -> None:
     size = st.integers(0, 50)

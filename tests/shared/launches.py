@@ -73,6 +73,11 @@ class Job:
         """Until ``count`` ranks have begun with their data."""
         until(lambda: len(self._pids()) == count)
 
+    def require_forks(self, launcher: int) -> None:
+        """Unless each rank is a copy of the launcher, not a program of its own."""
+        lines = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in [launcher, *self._pids()]}
+        assert len(lines) == 1
+
     def require_all_gone(self) -> None:
         until(lambda: not any(map(is_running, self._pids())))
 

@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 
 Stage = tuple[int, int, tuple[int, ...]]  # layers [start, stop) and device positions
@@ -89,7 +90,7 @@ def bottleneck(problem: PipelineProblem, stages: Sequence[Stage], memory: bool =
 
 def _stage_seconds(problem: PipelineProblem, stage: Stage, from_end: int, memory: bool) -> float:
     needed = min(problem.microbatches, from_end)
-    if memory and problem.in_flight_limit(*stage) < needed:
+    if memory and in_flight_limit(problem, *stage) < needed:
         return inf
     computed = sum(problem.compute_seconds(*stage))
     return problem.microbatches * computed + problem.reduce_seconds(*stage)
@@ -266,7 +267,7 @@ def _span(
 
 def makespan_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> MakespanProblem | None:
     """The schedule problem of ``stages`` with split replication; None if a stage does not fit."""
-    limits = tuple(problem.in_flight_limit(*stage) for stage in stages)
+    limits = tuple(in_flight_limit(problem, *stage) for stage in stages)
     if min(limits) < 1:
         return None
     compute = [problem.compute_seconds(*stage) for stage in stages]

@@ -7,13 +7,22 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from plans import small_problem
 
-from stagewright.formulations.checking.check import check
+from stagewright.formulations.checking.check import check, require_valid
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
 from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+
+
+def checked_plan(
+    problem: PipelineProblem, stages: Sequence[Stage], pattern: Pattern
+) -> PipelinePlan:
+    """The plan of a pattern; InvalidPlan if the checker refuses it."""
+    plan = assemble_pattern(problem, "test", stages, pattern)
+    require_valid(problem, plan)
+    return plan
 
 
 def plan_by_hand(microbatches: int = 4) -> tuple[PipelineProblem, PipelinePlan]:
@@ -28,7 +37,7 @@ def plan_by_hand(microbatches: int = 4) -> tuple[PipelineProblem, PipelinePlan]:
     stages = [Stage((i, i + 1), (f"s0g{i}",)) for i in range(3)]
     # 0F, 0SEND_F, 1F, 1SEND_F, 2F, 2B, 2SEND_B, 1B, 1SEND_B, 0B
     starts = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 11.0, 14.0, 17.0)
-    return problem, assemble_pattern(problem, "by hand", stages, Pattern(4.0, starts))
+    return problem, checked_plan(problem, stages, Pattern(4.0, starts))
 
 
 def stages_on(cuts: Sequence[int], devices: Sequence[str]) -> list[Stage]:
@@ -77,7 +86,7 @@ def placed_plan(
     for _ in range(60):
         found = place_one_by_one(pattern, period)
         if found is not None and not list(pattern._broken(found)):
-            return assemble_pattern(problem, "one by one", stages, found)
+            return checked_plan(problem, stages, found)
         period *= 1.1
     raise AssertionError("no period is long enough: the memory does not hold these stages")
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stagewright.formulations.checking.certificates import certificate
 from stagewright.formulations.pipelines.every_plan import LOAD, load_bound
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
     Bound,
@@ -20,9 +21,9 @@ from stagewright.formulations.plans.plan import (
     Schedule,
     ScheduledAction,
     Stage,
-    Weights,
 )
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, class_of
+from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
@@ -231,7 +232,7 @@ def elaborate(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, Pi
 
 def _limit(problem: PipelineProblem, stage: Stage) -> int:
     devices = [problem.cluster.index[name] for name in stage.devices]
-    return problem.in_flight_limit(*stage.layers, devices, len(stage.runners(0)))
+    return in_flight_limit(problem, *stage.layers, devices, len(stage.runners(0)))
 
 
 def _all_actions(

@@ -1,9 +1,11 @@
 """A few gloo processes, started once for all tests; each run gets a process group of its own.
 
+They are forks of one server, which imports torch once for all of them and for those that follow.
+
 A function that is run must be importable (at the top of a module) and take the process group and
 the rank before its own arguments. The group is also the default group, as under ``torchrun``, so
-the function may make groups of its own; all of them are gone after the run. Torch is imported in
-the processes only, by plain pickles: a tensor that is sent is copied.
+the function may make groups of its own; all of them are gone after the run. What goes to and from
+the processes are plain pickles: a tensor that is sent is copied.
 """
 
 import multiprocessing
@@ -105,11 +107,12 @@ class Ranks:
         """Start the processes unless they stand ready; a run does it by itself."""
         if self._processes:
             return
-        spawn = multiprocessing.get_context("spawn")
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["torch", "torch._dynamo"])  # optimizers import the latter
         with _environment():
             for _ in range(self.world):
-                ours, theirs = spawn.Pipe()
-                process = spawn.Process(target=_work, args=(theirs,), daemon=True)
+                ours, theirs = server.Pipe()
+                process = server.Process(target=_work, args=(theirs,), daemon=True)
                 process.start()
                 theirs.close()
                 self._processes.append(process)

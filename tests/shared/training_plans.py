@@ -11,8 +11,9 @@ from math import lcm
 
 from hypothesis import strategies as st
 
-from stagewright.formulations.patterns.pattern import Kept, Pattern, PatternProblem
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.plan import (
     PeriodicAction,
     PeriodicSchedule,
@@ -20,8 +21,8 @@ from stagewright.formulations.plans.plan import (
     Schedule,
     ScheduledAction,
     Stage,
-    Weights,
 )
+from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

@@ -143,6 +143,7 @@ def test_only_what_leads_to_the_goal_is_resumed(written: Path, tmp_path: Path) -
             checkpoint.find(place, resume, replace(goal, **change))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", [".metadata", "stagewright.json", "__1_0.distcp"])
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_damaged_checkpoint_is_refused_in_one_line(

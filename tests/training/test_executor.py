@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -72,6 +73,7 @@ MODELS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("weights", ["flush", "double-buffer", "stash", "stash+vertical-sync"])
 @pytest.mark.parametrize("name", ["residual-mlp", "dropping-transformer"])
 def test_one_forward_one_backward(ranks: Ranks, weights: Any, name: str) -> None:
@@ -84,12 +86,7 @@ def test_one_forward_one_backward(ranks: Ranks, weights: Any, name: str) -> None
 
 
 # Shrinking would take minutes: every example starts a process group.
-@settings(
-    max_examples=40,
-    deadline=None,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(40, quick=3, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(MODELS)))

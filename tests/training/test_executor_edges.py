@@ -145,6 +145,7 @@ def normed() -> nn.Module:
     return Normed().double()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", [make.one_f_one_b, make.zero_bubble_h1])
 def test_buffers_change_once_and_in_order(ranks: Ranks, schedule: Any, recompute: str) -> None:
@@ -169,6 +170,7 @@ class Mixed(nn.Module):
         return self.head(self.norm(x + self.second(F.gelu(self.first(x)))))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", [make.one_f_one_b, make.zero_bubble_h1])
 def test_bfloat16_is_autocast(ranks: Ranks, schedule: Any, recompute: str) -> None:
@@ -326,6 +328,7 @@ PLACES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("name", MODELS)
 def test_unusual_models(ranks: Ranks, name: str, places: str) -> None:
@@ -472,6 +475,7 @@ def test_a_scheduler_goes_on_with_new_versions(ranks: Ranks, weights: Any) -> No
     require_equal(results[0], expected.state)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", [DECAYING, ADAMW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("weights", ["stash", "stash+vertical-sync", "double-buffer"])
 def test_the_optimizers_state_goes_on_with_new_versions(
@@ -521,6 +525,7 @@ def sharing(weights: Any, counts: Any, devices: Any) -> Any:
     return make.plan_in_order(stages, 2, orders, weights)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", [DECAYING, ADAMW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("weights", ["flush", "double-buffer"])
 def test_a_run_goes_on_from_its_state(ranks: Ranks, weights: Any, optimizer: Any) -> None:

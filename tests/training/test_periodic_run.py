@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -187,12 +188,7 @@ def test_known_plans(ranks: Ranks, plan: PipelinePlan, name: str, optimizer: Any
 
 
 # Shrinking would take minutes: every example starts a process group.
-@settings(
-    max_examples=5,
-    deadline=None,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(5, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(MODELS)))
@@ -481,6 +477,7 @@ def test_a_run_is_resumed_as_if_it_had_not_ended(ranks: Ranks) -> None:
     require_equal(resumed, whole, 0.0)
 
 
+@pytest.mark.slow
 def test_a_traced_run_is_laid_beside_its_plan(tmp_path: Path) -> None:
     job = Job(tmp_path)
     plan = make.overlapping([Stage((0, 2), ("a",)), Stage((2, 4), ("b",))], 4, slow_links)

@@ -1,14 +1,17 @@
 """``stagewright run`` with real processes: results, checkpoints, and every way to end."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from itertools import islice
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 
 import pytest
 from launches import TESTS, TIMEOUT_SECONDS, Job
+from profiles import slow_after
 from training_plans import gpipe, straight
 from typer.testing import CliRunner
 
@@ -96,6 +100,7 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     assert left == ["step-00000004", "step-00000005"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_by_another_plan(job: Job, killed: Path) -> None:
     shutil.copytree(killed, job.folder / "other")
     job.run(
@@ -104,6 +109,7 @@ def test_a_killed_run_is_resumed_by_another_plan(job: Job, killed: Path) -> None
     require_equal(job.parameters("other.pt"), job.parameters("whole.pt"), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -125,6 +131,7 @@ def test_what_only_ranks_can_refuse_is_refused_once(
     assert line in complaints[0]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_stage_and_microbatch(job: Job) -> None:
     _, complaints = job.run("--data", "jobs:infinite_batches", code=1)
     assert len(complaints) == 2
@@ -135,6 +142,7 @@ def test_a_loss_that_is_not_finite_names_stage_and_microbatch(job: Job) -> None:
     assert re.match(rf"stagewright: rank 1: stopped at step 3: {failure}", complaints[1])
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_by_every_rank_with_its_place(job: Job) -> None:
     _, complaints = job.run(plan="three.json", code=1, MISHAP="raise 1 2")
     place = rf"\({re.escape(str(TESTS / 'jobs.py'))}:\d+\)"
@@ -155,11 +163,12 @@ def test_a_rank_that_hangs_ends_the_run(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "told"),
-    [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, -9, "SIGTERM")],
+    slow_after(1, [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, -9, "SIGTERM")]),
 )
 def test_ranks_end_with_their_launcher(job: Job, number: int, code: int, told: str) -> None:
     process = job.start(MISHAP="sleep 0 2")
     job.await_ranks(2)
+    job.require_forks(process.pid)
     time.sleep(0.5)  # rank 1 waits for rank 0 now, or will do so; it must end either way
     process.send_signal(number)
     _, complaints = process.communicate(timeout=TIMEOUT_SECONDS)
@@ -183,13 +192,13 @@ def free_port() -> str:
 
 @pytest.mark.parametrize(
     ("rank", "world", "code", "line"),
-    [
-        ("0", "1", 2, "the plan needs 2 ranks (devices d0, d1), torchrun started 1"),
+    slow_after(1, [
         ("0", "2", 1, "rank 0: stopped before the first step: 1 of 2 ranks came within 3 s, "
          "missing: 1"),
+        ("0", "1", 2, "the plan needs 2 ranks (devices d0, d1), torchrun started 1"),
         ("1", "2", 1, "rank 1: stopped before the first step: cannot reach the job's store at "
          "localhost:PORT in 3 s; is rank 0 there?"),
-    ],
+    ]),
 )  # fmt: skip
 def test_ranks_that_others_started(
     job: Job, free_port: str, rank: str, world: str, code: int, line: str
@@ -207,7 +216,8 @@ def test_ranks_that_others_started(
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a plan and another folder, where no ranks may be started."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "may_fork", lambda: False)
+    monkeypatch.setattr(launch.LocalRanks, "run", lambda _: pytest.fail("ranks were started"))
     save_plan(gpipe(straight([2, 2]), 4), tmp_path / "two.json")
     (tmp_path / "folder").mkdir()
     return tmp_path
@@ -254,6 +264,37 @@ def require_refused(options: str, complaint: str) -> None:
     assert (result.exit_code, result.stdout) == (2, ""), result.exception
     assert re.fullmatch(r"stagewright: [^\n]+\n", result.stderr)
     assert complaint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        (os.getpid, 0, ""),
+        (partial(sys.exit, 2), 2, ""),
+        (partial(os.kill, 0, signal.SIGKILL), 1, "stagewright: rank {}: killed by SIGKILL\n"),
+    ],
+)
+def test_ranks_are_new_processes_where_a_fork_is_not_sound(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    body: Callable[[], object],
+    code: int,
+    told: str,
+) -> None:
+    monkeypatch.setattr(launch, "may_fork", lambda: False)
+    with launch.LocalRanks(2, body) as ranks:
+        assert ranks.run() == code
+    said = capfd.readouterr().err
+    assert said in {"".join(told.format(rank) for rank in some) for some in ((0, 1), (0,), (1,))}
+
+
+def test_a_process_with_threads_is_not_forked() -> None:
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait)
+    thread.start()
+    assert not launch.may_fork()
+    go.set()
+    thread.join()
 
 
 def test_half_an_environment_of_a_rank_is_refused(

@@ -201,6 +201,7 @@ def fixed_list() -> Any:
     return [model.first, model.norm, model.drop, model.last]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", [Fixed, fixed_list])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_modules_in_eval_mode_stay_there(ranks: Ranks, schedule: Any, model: Any) -> None:
@@ -273,6 +274,7 @@ class Hooked(nn.Module):
         return self.last(self.middle(self.first(x).tanh()).tanh())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_hooks_of_parameters_see_a_microbatchs_gradient(
@@ -517,6 +519,7 @@ def frozen_then_trained() -> Any:
     return [linear().requires_grad_(False), nn.Tanh(), linear().requires_grad_(False), linear()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_without_a_gradient(ranks: Ranks, schedule: Any, recompute: str) -> None:
@@ -554,6 +557,7 @@ class Checkpointed(nn.Module):
         return self.back(self.wide(x).tanh())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -631,6 +635,7 @@ def stepping() -> Any:
     return [shared, nn.Tanh(), shared, linear()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", [spectral, spectral_by_hook, stepping])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -703,18 +708,18 @@ DEVICES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", DEVICES)
 def test_random_numbers_never_depend_on_the_cuts_or_replicas(
-    ranks: Ranks, schedule: Any, recompute: str
+    ranks: Ranks, name: str, schedule: Any, recompute: str
 ) -> None:
-    expected = by_seeds(None, drawing)
-    for name, groups in DEVICES.items():
-        stages, start = [], 0
-        for count, devices in groups:
-            stages.append(Stage((start, start + count), devices, recompute=recompute))
-            start += count
-        plan = schedule(stages, MICROBATCHES)
-        world = sum(len(devices) for _, devices in groups)
-        results = ranks.run(run, world, plan, made(drawing), F.cross_entropy, SGD)
-        require_equal(results[0], expected, name)
+    stages, start = [], 0
+    for count, devices in DEVICES[name]:
+        stages.append(Stage((start, start + count), devices, recompute=recompute))
+        start += count
+    plan = schedule(stages, MICROBATCHES)
+    world = sum(len(devices) for _, devices in DEVICES[name])
+    results = ranks.run(run, world, plan, made(drawing), F.cross_entropy, SGD)
+    require_equal(results[0], by_seeds(None, drawing), name)

@@ -20,7 +20,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
+from profiles import examples  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.func import functional_call  # noqa: E402
@@ -40,7 +41,7 @@ from training_plans import (  # noqa: E402
 from stagewright.executor.training.seeding import layer_seed  # noqa: E402
 from stagewright.formulations.plans.actions import COMPUTE, Action, parse_action  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
-from stagewright.formulations.plans.plan_class import Weights  # noqa: E402
+from stagewright.formulations.plans.weight_rules import Weights  # noqa: E402
 
 LAYERS = 5
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -106,7 +107,7 @@ def assert_microbatch(plan: PipelinePlan, s: int, m: int, spans: dict, ran: dict
     assert all(one[1] <= other[0] for one, other in pairwise(present))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(plans(LAYERS))
 def test_random_plans_are_sound(plan: PipelinePlan) -> None:
     assert_sound(plan)
@@ -219,7 +220,7 @@ def assert_equal(one: Trained, other: Trained) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(plan=plans(LAYERS, weights=["flush"]))
 def test_flush_is_plain_training(name: str, plan: PipelinePlan) -> None:
     module, batches = made(Residual), batches_for(plan)
@@ -273,7 +274,7 @@ def test_double_buffer_by_hand() -> None:
     assert found.losses == pytest.approx(losses, rel=1e-13)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(plan=plans(LAYERS, weights=["double-buffer"]))
 def test_double_buffer_is_plain_gradients_one_step_late(plan: PipelinePlan) -> None:
     module, batches = made(Residual), batches_for(plan)
@@ -339,7 +340,7 @@ def test_updates_come_in_the_order_of_the_backwards() -> None:
         assert rule.rounds == ((2,), (1,), (0,))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(plan=plans(LAYERS, weights=["stash", "stash+vertical-sync"], max_microbatches=1))
 def test_stashing_one_microbatch_is_plain_training(plan: PipelinePlan) -> None:
     module, batches = made(Residual), batches_for(plan)
@@ -347,7 +348,7 @@ def test_stashing_one_microbatch_is_plain_training(plan: PipelinePlan) -> None:
     assert_equal(found, plainly(module, batches, OPTIMIZERS["momentum"]))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(plan=plans(LAYERS, weights=["stash", "stash+vertical-sync"]))
 def test_stashing_updates_once_per_microbatch(plan: PipelinePlan) -> None:
     """A loss that is linear in the weights has one gradient, whatever the version."""
@@ -360,7 +361,7 @@ def test_stashing_updates_once_per_microbatch(plan: PipelinePlan) -> None:
     torch.testing.assert_close(found.state[f"{LAYERS - 1}.weight"], expected)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(plan=plans(3, weights=["stash", "stash+vertical-sync"]))
 def test_stashing_is_a_walk_through_the_schedule(plan: PipelinePlan) -> None:
     module = made(lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))))
@@ -439,7 +440,7 @@ def test_a_version_that_is_not_made_in_time_is_refused() -> None:
 # --- Dropout ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(plan=plans(LAYERS, weights=["flush"]))
 def test_dropout_does_not_depend_on_the_cuts(plan: PipelinePlan) -> None:
     module, batches = made(Residual, 0.5), batches_for(plan)

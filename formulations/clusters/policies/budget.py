@@ -19,8 +19,26 @@ from stagewright.formulations.clusters.policies.cost import prices
 from stagewright.formulations.clusters.polytope import Polytope
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount
 
 SECONDS_PER_HOUR = 3600.0
+
+
+def require_budget(budget_dollars: float | None) -> float:
+    """The budget, if there is one.
+
+    Raises
+    ------
+    InputError
+        If there is none, or it is not positive.
+    """
+    if budget_dollars is None:
+        raise InputError("makespan-budget needs a budget: give the dollars that all jobs may cost")
+    require_amount(budget_dollars, "budget")
+    if budget_dollars == 0:
+        raise InputError("budget must be more than zero, got 0")
+    return budget_dollars
 
 
 def unit_seconds(problem: AllocationProblem) -> float:

@@ -31,12 +31,16 @@ class Policy:
     budget: bool = False
     fills: bool = True
 
+    def seen(self, problem: AllocationProblem) -> AllocationProblem:
+        """``problem`` as the policy sees it."""
+        return problem if self.aware else problem.agnostic()
+
     def solve(
         self, problem: AllocationProblem, limits: Limits, budget_dollars: float | None
     ) -> AllocationResult:
         """Answer ``problem``; the module is imported when first asked."""
         run: Solve = import_module(f"stagewright.solvers.clusters.policies.{self.module}").solve
-        seen = problem if self.aware else problem.agnostic()
+        seen = self.seen(problem)
         return run(seen, limits, budget_dollars) if self.budget else run(seen, limits)
 
 
@@ -104,6 +108,9 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+WRITTEN_OUT = "cvxpy"
+"""The backend that solves a policy's program as the thesis states it."""
+
 DEFAULT = "water-filling"
 """Of the policies without a goal of their own the one that leaves nothing to give away."""
 
@@ -121,14 +128,21 @@ def allocate(
     limits: Limits | None = None,
     *,
     budget_dollars: float | None = None,
+    backend: str | None = None,
 ) -> AllocationResult:
     """Allocate by ``policy``, and check the allocation.
+
+    Parameters
+    ----------
+    backend
+        One that accepts linear programs; ``cvxpy`` solves the policy's program as the thesis
+        states it, for small clusters. None is the quickest.
 
     Raises
     ------
     InputError
-        If there is no such policy, it spends no budget, the jobs lack what it needs, or their
-        numbers are too far apart for the solver.
+        If there is no such policy or backend, it spends no budget, the jobs lack what it needs, or
+        their numbers are too far apart for the solver.
     """
     began = perf_counter()
     chosen = policy_named(policy)
@@ -137,8 +151,12 @@ def allocate(
     if budget_dollars is not None and not chosen.budget:
         spending = ", ".join(one.name for one in POLICIES.values() if one.budget)
         raise InputError(f"policy {policy!r} spends no budget; {spending} does")
+    limits = limits or Limits(seconds=math.inf)
     try:
-        result = chosen.solve(problem, limits or Limits(seconds=math.inf), budget_dollars)
+        if backend == WRITTEN_OUT:
+            result = _written_out(chosen, problem, limits, budget_dollars)
+        else:
+            result = chosen.solve(problem, replace(limits, backend=backend), budget_dollars)
     except UnknownStatusError as error:
         raise InputError(
             f"policy {policy!r}: {error}; bring the jobs' rates, steps and weights closer together"
@@ -146,6 +164,15 @@ def allocate(
     if result.allocation is not None:
         check(problem, result.allocation)
     return replace(result, policy=policy, seconds=perf_counter() - began)
+
+
+def _written_out(
+    policy: Policy, problem: AllocationProblem, limits: Limits, budget_dollars: float | None
+) -> AllocationResult:
+    # CVXPY is slow to import.
+    from stagewright.solvers.clusters.specification.reference import written_out
+
+    return written_out(policy.seen(problem), policy.name, policy.module, limits, budget_dollars)
 
 
 __all__ = [

@@ -2,9 +2,37 @@
 
 from dataclasses import dataclass
 
-from stagewright.formulations.clusters.allocation import Allocation
+from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
+from stagewright.formulations.clusters.rates import server_rows
 from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.plans.envelope import relative_gap
 from stagewright.graphs.documents.arrays import Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Duals:
+    """What one more unit of each resource adds to the objective of a written-out program.
+
+    ``time`` is of each job, shape (jobs,); ``accelerators`` of each type, (types,); ``servers`` of
+    each of ``server_rows``. The makespan's program is in 1/T.
+    """
+
+    time: Floats
+    accelerators: Floats
+    servers: Floats
+
+    def named(self, problem: AllocationProblem) -> dict[str, dict[str, float]]:
+        """The same by job, by accelerator type, and by worker type and row of servers."""
+        rows = enumerate(server_rows(problem.table))
+        servers = [f"{problem.table.workers[worker].name} {n}" for n, (worker, *_) in rows]
+        keys = {
+            "jobs": (problem.names, self.time),
+            "accelerators": (problem.table.pool.names, self.accelerators),
+            "servers": (servers, self.servers),
+        }
+        return {
+            name: dict(zip(of, values.tolist(), strict=True)) for name, (of, values) in keys.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,6 +44,7 @@ class AllocationResult:
     larger of the two. ``proved_by`` names what proved the bound. An agnostic policy's objective
     and bound are those of the problem as it sees it. ``levels`` is the round of water-filling in
     which each job was fixed. ``notes`` are for people: whose SLO cannot be met, what was rounded.
+    Written-out programs have ``duals``.
     """
 
     status: Status
@@ -28,11 +57,11 @@ class AllocationResult:
     notes: tuple[str, ...] = ()
     policy: str = ""
     seconds: float = 0.0
+    duals: Duals | None = None
 
     @property
     def gap(self) -> float | None:
         """Relative distance of objective and bound, 0 for an optimum; None without an answer."""
         if self.objective is None or self.bound is None:
             return None
-        largest = max(abs(self.objective), abs(self.bound))
-        return abs(self.objective - self.bound) / largest if largest else 0.0
+        return relative_gap(self.objective, self.bound)

@@ -14,8 +14,6 @@ from stagewright.formulations.clusters.polytope import Groups, Polytope, polytop
 from stagewright.formulations.forms.answers import Answer, Limits, Status
 from stagewright.formulations.forms.duality import weak_duality_bound
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_amount
 from stagewright.solvers.backends import backend
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 from stagewright.solvers.clusters.splitting import (
@@ -58,11 +56,7 @@ def solve(
     InputError
         If there is no budget, it is not positive, or an accelerator has no price.
     """
-    if budget_dollars is None:
-        raise InputError("makespan-budget needs a budget: give the dollars that all jobs may cost")
-    require_amount(budget_dollars, "budget")
-    if budget_dollars == 0:
-        raise InputError("budget must be more than zero, got 0")
+    budget_dollars = budget.require_budget(budget_dollars)
     prices(problem)
     began = perf_counter()
 

@@ -1,0 +1,87 @@
+"""What it costs to start a run on this machine: CPU seconds beside those of an import of torch.
+
+``python -m benchmarks launching [--quick]``. A run is one step of a model that computes next to
+nothing. Imports and runs take turns.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks.report import Table
+from stagewright.formulations.plans.plan import (
+    PipelinePlan,
+    Schedule,
+    ScheduledAction,
+    Stage,
+    save_plan,
+)
+
+RANKS, TURNS, QUICK_TURNS = (1, 2, 4), 9, 1
+IMPORTS = {
+    "import torch": "import torch",
+    "import torch, torch._dynamo (as an optimizer of torch does)": "import torch, torch._dynamo",
+}
+MODEL = """
+import torch
+
+def model():
+    return [torch.nn.Linear(4, 4) for _ in range({stages})]
+
+def batches():
+    yield torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
+"""
+
+
+def plan_on(ranks: int) -> PipelinePlan:
+    """A layer on each rank, one microbatch."""
+    stages = tuple(Stage((s, s + 1), (f"rank{s}",)) for s in range(ranks))
+    forth = [(s, f"{s}F0", s) for s in range(ranks)]
+    back = [(s, f"{s}B0", 2 * ranks - s) for s in reversed(range(ranks))]
+    entries = tuple(ScheduledAction(f"rank{s}", name, at, at + 1) for s, name, at in forth + back)
+    return PipelinePlan("", "given", "model", "ranks", 1, stages, Schedule(entries))
+
+
+def cpu_seconds(command: Sequence[str], folder: Path) -> float:
+    """User and system time of a command and of all processes that it starts."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def tables(quick: bool) -> Iterator[Table]:
+    """Imports of torch, and runs of one step on several ranks."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        commands = {label: ["-c", text] for label, text in IMPORTS.items()}
+        for ranks in RANKS:
+            save_plan(plan_on(ranks), folder / f"{ranks}.json")
+            (folder / f"model{ranks}.py").write_text(MODEL.format(stages=ranks))
+            given = ["--model", f"model{ranks}:model", "--data", f"model{ranks}:batches"]
+            run = ["-m", "stagewright", "run", f"{ranks}.json", *given, "--steps", "1"]
+            commands[f"stagewright run, one step, ranks: {ranks}"] = run
+        taken: dict[str, list[float]] = {label: [] for label in commands}
+        for _ in range(QUICK_TURNS if quick else TURNS):
+            for label, command in commands.items():
+                taken[label].append(cpu_seconds(command, folder))
+    seconds = {label: median(found) for label, found in taken.items()}
+    one = seconds["import torch"]
+    yield Table(
+        "launching",
+        f"To start a run: CPU seconds, median of {QUICK_TURNS if quick else TURNS}",
+        ("command", "CPU s", "imports of torch"),
+        tuple((label, found, found / one) for label, found in seconds.items()),
+    )

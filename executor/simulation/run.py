@@ -1,0 +1,132 @@
+"""What a simulation does: the actions of a finite plan, or of many iterations of a periodic one."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from stagewright.formulations.plans.actions import ON_DEVICE, PLANNED, UPDATE, Action, ActionKind
+from stagewright.formulations.plans.periodic import (
+    forward_shifts,
+    period_begin,
+    steady_microbatches,
+)
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import (
+    PeriodicSchedule,
+    PipelinePlan,
+    Schedule,
+    ScheduledAction,
+)
+from stagewright.formulations.plans.timing import (
+    durations,
+    expected_actions,
+    split_backwards,
+    update_seconds,
+    updated_stages,
+)
+from stagewright.formulations.plans.unrolling import finite_run
+
+Table = list[list[list[int]]]
+"""Entries by stage and microbatch, in the order of their devices."""
+
+Entries = dict[ActionKind, Table]
+"""All-reduces are under microbatch 0, one after another where iterations have one each."""
+
+MEASURED_MICROBATCHES = 48  # at least, of a periodic plan: jitter is to be averaged
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The actions that are done: those of a finite plan, or of a periodic one's many iterations.
+
+    ``plan`` is finite, ``actions`` are those of its entries (the devices of a stage share one
+    text). In a run of many iterations stages share links, and weights have two versions.
+    """
+
+    plan: PipelinePlan
+    actions: list[Action]
+    entries: Entries
+    seconds: list[float]
+    iteration_microbatches: int
+    is_periodic: bool
+
+
+def prepared_run(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[str, float]) -> Run:
+    """What is to be done, with the cost model's seconds."""
+    schedule, finite = plan.schedule, plan
+    if isinstance(schedule, PeriodicSchedule):
+        steady = steady_microbatches(schedule)
+        measured = max(2 * steady, 2 * plan.microbatches, MEASURED_MICROBATCHES)
+        iterations = math.ceil((3 * steady + measured) / plan.microbatches)
+        finite = finite_run(plan, iterations)
+        finite = _with_updates(problem, plan, schedule, finite)
+        problem = replace(problem, microbatches=finite.microbatches)
+    actions = _actions(finite)
+    seconds = _seconds(problem, finite, actions, factors)
+    entries = _entries_by_action(finite, actions)
+    return Run(finite, actions, entries, seconds, plan.microbatches, finite is not plan)
+
+
+def _with_updates(
+    problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule, run: PipelinePlan
+) -> PipelinePlan:
+    """The run with the updates of its iterations, one after another in the pauses.
+
+    That of iteration i is in the last pause before iteration i + 2 begins on its stage.
+    """
+    m, shifts = plan.microbatches, forward_shifts(schedule)
+    entries, until = [], dict[tuple[str, float], float]()
+    for s in sorted(updated_stages(problem, plan.stages, plan.weight_rule)):
+        stage = plan.stages[s]
+        seconds = update_seconds(problem, stage)
+        for i, name in product(range(run.microbatches // m), stage.devices):
+            period = ((i + 2) * m + shifts[s]) // m * m
+            begin = period_begin(schedule, m, period) - schedule.pause_seconds
+            start = until.get((name, begin), begin)
+            until[name, begin] = start + seconds
+            entries.append(ScheduledAction(name, str(Action(s, UPDATE)), start, start + seconds))
+    actions = (*run.actions, *entries)
+    return replace(run, schedule=Schedule(actions))
+
+
+def _actions(plan: PipelinePlan) -> list[Action]:
+    """The action of every entry; the devices of a stage share one text."""
+    expected = expected_actions(
+        plan.stages, plan.microbatches, split_backwards(plan), range(len(plan.stages))
+    )
+    by_text = {str(action): action for action in expected}
+    return [by_text[entry.action] for entry in plan.actions]
+
+
+def _seconds(
+    problem: PipelineProblem,
+    plan: PipelinePlan,
+    actions: list[Action],
+    factors: Mapping[str, float],
+) -> list[float]:
+    lasting = durations(problem, plan.stages, split_backwards(plan), plan.weight_rule)
+    table = {kind: rows.tolist() for kind, rows in lasting.items()}
+    return [
+        table[action.kind][action.stage][action.microbatch or 0]
+        * (factors.get(entry.device, 1.0) if action.kind in ON_DEVICE else 1.0)
+        for action, entry in zip(actions, plan.actions, strict=True)
+    ]
+
+
+def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> Entries:
+    entries = plan.actions
+    found: Entries = {
+        kind: [[[] for _ in range(plan.microbatches)] for _ in plan.stages] for kind in PLANNED
+    }
+    for i in sorted(range(len(entries)), key=lambda i: entries[i].device):
+        found[actions[i].kind][actions[i].stage][actions[i].microbatch or 0].append(i)
+    return found
+
+
+def either(one: Table, other: Table) -> Table:
+    """The entries of two kinds of which each microbatch has one."""
+    return [
+        [first or second for first, second in zip(*rows, strict=True)]
+        for rows in zip(one, other, strict=True)
+    ]

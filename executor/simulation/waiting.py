@@ -1,0 +1,151 @@
+"""What waits for what: the dependencies, and the order on every device and channel."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise, product
+
+from stagewright.executor.simulation.run import Entries, Run, either
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    ON_DEVICE,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    UPDATE,
+    Action,
+    ActionKind,
+    B,
+    F,
+    I,
+    W,
+    along_way,
+)
+from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction, Stage
+
+
+def edges(run: Run) -> Iterator[tuple[int, int]]:
+    """Pairs of entries (before, after): the dependencies, then the order on each resource."""
+    # In a run every device updates its weights by itself.
+    together = _together(run.plan, run.entries, COMPUTE if run.is_periodic else ON_DEVICE)
+    orders = (pairwise(queue) for queue in _queues(run))
+    for before, after in chain(_dependencies(run), *orders):
+        for mate in together.get(after, (after,)):
+            yield before, mate
+
+
+def _dependencies(run: Run) -> Iterator[tuple[int, int]]:
+    """Each block of a microbatch after the one before it, and sums at the end."""
+    entries, last = run.entries, len(run.plan.stages) - 1
+    # What makes the gradient that goes on, and what ends a backward; where the one stands, the
+    # other kind has no entries.
+    gradient, done = either(entries[B], entries[I]), either(entries[B], entries[W])
+    for s in range(last):
+        for m in range(run.plan.microbatches):
+            forward, backward = entries[SEND_F][s][m], entries[SEND_B][s + 1][m]
+            yield from _crossing(entries[F][s][m], forward, entries[F][s + 1][m])
+            yield from _crossing(gradient[s + 1][m], backward, gradient[s][m])
+    for m in range(run.plan.microbatches):
+        yield from _crossing(entries[F][last][m], [], gradient[last][m])
+    for s in range(last + 1):
+        for one, other in zip(entries[I][s], entries[W][s], strict=True):
+            yield from _crossing(one, [], other)
+        reductions, updates = entries[REDUCE][s][0], entries[UPDATE][s][0]
+        yield from _updates(run, done[s], reductions, updates, entries[F][s])
+
+
+def _updates(
+    run: Run,
+    done: list[list[int]],
+    reductions: list[int],
+    updates: list[int],
+    forwards: list[list[int]],
+) -> Iterator[tuple[int, int]]:
+    """A stage's sums and updates at the end of every iteration, and what waits for them.
+
+    ``done`` and ``forwards`` are its entries by microbatch. With two versions of the weights the
+    update of iteration i makes what iteration i + 2 computes on (PipeDream-2BW). All-reduces are
+    done one after another.
+    """
+    m = run.iteration_microbatches
+    iterations = run.plan.microbatches // m
+    yield from pairwise(reductions)
+    for i in range(iterations):
+        ends = list(chain.from_iterable(done[i * m : (i + 1) * m]))
+        if reductions:
+            yield from product(ends, [reductions[i]])
+            ends = [reductions[i]]
+        if updates:
+            own = updates[i::iterations]  # those of a device follow one another
+            yield from product(ends, own)
+            ends = own
+        if (i + 2) * m < run.plan.microbatches:
+            yield from product(ends, forwards[(i + 2) * m])
+
+
+def _crossing(
+    before: Sequence[int], transfer: Sequence[int], after: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Through a transfer, or else on each device from its own entry to its own."""
+    if transfer:
+        yield from product(before, transfer)
+        yield from product(transfer, after)
+    else:
+        yield from zip(before, after, strict=True)
+
+
+def _together(
+    plan: PipelinePlan, entries: Entries, kinds: Sequence[ActionKind]
+) -> dict[int, list[int]]:
+    """The entries of ``kinds`` that start together though their devices do not always do the same.
+
+    The devices that split a microbatch start it together: by themselves where they take the same
+    turns in all stages, else each waits until all are free.
+    """
+    taken = {name: _turns(plan.stages, name) for stage in plan.stages for name in stage.devices}
+    apart = [
+        s for s, stage in enumerate(plan.stages) if len({taken[name] for name in stage.devices}) > 1
+    ]
+    mates = (group for kind in kinds for s in apart for group in entries[kind][s])
+    return {i: group for group in mates for i in group}
+
+
+def _turns(stages: Sequence[Stage], device: str) -> tuple[tuple[int, int], ...]:
+    """The stages of a device, and which turn it takes in each."""
+    return tuple(
+        (s, turn)
+        for s, stage in enumerate(stages)
+        for turn, runners in enumerate(stage.lanes)
+        if device in runners
+    )
+
+
+def _queues(run: Run) -> list[list[int]]:
+    """Per device and channel its entries in the order of their times in the plan.
+
+    Among actions that last no time at one instant, the order is that of a microbatch's way.
+    """
+    entries = run.plan.actions
+    queues: defaultdict[object, list[int]] = defaultdict(list)
+    for i, (action, entry) in enumerate(zip(run.actions, entries, strict=True)):
+        if action.kind in ON_DEVICE:
+            queues[entry.device].append(i)
+        elif action.kind is REDUCE:
+            for name in entry.sources or ():
+                queues["all-reduces", name].append(i)
+        else:
+            queues[_channel(run, action, entry)].append(i)
+
+    def in_plan(i: int) -> tuple[float, float, int, int]:
+        return (entries[i].start_seconds, entries[i].finish_seconds, *along_way(run.actions[i]))
+
+    return [sorted(queue, key=in_plan) for queue in queues.values()]
+
+
+def _channel(run: Run, action: Action, entry: ScheduledAction) -> object:
+    """What one transfer at a time takes: a stage's way to the next, or in a run a whole link."""
+    ends = (entry.sources, entry.targets)
+    if action.kind is SEND_B:
+        ends = ends[::-1]
+    if run.is_periodic:
+        return frozenset(ends)
+    return (action.stage - (action.kind is SEND_B), *ends)

@@ -1,0 +1,184 @@
+"""How a rank ends when something fails, there or elsewhere: one line on stderr, then gone.
+
+What a failing rank has to say reaches the others through the job's key-value store.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store
+
+REASON_SECONDS = 2.0  # how long a rank that lost another one waits to hear why
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank, as it sees itself; ``place`` says in messages how far it has come."""
+
+    rank: int
+    world_size: int
+    device: "torch.device"
+    place: str = "before the first step"
+
+
+def attempt() -> str:
+    """The prefix of keys: a launcher that starts the ranks again keeps its store."""
+    return f"stagewright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+@dataclass(slots=True)
+class Ending:
+    """How this rank ends when something fails, here or elsewhere: one line, then gone.
+
+    It leaves by ``os._exit``: the destructors of a broken process group may wait for its peers.
+    """
+
+    member: Member
+    store: "Store | None" = None
+    lost: bool = False
+    only_one: threading.Lock = field(default_factory=threading.Lock)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End by the failure of this rank's main thread."""
+        if isinstance(error, InputError):
+            self._leave(2, str(error) if self._first("refused", "") else "")
+        if self._is_loss(error):
+            self.lost = True
+            self._leave_after_another(REASON_SECONDS)
+        reason = describe(error)
+        self._first("failed", reason)
+        self._leave(1, f"{self._place()}: {reason}")
+
+    def signalled(self, number: int) -> NoReturn:
+        """End by a signal; called beside a main thread that may hang in communication."""
+        self._leave_after_another(0.0, f"ended by {signal.Signals(number).name}")
+
+    def _is_loss(self, error: BaseException) -> bool:
+        import torch.distributed as dist
+
+        # gloo raises bare RuntimeErrors; their text starts with the file that raised them.
+        return isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error)
+        )
+
+    def _leave_after_another(self, seconds: float, otherwise: str = "") -> NoReturn:
+        """End because of another rank, whose reason may take some seconds to be known."""
+        if self.lost or not otherwise:
+            otherwise = "lost contact with another rank (killed, stuck or unreachable?)"
+        # The store may be beyond reach, too.
+        alarm = threading.Timer(seconds + 1, self._leave, (1, f"{self._place()}: {otherwise}"))
+        alarm.daemon = True
+        alarm.start()
+        until = time.monotonic() + seconds
+        while not (known := self._known()) and time.monotonic() < until:
+            time.sleep(0.05)
+        if "refused" in known:
+            self._leave(2, "")
+        if "failed" in known:
+            rank, _, reason = known["failed"].partition(" ")
+            otherwise = f"rank {rank} failed: {reason}"
+        self._leave(1, f"{self._place()}: {otherwise}")
+
+    def _known(self) -> dict[str, str]:
+        """What ranks of the job have said of their end."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
+            if self.store is not None:
+                keys = {name: f"{attempt()}/{name}" for name in ("refused", "failed")}
+                return {
+                    name: self.store.get(key).decode()
+                    for name, key in keys.items()
+                    if self.store.check([key])
+                }
+        return {}
+
+    def _first(self, name: str, reason: str) -> bool:
+        """Tell the other ranks; False if one of them has been first."""
+        mine = f"{self.member.rank} {reason}"
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
+                told = self.store.compare_set(f"{attempt()}/{name}", "", mine)
+                return bool(told.decode() == mine)
+        return True
+
+    def _place(self) -> str:
+        return f"rank {self.member.rank}: stopped {self.member.place}"
+
+    def _leave(self, code: int, line: str) -> NoReturn:
+        with self.only_one:
+            if line:
+                say(line)
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(code)
+
+
+def describe(error: BaseException) -> str:
+    """A failure in one line; with the place in the user's code where the message may not do."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) or type(error).__module__.startswith("stagewright."):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if "site-packages" not in frame.filename]
+    place = "".join(f" ({frame.filename}:{frame.lineno})" for frame in users[-1:])
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def say(line: str) -> None:
+    """Print a line to stderr, if anybody is there to read it."""
+    with contextlib.suppress(OSError):  # whoever read stderr may be gone
+        os.write(2, f"stagewright: {line}\n".encode())
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[socket.socket]:
+    """Where the numbers of the signals arrive that would otherwise end this process.
+
+    Python runs signal handlers in the main thread, between its instructions; who reads this socket
+    need not wait for that.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in ENDING_SIGNALS}
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        writer.close()
+
+
+@contextlib.contextmanager
+def watched_signals(ending: Ending) -> Iterator[None]:
+    """End at a signal at once, even while the main thread waits in a call outside Python."""
+
+    def watch(reader: socket.socket) -> None:
+        while numbers := reader.recv(1):
+            if numbers[0] in ENDING_SIGNALS:
+                ending.signalled(numbers[0])
+
+    def forget() -> None:
+        """Leave a forked process (a loader of data) the signals' usual meaning."""
+        signal.set_wakeup_fd(-1)
+        for number in ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    with caught_signals() as reader:
+        os.register_at_fork(after_in_child=forget)
+        threading.Thread(target=watch, args=(reader,), daemon=True).start()
+        yield

@@ -1,0 +1,114 @@
+"""A rank joins the process group of its job, and leaves it when all is done.
+
+Every cause that a user can act on ends each rank with one line on stderr: bad input with exit
+code 2 (one line for the whole job), a failure with exit code 1.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from stagewright.executor.training.endings import Ending, Member, attempt, watched_signals
+from stagewright.executor.training.launch import end_with_parent, silence_torch
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextlib.contextmanager
+def joined(timeout_seconds: float) -> Iterator[Member]:
+    """Join the process group of the job that the environment describes, as one of its ranks.
+
+    The body's failure ends the process: one line on stderr, exit code 2 for InputError, else 1.
+    So do a signal, a rank that does not come within ``timeout_seconds``, and the loss of another.
+    Communication that takes longer than ``timeout_seconds`` counts as such a loss.
+    """
+    for name in RANK_VARIABLES:
+        if name not in os.environ:
+            raise InputError(f"RANK is set, but {name} is not; start with torchrun, or unset RANK")
+    end_with_parent()
+    silence_torch()
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend, device = _backend()
+    member = Member(rank, world_size, device)
+    ending = Ending(member)
+    with watched_signals(ending):
+        try:
+            store = _connect(timeout_seconds)
+            # The main thread may be waiting in its own.
+            ending.store = store.clone()  # type: ignore[attr-defined]
+            _await_ranks(store, member, timeout_seconds)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(f"{attempt()}/group", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+            yield member
+            dist.barrier()  # nobody leaves, and takes the store along, before all are done
+        except BaseException as error:
+            ending.fail(error)
+    dist.destroy_process_group()
+
+
+def _backend() -> tuple[str, "torch.device"]:
+    """NCCL where every rank of this machine has a GPU of its own, else gloo on the CPU."""
+    import torch
+
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+        return "cpu:gloo,cuda:nccl", torch.device("cuda", local_rank)
+    return "gloo", torch.device("cpu")
+
+
+def _connect(timeout_seconds: float) -> "Store":
+    """The job's store: the launcher's, which outlives every rank, or else rank 0's."""
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launcher_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    is_owner = os.environ["RANK"] == "0" and not launcher_has_it
+    try:
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=is_owner,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+        )
+        return store
+    except dist.DistNetworkError:
+        doubt = "is the port free?" if is_owner else "is rank 0 there?"
+        raise ConnectionError(
+            f"cannot reach the job's store at {host}:{port} in {timeout_seconds:g} s; {doubt}"
+        ) from None
+
+
+def _await_ranks(store: "Store", member: Member, timeout_seconds: float) -> None:
+    import torch.distributed as dist
+
+    keys = [f"{attempt()}/here/{rank}" for rank in range(member.world_size)]
+    store.set(keys[member.rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_seconds))
+    except dist.DistStoreError:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        came = member.world_size - len(missing)
+        raise ConnectionError(
+            f"{came} of {member.world_size} ranks came within {timeout_seconds:g} s, "
+            f"missing: {', '.join(missing)}"
+        ) from None

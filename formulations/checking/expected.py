@@ -1,0 +1,158 @@
+"""Every expected action appears once, on its devices, with its endpoints and bytes."""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.plans.actions import (
+    ON_DEVICE,
+    PLANNED,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    UPDATE,
+    Action,
+    B,
+    parse_action,
+)
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction, Stage
+from stagewright.formulations.plans.timing import Split, expected_actions, split_backwards
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.errors import InputError
+
+
+def broken_actions(
+    problem: PipelineProblem, plan: PipelinePlan, updated: Collection[int]
+) -> Iterator[Violation]:
+    """Every expected action appears once where it belongs, and there is no other."""
+    present: defaultdict[str, dict[str, ScheduledAction]] = defaultdict(dict)
+    for i, entry in enumerate(plan.actions):
+        place = f"schedule.actions[{i}]"
+        if not 0 <= entry.start_seconds <= entry.finish_seconds < math.inf:
+            yield Violation(
+                "times",
+                place,
+                f"{entry.action} starts at {entry.start_seconds} and finishes at "
+                f"{entry.finish_seconds}; both are finite and 0 <= start <= finish",
+            )
+        if entry.device in present[entry.action]:
+            yield Violation("twice", place, f"{entry.action} on {entry.device} appears twice")
+        present[entry.action][entry.device] = entry
+    split = split_backwards(plan)
+    yield from _unknown_parts(problem, plan.stages, split)
+    for action in expected_actions(plan.stages, plan.microbatches, split, updated):
+        yield from _broken_entries(problem, plan.stages, action, present.pop(str(action), {}))
+    for text, entries in present.items():
+        message = _why_unexpected(text, len(plan.stages), plan.microbatches)
+        yield Violation("unexpected", f"{text} on {', '.join(entries)}", message)
+
+
+def _unknown_parts(
+    problem: PipelineProblem, stages: Sequence[Stage], split: Split
+) -> Iterator[Violation]:
+    """Where a backward is split into I and W, the profile knows the time of each."""
+    for s in np.flatnonzero(split.any(axis=1)).tolist():
+        if stages[s].offload:
+            yield Violation("offload", f"stage {s}", "what is offloaded comes back for a whole B")
+        name = problem.layer_with_whole_backward(*stages[s].layers)
+        if name is not None:
+            yield Violation(
+                "parts",
+                f"stage {s}",
+                f"layer {name!r} knows only its whole backward: plan B for I and W, or give its "
+                "input_gradient_seconds and weight_gradient_seconds",
+            )
+
+
+def _why_unexpected(text: str, stages: int, microbatches: int) -> str:
+    try:
+        action = parse_action(text)
+    except InputError as error:
+        return str(error)
+    if action.kind not in PLANNED:
+        return f"{action.kind} belongs to programs, not to plans"
+    if action.stage >= stages:
+        return f"there are only stages 0 to {stages - 1}"
+    if action.microbatch is not None and action.microbatch >= microbatches:
+        return f"there are only microbatches 0 to {microbatches - 1}"
+    return _why_idle(action, stages)
+
+
+def _why_idle(action: Action, stages: int) -> str:
+    """Why a stage and microbatch that there are need no such action."""
+    if action.kind is REDUCE:
+        return "a stage on one device has nothing to reduce"
+    if action.kind is UPDATE:
+        return "the optimizer's step takes no time here, or is part of the backward"
+    if action.kind is B:
+        return "the backward is split into I and W"
+    if action.stage == (stages - 1 if action.kind is SEND_F else 0):
+        return "there is no stage to send to"
+    return "the same devices run this microbatch in both stages"
+
+
+def _broken_entries(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    action: Action,
+    entries: Mapping[str, ScheduledAction],
+) -> Iterator[Violation]:
+    """One expected action: its devices, and what it carries from where to where."""
+    sources, targets = _endpoints(stages, action)
+    compute = action.kind in ON_DEVICE
+    devices = set(sources if compute else sources[:1])
+    if entries.keys() != devices:
+        for name in sorted(devices - entries.keys()):
+            yield Violation("missing", str(action), f"is not on {name}")
+        for name in sorted(entries.keys() - devices):
+            yield Violation("unexpected", str(action), f"is on {name}, where it does not run")
+    if compute:
+        yield from _broken_computation(action, entries)
+        return
+    volume = _bytes(problem, stages, action)
+    for entry in entries.values():
+        if entry.sources != sources or entry.targets != targets:
+            yield Violation(
+                "endpoints",
+                str(action),
+                f"goes from {_names(entry.sources)} to {_names(entry.targets)}, "
+                f"expected from {_names(sources)} to {_names(targets)}",
+            )
+        if entry.bytes is None or not math.isclose(entry.bytes, volume, rel_tol=RELATIVE_TOLERANCE):
+            yield Violation("bytes", str(action), f"carries {entry.bytes} bytes, expected {volume}")
+
+
+def _broken_computation(
+    action: Action, entries: Mapping[str, ScheduledAction]
+) -> Iterator[Violation]:
+    """A computation carries nothing, and the devices that split it run it at the same time."""
+    if len({(entry.start_seconds, entry.finish_seconds) for entry in entries.values()}) > 1:
+        yield Violation("replicas", str(action), "its devices run it at different times")
+    for name, entry in entries.items():
+        if (entry.sources, entry.targets, entry.bytes) != (None, None, None):
+            yield Violation("endpoints", f"{action} on {name}", "a computation has none")
+
+
+def _endpoints(stages: Sequence[Stage], action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The devices that ``action`` runs on or sends from, and those that it sends to."""
+    stage = stages[action.stage]
+    if action.microbatch is None:
+        return stage.devices, stage.devices
+    receiver = action.stage + {SEND_F: 1, SEND_B: -1}.get(action.kind, 0)
+    return stage.runners(action.microbatch), stages[receiver].runners(action.microbatch)
+
+
+def _bytes(problem: PipelineProblem, stages: Sequence[Stage], action: Action) -> float:
+    """Bytes that a transfer or an all-reduce carries."""
+    start, stop = stages[action.stage].layers
+    if action.kind is REDUCE:
+        return problem.gradient_bytes(start, stop)
+    return problem.boundary_bytes(stop if action.kind is SEND_F else start)
+
+
+def _names(devices: Sequence[str] | None) -> str:
+    return "nowhere" if devices is None else "(" + ", ".join(devices) + ")"

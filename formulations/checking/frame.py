@@ -1,0 +1,120 @@
+"""Rules on the stages: the plan answers this problem, and its stages cover the layers."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.plan_class import RECOMPUTE, REPLICATION
+from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
+
+
+def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
+    """The plan answers this problem, and its stages tile the layers on devices that there are."""
+    if not plan.answers(problem.digest):
+        yield Violation(
+            "digest", "digest", "the plan answers another model, cluster or number of microbatches"
+        )
+    if plan.microbatches != problem.microbatches:
+        yield Violation(
+            "microbatches",
+            "microbatches",
+            f"the plan has {plan.microbatches}, the problem {problem.microbatches}",
+        )
+    yield from _broken_weights(plan)
+    yield from _broken_layers(problem, plan)
+    yield from _broken_cover(problem, plan.stages)
+    yield from _broken_placement(problem, plan.stages)
+
+
+def _broken_weights(plan: PipelinePlan) -> Iterator[Violation]:
+    if plan.weights not in WEIGHT_RULES:
+        known = ", ".join(map(repr, WEIGHT_RULES))
+        yield Violation("weights", "weights", f"{plan.weights!r} is not known, use one of {known}")
+        return
+    for s, stage in enumerate(plan.stages):
+        if plan.weight_rule.updates_every_round and len(stage.devices) > 1:
+            yield Violation(
+                "weights",
+                f"stage {s}",
+                f"{plan.weights!r} on {len(stage.devices)} devices needs an all-reduce per "
+                "microbatch, which is not planned: use one device, 'flush' or 'double-buffer'",
+            )
+
+
+def _broken_layers(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
+    """The layers that the plan names are the model's."""
+    if plan.layers is None:
+        return
+    found = [(layer.name, layer.parameter_bytes) for layer in plan.layers]
+    right = [(layer.name, layer.parameter_bytes) for layer in problem.chain.layers]
+    if len(found) != len(right):
+        yield Violation("layers", "layers", f"there are {len(found)}, the model has {len(right)}")
+    for i, (one, other) in enumerate(zip(found, right, strict=False)):
+        if one != other:
+            yield Violation(
+                "layers",
+                f"layers[{i}]",
+                f"{one[0]!r} of {one[1]} bytes, in the model {other[0]!r} of {other[1]} bytes",
+            )
+
+
+def _broken_cover(problem: PipelineProblem, stages: Sequence[Stage]) -> Iterator[Violation]:
+    covered = 0
+    for s, stage in enumerate(stages):
+        start, stop = stage.layers
+        if start != covered:
+            yield Violation(
+                "layers", f"stage {s}", f"starts at layer {start}, {covered} are covered before it"
+            )
+        covered = stop
+    if covered != len(problem.chain):
+        yield Violation(
+            "layers",
+            f"stage {len(stages) - 1}",
+            f"ends at layer {covered}, the model has {len(problem.chain)}",
+        )
+
+
+def _broken_placement(problem: PipelineProblem, stages: Sequence[Stage]) -> Iterator[Violation]:
+    for s, stage in enumerate(stages):
+        if stage.replication not in REPLICATION:
+            yield Violation("devices", f"stage {s}", f"replication {stage.replication!r}")
+        if stage.recompute not in RECOMPUTE:
+            yield Violation("recompute", f"stage {s}", f"recompute {stage.recompute!r}")
+        yield from _broken_offload(problem, s, stage)
+        yield from _broken_shares(problem, s, stage)
+        for name, count in Counter(stage.devices).items():
+            if name not in problem.cluster.index:
+                yield Violation("devices", f"stage {s}", f"the cluster has no device {name!r}")
+            if count > 1:
+                yield Violation("devices", f"stage {s}", f"{name!r} appears {count} times")
+
+
+def _broken_shares(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
+    """Samples are whole, and the smallest share of a microbatch does for every layer."""
+    most, shares = problem.most_replicas(*stage.layers), len(stage.runners(0))
+    if shares > most:
+        yield Violation(
+            "samples",
+            f"stage {s}",
+            f"splits microbatches of {problem.chain.microbatch_size} samples among {shares} "
+            f"devices, {most} are the most",
+        )
+
+
+def _broken_offload(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
+    """What is offloaded has a known link to the host, and is not recomputed as well."""
+    if not stage.offload:
+        return
+    if stage.recompute != "none":
+        yield Violation("offload", f"stage {s}", "what is computed again need not be offloaded")
+    for name in stage.devices:
+        v = problem.cluster.index.get(name)
+        if v is not None and problem.cluster.devices[v].host_bytes_per_second is None:
+            yield Violation(
+                "offload",
+                f"stage {s}",
+                f"device {name!r} has no host_bytes_per_second",
+            )

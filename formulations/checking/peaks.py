@@ -1,0 +1,104 @@
+"""Memory at every instant: when a device holds what. `memory` says how many bytes that is."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.formulations.checking.times import Lane, PlanTimes, devices_by_lanes, host_times
+from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.plans.actions import B, F, I
+from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes, version_bytes
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.units import format_bytes
+
+
+def memory_exceeded(times: PlanTimes) -> Iterator[Violation]:
+    """Every device holds at its peak what the plan asks of it."""
+    problem = times.problem
+    for name, static, saved in peaks(times):
+        memory = float(problem.memory_bytes[problem.cluster.index[name]])
+        # Written as `in_flight_limit` has it, so that rounding cannot tell the two apart.
+        short = saved - (memory - static)
+        if short > 0:
+            yield Violation(
+                "memory",
+                f"device {name}",
+                f"needs {format_bytes(static + saved)} at its peak and has "
+                f"{format_bytes(memory)}: {short:.0f} bytes short",
+            )
+
+
+def peaks(times: PlanTimes) -> Iterator[tuple[str, float, float]]:
+    """Per used device the static bytes, and the most that comes on top at any instant."""
+    overlapping = times.schedule is not None
+    static_bytes = [
+        stage_static_bytes(times.problem, stage, times.rule, overlapping) for stage in times.stages
+    ]
+    for lanes, names in devices_by_lanes(times.stages).items():
+        static = sum(static_bytes[s] for s, _, _ in lanes)
+        most = _most_bytes([each for lane in lanes for each in _kept(times, lane)], times.tolerance)
+        for name in names:
+            yield name, static, most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldBytes:
+    """The same bytes in each of some intervals of time; NaN for an interval that there is not."""
+
+    starts: Floats
+    ends: Floats
+    bytes: float
+
+
+def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
+    """What a device keeps for its microbatches of a stage, besides the static bytes.
+
+    What a stage recomputes it keeps from the start of B, or of I, to the end of the backward.
+    """
+    s, first, step = lane
+    every, stage = (s, slice(first, None, step)), times.stages[s]
+    whole, parted = (kept_bytes(times.problem, stage, split) for split in (False, True))
+    forward, done = times.starts[F][every], times.done[every]
+    if times.rule.updates_every_round:
+        yield _old_versions(times, s)
+    yield HeldBytes(forward, done, whole.saved_bytes)
+    yield HeldBytes(times.starts[B][every], done, whole.working_bytes)
+    yield HeldBytes(times.starts[I][every], done, parted.working_bytes)
+    if stage.offload:
+        (_, written), (read, _) = host_times(times, lane)
+        yield HeldBytes(forward, written, whole.offloaded_bytes)
+        yield HeldBytes(read, done, whole.offloaded_bytes)
+
+
+def _old_versions(times: PlanTimes, s: int) -> HeldBytes:
+    """Versions of a stage's weights next to the newest: from the next update to their last use.
+
+    Version k is there after k updates, one at the end of every backward. A microbatch uses the
+    newest at the start of its forward, or with vertical sync at that of its first forward.
+    """
+    leader = 0 if times.rule.follows_first_stage else s
+    updates = np.sort(times.done[s])
+    leaders_updates = np.sort(times.done[leader])
+    started = times.starts[F][leader] + times.tolerance
+    version = np.searchsorted(leaders_updates, started, side="right")
+    last_use = np.full(len(updates) + 1, -math.inf)
+    np.maximum.at(last_use, version, times.done[s])
+    return HeldBytes(updates, last_use[:-1], version_bytes(times.problem, *times.stages[s].layers))
+
+
+def _most_bytes(kept: Sequence[HeldBytes], tolerance: float) -> float:
+    """The most bytes at any instant; they grow only where an interval starts.
+
+    Intervals are counted and not added up, so that no rounding hides the last byte.
+    """
+    instants = np.concatenate([each.starts for each in kept])
+    instants = instants[~np.isnan(instants)]
+    total = np.zeros(len(instants))
+    for each in kept:
+        gone = np.maximum(each.ends - tolerance, each.starts)
+        count = np.searchsorted(np.sort(each.starts), instants, side="right")
+        count -= np.searchsorted(np.sort(gone), instants, side="right")
+        total += count * each.bytes
+    return float(total.max(initial=0.0))

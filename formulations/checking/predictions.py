@@ -1,0 +1,74 @@
+"""The figures that a plan carries about itself: computed from its actions, and compared."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.formulations.checking.peaks import peaks
+from stagewright.formulations.checking.times import PlanTimes
+from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.plans.actions import COMPUTE, UPDATE
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Predicted, Stage
+from stagewright.formulations.plans.timing import are_sent
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+
+
+def predicted(times: PlanTimes) -> Predicted:
+    """What the cost model says of a plan with these times."""
+    devices = len({name for stage in times.stages for name in stage.devices})
+    shares = np.array([len(stage.runners(0)) for stage in times.stages])
+    busy = float(shares @ sum(np.nansum(times.durations[kind], axis=1) for kind in COMPUTE))
+    problem = replace(times.problem, microbatches=times.iteration_microbatches)
+    busy *= problem.microbatches / times.problem.microbatches
+    every = np.array([len(stage.devices) for stage in times.stages])
+    busy += float(every @ np.nansum(times.durations[UPDATE], axis=1))
+    cost = times.cost_seconds
+    return Predicted(
+        iteration_seconds=cost,
+        bubble=1 - busy / (devices * cost) if cost > 0 else 0.0,
+        peak_memory_bytes={name: static + saved for name, static, saved in peaks(times)},
+        link_bytes=_link_bytes(problem, times.stages),
+    )
+
+
+def _link_bytes(problem: PipelineProblem, stages: Sequence[Stage]) -> dict[str, float]:
+    """Bytes per iteration between neighbouring stages ("0-1"), and reduced in a stage ("0")."""
+    # What is sent crosses a boundary twice: a microbatch's activations, and their gradient.
+    sent = [sum(are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
+    crossing = {
+        f"{s}-{s + 1}": 2 * count * problem.boundary_bytes(stages[s].layers[1])
+        for s, count in enumerate(sent)
+        if count > 0
+    }
+    reduced = {
+        str(s): problem.gradient_bytes(*stage.layers)
+        for s, stage in enumerate(stages)
+        if len(stage.devices) > 1
+    }
+    return crossing | reduced
+
+
+def broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violation]:
+    """The figures in the plan are those that follow from its actions."""
+    if not math.isclose(
+        stated.iteration_seconds, computed.iteration_seconds, rel_tol=RELATIVE_TOLERANCE
+    ):
+        yield _misstated("iteration_seconds", stated.iteration_seconds, computed.iteration_seconds)
+    if not abs(stated.bubble - computed.bubble) <= RELATIVE_TOLERANCE:
+        yield _misstated("bubble", stated.bubble, computed.bubble)
+    for field in ("peak_memory_bytes", "link_bytes"):
+        right, found = getattr(computed, field), getattr(stated, field)
+        for name in sorted(right.keys() ^ found.keys()):
+            yield Violation("predicted", f"predicted.{field}", f"{name} is missing or superfluous")
+        for name in right:
+            if name in found and not math.isclose(
+                found[name], right[name], rel_tol=RELATIVE_TOLERANCE
+            ):
+                yield _misstated(f"{field}.{name}", found[name], right[name])
+
+
+def _misstated(place: str, found: float, right: float) -> Violation:
+    return Violation("predicted", f"predicted.{place}", f"says {found}, the actions give {right}")

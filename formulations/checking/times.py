@@ -1,0 +1,164 @@
+"""The times in a plan of sound structure, next to the cost model's durations."""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from stagewright.formulations.plans.actions import BARE, PLANNED, Action, ActionKind, B, F, I, W
+from stagewright.formulations.plans.periodic import (
+    from_first,
+    iteration_seconds,
+    steady_microbatches,
+    unrolled,
+    without_pause,
+)
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
+from stagewright.formulations.plans.timing import (
+    Blocks,
+    durations,
+    empty_blocks,
+    expected_actions,
+    split_backwards,
+    updated_stages,
+)
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.plans.weight_rules import WeightRule
+from stagewright.graphs.documents.arrays import Floats
+
+Lane = tuple[int, int, int]
+"""A stage, and the microbatches first, first + step, ... of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTimes:
+    """The times in a plan of sound structure, next to the cost model's durations.
+
+    ``finishes`` are the plan's; all rules but the one on durations use starts + durations.
+    ``problem`` has as many microbatches as there are here, of a periodic plan another number than
+    in an iteration.
+    """
+
+    problem: PipelineProblem
+    iteration_microbatches: int
+    stages: tuple[Stage, ...]
+    rule: WeightRule
+    starts: Blocks
+    finishes: Blocks
+    durations: Blocks
+    schedule: PeriodicSchedule | None = None  # whose first microbatches these are, without pauses
+
+    def ends(self, kind: ActionKind) -> Floats:
+        """When the actions of ``kind`` end by the cost model, shape (S, M)."""
+        return self.starts[kind] + self.durations[kind]
+
+    @cached_property
+    def done(self) -> Floats:
+        """When the backwards end, whole or in parts, shape (S, M)."""
+        return np.fmax(self.ends(B), self.ends(W))
+
+    @property
+    def cost_seconds(self) -> float:
+        """The iteration's time: when its last action ends, or that of its periods."""
+        if self.schedule is None:
+            return self.iteration_seconds
+        return iteration_seconds(self.schedule, self.iteration_microbatches)
+
+    @cached_property
+    def iteration_seconds(self) -> float:
+        """When the last action ends."""
+        return max(_largest(self.ends(kind)) for kind in PLANNED)
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Seconds of rounding that are forgiven.
+
+        Never more than a share of all the work in a row: one absurdly late action must not
+        excuse the others.
+        """
+        work = sum(float(np.nansum(seconds)) for seconds in self.durations.values())
+        return RELATIVE_TOLERANCE * min(self.iteration_seconds, work)
+
+
+def unrolled_steady(
+    problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule
+) -> tuple[PipelineProblem, PipelinePlan]:
+    """Problem and finite plan of as many microbatches as fill a whole period."""
+    first = without_pause(from_first(schedule))
+    microbatches = steady_microbatches(first)
+    longer = replace(problem, microbatches=microbatches)
+    timed = unrolled(replace(plan, schedule=first), microbatches)
+    return longer, replace(timed, digest=longer.digest)
+
+
+def read_times(problem: PipelineProblem, plan: PipelinePlan) -> PlanTimes:
+    """The times of a plan; of a periodic one those of its first microbatches."""
+    if isinstance(plan.schedule, PeriodicSchedule):
+        times = _read_finite(*unrolled_steady(problem, plan, plan.schedule), frozenset())
+        return replace(
+            times,
+            iteration_microbatches=plan.microbatches,
+            schedule=plan.schedule,
+        )
+    return _read_finite(problem, plan, updated_stages(problem, plan.stages, plan.weight_rule))
+
+
+def _read_finite(
+    problem: PipelineProblem, plan: PipelinePlan, updated: Collection[int]
+) -> PlanTimes:
+    entries = {entry.action: entry for entry in plan.actions}
+    starts = empty_blocks(len(plan.stages), plan.microbatches)
+    finishes = empty_blocks(len(plan.stages), plan.microbatches)
+    split = split_backwards(plan)
+    for action in expected_actions(plan.stages, plan.microbatches, split, updated):
+        entry, m = entries[str(action)], action.microbatch or 0
+        starts[action.kind][action.stage, m] = entry.start_seconds
+        finishes[action.kind][action.stage, m] = entry.finish_seconds
+    lasting = durations(problem, plan.stages, split, plan.weight_rule)
+    return PlanTimes(
+        problem=problem,
+        iteration_microbatches=plan.microbatches,
+        stages=plan.stages,
+        rule=plan.weight_rule,
+        starts=starts,
+        finishes=finishes,
+        durations=lasting,
+    )
+
+
+def devices_by_lanes(stages: Sequence[Stage]) -> dict[tuple[Lane, ...], list[str]]:
+    """The devices of the same lanes, which do the same at the same times."""
+    lanes: defaultdict[str, list[Lane]] = defaultdict(list)
+    for s, stage in enumerate(stages):
+        for first, names in enumerate(stage.lanes):
+            for name in names:
+                lanes[name].append((s, first, stage.turns))
+    devices: defaultdict[tuple[Lane, ...], list[str]] = defaultdict(list)
+    for name, own in lanes.items():
+        devices[tuple(own)].append(name)
+    return devices
+
+
+def host_times(times: PlanTimes, lane: Lane) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """When a lane's activations go to the host, after F, and come back, before B or I."""
+    s, first, step = lane
+    every = (s, slice(first, None, step))
+    devices = [times.problem.cluster.index[name] for name in times.stages[s].runners(first)]
+    seconds = times.problem.offload_seconds(*times.stages[s].layers, devices)
+    assert seconds is not None  # part of the plan's structure
+    written = times.ends(F)[every]
+    needed = np.fmin(times.starts[B][every], times.starts[I][every])
+    return (written, written + seconds), (needed - seconds, needed)
+
+
+def action_text(kind: ActionKind, stage: int, microbatch: int) -> str:
+    """An action as it is written; ``microbatch`` counts only where the kind has one."""
+    return str(Action(stage, kind, None if kind in BARE else microbatch))
+
+
+def _largest(values: Floats) -> float:
+    """The largest of ``values`` that is a number; 0 if none is."""
+    return float(np.max(values, initial=0.0, where=~np.isnan(values)))

@@ -1,0 +1,185 @@
+"""Bytes that a device holds for its stages: the one place where memory is priced.
+
+States (weights, gradients, optimizer state) by weight rule and number of devices; buffers at the
+boundaries of a stage; and what a stage keeps per microbatch in flight. Formulations and kernels
+take these figures, as numbers or arrays. *When* something is held is theirs and the checker's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
+from stagewright.graphs.documents.arrays import Floats
+
+
+def state_factor(
+    problem: PipelineProblem, devices: int, rule: WeightRule = FLUSH, overlapping: bool = False
+) -> float:
+    """Bytes of weights, gradients and optimizer state per parameter byte.
+
+    Parameters
+    ----------
+    devices
+        Of the stage, whether they split microbatches or take turns. Each holds all of the state.
+    overlapping
+        The next iteration begins before this one's gradients are used, in a periodic plan.
+    """
+    gradients = 1 + (overlapping and _gradients_wait(problem, devices))
+    return rule.versions + gradients + problem.chain.optimizer_bytes_per_parameter_byte
+
+
+def state_factors(problem: PipelineProblem, most: int) -> Floats:
+    """The factors with one version of the weights, by number of devices; shape (most + 1,)."""
+    return np.array([state_factor(problem, max(devices, 1)) for devices in range(most + 1)])
+
+
+def least_state_factor(problem: PipelineProblem) -> float:
+    """The smallest factor of any plan: one version of the weights, on all devices."""
+    return state_factor(problem, len(problem.cluster))
+
+
+def version_bytes(problem: PipelineProblem, start: int, stop: int) -> float:
+    """Bytes of one more version of the weights of layers [start, stop)."""
+    return problem.gradient_bytes(start, stop)
+
+
+def buffer_bytes(problem: PipelineProblem, boundary: int, shares: int) -> float:
+    """Bytes of buffers between layers ``boundary`` - 1 and ``boundary``: an activation, a gradient.
+
+    For one of ``shares`` shares of a microbatch; 0 at both ends of the chain.
+    """
+    if not 0 < boundary < len(problem.chain):
+        return 0.0
+    return 2 * problem.share_bytes(problem.boundary_bytes(boundary), shares)
+
+
+def buffers_per_boundary(problem: PipelineProblem, shares: int) -> Floats:
+    """The buffers of every boundary, shape (L + 1,)."""
+    return np.array([buffer_bytes(problem, l, shares) for l in range(len(problem.chain) + 1)])
+
+
+def static_bytes(
+    problem: PipelineProblem,
+    start: int,
+    stop: int,
+    devices: int,
+    shares: int | None = None,
+    rule: WeightRule = FLUSH,
+    overlapping: bool = False,
+) -> float:
+    """Bytes that a device of the stage holds all the time: states, and buffers on each side.
+
+    Parameters
+    ----------
+    devices, rule, overlapping
+        As in :func:`state_factor`.
+    shares
+        Among how many devices a microbatch is split (default: all).
+    """
+    factor = state_factor(problem, devices, rule, overlapping)
+    buffers = sum(buffer_bytes(problem, side, shares or devices) for side in (start, stop))
+    return factor * problem.gradient_bytes(start, stop) + buffers
+
+
+def stage_static_bytes(
+    problem: PipelineProblem, stage: Stage, rule: WeightRule = FLUSH, overlapping: bool = False
+) -> float:
+    """As :func:`static_bytes`, of a stage of a plan."""
+    shares = len(stage.runners(0))
+    return static_bytes(problem, *stage.layers, len(stage.devices), shares, rule, overlapping)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a device of a stage keeps per microbatch.
+
+    Attributes
+    ----------
+    saved_bytes
+        From the start of its forward to the end of its backward.
+    working_bytes
+        Besides, from the start of the backward to its end: what is computed again.
+    offloaded_bytes
+        Goes to the host's memory after the forward and is back as the backward starts.
+    """
+
+    saved_bytes: float
+    working_bytes: float = 0.0
+    offloaded_bytes: float = 0.0
+
+
+def kept_bytes(problem: PipelineProblem, stage: Stage, split_backward: bool = False) -> Kept:
+    """What ``stage`` keeps; ``split_backward``: its backwards are I and W.
+
+    With the input of every layer at hand, a whole backward recomputes one layer at a time.
+    """
+    start, stop = stage.layers
+    shares = len(stage.runners(0))
+    saved = problem.saved_bytes(start, stop, shares)
+    if stage.offload:
+        return Kept(0.0, offloaded_bytes=saved)
+    if stage.recompute == "none":
+        return Kept(saved)
+    inputs = problem.inputs_per_layer(shares)[start:stop]
+    if stage.recompute == "full":
+        return Kept(float(inputs[0]), saved)
+    largest = float(problem.saved_per_layer(shares)[start:stop].max())
+    return Kept(float(inputs.sum()), saved if split_backward else largest)
+
+
+def kept_tables(
+    saved: NDArray[Any], inputs: NDArray[Any], recompute: Sequence[str]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Saved and working bytes of layers [k, l), as :func:`kept_bytes` has them.
+
+    Parameters
+    ----------
+    saved
+        Bytes of layers [k, l) at [l, k], shape (L + 1, L + 1), in any unit.
+    inputs
+        Bytes of every layer's input, shape (L,).
+    recompute
+        R choices among ``none`` and ``full``.
+
+    Returns
+    -------
+    Both at [r, l, k], shape (R, L + 1, L + 1).
+    """
+    first = np.broadcast_to(np.append(inputs, 0), saved.shape)
+    kept = {"none": (saved, np.zeros_like(saved)), "full": (first, saved)}
+    chosen = [kept[choice] for choice in recompute]
+    return np.array([one[0] for one in chosen]), np.array([one[1] for one in chosen])
+
+
+def in_flight_limit(
+    problem: PipelineProblem,
+    start: int,
+    stop: int,
+    devices: Sequence[int],
+    shares: int | None = None,
+) -> int:
+    """How many microbatches fit in the memory of the smallest device; 0 if not even one.
+
+    Also 0 if a microbatch has too few samples. ``shares`` (default: the number of devices) is
+    among how many a microbatch is split.
+    """
+    parts = shares or len(devices)
+    if parts > problem.most_replicas(start, stop):
+        return 0
+    free = float(problem.memory_bytes[list(devices)].min())
+    free -= static_bytes(problem, start, stop, len(devices), parts)
+    saved = problem.saved_bytes(start, stop, parts)
+    if free < 0 or saved > free:
+        return 0
+    return problem.microbatches if saved == 0 else min(problem.microbatches, int(free // saved))
+
+
+def _gradients_wait(problem: PipelineProblem, devices: int) -> bool:
+    """Whether a stage's gradients wait while the next grow: to be summed up, or for a pause."""
+    return devices > 1 or any(problem.update_per_layer(kind).any() for kind in problem.kinds)

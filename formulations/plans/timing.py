@@ -1,0 +1,202 @@
+"""Seconds of a plan's actions: which actions its stages have, and how long each takes.
+
+The cost model's times, which planners, the checker and the simulator share; with the bytes of
+`memory` they share nothing else.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.formulations.plans.actions import (
+    BARE,
+    PLANNED,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    UPDATE,
+    Action,
+    ActionKind,
+    B,
+    F,
+    I,
+    W,
+)
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
+from stagewright.graphs.documents.arrays import Floats
+
+Blocks = dict[ActionKind, Floats]
+"""One number per action: shape (S, M) per planned kind, (S, 1) for all-reduces and updates.
+
+NaN where there is no such action: a backward is whole or in two parts, the last stage sends nothing
+forward, the first nothing back, no stage sends to itself, a stage on one device reduces nothing,
+and an optimizer's step that takes no time is no action. NaN is in no order with any number, so
+rules on times pass over it.
+"""
+
+Split = NDArray[np.bool_]
+"""Per stage and microbatch, shape (S, M): whether the backward is split into I and W."""
+
+
+def updated_stages(
+    problem: PipelineProblem, stages: Sequence[Stage], rule: WeightRule
+) -> frozenset[int]:
+    """The stages whose optimizer's step is an action at the end of the iteration.
+
+    Where weights change after every microbatch the step belongs to the backward.
+    """
+    if rule.updates_every_round:
+        return frozenset()
+    return frozenset(s for s, stage in enumerate(stages) if update_seconds(problem, stage) > 0)
+
+
+def expected_actions(
+    stages: Sequence[Stage],
+    microbatches: int,
+    split: Split | None = None,
+    updated: Collection[int] = (),
+) -> Iterator[Action]:
+    """Every action that a schedule of ``stages`` must hold, once each.
+
+    ``split`` tells which backwards are split into I and W (default: none), ``updated`` the stages
+    whose optimizer's step is an action.
+    """
+    parts = whole_backwards(stages, microbatches) if split is None else split
+    sent = [are_sent(stages, s, microbatches) for s in range(-1, len(stages))]
+    for s, stage in enumerate(stages):
+        for m, in_parts in enumerate(parts[s].tolist()):
+            yield Action(s, F, m)
+            for kind in (I, W) if in_parts else (B,):
+                yield Action(s, kind, m)
+            if sent[s + 1][m]:
+                yield Action(s, SEND_F, m)
+            if sent[s][m]:
+                yield Action(s, SEND_B, m)
+        if len(stage.devices) > 1:
+            yield Action(s, REDUCE)
+        if s in updated:
+            yield Action(s, UPDATE)
+
+
+def durations(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    split: Split | None = None,
+    rule: WeightRule = FLUSH,
+) -> Blocks:
+    """The cost model's seconds for every action of ``stages``, ``split`` as above.
+
+    Where weights change after every microbatch, what ends a backward takes the optimizer's step
+    longer.
+    """
+    parts = whole_backwards(stages, problem.microbatches) if split is None else split
+    seconds = empty_blocks(len(stages), problem.microbatches)
+    for s, stage in enumerate(stages):
+        step = update_seconds(problem, stage) if rule.updates_every_round else 0.0
+        _add_computations(problem, stages, s, step, bool(parts[s].any()), seconds)
+        if len(stage.devices) > 1:
+            group = [problem.cluster.index[name] for name in stage.devices]
+            seconds[REDUCE][s] = problem.reduce_seconds(*stage.layers, group)
+    for s in updated_stages(problem, stages, rule):
+        seconds[UPDATE][s] = update_seconds(problem, stages[s])
+    for kind, absent in ((B, parts), (I, ~parts), (W, ~parts)):
+        seconds[kind][absent] = np.nan
+    _add_transfers(problem, stages, seconds)
+    return seconds
+
+
+def compute_seconds(
+    problem: PipelineProblem, stage: Stage, devices: Sequence[int]
+) -> tuple[float, float]:
+    """Forward, and backward with what it computes again, of a microbatch split on ``devices``."""
+    forward, backward = problem.compute_seconds(*stage.layers, devices)
+    return forward, backward + (0.0 if stage.recompute == "none" else forward)
+
+
+def _add_computations(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    s: int,
+    step: float,
+    split: bool,
+    seconds: Blocks,
+) -> None:
+    """F and B of stage ``s``, if ``split`` also I and W; ``step`` adds to what ends a backward."""
+    stage = stages[s]
+    for lane, devices in enumerate(_positions(problem, stage)[: problem.microbatches]):
+        every = slice(lane, None, stage.turns)
+        forward, backward = compute_seconds(problem, stage, devices)
+        seconds[F][s, every], seconds[B][s, every] = forward, backward + step
+        if split:
+            of_input, of_weights = problem.gradient_seconds(*stage.layers, devices)
+            again = 0.0 if stage.recompute == "none" else forward
+            seconds[I][s, every], seconds[W][s, every] = of_input + again, of_weights + step
+
+
+def _add_transfers(problem: PipelineProblem, stages: Sequence[Stage], seconds: Blocks) -> None:
+    lanes = [_positions(problem, stage) for stage in stages]
+    for s, stage in enumerate(stages[:-1]):
+        for first, cycle in channels(stages, s, problem.microbatches):
+            senders, receivers = (lanes[i][first % len(lanes[i])] for i in (s, s + 1))
+            there, back = problem.transfer_seconds(stage.layers[1], senders, receivers)
+            seconds[SEND_F][s, first::cycle], seconds[SEND_B][s + 1, first::cycle] = there, back
+
+
+def split_backwards(plan: PipelinePlan) -> Split:
+    """Which backwards of a plan are split: those of which I or W is there."""
+    split = whole_backwards(plan.stages, plan.microbatches)
+    parts = {entry.action for entry in plan.actions if I in entry.action}
+    parts |= {entry.action for entry in plan.actions if W in entry.action}
+    if parts:
+        for s, m in np.ndindex(split.shape):
+            split[s, m] = not parts.isdisjoint((str(Action(s, I, m)), str(Action(s, W, m))))
+    return split
+
+
+def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    """The optimizer's step of a stage on each of its devices."""
+    devices = [problem.cluster.index[name] for name in stage.devices]
+    return problem.update_seconds(*stage.layers, devices)
+
+
+def empty_blocks(stages: int, microbatches: int) -> Blocks:
+    """Blocks without any action."""
+    return {
+        kind: np.full((stages, 1 if kind in BARE else microbatches), np.nan) for kind in PLANNED
+    }
+
+
+def whole_backwards(stages: Sequence[Stage], microbatches: int) -> Split:
+    """No backward is split."""
+    return np.zeros((len(stages), microbatches), dtype=bool)
+
+
+def channels(stages: Sequence[Stage], s: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """The channels between stages s and s + 1, one per pair of endpoints.
+
+    A channel carries the microbatches first, first + cycle, ...: the pairs of lanes repeat after
+    the least common multiple of both stages' turns, and within it no pair appears twice. What one
+    group of devices runs in both stages passes no channel.
+    """
+    cycle = math.lcm(stages[s].turns, stages[s + 1].turns)
+    for first in range(min(cycle, microbatches)):
+        if stages[s].runners(first) != stages[s + 1].runners(first):
+            yield first, cycle
+
+
+def are_sent(stages: Sequence[Stage], s: int, microbatches: int) -> list[bool]:
+    """Per microbatch whether it is sent between stages s and s + 1; False where one is missing."""
+    sent = np.zeros(microbatches, dtype=bool)
+    if 0 <= s < len(stages) - 1:
+        for first, cycle in channels(stages, s, microbatches):
+            sent[first::cycle] = True
+    return sent.tolist()
+
+
+def _positions(problem: PipelineProblem, stage: Stage) -> list[list[int]]:
+    """The positions of the devices of every lane."""
+    return [[problem.cluster.index[name] for name in lane] for lane in stage.lanes]

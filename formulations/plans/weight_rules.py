@@ -1,0 +1,57 @@
+"""Weight rules: when the weights change, and which version of them a microbatch uses."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Weights = Literal["flush", "stash", "stash+vertical-sync", "double-buffer"]
+"""The rules by name, as the plan document has them; see `PipelinePlan`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """What a name of ``Weights`` means.
+
+    Attributes
+    ----------
+    updates_every_round
+        Weights change after every microbatch, or after every round of a stage whose devices take
+        turns; else once, at the end of the iteration. Versions that a backward still needs are kept
+        next to the newest until it ends.
+    staleness
+        By how many updates the weights of an iteration are older than the newest as it begins. So
+        many versions are held next to the newest all the time.
+    follows_first_stage
+        A microbatch uses the version on every stage that it used on the first.
+    """
+
+    name: Weights
+    updates_every_round: bool = False
+    staleness: int = 0
+    follows_first_stage: bool = False
+
+    @property
+    def versions(self) -> int:
+        """Versions of the weights that a stage holds all the time."""
+        return 1 + self.staleness
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether an iteration may begin before the one before it has ended."""
+        return self.staleness > 0
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether a stage ever holds more than the newest version."""
+        return self.updates_every_round or self.staleness > 0
+
+
+FLUSH = WeightRule("flush")
+STASH = WeightRule("stash", updates_every_round=True)
+STASH_VERTICAL_SYNC = WeightRule(
+    "stash+vertical-sync", updates_every_round=True, follows_first_stage=True
+)
+DOUBLE_BUFFER = WeightRule("double-buffer", staleness=1)
+
+WEIGHT_RULES: dict[str, WeightRule] = {
+    rule.name: rule for rule in (FLUSH, STASH, STASH_VERTICAL_SYNC, DOUBLE_BUFFER)
+}

@@ -1,0 +1,54 @@
+"""The answer about renting cloud instances."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from stagewright.formulations.forms.answers import Status
+from stagewright.service.answers import CARRIED, Answer, Finite
+
+if TYPE_CHECKING:
+    from stagewright.formulations.cloud.switching import Plan, SwitchingProblem
+else:  # carried, not validated
+    Plan = SwitchingProblem = Any
+
+
+class StrategyAnswer(Answer):
+    """What a strategy pays, how long the job takes, and how often it moves."""
+
+    dollars: float
+    seconds: float
+    switches: int
+
+
+class StayAnswer(Answer):
+    """A stay of the job on ``count`` instances of one kind, in UTC."""
+
+    instance: str
+    count: int
+    begin: str
+    end: str
+    dollars: float
+
+
+class CloudAnswer(Answer):
+    """What each strategy pays, None where it is late; the plan is that of the last strategy."""
+
+    status: Status
+    v100_hours: float
+    gpus: int
+    start: str
+    deadline: str
+    instances: int
+    reason: str | None
+    bound_dollars: Finite
+    gap: Finite
+    proved_by: str | None
+    wall_seconds: Finite
+    strategies: dict[str, StrategyAnswer | None]
+    plan: tuple[StayAnswer, ...] | None
+    problem: Annotated[SwitchingProblem, CARRIED]
+    stays: Annotated[Plan | None, CARRIED]
+
+    @property
+    def shown(self) -> str:
+        """The strategy whose plan this is."""
+        return list(self.strategies)[-1]

@@ -1,0 +1,165 @@
+"""Answers about the jobs of a cluster."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
+from stagewright.formulations.forms.answers import Status
+from stagewright.service.answers import CARRIED, Answer, Finite
+
+if TYPE_CHECKING:
+    from stagewright.executor.clusters.report import ClusterReport
+    from stagewright.executor.clusters.timeline import ClusterTimeline
+    from stagewright.formulations.clusters.allocation import AllocationProblem
+    from stagewright.formulations.clusters.allocation_plan import AllocationPlan
+    from stagewright.graphs.workloads.jobs import Workload
+    from stagewright.solvers.clusters.policies import AllocationResult
+else:  # carried, not validated: their libraries are slow to import
+    ClusterReport = ClusterTimeline = AllocationProblem = AllocationPlan = Any
+    Workload = AllocationResult = Any
+
+
+class ShareAnswer(Answer):
+    """The share of time that a job or a pair has on a type of accelerator."""
+
+    jobs: tuple[str, ...]
+    accelerator: str
+    share: float
+    placement: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_placement(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave the placement out where it does not count."""
+        fields: dict[str, Any] = write(self)
+        if self.placement is None:
+            fields.pop("placement", None)
+        return fields
+
+
+class AllocateAnswer(Answer):
+    """The answer of a policy; ``allocation`` is None if what is asked cannot be had."""
+
+    status: Status
+    policy: str
+    objective: Finite
+    bound: Finite
+    gap: Finite
+    wall_seconds: float
+    proved_by: str | None
+    notes: tuple[str, ...]
+    utilisation: dict[str, float] | None
+    duals: dict[str, Any] | None
+    allocation: tuple[ShareAnswer, ...] | None
+    problem: Annotated[AllocationProblem, CARRIED]
+    result: Annotated[AllocationResult, CARRIED]
+    plan: Annotated[AllocationPlan | None, CARRIED]
+
+
+class AssignmentAnswer(Answer):
+    """Jobs on accelerators, by their numbers within the type, in one round."""
+
+    jobs: tuple[str, ...]
+    accelerator: str
+    numbers: tuple[int, ...]
+    renewed: bool
+
+
+class RoundsAnswer(Answer):
+    """Rounds that realise an allocation, and how far they stay from it."""
+
+    policy: str
+    round_seconds: float
+    rounds: tuple[tuple[AssignmentAnswer, ...], ...]
+    mean_deviation: float
+    largest_shortfall: float
+    accelerators: Annotated[tuple[str, ...], CARRIED]
+
+
+class SimulateClusterAnswer(Answer):
+    """A simulated cluster in figures; None where no job completed."""
+
+    policy: str
+    jobs: int
+    completed: int
+    measured: int
+    mean_jct_seconds: Finite
+    percentile_jct_seconds: dict[str, Finite]
+    mean_jct_seconds_by_weight: dict[str, Finite]
+    makespan_seconds: float
+    mean_finish_time_fairness: Finite
+    worst_finish_time_fairness: Finite
+    dollars: Finite
+    slo_violations: int
+    utilisation: float
+    lease_renewals: float
+    rounds: int
+    allocations: int
+    mean_deviation: Finite
+    seconds: float
+    timeline: Annotated[ClusterTimeline, CARRIED]
+
+
+class JobOutcomeAnswer(Answer):
+    """What became of a job that was run."""
+
+    name: str
+    state: str
+    steps: int
+    completion_seconds: Finite
+    error: str | None
+
+
+class TimeShareAnswer(Answer):
+    """A job's part of the time on a worker type, planned and measured."""
+
+    job: str
+    worker: str
+    target: float
+    measured: float
+
+
+class RunClusterAnswer(Answer):
+    """What became of the jobs of a cluster; ``done`` if all are done."""
+
+    status: str
+    policy: str
+    rounds: int
+    jobs: tuple[JobOutcomeAnswer, ...]
+    shares: tuple[TimeShareAnswer, ...]
+    report: Annotated[ClusterReport, CARRIED]
+
+
+class NewJobAnswer(Answer):
+    """A new job and the reference job that stands for it."""
+
+    model: str
+    scale: int
+    nearest: str
+
+
+class PairRateAnswer(Answer):
+    """Estimated steps per second of two models that share accelerators."""
+
+    models: tuple[str, str]
+    scale: int
+    accelerator: str
+    steps_per_second: tuple[float, float]
+
+
+class EstimateAnswer(Answer):
+    """The new jobs of a workload, and the rates of their pairs that were estimated."""
+
+    status: str = "estimated"
+    new: tuple[NewJobAnswer, ...]
+    measured: int
+    estimated: tuple[PairRateAnswer, ...]
+    workload: Annotated[Workload, CARRIED]
+
+
+class MeasureAnswer(Answer):
+    """The (accelerator, reference model) with which a new job is to be measured."""
+
+    status: str = "chosen"
+    model: str
+    scale: int
+    pairs: tuple[tuple[str, str], ...]

@@ -1,0 +1,121 @@
+"""Simulated clusters: a workload, or jobs that arrive without end, under a policy."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from stagewright.executor.clusters.outages import outages
+from stagewright.executor.clusters.rules import Rules
+from stagewright.executor.clusters.simulation import Progress
+from stagewright.executor.clusters.simulation import simulate_cluster as simulate
+from stagewright.executor.clusters.timeline import ClusterTimeline
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
+from stagewright.graphs.workloads.poisson import Arrivals
+from stagewright.graphs.workloads.prices import HOUR
+from stagewright.service.allocating import policy_allocator
+from stagewright.service.cluster_answers import SimulateClusterAnswer
+from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
+from stagewright.solvers.clusters.policies import policy_named
+
+SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
+
+
+def simulate_cluster(
+    request: SimulateClusterRequest, on_progress: Callable[[Progress], None] | None = None
+) -> SimulateClusterAnswer:
+    """Run the jobs under the policy, round by round.
+
+    Raises
+    ------
+    InputError
+        If a job has no throughput, the policy has no allocation, or nothing can run any more.
+    """
+    rules = _rules(request)
+    jobs, table, entities = _jobs(request)
+    failures: Iterable[Any] = ()
+    if request.hours_to_failure is not None:
+        mean, repair = request.hours_to_failure * HOUR, request.repair_hours * HOUR
+        failures = outages(request.pool, mean, repair, request.seed)
+    window = None if request.window is None else range(*request.window)
+    found = simulate(
+        jobs,
+        table,
+        request.pool,
+        policy_allocator(request.policy, request.budget_dollars),
+        rules,
+        window=window,
+        entities=entities,
+        failures=failures,
+        keep_assignments=request.keep_assignments,
+        on_progress=on_progress,
+    )
+    return _answer(request.policy, found, window)
+
+
+def _rules(request: SimulateClusterRequest) -> Rules:
+    policy = policy_named(request.policy)
+    return Rules(
+        request.round_seconds,
+        request.reset_seconds,
+        fill=policy.fills,
+        shuffle_seed=None if policy.aware else request.seed + SHUFFLE,
+        space_sharing=request.space_sharing,
+        placement=request.placement,
+        ideal=request.ideal,
+    )
+
+
+def _jobs(
+    request: SimulateClusterRequest,
+) -> tuple[Iterable[Job], Throughputs, tuple[Entity, ...]]:
+    given, coming = request.workload, request.arrivals
+    if given is not None:
+        return given.jobs, given.throughputs, given.entities
+    if coming is None:
+        raise InputError("give either a workload or arrivals")
+    return _arrivals(coming, request.seed), coming.throughputs, ()
+
+
+def _arrivals(coming: ArrivalsRequest, seed: int) -> Arrivals:
+    return Arrivals(
+        coming.throughputs,
+        HOUR / coming.jobs_per_hour,
+        seed,
+        distributed=coming.multi_gpu,
+        priorities=coming.priorities,
+        slos=coming.slos,
+    )
+
+
+def _answer(policy: str, found: ClusterTimeline, window: range | None) -> SimulateClusterAnswer:
+    durations, fairness = found.durations(window), found.fairness(window)
+    weights = sorted({outcome.job.weight for outcome in found.jobs})
+    deviations = [one.mean_deviation for one in found.resets]
+    return SimulateClusterAnswer(
+        policy=policy,
+        jobs=len(found.jobs),
+        completed=sum(outcome.completion_seconds is not None for outcome in found.jobs),
+        measured=len(durations),
+        mean_jct_seconds=float(durations.mean()) if durations.size else None,
+        percentile_jct_seconds={
+            str(share): float(np.percentile(durations, share)) if durations.size else None
+            for share in (50, 90, 99)
+        },
+        mean_jct_seconds_by_weight={
+            f"{weight:g}": found.mean_jct_seconds(window, weight) for weight in weights
+        },
+        makespan_seconds=found.makespan_seconds,
+        mean_finish_time_fairness=float(fairness.mean()) if fairness.size else None,
+        worst_finish_time_fairness=float(fairness.max()) if fairness.size else None,
+        dollars=found.dollars,
+        slo_violations=found.slo_violations,
+        utilisation=found.utilisation,
+        lease_renewals=found.renewal_rate,
+        rounds=len(found.rounds),
+        allocations=len(found.resets),
+        mean_deviation=float(np.mean(deviations)) if deviations else None,
+        seconds=found.seconds,
+        timeline=found,
+    )

@@ -1,0 +1,272 @@
+"""Answers about plans of pipelines, and about scheduling problems in plain numbers."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from stagewright.formulations.forms.answers import Status
+from stagewright.service.answers import CARRIED, Answer, Finite
+
+if TYPE_CHECKING:
+    from stagewright.executor.measuring.compare import Comparison
+    from stagewright.executor.simulation.results import Simulation
+    from stagewright.formulations.checking.proofs import Verdict
+    from stagewright.formulations.checking.violations import Violation
+    from stagewright.formulations.pipelines.makespan import MakespanProblem
+    from stagewright.formulations.plans.plan import PipelinePlan
+    from stagewright.solvers.pipelines.scheduling import ScheduleResult
+    from stagewright.solvers.planning import Result
+else:  # carried, not validated: their libraries are slow to import
+    Comparison = Simulation = Verdict = Violation = MakespanProblem = Any
+    PipelinePlan = ScheduleResult = Result = Any
+
+Number = int | Finite
+"""A whole number stays one."""
+
+
+class StageAnswer(Answer):
+    """A stage of a plan."""
+
+    layers: tuple[int, int]
+    devices: tuple[str, ...]
+    replication: str
+    recompute: str
+    offload: bool
+
+
+class GuaranteeAnswer(Answer):
+    """What a theorem promises of a plan, in seconds, and whether the plan keeps it."""
+
+    theorem: str
+    premise: str
+    seconds: float
+    holds: bool
+
+
+class PlanSummary(Answer):
+    """A plan and its certificate in figures; all None without a plan.
+
+    ``plans`` and ``schedule_plans`` are the classes that the bounds speak of.
+    """
+
+    planner: str | None = None
+    cost_seconds: Finite = None
+    bound_seconds: Finite = None
+    gap: Finite = None
+    proved_by: str | None = None
+    plans: dict[str, Any] | None = None
+    schedule_plans: dict[str, Any] | None = None
+    every_bound_seconds: Finite = None
+    every_gap: Finite = None
+    every_proved_by: str | None = None
+    schedule_bound_seconds: Finite = None
+    schedule_gap: Finite = None
+    schedule_proved_by: str | None = None
+    stages: tuple[StageAnswer, ...] | None = None
+    period_seconds: Finite = None
+    bubble: Finite = None
+    peak_memory_bytes: Finite = None
+    peak_memory_bytes_per_device: dict[str, float] | None = None
+    guarantees: tuple[GuaranteeAnswer, ...] | None = None
+
+
+class AttemptAnswer(Answer):
+    """What one planner of a portfolio gave."""
+
+    planner: str
+    status: Status
+    cost_seconds: Finite
+    wall_seconds: float
+    reason: str
+
+
+class PlanAnswer(PlanSummary):
+    """The answer of a planner."""
+
+    status: Status
+    wall_seconds: float
+    reason: str
+    microbatches: int
+    memory_limit_bytes: Finite
+    model: str
+    cluster: str
+    attempts: tuple[AttemptAnswer, ...]
+    result: Annotated[Result, CARRIED]
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """The plan, if there is one."""
+        return self.result.plan
+
+
+class ViolationAnswer(Answer):
+    """A broken rule."""
+
+    rule: str
+    place: str
+    message: str
+
+
+class VerdictAnswer(Answer):
+    """What became of a bound or guarantee that was proved again."""
+
+    place: str
+    name: str
+    seconds: Finite
+    verdict: str
+    reason: str
+
+
+class CheckAnswer(Answer):
+    """Whether a plan is valid, and what is broken."""
+
+    status: str
+    cost_seconds: Finite
+    violations: tuple[ViolationAnswer, ...]
+    proofs: tuple[VerdictAnswer, ...]
+    found: Annotated[tuple[Violation, ...], CARRIED]
+    verdicts: Annotated[tuple[Verdict, ...], CARRIED]
+
+
+class SimulateAnswer(Answer):
+    """A simulated run of a plan; the figures of the period are None for a finite plan."""
+
+    status: str = "simulated"
+    iteration_seconds: float
+    plan_seconds: float
+    slowdown: float
+    period_seconds: Finite
+    warm_up_seconds: Finite
+    drain_seconds: Finite
+    microbatches: int | None
+    idle_seconds: dict[str, float]
+    slack_seconds: dict[str, Finite]
+    jitter: float
+    stragglers: dict[str, float]
+    seed: int
+    simulation: Annotated[Simulation, CARRIED]
+
+
+class PairAnswer(Answer):
+    """A predicted figure, the measured one, and measured / predicted."""
+
+    predicted: Finite
+    measured: Finite
+    ratio: Finite
+
+
+class IterationAnswer(PairAnswer):
+    """The iteration, and the shortest and longest that was measured."""
+
+    least: Finite
+    most: Finite
+
+
+class PeriodAnswer(PairAnswer):
+    """The period, and of how many microbatches it was measured."""
+
+    microbatches: int
+
+
+class KindAnswer(Answer):
+    """The actions of one kind, by the mean of their seconds."""
+
+    count: int
+    seconds: PairAnswer
+
+
+class StageComparisonAnswer(Answer):
+    """A stage's mean times, and the share of the iteration in which it computes."""
+
+    devices: tuple[str, ...]
+    forward_seconds: PairAnswer
+    backward_seconds: PairAnswer
+    busy: PairAnswer
+
+
+class CompareAnswer(Answer):
+    """A plan's prediction and what a run of it measured."""
+
+    status: str = "compared"
+    machine: str
+    backend: str
+    world_size: int
+    dtype: str
+    steps: int
+    iteration_seconds: IterationAnswer
+    period_seconds: PeriodAnswer | None
+    update_seconds: PairAnswer
+    kinds: dict[str, KindAnswer]
+    stages: tuple[StageComparisonAnswer, ...]
+    comparison: Annotated[Comparison, CARRIED]
+
+
+class PlacedStageAnswer(Answer):
+    """A stage of a partition."""
+
+    layers: tuple[int, int]
+    devices: tuple[str, ...]
+
+
+class PartitionChoice(Answer):
+    """The partition into ``count`` stages: its bottleneck and a bound on every other one's."""
+
+    count: int
+    status: Status
+    bottleneck_seconds: Finite
+    bound_seconds: Finite
+    gap: Finite
+    stages: tuple[PlacedStageAnswer, ...] | None
+
+
+class PartitionAnswer(Answer):
+    """The partitions of least bottleneck for a fixed order of the devices.
+
+    The bottleneck is the largest time that the microbatches of an iteration spend on one stage or
+    channel.
+    """
+
+    status: Status
+    backend: str
+    model: str
+    cluster: str
+    microbatches: int
+    order: tuple[str, ...]
+    wall_seconds: float
+    partitions: tuple[PartitionChoice, ...]
+
+
+class ScheduleAnswer(Answer):
+    """A schedule of fixed stages; times in the request's unit."""
+
+    status: Status
+    planner: str
+    stages: int
+    microbatches: int
+    makespan: Number
+    bound: Number
+    cost_seconds: Number
+    bound_seconds: Number
+    gap: Finite
+    proved_by: str
+    wall_seconds: float
+    reason: str | None
+    bubble: Finite
+    order: tuple[tuple[str, ...], ...] | None
+    starts: tuple[tuple[Number, ...], ...] | None
+    problem: Annotated[MakespanProblem, CARRIED]
+    result: Annotated[ScheduleResult, CARRIED]
+
+
+class JobShopAnswer(Answer):
+    """A schedule of a job shop: the starts of the steps of each job."""
+
+    status: Status
+    makespan: int | None
+    bound: int
+    cost_seconds: int | None
+    bound_seconds: int
+    gap: Finite
+    proved_by: str
+    wall_seconds: float
+    jobs: int
+    machines: int
+    starts: tuple[tuple[int, ...], ...] | None

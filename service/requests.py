@@ -1,0 +1,99 @@
+"""What every request is: documents and numbers that travel in JSON, checked when they are built.
+
+From Python wrong arguments raise InputError in one line; an HTTP service validates the same models
+from a body.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import UnionType
+from typing import Any, Self, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+
+from stagewright.formulations.forms.answers import Limits, StopToken, require_limits
+from stagewright.graphs.documents.documents import first_problem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import is_finite, require_number, require_type
+
+
+class Request(BaseModel):
+    """Base of all requests: frozen and strict, without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """The request of these fields.
+
+        Raises
+        ------
+        InputError
+            If they make no request: one line about the first that is wrong.
+        """
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise InputError(first_problem(error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_types(cls, fields: Any, info: ValidationInfo) -> Any:
+        """Name a wrong argument as the rest of the library does."""
+        if info.mode == "python" and isinstance(fields, Mapping):
+            for name, value in fields.items():
+                if name in cls.model_fields:
+                    _require_type(value, cls.model_fields[name].annotation, name)
+        return fields
+
+
+def _require_type(value: object, annotation: Any, name: str) -> None:
+    """Refuse what is not of the field's type, where that is one class, or one class and None."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    if value is None and type(None) in kinds:
+        return
+    kind = kinds[0]
+    if kind is float:
+        require_number(value, name)  # type: ignore[arg-type]
+        if not is_finite(value):  # type: ignore[arg-type]
+            raise InputError(f"{name} must be finite, got {value}")
+    elif isinstance(kind, type) and get_origin(kind) is None and kind is not int:
+        require_type(value, kind, name)
+
+
+class Search(Request):
+    """A request whose answer is searched for: how long, with how many threads, from which seed."""
+
+    time_limit: float = 10.0
+    threads: int = 1
+    seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_limits(cls, fields: Any) -> Any:
+        if isinstance(fields, Mapping):
+            given = {name: cls.model_fields[name].default for name in Search.model_fields}
+            given |= {name: fields[name] for name in given if name in fields}
+            require_limits(Limits(given["time_limit"], given["threads"], given["seed"]))
+        return fields
+
+    def limits(self, stop: StopToken | None = None) -> Limits:
+        """The limits of the search; ``stop`` ends it early."""
+        return require_limits(Limits(self.time_limit, self.threads, self.seed, stop))
+
+
+class Solve(Search):
+    """A search whose backend may be named; None takes the first that accepts the problem."""
+
+    backend: str | None = None
+
+    def limits(self, stop: StopToken | None = None) -> Limits:
+        """The limits of the search, with the backend."""
+        return replace(super().limits(stop), backend=self.backend)
+
+
+def require_positive(value: float, name: str, what: str = "a positive number of seconds") -> None:
+    """Refuse a quantity that is not positive and finite."""
+    if not 0 < value < math.inf:
+        raise InputError(f"{name} must be {what}, got {value:g}")

@@ -1,0 +1,85 @@
+"""CVXPY answers ``LinearProgram`` with HiGHS: the form as the algebra that it stands for."""
+
+import math
+from time import perf_counter
+from typing import Any
+
+import cvxpy as cp
+import numpy as np
+
+from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, Status
+from stagewright.formulations.forms.models import LinearProgram
+from stagewright.graphs.documents.arrays import Bools, Floats
+from stagewright.solvers.backends.cvxpy_status import highs_options, solved
+
+NAME = "cvxpy"
+FEASIBLE = 2  # HiGHS's kSolutionStatusFeasible
+
+
+def run(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
+    """Minimise ``form``; the hint is not used, and no progress is reported."""
+    began = perf_counter()
+    program = _Program(form)
+    status = solved(program.problem, cp.HIGHS, highs_options(limits))
+    if status is Status.NO_ANSWER and program.has_point():
+        status = Status.FEASIBLE
+    bound = program.bound(status)
+    seconds = perf_counter() - began
+    if status not in (Status.OPTIMAL, Status.FEASIBLE):
+        return Answer(status, None, None, bound, seconds, NAME)
+    values = np.asarray(program.x.value, dtype=float)
+    duals = None if form.integral.any() else program.duals()
+    objective = float(form.cost @ values)
+    return Answer(status, values, objective, bound, seconds, NAME, duals=duals)
+
+
+class _Program:
+    """The CVXPY problem of a form, with a constraint for each side of its rows."""
+
+    def __init__(self, form: LinearProgram) -> None:
+        self.form = form
+        self.x = cp.Variable(
+            len(form.cost),
+            bounds=[form.lower, form.upper],
+            integer=np.nonzero(form.integral) if form.integral.any() else False,
+        )
+        equal = form.row_lower == form.row_upper
+        # Rows, their constraint, and the sign of what CVXPY's dual adds to the row's.
+        self.sides: list[tuple[Bools, cp.Constraint, float]] = []
+        if equal.any():
+            self._add(equal, form.matrix[equal] @ self.x == form.row_lower[equal], -1.0)
+        least, most = (np.isfinite(limit) & ~equal for limit in (form.row_lower, form.row_upper))
+        if least.any():
+            self._add(least, form.matrix[least] @ self.x >= form.row_lower[least], 1.0)
+        if most.any():
+            self._add(most, form.matrix[most] @ self.x <= form.row_upper[most], -1.0)
+        constraints = [constraint for _, constraint, _ in self.sides]
+        self.problem = cp.Problem(cp.Minimize(form.cost @ self.x), constraints)
+
+    def _add(self, rows: Bools, constraint: cp.Constraint, sign: float) -> None:
+        self.sides.append((rows, constraint, sign))
+
+    def duals(self) -> Floats:
+        """One number per row of the form: what its limits add to the minimum."""
+        found = np.zeros(len(self.form.row_lower))
+        for chosen, constraint, sign in self.sides:
+            found[chosen] += sign * np.asarray(constraint.dual_value).reshape(-1)
+        return found
+
+    def has_point(self) -> bool:
+        """Whether a search that stopped early left a point that satisfies every row."""
+        found = self._information().primal_solution_status
+        return self.x.value is not None and int(found) == FEASIBLE
+
+    def bound(self, status: Status) -> float:
+        """The bound that HiGHS proved."""
+        if status in (Status.INFEASIBLE, Status.UNBOUNDED):
+            return math.inf if status is Status.INFEASIBLE else -math.inf
+        if self.form.integral.any():
+            return float(self._information().mip_dual_bound)
+        return float(self.problem.value) if status is Status.OPTIMAL else -math.inf
+
+    def _information(self) -> Any:
+        """HiGHS's own account of its run."""
+        assert self.problem.solver_stats is not None
+        return self.problem.solver_stats.extra_stats

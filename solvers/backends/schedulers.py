@@ -1,0 +1,57 @@
+"""``Intervals`` on every backend that can take them: as they are, or as a mixed-integer program."""
+
+import math
+
+from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, silent
+from stagewright.formulations.forms.disjunctive import by_disjunctions, starts_of
+from stagewright.formulations.forms.models import Intervals, LinearProgram
+from stagewright.graphs.documents.arrays import Ints
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.backends.backend import BACKENDS, Backend, solve
+
+ROUNDING = 1e-7  # of a bound
+
+
+def scheduler(limits: Limits) -> Backend:
+    """The backend of ``limits``, CP-SAT without one.
+
+    Raises
+    ------
+    InputError
+        If there is no such backend, or it takes neither intervals nor integers.
+    """
+    name = limits.backend or "cp-sat"
+    fitting = [
+        backend.name
+        for backend in BACKENDS.values()
+        if backend.integers and backend.accepts in (Intervals, LinearProgram)
+    ]
+    if name not in fitting:
+        known = "solves no schedules" if name in BACKENDS else "is unknown"
+        raise InputError(f"backend {name!r} {known}; use {' or '.join(fitting)}")
+    return BACKENDS[name]
+
+
+def solve_intervals(
+    form: Intervals, limits: Limits, on_progress: OnProgress = silent
+) -> Answer[Ints]:
+    """Answer ``form`` by the backend of ``limits``; the hint is only for CP-SAT."""
+    backend = scheduler(limits)
+    if backend.accepts is Intervals:
+        return solve(form, backend.name, limits, on_progress)
+    found = solve(by_disjunctions(form), backend.name, limits, on_progress)
+    return Answer(
+        found.status,
+        None if found.values is None else starts_of(found.values, len(form.durations)),
+        found.objective,
+        _whole(found.bound),
+        found.seconds,
+        found.backend,
+        found.log,
+        found.progress,
+    )
+
+
+def _whole(bound: float) -> float:
+    """The least whole number that a solver's bound leaves, in spite of its rounding."""
+    return math.ceil(bound - ROUNDING * max(1.0, abs(bound))) if math.isfinite(bound) else bound

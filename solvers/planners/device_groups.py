@@ -1,0 +1,58 @@
+"""Groups of devices for the stages of periodic plans: all stages have equally many devices."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.solvers.planners.proposal import Choices
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def group_sizes(problem: PipelineProblem, choices: Choices) -> list[int]:
+    """Numbers of devices that a stage may have: all stages have the same number."""
+    devices, layers = len(problem.cluster), len(problem.chain)
+    most = min(devices, problem.most_replicas(0, layers))
+    if choices.group_size is None:
+        return list(range(1, most + 1))
+    if not 1 <= choices.group_size <= most:
+        raise InputError(
+            f"group size {choices.group_size}: a stage can have 1 to {most} devices; the cluster "
+            f"has {devices}, and a microbatch has samples for {problem.most_replicas(0, layers)}"
+        )
+    return [choices.group_size]
+
+
+def longest_update(problem: PipelineProblem) -> float:
+    """What the update of one layer takes at most."""
+    return max(float(problem.update_per_layer(kind).max()) for kind in problem.kinds)
+
+
+def orders(problem: PipelineProblem, size: int) -> list[Groups]:
+    """Groups of neighbouring devices, in the order of the recursive cuts; and the other way."""
+    order = recursive_device_order(problem.cluster)
+    last = len(order) - len(order) % size
+    groups = tuple(tuple(sorted(order[i : i + size])) for i in range(0, last, size))
+    return [groups] if len(distinct(problem, groups)) == 1 else [groups, groups[::-1]]
+
+
+def distinct(problem: PipelineProblem, groups: Groups) -> list[int]:
+    """One group of each sort: all where links differ, else by their devices."""
+    cluster = problem.cluster
+    apart = ~np.eye(len(cluster), dtype=bool)
+    links = np.stack([cluster.bandwidth[apart], cluster.latency[apart]])
+    if links.size and (links != links[:, :1]).any():
+        return list(range(len(groups)))
+    sorts = [
+        tuple((cluster.devices[v].kind, float(problem.memory_bytes[v])) for v in group)
+        for group in groups
+    ]
+    return [g for g, sort in enumerate(sorts) if sorts.index(sort) == g]
+
+
+def named_group(problem: PipelineProblem, group: Sequence[int]) -> tuple[str, ...]:
+    """The names of a group's devices."""
+    return tuple(problem.cluster.devices[v].name for v in group)

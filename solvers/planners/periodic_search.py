@@ -1,0 +1,283 @@
+"""The search for periodic plans: the best plan so far, and what is proved for every group size."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
+
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.patterns.one_f_one_b import (
+    period_bound,
+)
+from stagewright.formulations.patterns.pattern import (
+    Pattern,
+    PatternProblem,
+    PatternProblems,
+)
+from stagewright.formulations.patterns.pattern_models import PATTERN, sequential
+from stagewright.formulations.patterns.periodic_bounds import (
+    fastest_work,
+    iteration_bounds,
+    work_periods,
+)
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound, Stage
+from stagewright.formulations.plans.plan_class import (
+    PATTERNS,
+    WHOLE_PERIODIC,
+    PlanClass,
+)
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.solvers.patterns.pattern import best_pattern
+from stagewright.solvers.planners.device_groups import group_sizes, orders
+from stagewright.solvers.planners.planner import Options, require_host_links
+from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
+from stagewright.solvers.planners.shortage import contiguous_shortage
+
+Stages = tuple[Stage, ...]
+
+PERIODIC_OPTIONS = Options(
+    ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True
+)
+"""What the periodic planners honour."""
+OPTIMAL_GAP = 1e-6  # relative
+MOST_BYTES = 1e17
+LONGEST_WAIT = 1e4  # beyond it the times of a run lose the digits of short operations
+PATTERN_SECONDS = 5.0  # for one allocation's pattern
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundPattern:
+    """An allocation with its pattern; ``predicted_seconds`` is the period it allowed before that.
+
+    ``bound_seconds`` is a bound on the period of all patterns of these stages.
+    """
+
+    stages: Stages
+    asked: PatternProblem
+    pattern: Pattern
+    predicted_seconds: float
+    bound_seconds: float
+
+    @property
+    def cost(self) -> float:
+        """Seconds of an iteration."""
+        return self.asked.iteration_seconds(self.pattern.period)
+
+
+@dataclass
+class PeriodicSearch:
+    """The best plan so far, and what is proved for every group size."""
+
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    choices: Choices
+    began: float = field(default_factory=perf_counter)
+    best: FoundPattern | None = None
+    seen: set[Stages] = field(default_factory=set)
+    settled: bool = True  # what was asked of the dynamic program was answered for good
+
+    def __post_init__(self) -> None:
+        self.figures = PatternProblems(self.problem)
+        self.bounds = {
+            size: list(iteration_bounds(self.problem, size, self.choices.periodic_ways))
+            for size in group_sizes(self.problem, self.choices)
+        }
+        self._require_times_and_sizes()
+        self._require_period()
+        if self.choices.offload:
+            require_host_links(self.problem)
+
+    def each_size(self, step: Callable[[int], None]) -> None:
+        """Take a step for every group size of which some plan may be better than the best.
+
+        The most promising first.
+        """
+        for size in sorted(self.bounds, key=self.bound):
+            if self.bound(size) < self.ceiling():
+                step(size)
+
+    def answer(self, kind: str) -> PeriodicProposal | NoPlan:
+        """The best plan with the bounds on all others, or why there is none."""
+        if self.best is None:
+            return self.no_plan(kind)
+        best, asked = self.best, self.choices.period_seconds
+        pattern = best.pattern
+        if asked is not None:
+            if asked < pattern.period:
+                return NoPlan(
+                    f"no plan of period {format_seconds(asked)} was found {kind}; "
+                    f"the best has {format_seconds(pattern.period)}",
+                    False,
+                    self.overall(),
+                )
+            pattern = _stretched(best.asked, pattern, asked)
+        notes = (
+            f"period {format_seconds(best.pattern.period)}, "
+            f"the allocation allowed {format_seconds(best.predicted_seconds)}",
+        )
+        schedules = best.asked.iteration_seconds(best.bound_seconds)
+        bounds = (*self.overall(), Bound(schedules, PATTERN, "schedule", PATTERNS))
+        return PeriodicProposal(best.stages, pattern, best.predicted_seconds, bounds, notes)
+
+    def schedule(self, stages: Stages) -> None:
+        """Solve the pattern of ``stages``, if it may be better than the best."""
+        if stages in self.seen:
+            return
+        self.seen.add(stages)
+        asked = self.figures.of(stages)
+        low = period_bound(asked)
+        if asked.iteration_seconds(low) >= self.ceiling():
+            return
+        limits = replace(self.limits, seconds=min(PATTERN_SECONDS, max(0.1, self.left())))
+        answer = best_pattern(asked, limits, lower_seconds=low)
+        if answer.pattern is not None:
+            self.consider(FoundPattern(stages, asked, answer.pattern, low, answer.bound))
+
+    def ceiling(self) -> float:
+        """What a plan must undercut to be better than the best."""
+        return math.inf if self.best is None else self.best.cost * (1 - OPTIMAL_GAP)
+
+    def best_period(self) -> float:
+        """The period of the best plan, inf without one."""
+        return math.inf if self.best is None else self.best.pattern.period
+
+    def consider(self, found: FoundPattern) -> None:
+        """Take a pattern into account."""
+        found.asked.evaluate(found.pattern)
+        if self.best is None or found.cost < self.best.cost:
+            self.best = found
+            least = min(self.bound(size) for size in self.bounds)
+            elapsed = perf_counter() - self.began
+            # A period that is asked for is that of the answer alone.
+            made = partial(self._proposal, found) if self.choices.period_seconds is None else None
+            self.on_progress(Progress(elapsed, found.cost, least, made))
+
+    def _proposal(self, found: FoundPattern) -> PeriodicProposal:
+        return PeriodicProposal(
+            found.stages, found.pattern, found.predicted_seconds, self.overall()
+        )
+
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.limits.left(perf_counter() - self.began)
+
+    def limits_left(self) -> Limits:
+        """The limits of the next solve."""
+        return replace(self.limits, seconds=max(0.1, self.left()))
+
+    def bound(self, size: int) -> float:
+        """The best bound on all plans of one group size."""
+        return max(bound.seconds for bound in self.bounds[size])
+
+    def overall(self) -> tuple[Bound, ...]:
+        """Bounds that hold whatever the group size: the best of each size, the least of these.
+
+        One for every class that some bound is proved for.
+        """
+        if len(self.bounds) == 1:
+            (bounds,) = self.bounds.values()
+            return tuple(bounds)
+        sizes = tuple(sorted(self.bounds))
+        found = [bound for bounds in self.bounds.values() for bound in bounds]
+        classes = dict.fromkeys(replace(bound.plans, equal_groups=sizes) for bound in found)
+        overall = []
+        for plans in classes:
+            best = [
+                max(
+                    (
+                        bound
+                        for bound in bounds
+                        if bound.plans.contains(replace(plans, equal_groups=(size,)))
+                    ),
+                    key=lambda bound: bound.seconds,
+                )
+                for size, bounds in self.bounds.items()
+            ]
+            least = min(best, key=lambda bound: bound.seconds)
+            overall.append(replace(least, plans=plans))
+        return tuple(overall)
+
+    def _require_times_and_sizes(self) -> None:
+        """Refuse a model without work, and bytes that whole numbers of 64 bits cannot count."""
+        if not any(fastest_work(self.problem, 1)):
+            raise InputError("the layers take no time: a periodic plan has no period then")
+        kept = float(
+            self.problem.saved_per_layer(1).sum() + self.problem.chain.parameter_bytes.sum()
+        )
+        if kept * (self.problem.microbatches + 2) > MOST_BYTES:
+            raise InputError(
+                f"the layers hold {format_bytes(kept)}, times microbatches more than "
+                f"{format_bytes(MOST_BYTES)}: are these bytes?"
+            )
+
+    def _require_period(self) -> None:
+        """Refuse a period that no plan can have."""
+        asked = self.choices.period_seconds
+        loads = [max(work_periods(self.problem, size).values()) for size in self.bounds]
+        if asked is not None and asked < min(loads) * (1 - OPTIMAL_GAP):
+            raise InputError(
+                f"the period {asked:.9g} s is below the load bound of {min(loads):.9g} s: "
+                "ask for a longer one, or for the least by leaving it out"
+            )
+
+    def no_plan(self, kind: str) -> NoPlan:
+        """Infeasible: the stage that is shortest of memory in the best contiguous partition."""
+        shortages = [
+            contiguous_shortage(self.problem, groups, self.choices.periodic_recomputations)
+            for size in self.bounds
+            for groups in orders(self.problem, size)
+        ]
+        short, stages, s = min(shortages, key=lambda one: one[0])
+        proved = min(self.bound(size) for size in self.bounds) == math.inf
+        plans = self._without_plan(proved)
+        if short <= 0:
+            return NoPlan(f"no plan was found {kind}", proved, self.overall(), plans=plans)
+        stage, memory = stages[s], self.problem.memory_bytes
+        has = min(float(memory[self.problem.cluster.index[name]]) for name in stage.devices)
+        return NoPlan(
+            f"{kind}, at any period, with one microbatch in flight, stage {s} (layers "
+            f"{stage.layers[0]} to {stage.layers[1] - 1}) needs {format_bytes(has + short)}, "
+            f"device {stage.devices[0]!r} has {format_bytes(has)}: {short:.0f} bytes short",
+            plans is not None,
+            self.overall(),
+            plans=plans,
+        )
+
+    def _without_plan(self, proved: bool) -> PlanClass | None:
+        """The class that is proved to have no plan: by its bounds, or by the contiguous search."""
+        if proved:
+            empty = [bound.plans for bound in self.overall() if bound.seconds == math.inf]
+            return next(
+                one
+                for one in empty
+                if not any(other != one and other.contains(one) for other in empty)
+            )
+        if not self.settled:
+            return None
+        return replace(
+            WHOLE_PERIODIC,
+            sharing="none",
+            recompute=self.choices.periodic_recomputations,
+            equal_groups=tuple(sorted(self.bounds)),
+        )
+
+
+def _stretched(asked: PatternProblem, pattern: Pattern, period: float) -> Pattern:
+    """``pattern`` at a longer period; one microbatch after the other where there is time for it.
+
+    Gaps grow in proportion, so that nothing overlaps, and nothing keeps more.
+    """
+    alone = sequential(asked)
+    if period > LONGEST_WAIT * alone.period:
+        raise InputError(
+            f"the period {period:.9g} s is more than {LONGEST_WAIT:g} times the "
+            f"{format_seconds(alone.period)} that a microbatch takes: are these seconds?"
+        )
+    if period >= alone.period:
+        return Pattern(period, alone.starts)
+    stretch = period / pattern.period
+    return Pattern(period, tuple(start * stretch for start in pattern.starts))

@@ -1,0 +1,83 @@
+"""What a planner is: a name, the choices that it honours, and one method."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, get_args
+
+from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.planners.proposal import (
+    Choices,
+    NoPlan,
+    PeriodicProposal,
+    Proposal,
+    Recomputation,
+)
+
+ANY_RECOMPUTATION: tuple[Recomputation, ...] = get_args(Recomputation)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Which of the :class:`Choices` a planner honours, under the same names."""
+
+    recompute: tuple[Recomputation, ...] = ("none",)
+    offload: bool = False
+    group_size: bool = False
+    period_seconds: bool = False
+
+
+class Planner(Protocol):
+    """The extension point: what :data:`stagewright.solvers.planning.PLANNERS` lists."""
+
+    @property
+    def name(self) -> str:
+        """What the user calls the planner."""
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a line."""
+
+    @property
+    def source(self) -> str:
+        """The paper or the method."""
+
+    @property
+    def options(self) -> Options:
+        """The choices that it honours; all others are refused before it is called."""
+
+    def propose(
+        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | PeriodicProposal | NoPlan:
+        """The best plan that it finds within ``limits``."""
+
+
+def require_honoured(planner: Planner, choices: Choices, every: Iterable[Planner]) -> None:
+    """Refuse what ``planner`` does not honour, and name those of ``every`` that do."""
+    for what, honours in _asked(choices):
+        if not honours(planner.options):
+            able = " or ".join(one.name for one in every if honours(one.options))
+            raise InputError(f"planner {planner.name!r} does not know {what}: use {able}")
+
+
+def require_host_links(problem: PipelineProblem) -> None:
+    """Refuse offloading where a device's link to the host is not known."""
+    for device in problem.cluster.devices:
+        if device.host_bytes_per_second is None:
+            raise InputError(
+                f"offloading needs the devices' host_bytes_per_second in the cluster file; "
+                f"{device.name!r} has none"
+            )
+
+
+def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
+    """What is asked for, and whether options honour it."""
+    if choices.recompute is not None:
+        yield f"recompute {choices.recompute!r}", lambda one: choices.recompute in one.recompute
+    if choices.offload:
+        yield "offloading", lambda one: one.offload
+    if choices.group_size is not None:
+        yield "a group size", lambda one: one.group_size
+    if choices.period_seconds is not None:
+        yield "a period", lambda one: one.period_seconds

@@ -1,0 +1,1 @@
+"""The use cases as Python functions, by subject; ``import stagewright`` loads them when asked."""

@@ -1,0 +1,211 @@
+"""Jobs on clusters and in the cloud, for users of Python."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stagewright.graphs.documents.units import require_type
+
+if TYPE_CHECKING:
+    from stagewright.executor.clusters.leases import Lease
+    from stagewright.formulations.clusters.allocation_plan import AllocationPlan
+    from stagewright.graphs.workloads.jobs import Throughputs, Workload
+    from stagewright.graphs.workloads.pool import Pool
+    from stagewright.graphs.workloads.prices import Market
+    from stagewright.service.cloud_answers import CloudAnswer
+    from stagewright.service.cluster_answers import (
+        AllocateAnswer,
+        EstimateAnswer,
+        RoundsAnswer,
+        RunClusterAnswer,
+        SimulateClusterAnswer,
+    )
+    from stagewright.service.cluster_requests import ArrivalsRequest
+    from stagewright.solvers.clusters.policies import AllocationResult
+
+
+def allocate(
+    workload: "Workload",
+    pool: "Pool",
+    policy: str = "water-filling",
+    *,
+    space_sharing: bool = False,
+    placement: bool = False,
+    budget_dollars: float | None = None,
+    parts: int | None = None,
+    at_once: bool = False,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    backend: str | None = None,
+) -> "AllocationResult":
+    """Divide the accelerators of ``pool`` among the jobs of ``workload``.
+
+    Parameters
+    ----------
+    workload, pool
+        See :func:`load_workload` and :func:`parse_pool`.
+    policy
+        One that ``stagewright policies`` lists. With the default no job can have more without
+        another having less; ``max-min`` is faster and may leave accelerators idle.
+    space_sharing
+        Two jobs may run on the same accelerators at once.
+    placement
+        Jobs on several accelerators may have one server's, or any, at different rates.
+    budget_dollars
+        For the policy ``makespan-budget``.
+    parts
+        For very many jobs, with ``max-min`` and ``makespan``: split jobs and accelerators into so
+        many parts and solve each; the gap is what that may lose. ``seed`` deals the jobs.
+    at_once
+        Solve the parts at once, on Ray.
+    time_limit
+        Seconds, of each part.
+    backend
+        Solver of the linear programs, such as ``pulp-cbc``; ``cvxpy`` solves the policy's program
+        as the thesis states it, with duals, for small clusters.
+
+    Returns
+    -------
+    AllocationResult
+        Status, allocation, objective, proved bound and gap. Infeasible is an answer.
+
+    Raises
+    ------
+    InputError
+        If a throughput is missing, a job fits nowhere, or the policy lacks what it needs.
+    """
+    from stagewright.service.allocating import allocate as answer
+    from stagewright.service.cluster_requests import AllocateRequest
+
+    request = AllocateRequest.of(
+        workload=workload,
+        pool=pool,
+        policy=policy,
+        space_sharing=space_sharing,
+        placement=placement,
+        budget_dollars=budget_dollars,
+        parts=parts,
+        at_once=at_once,
+        backend=backend,
+        time_limit=time_limit,
+        seed=seed,
+    )
+    return answer(request).result
+
+
+def rounds(
+    workload: "Workload",
+    pool: "Pool",
+    policy: str = "water-filling",
+    *,
+    allocation: "AllocationPlan | None" = None,
+    rounds: int = 10,
+    round_seconds: float = 360.0,
+    space_sharing: bool = False,
+    placement: bool = False,
+    budget_dollars: float | None = None,
+    time_limit: float = 60.0,
+) -> "RoundsAnswer | AllocateAnswer":
+    """Realise a policy's allocation, or the given one, in ``rounds`` rounds.
+
+    The answer is the policy's where it has no allocation.
+    """
+    from stagewright.service.allocating import rounds as answer
+    from stagewright.service.cluster_requests import RoundsRequest
+
+    request = RoundsRequest.of(
+        workload=workload,
+        pool=pool,
+        policy=policy,
+        allocation=allocation,
+        rounds=rounds,
+        round_seconds=round_seconds,
+        space_sharing=space_sharing,
+        placement=placement,
+        budget_dollars=budget_dollars,
+        time_limit=time_limit,
+    )
+    return answer(request)
+
+
+def simulate_cluster(
+    pool: "Pool",
+    jobs: "Workload | ArrivalsRequest",
+    policy: str = "max-min",
+    **options: Any,
+) -> "SimulateClusterAnswer":
+    """Simulate a cluster on a workload, or on jobs that arrive without end.
+
+    ``options`` are the other fields of
+    :class:`~stagewright.service.cluster_requests.SimulateClusterRequest`, such as
+    ``round_seconds`` and ``window``. The answer's ``timeline`` is all that happened.
+    """
+    from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
+    from stagewright.service.cluster_simulation import simulate_cluster as answer
+
+    source = "arrivals" if isinstance(jobs, ArrivalsRequest) else "workload"
+    request = SimulateClusterRequest.of(pool=pool, policy=policy, **{source: jobs}, **options)
+    return answer(request)
+
+
+def run_cluster(
+    workload: "Workload",
+    pool: "Pool",
+    programs: "Mapping[str, Callable[[Lease], object]]",
+    folder: str | os.PathLike[str],
+    policy: str = "max-min",
+    **options: Any,
+) -> "RunClusterAnswer":
+    """Train the jobs of ``workload`` in rounds on a Ray cluster.
+
+    Parameters
+    ----------
+    programs
+        What trains each model: a function of a lease
+        (:class:`~stagewright.executor.clusters.leases.LeaseIterator`).
+    folder
+        Checkpoints and the store of jobs, seen by all nodes. Where it holds these jobs from
+        before, they go on from there.
+    options
+        The other fields of :class:`~stagewright.service.cluster_requests.RunClusterRequest`, such
+        as ``round_seconds`` and ``address``.
+    """
+    from stagewright.service.cluster_requests import RunClusterRequest
+    from stagewright.service.cluster_running import run_cluster as answer
+
+    require_type(programs, Mapping, "programs")
+    request = RunClusterRequest.of(
+        workload=workload, pool=pool, folder=os.fspath(folder), policy=policy, **options
+    )
+    return answer(request, programs)
+
+
+def estimate(reference: "Throughputs", workload: "Workload") -> "EstimateAnswer":
+    """Estimate how fast the new jobs of ``workload`` run beside others, from ``reference`` jobs.
+
+    A new job needs its rates alone and in some pairs. The answer's ``workload`` has all rates.
+    """
+    from stagewright.service.cluster_requests import EstimateRequest
+    from stagewright.service.estimating import estimate as answer
+
+    return answer(EstimateRequest.of(reference=reference, workload=workload))
+
+
+def cloud(market: "Market", rates: Mapping[str, float], **options: Any) -> "CloudAnswer":
+    """Compare ways of renting cloud GPUs for a job, and plan where it runs when.
+
+    Parameters
+    ----------
+    market
+        See :func:`load_market`.
+    rates
+        Work per hour of each kind of GPU, of which a V100 does 1.
+    options
+        The other fields of :class:`~stagewright.service.cloud_requests.CloudRequest`, such as
+        ``v100_hours`` and ``strategy``.
+    """
+    from stagewright.service.cloud import cloud as answer
+    from stagewright.service.cloud_requests import CloudRequest
+
+    require_type(rates, Mapping, "rates")
+    return answer(CloudRequest.of(market=market, rates=dict(rates), **options))

@@ -1,0 +1,243 @@
+"""Plans of pipelines and schedules, for users of Python."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
+from stagewright.graphs.documents.units import require_type
+from stagewright.service.pipeline_requests import (
+    CheckRequest,
+    CompareRequest,
+    PartitionRequest,
+    PlanRequest,
+    ScheduleRequest,
+    SimulateRequest,
+)
+
+if TYPE_CHECKING:
+    from stagewright.executor.programs.trace import Trace
+    from stagewright.executor.simulation.results import Simulation
+    from stagewright.formulations.checking.proofs import Verdict
+    from stagewright.formulations.checking.violations import Violation
+    from stagewright.formulations.plans.plan import PipelinePlan
+    from stagewright.graphs.machines.cluster import Cluster
+    from stagewright.graphs.models.chain import Chain
+    from stagewright.service.pipeline_answers import (
+        CompareAnswer,
+        PartitionAnswer,
+        ScheduleAnswer,
+    )
+    from stagewright.solvers.planners.proposal import Choices
+    from stagewright.solvers.planning import Result
+
+
+def plan(
+    chain: "Chain",
+    cluster: "Cluster",
+    microbatches: int = 8,
+    planner: str = "auto",
+    time_limit: float = 10.0,
+    *,
+    threads: int = 1,
+    seed: int = 0,
+    memory_limit_bytes: float | None = None,
+    choices: "Choices | None" = None,
+    on_progress: OnProgress = silent,
+    stop: StopToken | None = None,
+) -> "Result":
+    """Plan one training iteration of ``chain`` on ``cluster``.
+
+    Parameters
+    ----------
+    chain, cluster
+        What is trained and on what; see :func:`load_model` and :func:`load_cluster`.
+    microbatches
+        Microbatches in an iteration.
+    planner
+        ``auto`` (the portfolio) or one that ``stagewright planners`` lists.
+    time_limit
+        Seconds.
+    threads, seed
+        For the solvers; one thread makes a run repeatable.
+    memory_limit_bytes
+        What a device may use of its memory; None: all of it.
+    choices
+        Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
+        size and a period (:class:`~stagewright.solvers.planners.proposal.Choices`).
+    on_progress
+        Called with the best iteration and the best bound so far, whenever one of them improves.
+        ``best()`` of what it gets is the best checked plan so far, or None.
+    stop
+        Ends the search within about a second once it is set, by another thread or a signal
+        handler: a :class:`threading.Event`, or what has its ``is_set()``. The best checked plan so
+        far is the answer then, with the status ``interrupted``. Without a token Ctrl-C raises
+        KeyboardInterrupt, as everywhere, and what was found is lost.
+
+    Returns
+    -------
+    Result
+        Status, plan, cost, proved bound and gap. Infeasible is an answer, not an error.
+
+    Raises
+    ------
+    InputError
+        If an argument cannot be planned: one line that says what and why.
+    """
+    from stagewright.service.planning import plan as answer
+    from stagewright.solvers.planners.proposal import Choices
+
+    asked = Choices() if choices is None else choices
+    require_type(asked, Choices, "choices")
+    request = PlanRequest.of(
+        chain=chain,
+        cluster=cluster,
+        microbatches=microbatches,
+        planner=planner,
+        memory_limit_bytes=memory_limit_bytes,
+        recompute=asked.recompute,
+        offload=asked.offload,
+        group_size=asked.group_size,
+        period_seconds=asked.period_seconds,
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
+    )
+    return answer(request, on_progress, stop).result
+
+
+def partition(
+    chain: "Chain",
+    cluster: "Cluster",
+    microbatches: int = 8,
+    stages: int | None = None,
+    backend: str = "recurrence",
+    time_limit: float = 10.0,
+    *,
+    memory_limit_bytes: float | None = None,
+    stop: StopToken | None = None,
+) -> "PartitionAnswer":
+    """Divide ``chain`` into stages on ``cluster`` with the least bottleneck (SPP's BPPM).
+
+    ``stages`` None: for every number of stages. ``backend``: ``recurrence`` is exact and quick;
+    a backend of integer programs, such as ``highs``, is a second opinion on small cases.
+    """
+    from stagewright.service.partitioning import partition as answer
+
+    request = PartitionRequest.of(
+        chain=chain,
+        cluster=cluster,
+        microbatches=microbatches,
+        stages=stages,
+        backend=backend,
+        memory_limit_bytes=memory_limit_bytes,
+        time_limit=time_limit,
+    )
+    return answer(request, stop)
+
+
+def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Violation, ...]":
+    """Every rule that ``plan`` breaks as an answer for ``chain`` on ``cluster``; none if valid."""
+    from stagewright.formulations.checking.check import check as check_plan
+
+    request = CheckRequest.of(plan=plan, chain=chain, cluster=cluster)
+    return check_plan(request.problem, request.plan)
+
+
+def check_proofs(
+    plan: "PipelinePlan", chain: "Chain", cluster: "Cluster", time_limit: float = 60.0
+) -> "tuple[Verdict, ...]":
+    """What becomes of every bound and guarantee of a valid plan when it is proved again.
+
+    ``verified``, ``refuted``, or ``claimed`` where the search behind it does not end within
+    ``time_limit`` seconds. :func:`check` verifies those that need no search.
+    """
+    from stagewright.service.plans import check as answer
+
+    request = CheckRequest.of(
+        plan=plan, chain=chain, cluster=cluster, proofs=True, time_limit=time_limit
+    )
+    return answer(request).verdicts
+
+
+def simulate(
+    plan: "PipelinePlan",
+    chain: "Chain",
+    cluster: "Cluster",
+    *,
+    jitter: float = 0.0,
+    stragglers: Mapping[str, float] | None = None,
+    seed: int = 0,
+) -> "Simulation":
+    """Run the order of ``plan`` under the cost model; see :mod:`simulate`."""
+    from stagewright.service.plans import simulate as answer
+
+    if stragglers is not None:
+        require_type(stragglers, Mapping, "stragglers")
+    request = SimulateRequest.of(
+        plan=plan,
+        chain=chain,
+        cluster=cluster,
+        jitter=jitter,
+        stragglers=dict(stragglers or {}),
+        seed=seed,
+    )
+    return answer(request).simulation
+
+
+def compare(plan: "PipelinePlan", trace: "Trace") -> "CompareAnswer":
+    """What ``plan`` predicted and what ``trace``, of a run of it, measured.
+
+    Raises
+    ------
+    InputError
+        If the trace is of another plan, or too short.
+    """
+    from stagewright.service.plans import compare as answer
+
+    return answer(CompareRequest.of(plan=plan, trace=trace))
+
+
+def schedule(
+    microbatches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    *,
+    transfers: Sequence[float] = (),
+    in_flight: Sequence[int] = (),
+    kind: str = "optimal",
+    time_limit: float = 10.0,
+    threads: int = 1,
+    seed: int = 0,
+    stop: StopToken | None = None,
+) -> "ScheduleAnswer":
+    """Schedule a pipeline whose stages are given by their times.
+
+    Parameters
+    ----------
+    forward, backward
+        Times of each stage, in any unit.
+    transfers
+        Times of each channel between neighbouring stages; empty: none takes time.
+    in_flight
+        The most microbatches in flight on each stage; empty: no limit.
+    kind
+        ``gpipe``, ``1f1b``, ``pe``, or the ``optimal`` schedule.
+    """
+    from stagewright.service.scheduling import schedule as answer
+
+    times: dict[str, Any] = {
+        name: tuple(values) if isinstance(values, Sequence) else values
+        for name, values in (
+            ("forward", forward), ("backward", backward), ("transfers", transfers),
+            ("in_flight", in_flight),
+        )
+    }  # fmt: skip
+    request = ScheduleRequest.of(
+        microbatches=microbatches,
+        **times,
+        kind=kind,
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
+    )
+    return answer(request, stop=stop)

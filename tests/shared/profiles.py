@@ -1,0 +1,73 @@
+"""What is left to ``make test-all``: four fifths of the examples, and further instances."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+QUICK, NIGHTLY = "quick", "nightly"
+QUICK_SHARE = 5
+UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # where shrinking takes minutes
+
+# A busy machine is no error, and no test writes to what its fixtures share.
+tolerated = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
+settings.register_profile(
+    QUICK, deadline=None, derandomize=True, database=None, suppress_health_check=tolerated
+)
+settings.register_profile(NIGHTLY, deadline=None, suppress_health_check=tolerated)
+
+
+def examples(count: int, *, quick: int | None = None, **options: Any) -> settings:
+    """``count`` examples under the nightly profile, ``quick`` under any other.
+
+    ``quick`` is a fifth of them unless told, and at least two.
+    """
+    if settings.get_current_profile_name() != NIGHTLY:
+        count = max(2, count // QUICK_SHARE) if quick is None else quick
+    return settings(max_examples=count, **options)
+
+
+def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the first ``count`` are quick, the others slow.
+
+    A tuple holds the values of several parameters.
+    """
+    rows = [each if isinstance(each, tuple) else (each,) for each in values]
+    return [
+        pytest.param(*row, marks=pytest.mark.slow if number >= count else ())
+        for number, row in enumerate(rows)
+    ]
+
+
+def leave_a_cover(items: Iterable[pytest.Item]) -> None:
+    """Mark the instances of tests marked ``covering`` as slow, but for few that show every value.
+
+    Of the product of a test's parameters those stay that bring the most values not shown so far;
+    an instance whose values have all been shown is slow.
+    """
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for instances in tests.values():
+        _leave_a_cover(instances)
+
+
+def _leave_a_cover(instances: list[pytest.Function]) -> None:
+    left = {item: _values(item) for item in instances if _is_instance(item)}
+    while left:
+        chosen = max(left, key=lambda item: len(left[item]))
+        shown = left.pop(chosen)
+        if not shown:
+            chosen.add_marker("slow")
+        for values in left.values():
+            values -= shown
+
+
+def _is_instance(item: pytest.Function) -> bool:
+    return hasattr(item, "callspec") and item.get_closest_marker("slow") is None
+
+
+def _values(item: pytest.Function) -> set[tuple[str, int]]:
+    return {(name, id(value)) for name, value in item.callspec.params.items()}
