@@ -16,6 +16,7 @@ from stagewright.formulations.pipelines.blocks import blocks_of, timetable_of
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import ByDisjunctions, ByIntervals
+from stagewright.formulations.pipelines.timed_rows import order_of_times
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import solve
@@ -24,6 +25,7 @@ from stagewright.solvers.pipelines.list_scheduling import (
     LIST_KINDS,
     best_list_schedule,
     list_schedule,
+    schedule_order,
 )
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 
@@ -133,6 +135,15 @@ def test_list_schedules_keep_every_rule(problem):
             assert kind in ("gpipe", "1f1b")
         else:
             assert problem.evaluate(timetable) * SLACK >= optimum
+
+
+@quick
+@given(random_placed_makespan(max_stages=4, max_microbatches=4), st.sampled_from(LIST_KINDS))
+def test_the_order_of_a_timetable_gives_it_again(problem, kind):
+    timetable = list_schedule(problem, kind)
+    if timetable is not None:
+        again = schedule_order(problem, order_of_times(problem, timetable))
+        assert problem.evaluate(again) == problem.evaluate(timetable)
 
 
 @quick
