@@ -5,11 +5,10 @@ from time import perf_counter
 from typing import Literal
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
-from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bounds import plans_of, schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.plans.plan import Bound
-from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
@@ -25,10 +24,10 @@ IMPROVEMENT = 0.2  # share of the time limit after which CP-SAT takes over
 class ScheduleResult:
     """A checked schedule and how good it is; times in the problem's unit.
 
-    ``timetable``, ``cost`` and ``gap`` are None if the kind of schedule cannot keep the in-flight
-    limits. ``bound`` is the largest of ``bounds``, ``gap`` is (cost - bound) / cost. ``source``
-    names the method that found the timetable. ``rounding`` is by how much CP-SAT's ticks
-    understate the schedule that it answered.
+    ``timetable``, ``cost`` and ``gap`` are None if the kind of schedule does not suit the devices
+    or the in-flight limits. ``bound`` is the largest of ``bounds``, ``gap`` is (cost - bound) /
+    cost. ``source`` names the method that found the timetable. ``rounding`` is by how much CP-SAT's
+    ticks understate the schedule that it answered.
     """
 
     timetable: Timetable | None
@@ -132,7 +131,8 @@ def _proved(
 
     answer = solve_intervals(form, replace(limits, seconds=left), seconds)
     solver = scheduler(limits).solver
-    bounds = (*found.bounds, Bound(answer.bound * model.unit, solver, "schedule", DISJOINT_SPLIT))
+    proved = Bound(answer.bound * model.unit, solver, "schedule", plans_of(problem))
+    bounds = (*found.bounds, proved)
     timetable, source, rounding = found.timetable, found.source, 0.0
     if answer.values is not None and answer.objective is not None:
         other = model.invert(answer.values)
@@ -156,15 +156,15 @@ def _result(
     best = max(bounds, key=lambda bound: bound.seconds)
     if timetable is None:
         return ScheduleResult(
-            None,
-            None,
-            best.seconds,
-            best.proved_by,
-            bounds,
-            None,
-            Status.INFEASIBLE,
-            source,
-            seconds,
+            timetable=None,
+            cost=None,
+            bound=best.seconds,
+            proved_by=best.proved_by,
+            bounds=bounds,
+            gap=None,
+            status=Status.INFEASIBLE,
+            source=source,
+            seconds=seconds,
         )
     cost = problem.evaluate(timetable)
     if best.seconds > cost * (1 + RELATIVE_TOLERANCE):
@@ -172,16 +172,16 @@ def _result(
     bound = min(best.seconds, cost)  # sums of the same numbers in different orders
     met = cost - bound <= rounding + RELATIVE_TOLERANCE * cost
     return ScheduleResult(
-        timetable,
-        cost,
-        bound,
-        best.proved_by,
-        bounds,
-        (cost - bound) / cost if cost > 0 else 0.0,
-        Status.OPTIMAL if met else Status.FEASIBLE,
-        source,
-        seconds,
-        rounding,
+        timetable=timetable,
+        cost=cost,
+        bound=bound,
+        proved_by=best.proved_by,
+        bounds=bounds,
+        gap=(cost - bound) / cost if cost > 0 else 0.0,
+        status=Status.OPTIMAL if met else Status.FEASIBLE,
+        source=source,
+        seconds=seconds,
+        rounding=rounding,
     )
 
 

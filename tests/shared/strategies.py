@@ -5,9 +5,11 @@ transfer and an all-reduce take about as long as a computation. Ties and zeros d
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 
+import numpy as np
 from hypothesis import strategies as st
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
@@ -144,6 +146,27 @@ def random_makespan(
         values(transfer, stages - 1),
         values(reduce, stages),
         values(limit, stages),
+    )
+
+
+@st.composite
+def random_placed_makespan(
+    draw: st.DrawFn, max_stages: int = 3, max_microbatches: int = 3, max_devices: int = 2
+) -> MakespanProblem:
+    """As :func:`random_makespan`, with any number of stages on a device and perhaps I and W."""
+    problem = draw(random_makespan(max_stages, max_microbatches))
+    device: list[int] = []
+    for _ in range(problem.stages):
+        used = 1 + max(device, default=-1)
+        device.append(draw(st.integers(0, min(used, max_devices - 1))))
+    moved = [one != following for one, following in pairwise(device)]
+    weights = st.tuples(*[st.integers(0, 8).map(float)] * problem.stages)
+    return replace(
+        problem,
+        device=tuple(device),
+        send_forward=tuple(np.where(moved, problem.send_forward, 0.0).tolist()),
+        send_backward=tuple(np.where(moved, problem.send_backward, 0.0).tolist()),
+        weight_gradient=draw(st.none() | weights),
     )
 
 
