@@ -22,8 +22,9 @@ from stagewright.formulations.patterns.joint_patterns import JointForm, JointPat
 from stagewright.formulations.patterns.least_pattern import least_pattern
 from stagewright.formulations.patterns.one_f_one_b import load_bound as least_load
 from stagewright.formulations.patterns.order_model import OrderModel
-from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, PatternProblems
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import ByRate
+from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.backends.backend import solve

@@ -76,13 +76,13 @@ def plan_general(
         asked = replace(asked, recompute="auto")
     if asked.offload is None:
         asked = replace(asked, offload=True)
-    search = _Search(problem, limits, on_progress, asked)
+    search = _StructureSearch(problem, limits, on_progress, asked)
     search.run(known)
     return search.answer()
 
 
 @dataclass
-class _Search:
+class _StructureSearch:
     problem: PipelineProblem
     limits: Limits
     on_progress: OnProgress
