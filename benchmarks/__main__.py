@@ -16,6 +16,7 @@ from benchmarks import (
     launching,
     madpipe,
     madpipe_steps,
+    ordering,
     partition,
     periodic,
     pipedream,
@@ -28,6 +29,7 @@ from benchmarks.report import Table, machine, write_section
 
 # Each gives its tables; the argument asks for a few small cases only.
 BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
+    "ordering": ordering.tables,
     "partition": partition.tables,
     "schedule": schedule.tables,
     "jobshop": jobshop.tables,

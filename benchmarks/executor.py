@@ -41,7 +41,10 @@ from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, stages_on
 from stagewright.executor.programs.shares import rows
-from stagewright.executor.training.interpreter import Boundary, Interpreter, Joint, Rank
+from stagewright.executor.training.boundary import Boundary
+from stagewright.executor.training.interpreter import Interpreter
+from stagewright.executor.training.joint import Joint
+from stagewright.executor.training.rank import Rank, RankProgram
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stage import Gradients, Seed, StageComputation, Tensors
 from stagewright.executor.training.weights import Weights
@@ -201,7 +204,8 @@ def empty_interpreter(rank: int, kind: type[InterpreterKind]) -> InterpreterKind
     own = stages_on(plan, program.devices[rank])
     value = Value((1,), torch.float32, gradient=True)
     return kind(
-        Rank(plan, program.devices, rank, program.rows[rank], CPU, CPU, group),
+        Rank(plan, program.devices, rank, CPU, CPU, group),
+        RankProgram(program.rows[rank]),
         {s: Nothing() for s in own},
         {s: Weights([nn.Identity()], {}, (), SGD, 1) for s in own},
         {},

@@ -26,7 +26,7 @@ from benchmarks.report import Table, percent
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.patterns.one_f_one_b import least_period
-from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
+from stagewright.formulations.patterns.pattern_problems import pattern_problem, static_bytes
 from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -31,7 +31,8 @@ from stagewright.formulations.patterns.joint_patterns import JointPatterns
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.patterns.one_f_one_b import least_period as one_f_one_b_period
 from stagewright.formulations.patterns.one_f_one_b import load_bound, period_bound
-from stagewright.formulations.patterns.pattern import PatternProblem, pattern_problem
+from stagewright.formulations.patterns.pattern import PatternProblem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InvalidPlan

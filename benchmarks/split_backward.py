@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
-from stagewright.executor.capture.split_backward import SplitLayer, split_layer
+from stagewright.executor.capture.split_backward import split_layer
+from stagewright.executor.capture.split_layer import SplitLayer
 
 WARM_UP, TURNS, QUICK_TURNS = 3, 40, 5
 

@@ -1,17 +1,16 @@
 """Requests about plans of pipelines, and about scheduling problems in plain numbers."""
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal, Self
+from itertools import pairwise
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from stagewright.executor.programs.trace import Trace
+from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import (
-    MAX_LAYERS,
-    MAX_MICROBATCHES,
     require_amount,
     require_count,
     require_seed,
@@ -32,16 +31,11 @@ class _Problem(Search):
     microbatches: int
     memory_limit_bytes: float | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _require_memory(cls, fields: Any) -> Any:
-        if isinstance(fields, Mapping) and fields.get("memory_limit_bytes") is not None:
-            require_amount(fields["memory_limit_bytes"], "memory_limit_bytes")
-        return fields
-
     @model_validator(mode="after")
     def _require_problem(self) -> Self:
         """Refuse what makes no problem where the request is made."""
+        if self.memory_limit_bytes is not None:
+            require_amount(self.memory_limit_bytes, "memory_limit_bytes")
         _ = self.problem
         return self
 
@@ -107,12 +101,11 @@ class SimulateRequest(_PlanOfProblem):
     stragglers: dict[str, float] = Field(default_factory=dict)
     seed: int = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _require_seed(cls, fields: Any) -> Any:
-        if isinstance(fields, Mapping):
-            require_seed(fields.get("seed", 0), "seed")
-        return fields
+    @model_validator(mode="after")
+    def _require_sense(self) -> Self:
+        require_seed(self.seed, "seed")
+        require_amount(self.jitter, "jitter")
+        return self
 
 
 class CompareRequest(Request):
@@ -139,20 +132,32 @@ class ScheduleRequest(Solve):
     weight_gradient: tuple[float, ...] = ()
     kind: ScheduleKind = "optimal"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _require_times(cls, fields: Any) -> Any:
-        if isinstance(fields, Mapping):
-            for name in ("forward", "backward", "transfers", "weight_gradient"):
-                for place, seconds in enumerate(fields.get(name, ())):
-                    require_amount(seconds, f"{name}[{place}]")
-        return fields
-
     @model_validator(mode="after")
-    def _require_sizes(self) -> Self:
-        require_count(len(self.forward), "stages", MAX_LAYERS)
-        require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
+    def _require_problem(self) -> Self:
+        """Refuse what makes no problem where the request is made."""
+        _ = self.problem
         return self
+
+    @cached_property
+    def problem(self) -> MakespanProblem:
+        """The scheduling problem."""
+        stages = len(self.forward)
+        device = self.device or tuple(range(stages))
+        sends = self.transfers or (0.0,) * (stages - 1)
+        if len(sends) == stages - 1 == len(device) - 1:
+            moves = (one != following for one, following in pairwise(device))
+            sends = tuple(time if moved else 0.0 for time, moved in zip(sends, moves, strict=True))
+        return MakespanProblem(
+            microbatches=self.microbatches,
+            forward=self.forward,
+            backward=self.backward,
+            send_forward=sends,
+            send_backward=sends,
+            reduce=(0.0,) * stages,
+            in_flight=self.in_flight or (self.microbatches,) * stages,
+            device=device,
+            weight_gradient=self.weight_gradient or None,
+        )
 
 
 class JobShopRequest(Solve):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import UnionType
 from typing import Any, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from stagewright.formulations.forms.answers import Limits, StopToken, require_limits
 from stagewright.graphs.documents.documents import first_problem
@@ -21,7 +21,7 @@ from stagewright.graphs.documents.units import is_finite, require_number, requir
 class Request(BaseModel):
     """Base of all requests: frozen and strict, without unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @classmethod
     def of(cls, **fields: Any) -> Self:
@@ -32,20 +32,27 @@ class Request(BaseModel):
         InputError
             If they make no request: one line about the first that is wrong.
         """
+        cls._require_types(fields)
         try:
             return cls(**fields)
         except ValidationError as error:
             raise InputError(first_problem(error)) from None
 
-    @model_validator(mode="before")
     @classmethod
-    def _require_types(cls, fields: Any, info: ValidationInfo) -> Any:
+    def parse(cls, text: str | bytes) -> Self:
+        """The request in a JSON text; errors as for :meth:`of`."""
+        try:
+            # Strict here, not only in the configuration: that does not reach into documents.
+            return cls.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            raise InputError(first_problem(error)) from None
+
+    @classmethod
+    def _require_types(cls, fields: Mapping[str, Any]) -> None:
         """Name a wrong argument as the rest of the library does."""
-        if info.mode == "python" and isinstance(fields, Mapping):
-            for name, value in fields.items():
-                if name in cls.model_fields:
-                    _require_type(value, cls.model_fields[name].annotation, name)
-        return fields
+        for name, value in fields.items():
+            if name in cls.model_fields:
+                _require_type(value, cls.model_fields[name].annotation, name)
 
 
 def _require_type(value: object, annotation: Any, name: str) -> None:
@@ -69,14 +76,17 @@ class Search(Request):
     threads: int = 1
     seed: int = 0
 
-    @model_validator(mode="before")
     @classmethod
-    def _require_limits(cls, fields: Any) -> Any:
-        if isinstance(fields, Mapping):
-            given = {name: cls.model_fields[name].default for name in Search.model_fields}
-            given |= {name: fields[name] for name in given if name in fields}
-            require_limits(Limits(given["time_limit"], given["threads"], given["seed"]))
-        return fields
+    def _require_types(cls, fields: Mapping[str, Any]) -> None:
+        given = {name: cls.model_fields[name].default for name in Search.model_fields}
+        given |= {name: fields[name] for name in given if name in fields}
+        require_limits(Limits(given["time_limit"], given["threads"], given["seed"]))
+        super()._require_types(fields)
+
+    @model_validator(mode="after")
+    def _require_limits(self) -> Self:
+        self.limits()
+        return self
 
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search; ``stop`` ends it early."""

@@ -1,6 +1,5 @@
 """Scheduling problems in plain numbers: pipelines of fixed stages, and job shops."""
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,35 +14,13 @@ if TYPE_CHECKING:
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
 
 
-def makespan_problem(request: ScheduleRequest) -> MakespanProblem:
-    """The problem that a request states."""
-    stages = len(request.forward)
-    device = request.device or tuple(range(stages))
-    sends = request.transfers or (0.0,) * (stages - 1)
-    if len(sends) == stages - 1 == len(device) - 1:
-        moves = (one != following for one, following in pairwise(device))
-        sends = tuple(time if moved else 0.0 for time, moved in zip(sends, moves, strict=True))
-    return MakespanProblem(
-        microbatches=request.microbatches,
-        forward=request.forward,
-        backward=request.backward,
-        send_forward=sends,
-        send_backward=sends,
-        reduce=(0.0,) * stages,
-        in_flight=request.in_flight or (request.microbatches,) * stages,
-        device=device,
-        weight_gradient=request.weight_gradient or None,
-    )
-
-
 def schedule(
     request: ScheduleRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
 ) -> ScheduleAnswer:
     """The schedule of one rule, or the best that is found and proved in time."""
-    problem = makespan_problem(request)
-    # After the problem: bad input is refused without waiting for the solvers to load.
     from stagewright.solvers.pipelines.scheduling import solve_schedule
 
+    problem = request.problem
     result = solve_schedule(problem, request.kind, request.limits(stop), on_progress)
     return ScheduleAnswer(
         status=result.status,

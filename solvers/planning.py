@@ -13,7 +13,7 @@ from stagewright.formulations.patterns.one_f_one_b import (
     iteration_bound,
 )
 from stagewright.formulations.patterns.one_f_one_b import load_bound as load_of
-from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN

@@ -13,8 +13,8 @@ from stagewright.formulations.checking.proofs import ROUNDING, Verdict, scheduli
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
-from stagewright.formulations.patterns.pattern import pattern_problem
 from stagewright.formulations.patterns.pattern_models import PATTERN
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT

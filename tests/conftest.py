@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import settings  # noqa: TID251
 from profiles import QUICK, leave_a_cover
 from ranks import Ranks
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from stagewright.executor.capture.draws import Draw, Record
+from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.python_state import attributes_kept, require_stateless, snapshot
-from stagewright.executor.capture.tracing import CapturedLayer
 from stagewright.graphs.documents.errors import InputError
 
 

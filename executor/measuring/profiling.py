@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.loss_graph import (
     backward_nodes,
     require_from_outputs,
     require_no_parameters,
 )
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
-from stagewright.executor.capture.tracing import LayeredModel
 from stagewright.executor.measuring.machine import Machine, threads
 from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
 from stagewright.executor.training.weights import MakeOptimizer, Weights

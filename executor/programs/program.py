@@ -48,6 +48,9 @@ class Program:
 
 
 ProgramRows = tuple[Row, ...]
+Rows = list[list[Instruction]]
+"""Per rank its instructions, while passes still add to them."""
+
 Families = Collection[frozenset[int]]
 """Sets of stages that have a parameter in common."""
 

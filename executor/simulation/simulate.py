@@ -1,8 +1,8 @@
 """A discrete-event run of the order in a plan, under the cost model.
 
 Only the order of a plan's actions on each device and channel is read from its times. Every action
-then starts as soon as what it depends on and what stands before it on its device or channel are
-done. Memory needs no rule of its own: a valid plan keeps within it by its order on the device.
+then starts as soon as what it depends on and what precedes it on its device or channel are done.
+Memory needs no separate rule: a valid plan keeps within it by its order on the device.
 
 Of a periodic plan a whole run is done, of as many iterations as it takes to fill the pipeline, to
 settle, and to drain; what is measured is measured in between. Devices update their weights where

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stagewright.executor.capture.tracing import LayeredModel, capture
+from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.tracing import capture
 from stagewright.executor.capture.twins import twin
 from stagewright.executor.training.seeding import module_seed
 from stagewright.graphs.documents.errors import InputError

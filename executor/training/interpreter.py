@@ -19,13 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stagewright.executor.capture.loss_graph import require_from_outputs
-from stagewright.executor.capture.shapes import Value
 from stagewright.executor.programs.program import (
     RECEIVES,
     SENDS,
     Instruction,
-    PeriodicProgram,
-    Row,
     moved,
     moved_action,
     received,
@@ -33,144 +30,24 @@ from stagewright.executor.programs.program import (
 )
 from stagewright.executor.programs.shares import Rows
 from stagewright.executor.programs.trace import RankAction
+from stagewright.executor.training.arrival import Arrival, waited
+from stagewright.executor.training.batches import Batch
+from stagewright.executor.training.boundary import Boundary
+from stagewright.executor.training.failures import NonFiniteLoss, explain_memory
+from stagewright.executor.training.joint import Joint
 from stagewright.executor.training.losses import Loss, read_loss
+from stagewright.executor.training.rank import Rank, RankProgram
 from stagewright.executor.training.seeding import layer_seed
 from stagewright.executor.training.stage import Gradients, StageComputation, Tensors
 from stagewright.executor.training.totals import Total, begin_total
-from stagewright.executor.training.weights import TiedSums, Weights
+from stagewright.executor.training.weights import Weights
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
-from stagewright.formulations.plans.plan import PipelinePlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+I = ActionKind.INPUT_GRADIENT
 SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 RECV_F, RECV_B = ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
-
-Batch = Tensor | tuple[Tensor, ...]
-
-
-class NonFiniteLoss(ArithmeticError):  # noqa: N818 - named as InvalidPlan is
-    """The loss of a microbatch is nan or infinite, or that of a mini-batch counts nothing."""
-
-
-class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
-    """A stage does not fit into its device's memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rank:
-    """Which of a plan's devices this process is, and how it reaches the others.
-
-    ``row`` is one iteration, from an empty pipeline to an empty one. If ``periodic`` is there, that
-    is done instead, and ``row`` is as much of it as tells what can be at one time. ``wire`` is
-    where the tensors lie that are sent: on the CPU for gloo, else on ``device``. ``group`` is None
-    for a process alone.
-    """
-
-    plan: PipelinePlan
-    devices: tuple[str, ...]
-    number: int
-    row: Row
-    device: torch.device
-    wire: torch.device
-    group: dist.ProcessGroup | None
-    periodic: PeriodicProgram | None = None
-
-    def lane(self, rank: int, stage: int, microbatch: int) -> int:
-        """The place of ``rank`` among those that work on a microbatch of ``stage``."""
-        return self.plan.stages[stage].runners(microbatch).index(self.devices[rank])
-
-    def runs(self, stage: int, microbatch: int) -> bool:
-        """Whether this rank works on a microbatch of ``stage``."""
-        return self.devices[self.number] in self.plan.stages[stage].runners(microbatch)
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """What passes between two stages: the ``values`` of a whole microbatch.
-
-    ``cut[a][b]`` is the range of sender a's samples that receiver b gets, None if both stages run
-    on the same devices and hand over what they have. ``by_sample`` says of each value whether its
-    first dimension is the samples; what has none is never cut.
-    """
-
-    values: tuple[Value, ...]
-    by_sample: tuple[bool, ...]
-    cut: list[list[tuple[int, int]]] | None
-
-    def passing(self, below: int, above: int, *, in_receiver: bool) -> tuple[int, int]:
-        """The samples that pass forth from lane ``below`` to ``above``, in either's own numbers."""
-        assert self.cut is not None
-        start, stop = self.cut[below][above]
-        if not in_receiver:
-            return start, stop
-        before = sum(row[above][1] - row[above][0] for row in self.cut[:below])
-        return before, before + stop - start
-
-    def part(self, values: Sequence[Tensor | None], start: int, stop: int) -> list[Tensor | None]:
-        """``values`` of the samples [start, stop)."""
-        return [
-            one[start:stop] if one is not None and cut else one
-            for one, cut in zip(values, self.by_sample, strict=True)
-        ]
-
-    def shape(self, i: int, samples: int) -> tuple[int, ...]:
-        """The shape of value ``i`` for that many samples."""
-        shape = self.values[i].shape
-        return (samples, *shape[1:]) if self.by_sample[i] else shape
-
-    def joined(self, parts: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """Values whose samples came in ``parts``."""
-        if len(parts) == 1:
-            return list(parts[0])
-        return [
-            torch.cat(pieces) if cut and pieces[0] is not None else pieces[0]
-            for cut, pieces in zip(self.by_sample, zip(*parts, strict=True), strict=True)
-        ]
-
-
-@dataclass(slots=True)
-class _Arrival:
-    """A part of what a computation needs; ``peer`` is None if it comes from this rank itself."""
-
-    lane: int
-    values: list[Tensor | None]
-    peer: int | None = None
-    works: tuple[dist.Work, ...] = ()
-    posted_seconds: float = 0.0
-    arrived: Callable[[], float] | None = None
-
-    def wait(self) -> float:
-        """Wait until it is there; when it came, if somebody watched, else now.
-
-        Each receive is waited for once: to wait again for one of gloo's is to wait for another
-        message.
-        """
-        if self.arrived is not None:
-            return self.arrived()
-        seconds = _waited(self.works)
-        self.works = ()
-        return seconds
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Joint:
-    """What the ranks do together for an update.
-
-    ``group`` are the processes that sum up what the losses count, None for one alone: all of them,
-    or those of a split last stage where every microbatch is an update of its own. ``stages`` are
-    updated together, at the end of an iteration. ``sum_tied`` sums up the gradients of parameters
-    that several stages have; ``tied`` does so where the next gradients are made meanwhile.
-    ``squares`` is this rank's part of the squared norm of all gradients.
-    """
-
-    group: dist.ProcessGroup | None
-    stages: frozenset[int]
-    sum_tied: Callable[[], None]
-    squares: Callable[[], float]
-    clip_norm: float = inf
-    tied: TiedSums | None = None
 
 
 @dataclass(slots=True)
@@ -186,6 +63,8 @@ class Interpreter:
 
     Parameters
     ----------
+    program
+        What this rank does.
     computations, weights
         Per stage of this rank.
     groups
@@ -205,6 +84,7 @@ class Interpreter:
     def __init__(
         self,
         rank: Rank,
+        program: RankProgram,
         computations: Mapping[int, StageComputation],
         weights: Mapping[int, Weights],
         groups: Mapping[int, dist.ProcessGroup],
@@ -218,7 +98,7 @@ class Interpreter:
         seed: int,
         joint: Joint,
     ) -> None:
-        self._rank, self._plan = rank, rank.plan
+        self._rank, self._program, self._plan = rank, program, rank.plan
         self._computations, self._weights, self._groups = computations, weights, groups
         self._boundaries, self._samples = boundaries, samples
         self._loss, self._single_output, self._scale = loss, single_output, scale
@@ -226,18 +106,18 @@ class Interpreter:
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
         self._lanes = lanes
         self._rows = {s: [_as_index(lane) for lane in lanes[s]] for s in (0, self._last)}
-        split = {one.action for one in rank.row if one.action.kind is I}
+        split = {one.action for one in program.row if one.action.kind is I}
         self._in_two = {(one.stage, (one.microbatch or 0) % self._count) for one in split}
         for s in {s for s, _ in self._in_two}:
             computations[s].split()
         self._tags = max((len(one.values) for one in boundaries), default=0)  # of a transfer
         self._sends = self._count_sends()
-        periodic, number = rank.periodic, rank.number
-        segments = [rank.row] if periodic is None else [r[number] for r in periodic.segments]
+        periodic, number = program.periodic, rank.number
+        segments = [program.row] if periodic is None else [r[number] for r in periodic.segments]
         drains = [()] if periodic is None else [r[number] for r in periodic.drains]
         self._calls = [[(one, self._call(one)) for one in row] for row in segments]
         self._last_calls = [[(one, self._call(one)) for one in row] for row in drains]
-        self._arrivals: defaultdict[Action, list[_Arrival]] = defaultdict(list)
+        self._arrivals: defaultdict[Action, list[Arrival]] = defaultdict(list)
         self._leaving: dict[Action, _Leaving] = {}
         self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
         self._losses: dict[int, tuple[Tensor, list[Tensor], Tensor | None]] = {}
@@ -251,13 +131,13 @@ class Interpreter:
         self._first_together = next(
             (
                 one.action.stage
-                for one in rank.row
+                for one in program.row
                 if one.action.kind is ActionKind.UPDATE and one.action.stage in joint.stages
             ),
             None,
         )
         # One for every message that may be under way; they start when a run is traced.
-        self._watchers = ThreadPoolExecutor(len(rank.row) + 1)
+        self._watchers = ThreadPoolExecutor(len(program.row) + 1)
         self._reducing: dict[int, tuple[float, Callable[[], float]]] = {}
         # By iteration, until its last forward: the mini-batch, and how many forwards read it yet.
         self._batches: dict[int, tuple[Tensors, Batch]] = {}
@@ -300,7 +180,7 @@ class Interpreter:
         position, self._later = self._place(self._begun)
         self._begun += 1
         self._carry_out(self._calls[position], records)
-        if self._rank.periodic is None:
+        if self._program.periodic is None:
             return self.finish()
         for action in self._older_sends:
             self._release(action)
@@ -323,7 +203,7 @@ class Interpreter:
         return self._forgotten(list(self._batches))
 
     def _place(self, iteration: int) -> tuple[int, int]:
-        return (0, 0) if self._rank.periodic is None else self._rank.periodic.place(iteration)
+        return (0, 0) if self._program.periodic is None else self._program.periodic.place(iteration)
 
     def _carry_out(
         self,
@@ -338,7 +218,7 @@ class Interpreter:
                     self._record(one, call, records)
             except (RuntimeError, MemoryError) as error:
                 step = self._first_step + self._begun - 1
-                _explain_memory(error, moved(one, self._later, self._count), step)
+                explain_memory(error, moved(one, self._later, self._count), step)
                 raise
 
     def _ended(self) -> list[tuple[float, float]]:
@@ -409,14 +289,14 @@ class Interpreter:
         this thread, which therefore waits itself, when it must.
         """
         if self._rank.wire.type == "cpu":
-            return self._watchers.submit(_waited, works).result
+            return self._watchers.submit(waited, works).result
 
-        def waited() -> float:
-            _waited(works)
+        def synchronized() -> float:
+            waited(works)
             torch.cuda.synchronize(self._rank.device)
             return time.perf_counter()
 
-        return waited
+        return synchronized
 
     def _runs_of(self, s: int) -> int:
         """The microbatches of an iteration that this rank works on in stage ``s``."""
@@ -513,7 +393,7 @@ class Interpreter:
         self._weights[s].reduce(self._groups.get(s), share)
         if self._joint.tied is not None:
             self._joint.tied.give(s)
-        if self._clips and self._rank.periodic is not None:
+        if self._clips and self._program.periodic is not None:
             iteration = self._given[s]
             self._given[s] += 1
             if all(self._given[one] > iteration for one in self._weights):
@@ -565,7 +445,7 @@ class Interpreter:
     def _agree(self, s: int) -> float:
         """Wait for what the update of a stage needs of others; the seconds of computing for it."""
         # Of a periodic plan, iteration i makes version i + 2 from the newest, i + 1.
-        iteration = 0 if self._rank.periodic is None else self._weights[s].newest - 1
+        iteration = 0 if self._program.periodic is None else self._weights[s].newest - 1
         self._require_finite(*self._losses_of(iteration))
         seconds = 0.0
         if self._joint.tied is not None:
@@ -670,7 +550,7 @@ class Interpreter:
             back = action.kind is SEND_B
             below, above = (ahead, mine) if back else (mine, ahead)
             values = boundary.part(values, *boundary.passing(below, above, in_receiver=back))
-        self._arrivals[there].append(_Arrival(mine, list(values)))
+        self._arrivals[there].append(Arrival(mine, list(values)))
 
     def _pass_back(self, s: int, m: int, gradients: Gradients) -> None:
         if s == 0:
@@ -728,7 +608,7 @@ class Interpreter:
         for i, tag, shape, dtype in shapes:
             values[i] = buffer = torch.empty(shape, dtype=dtype, device=self._rank.wire)
             works.append(group.recv([buffer], peer, tag))
-        self._arrivals[action].append(_Arrival(lane, values, peer, tuple(works), posted))
+        self._arrivals[action].append(Arrival(lane, values, peer, tuple(works), posted))
 
     def _take(self, action: Action) -> tuple[Any, ...]:
         """What has arrived for a computation, its samples in the senders' order.
@@ -745,12 +625,6 @@ class Interpreter:
         return tuple(values)
 
 
-def _waited(works: Sequence[dist.Work]) -> float:
-    for work in works:
-        work.wait()
-    return time.perf_counter()
-
-
 def _needed(action: Action) -> Action | None:
     """What must have arrived for a computation."""
     kind = {F: RECV_F, B: RECV_B, I: RECV_B}.get(action.kind)
@@ -762,13 +636,3 @@ def _as_index(rows: Rows) -> slice | list[int]:
     if rows == tuple(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return list(rows)
-
-
-def _explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: int) -> None:
-    short = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if short or "can't allocate memory" in str(error):
-        reason = str(error).partition("\n")[0]
-        raise OutOfMemory(
-            f"stage {one.action.stage} does not fit: {one} ran out of memory in step {step + 1}: "
-            f"{reason}"
-        ) from error

@@ -4,74 +4,47 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from math import inf, isfinite
-from statistics import fmean, median
+from math import inf
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.capture.draws import whole_draws
 from stagewright.executor.capture.loss_graph import require_no_parameters
-from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
-from stagewright.executor.capture.tracing import CapturedLayer, LayeredModel
-from stagewright.executor.capture.twins import twins
-from stagewright.executor.programs.periodic import lower_any
-from stagewright.executor.programs.program import Families, Program, stages_on
-from stagewright.executor.programs.shares import Rows, pieces, rows
+from stagewright.executor.programs.program import stages_on
 from stagewright.executor.programs.trace import RankAction, Trace, traced_step
-from stagewright.executor.programs.verify import peak_bytes, verify
-from stagewright.executor.training.initialise import Model, initialise, total_bytes
-from stagewright.executor.training.interpreter import (
+from stagewright.executor.training.batches import (
     Batch,
-    Boundary,
-    Interpreter,
-    Joint,
-    OutOfMemory,
-    Rank,
+    mapped_batch,
+    require_as_many,
+    tensors_of_batch,
 )
+from stagewright.executor.training.initialise import Model, initialise
+from stagewright.executor.training.interpreter import Interpreter
+from stagewright.executor.training.joint import Joint
 from stagewright.executor.training.launch import require_torch
 from stagewright.executor.training.losses import Loss, cross_entropy
-from stagewright.executor.training.stage import Part, Share, StageComputation
-from stagewright.executor.training.weights import MakeOptimizer, TiedSums, Weights, clips_by_itself
+from stagewright.executor.training.model_checks import (
+    require_clip_norm,
+    require_not_shared,
+    require_same_model,
+    require_updated_together,
+    require_whole_gradients,
+)
+from stagewright.executor.training.preparation import Preparation, reduces_beside
+from stagewright.executor.training.rank import rank_program, this_rank
+from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
+from stagewright.executor.training.shared_gradients import SharedGradients
+from stagewright.executor.training.staged_model import StagedModel
+from stagewright.executor.training.weights import MakeOptimizer, Weights, clips_by_itself
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_bytes
 
 T = TypeVar("T")
-
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
-
-MEETINGS = 15  # of all ranks before a run that is traced
-
-
-@dataclass(slots=True)
-class _Recording:
-    """What this rank did from ``step`` on, until nothing was under way.
-
-    Times are of its own clock, which said ``met_seconds`` when all ranks had met, one time or
-    several.
-    """
-
-    step: int
-    met_seconds: list[float]
-    losses: list[float] = field(default_factory=list)
-    records: list[RankAction] = field(default_factory=list)
-    iterations: int | None = None
-
-    @property
-    def loss(self) -> float | None:
-        """The mean loss, on ranks of the last stage."""
-        return fmean(self.losses) if self.losses else None
-
-    def begin(self, first: "_Recording") -> float:
-        """When all began, on this rank's clock; ``first`` is what the first rank recorded."""
-        pairs = zip(self.met_seconds, first.met_seconds, strict=True)
-        return first.met_seconds[-1] + median(own - its for own, its in pairs)
 
 
 class Executor:
@@ -150,24 +123,34 @@ class Executor:
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed, self._dtype = loss, seed, dtype
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._rank = _rank(plan, _device(device))
-        self._name = self._rank.devices[self._rank.number]
+        self._rank = this_rank(plan, device)
+        self._name = self._rank.name
         self._stages = stages_on(plan, self._name)
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
         self._model = self._initialise(module)
         self._families = self._find_families()
-        if self._families:  # known only now
-            self._rank = _rank(plan, self._rank.device, self._families)
-        self._modules = self._split_modules()
+        # Only the captured model says what stages share.
+        self._program = rank_program(plan, self.rank, self._families)
         self._weights = self._make_weights(optimizer)
         self._groups, self._tied_groups = self._make_groups()
-        self._joint = self._make_joint()
+        self._preparation = Preparation(
+            rank=self._rank,
+            program=self._program,
+            model=self._model,
+            weights=self._weights,
+            groups=self._groups,
+            joint=self._make_joint(),
+            families=self._families,
+            loss=loss,
+            seed=seed,
+            autocast=self._autocast,
+        )
         self._interpreters: dict[object, Interpreter] = {}
         self._running: Interpreter | None = None  # of a periodic plan
         self._trace = trace
-        self._recording: _Recording | None = None  # of what is under way
-        self._recorded: list[_Recording] = []
+        self._recording: Recording | None = None  # of what is under way
+        self._recorded: list[Recording] = []
 
     @property
     def rank(self) -> int:
@@ -204,16 +187,16 @@ class Executor:
             Naming the stage. Weights and gradients are then anything: the executor has ended.
         """
         self._require_sound()
-        given = tuple(map(self._typed, _tensors("inputs", inputs)))
-        _require_as_many(given, _tensors("targets", targets))
+        given = tuple(map(self._typed, tensors_of_batch("inputs", inputs)))
+        require_as_many(given, tensors_of_batch("targets", targets))
         interpreter = self._interpreter(given)
         last = len(self.plan.stages) - 1
         here = given if 0 in self._stages else ()
         wanted: Batch = ()
         if last in self._stages:
-            wanted = _mapped(targets, lambda one: one.to(self._rank.device))
+            wanted = mapped_batch(targets, lambda one: one.to(self._rank.device))
         if self._trace and self._recording is None:
-            self._recording = _Recording(self.steps_done, self._met())
+            self._recording = Recording(self.steps_done, self._met())
         own, step = tuple(one.to(self._rank.device) for one in here), self.steps_done
         losses = self._carried_out(lambda records: interpreter.run(own, wanted, step, records))
         self.steps_done += 1
@@ -263,7 +246,7 @@ class Executor:
                 "shape changes"
             )
         if found is None:
-            found = self._interpreters[key] = self._prepare(given)
+            found = self._interpreters[key] = self._preparation.interpreter(given)
         if self.plan.is_periodic:
             self._running = found
         return found
@@ -297,7 +280,7 @@ class Executor:
         """
         found = []
         for _ in range(MEETINGS if self.plan.is_periodic else 1):
-            _barrier(self._rank.group)
+            meet(self._rank.group)
             found.append(time.perf_counter())
         return found
 
@@ -327,9 +310,9 @@ class Executor:
         self._require_finished()
         found: dict[str, Tensor] = {}
         for s in self._stages:
-            if self._first_rank(s) == self.rank:
-                for name, one in self._tensors(s).items():
-                    if self._stages_of[name][0] == s:
+            if self._rank.first(s) == self.rank:
+                for name, one in self._model.tensors(s, self._weights[s]).items():
+                    if self._model.stages_of[name][0] == s:
                         found[f"model.{name}"] = one.detach()
                 found |= self._optimizer_state(s)
         return found
@@ -337,7 +320,7 @@ class Executor:
     def _optimizer_state(self, s: int) -> dict[str, Tensor]:
         weights, found = self._weights[s], dict[str, Tensor]()
         for name, one in weights.parameters(weights.newest).items():
-            if self._stages_of[name][0] != s:
+            if self._model.stages_of[name][0] != s:
                 continue
             if self.plan.weight_rule.staleness > 0:
                 found[f"previous.{name}"] = weights.parameters(0)[name].detach()
@@ -349,7 +332,7 @@ class Executor:
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
         """Which entries of a checkpoint belong to this rank's stages."""
-        own = {name for s in self._stages for name in self._tensors(s)}
+        own = {name for s in self._stages for name in self._model.tensors(s, self._weights[s])}
         kinds = ["model", "optimizer"]
         kinds += ["previous"] if self.plan.weight_rule.staleness > 0 else []
         return [key for key in keys if _belongs(key, own, kinds)]
@@ -364,7 +347,7 @@ class Executor:
         """
         self._require_finished()
         for s in self._stages:
-            for name, one in self._tensors(s).items():
+            for name, one in self._model.tensors(s, self._weights[s]).items():
                 if f"model.{name}" not in tensors:
                     raise InputError(f"the checkpoint has no {name!r} of stage {s}")
                 with torch.no_grad():
@@ -387,7 +370,10 @@ class Executor:
             return None
         whole = {name: value for share in shares for name, value in share.items()}
         return {
-            name: whole[names[0]] for names in self._names for name in names if names[0] in whole
+            name: whole[names[0]]
+            for names in self._model.names
+            for name in names
+            if names[0] in whole
         }
 
     def trace_on_first_rank(self) -> Trace | None:
@@ -405,7 +391,7 @@ class Executor:
         if shares is None:
             return None
         last = len(self.plan.stages) - 1
-        teller = self._first_rank(last)
+        teller = self._rank.first(last)
         steps = tuple(
             traced_step(
                 self.plan,
@@ -413,7 +399,7 @@ class Executor:
                 [
                     record
                     for share in shares
-                    for record in _since(share[i].begin(own), share[i].records)
+                    for record in records_since(share[i].begin(own), share[i].records)
                 ],
                 shares[teller][i].loss,
                 own.iterations,
@@ -440,7 +426,7 @@ class Executor:
 
     # The parts of this rank
 
-    def _initialise(self, module: Model | Callable[[], Model]) -> LayeredModel:
+    def _initialise(self, module: Model | Callable[[], Model]) -> StagedModel:
         """The captured model, with this rank's layers alone on its device."""
         wanted = {i for s in self._stages for i in range(*self.plan.stages[s].layers)}
         model = initialise(
@@ -451,52 +437,25 @@ class Executor:
             dtype=self._parameter_type,
             agree=lambda fits: self._summed((float(not fits),), self._rank.group) == (0.0,),
         )
-        _require_same_model(self.plan, model)
-        self._names = [*model.parameters_by_name(), *model.buffers_by_name()]
-        self._primary = {name: names[0] for names in self._names for name in names}
-        stages: dict[str, set[int]] = {}
-        for s, stage in enumerate(self.plan.stages):
-            for layer in model.layers[slice(*stage.layers)]:
-                for name in _tensors_of(layer):
-                    stages.setdefault(self._primary[name], set()).add(s)
-        self._stages_of = {name: sorted(found) for name, found in stages.items()}
-        buffers = {self._primary[names[0]] for names in model.buffers_by_name()}
-        shared = sorted(name for name, found in self._stages_of.items() if len(found) > 1)
-        self._shared_buffers = [name for name in shared if name in buffers]
-        self._tied = [name for name in shared if name not in buffers]
-        _require_updated_together(self.plan, self._tied, self._stages_of)
+        require_same_model(self.plan, model)
+        staged = StagedModel(self.plan, model, self._stages)
+        require_updated_together(self.plan, staged.tied, staged.stages_of)
         if self._clip_norm < inf and self.plan.is_periodic:
-            _require_not_shared(self._tied, self._stages_of)
-        _require_whole_gradients(self.plan, model, self._stages_of)
-        return model
-
-    def _split_modules(self) -> dict[int, list[CapturedLayer]]:
-        """Per stage its layers. What stages share, each has for itself, also on one rank."""
-        layers = list(self._model.layers)
-        found: dict[int, list[CapturedLayer]] = {}
-        for s in self._stages:
-            start, stop = self.plan.stages[s].layers
-            if found:
-                copies = twins([layer.module for layer in layers[start:stop]])
-                layers[start:stop] = [
-                    CapturedLayer(layer.name, module)
-                    for layer, module in zip(layers[start:stop], copies, strict=True)
-                ]
-            found[s] = layers[start:stop]
-        self._model = replace(self._model, layers=tuple(layers))
-        return found
+            require_not_shared(staged.tied, staged.stages_of)
+        require_whole_gradients(self.plan, model, staged.stages_of)
+        return staged
 
     def _make_weights(self, optimizer: MakeOptimizer) -> dict[int, Weights]:
         made = {
             s: Weights(
                 [layer.module for layer in layers],
-                self._primary,
-                self._tied,
+                self._model.primary,
+                self._model.tied,
                 optimizer,
                 versions=self.plan.weight_rule.versions,
-                two_gradients=self._reduces_beside(s),
+                two_gradients=reduces_beside(self.plan, self._families, s),
             )
-            for s, layers in self._modules.items()
+            for s, layers in self._model.modules.items()
         }
         for weights in made.values() if len(self.plan.stages) > 1 else ():
             name = weights.optimizer and clips_by_itself(weights.optimizer)
@@ -509,31 +468,9 @@ class Executor:
 
     def _find_families(self) -> set[frozenset[int]]:
         """Stages that have a trained parameter in common, and all that have a norm in common."""
-        found = {frozenset(self._stages_of[name]) for name in self._tied}
+        found = {frozenset(self._model.stages_of[name]) for name in self._model.tied}
         everything = frozenset(range(len(self.plan.stages)))
         return found | {everything} if self._clip_norm < inf else found
-
-    def _reduces_beside(self, s: int) -> bool:
-        """Whether a stage's gradients are summed up with others' while the next ones are made."""
-        if not self.plan.is_periodic:
-            return False
-        return len(self.plan.stages[s].devices) > 1 or any(s in one for one in self._families)
-
-    def _tensors(self, s: int) -> dict[str, Tensor]:
-        """Parameters, in their newest version, and buffers of a stage, by their first names."""
-        found: dict[str, Tensor] = {}
-        for layer in self._modules[s]:
-            for name, one in _tensors_of(layer).items():
-                found.setdefault(self._primary[name], one)
-        weights = self._weights[s]
-        return found | weights.parameters(weights.newest)
-
-    def _holders(self, name: str) -> set[str]:
-        """The devices of all stages that have a parameter."""
-        return {v for s in self._stages_of[name] for v in self.plan.stages[s].devices}
-
-    def _first_rank(self, s: int) -> int:
-        return self._rank.devices.index(self.plan.stages[s].devices[0])
 
     def _make_groups(self) -> tuple[dict[int, dist.ProcessGroup], dict[str, dist.ProcessGroup]]:
         """The processes of each stage, and those that hold each tied parameter, this rank among.
@@ -542,7 +479,7 @@ class Executor:
         alone gives it different names on them if they are in different numbers of groups.
         """
         stages = {s: set(stage.devices) for s, stage in enumerate(self.plan.stages)}
-        tied = {name: self._holders(name) for name in self._tied}
+        tied = {name: self._model.holders(name) for name in self._model.tied}
         made: dict[frozenset[str], dist.ProcessGroup] = {}
         for devices in map(frozenset, (*stages.values(), *tied.values())):
             if len(devices) > 1 and devices not in made:
@@ -559,120 +496,15 @@ class Executor:
     def _typed(self, one: Tensor) -> Tensor:
         return one.to(self._parameter_type) if one.is_floating_point() else one
 
-    def _prepare(self, inputs: tuple[Tensor, ...]) -> Interpreter:
-        """The interpreter for mini-batches of the shape of ``inputs``."""
-        plan, samples = self.plan, _samples(self.plan, inputs)
-        lanes = rows(plan, samples)
-        counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
-        entering = {count: values_of(inputs, count) for count in counts}
-        traces = {
-            count: propagate(self._model.layers, values, self._rank.device, self._autocast)
-            for count, values in entering.items()
-        }
-        self._require_constant_buffers(traces[samples])
-        computations = {
-            s: self._computation(s, lanes[s], samples, entering, traces) for s in self._stages
-        }
-        self._require_fit(computations)
-        boundaries = []
-        for s, stage in enumerate(plan.stages[:-1]):
-            crossing = {count: trace[stage.layers[1] - 1] for count, trace in traces.items()}
-            boundaries.append(_boundary(plan, s, lanes, crossing, samples))
-        return Interpreter(
-            self._rank,
-            computations,
-            self._weights,
-            self._groups,
-            boundaries,
-            lanes,
-            samples,
-            loss=self._loss,
-            single_output=self._model.single_output,
-            scale=1.0 if plan.weight_rule.updates_every_round else 1 / plan.microbatches,
-            seed=self._seed,
-            joint=self._joint,
-        )
-
-    def _computation(
-        self,
-        s: int,
-        lanes: Sequence[Rows],
-        samples: int,
-        entering: Mapping[int, tuple[Value, ...]],
-        traces: Mapping[int, tuple[LayerTrace, ...]],
-    ) -> StageComputation:
-        """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
-        stage = self.plan.stages[s]
-        start, stop = stage.layers
-        lane = stage.devices.index(self._name) if len(lanes) > 1 else 0
-        count = len(lanes[lane])
-        trace = traces[count][start:stop]
-        inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
-        inputs += [one.outputs for one in trace[:-1]]
-        # By any layer: a parameter that stages share may get its gradient in another one alone.
-        trained = {self._primary[name] for one in traces[count] for name in one.trained}
-        self._weights[s].leave_out(trained)
-        parts = [Part(*each) for each in zip(self._modules[s], inputs, trace, strict=True)]
-        of_stage = {one: found[start:stop] for one, found in traces.items()}
-        return StageComputation(
-            parts,
-            stage.recompute,
-            self._rank.device,
-            self._autocast,
-            offload=stage.offload,
-            share=_share(lanes[lane], lane, samples, of_stage),
-        )
-
-    def _require_constant_buffers(self, trace: Sequence[LayerTrace]) -> None:
-        """Refuse a buffer that a layer may change in one stage while another stage has it too."""
-        for layer, found in zip(self._model.layers, trace, strict=True):
-            own = {self._primary[name] for name in _tensors_of(layer)} if found.changes else set()
-            for name in self._shared_buffers:
-                if name in own:
-                    raise InputError(
-                        f"layer {layer.name!r} changes its buffers, of which {name!r} is used in "
-                        f"stages {_and(self._stages_of[name])}; put its layers into one stage"
-                    )
-
-    def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
-        """Refuse to begin what cannot fit: better than to be killed in the middle."""
-        footprints = {s: one.footprint() for s, one in computations.items()}
-        for s in filter(self._reduces_beside, footprints):
-            more = footprints[s].static_bytes + self._weights[s].gradient_bytes
-            footprints[s] = replace(footprints[s], static_bytes=more)
-        need, where = peak_bytes(self.plan, self._rank.row, footprints)
-        room = total_bytes(self._rank.device)
-        if need > room:
-            one = self._rank.row[where]
-            raise OutOfMemory(
-                f"stage {one.action.stage} does not fit: rank {self.rank} ({self._name}) needs "
-                f"{format_bytes(need)} and more at {one} and has {format_bytes(room)}: at least "
-                f"{need - room:.0f} bytes short"
-            )
-
-    def _sum_tied(self) -> None:
-        """Sum up what all stages' devices have of the gradients of parameters that they share."""
-        for name in self._tied:
-            own = [
-                self._weights[s].gradient(name) for s in self._stages_of[name] if s in self._stages
-            ]
-            found = [one for one in own if one is not None]
-            if not found:
-                continue
-            total = torch.stack(found).sum(0)
-            if name in self._tied_groups:
-                dist.all_reduce(total, group=self._tied_groups[name])
-            for one in found:
-                one.copy_(total)
-
     def _make_joint(self) -> Joint:
+        shared = SharedGradients(self._rank, self._model, self._weights, self._tied_groups)
         return Joint(
             self._make_count_group(),
             frozenset[int]().union(*self._families),
-            self._sum_tied,
-            self._squares,
+            shared.sum,
+            shared.squares,
             self._clip_norm,
-            self._make_tied_sums(),
+            shared.beside() if self.plan.is_periodic else None,
         )
 
     def _make_count_group(self) -> dist.ProcessGroup | None:
@@ -686,26 +518,6 @@ class Executor:
         group = dist.new_group(sorted(ranks), timeout=self._timeout, backend="gloo")
         return group if self.rank in ranks else None
 
-    def _make_tied_sums(self) -> TiedSums | None:
-        if not self.plan.is_periodic:
-            return None
-        sharing = {
-            name: [s for s in self._stages_of[name] if s in self._stages] for name in self._tied
-        }
-        own = {name: stages for name, stages in sharing.items() if stages}
-        return TiedSums(self._weights, own, self._tied_groups)
-
-    def _squares(self) -> float:
-        """The squared norm of gradients, each parameter on one rank: the first that has it."""
-        first = {s for s in self._stages if self._first_rank(s) == self.rank}
-        tied = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            for name in self._tied
-            if (s := self._stages_of[name][0]) in first
-            and (gradient := self._weights[s].gradient(name)) is not None
-        ]
-        return sum(self._weights[s].squares() for s in first) + float(sum(tied))
-
     def _summed(
         self, values: tuple[float, ...], group: dist.ProcessGroup | None
     ) -> tuple[float, ...]:
@@ -716,220 +528,8 @@ class Executor:
         return tuple(total.tolist())
 
 
-def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
-    """Refuse a norm that is none, and one for weights that change stage by stage."""
-    if clip_norm is None:
-        return
-    if not (isfinite(clip_norm) and clip_norm > 0):
-        raise InputError(f"clip_norm must be a positive number, got {clip_norm:g}")
-    if plan.weight_rule.updates_every_round:
-        raise InputError(
-            f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
-            "updates at its own times; plan with 'flush' weights"
-        )
-
-
-def _device(given: torch.device | str | None) -> torch.device:
-    if given is not None:
-        device = torch.device(given)
-        if device.type == "cuda" and device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-        return device
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local % torch.cuda.device_count())
-
-
-def _rank(plan: PipelinePlan, device: torch.device, families: Families = ()) -> Rank:
-    group = dist.group.WORLD if dist.is_initialized() else None
-    program = lower_any(plan, families)
-    verify(plan, program, families=families)
-    size = 1 if group is None else group.size()
-    if size != len(program.devices):
-        raise InputError(
-            f"the plan needs {len(program.devices)} ranks, one for each of "
-            f"{', '.join(program.devices)}; there are {size}"
-        )
-    number = 0 if group is None else group.rank()
-    # Gloo moves what lies in the host's memory.
-    gloo = group is not None and dist.get_backend(group) == "gloo"
-    wire = torch.device("cpu") if gloo else device
-    periodic = None if isinstance(program, Program) else program
-    whole = program if isinstance(program, Program) else program.until_it_repeats()
-    row = whole.rows[number]
-    return Rank(plan, program.devices, number, row, device, wire, group, periodic)
-
-
-def _require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:
-    """The model's layers are those that were planned: their number, names and sizes."""
-    count = plan.stages[-1].layers[1]
-    if len(model.layers) != count:
-        names = ", ".join(layer.name for layer in model.layers)
-        raise InputError(f"the plan has {count} layers, the model {len(model.layers)}: {names}")
-    sizes = set()
-    for i, (planned, layer) in enumerate(zip(plan.layers or (), model.layers, strict=False)):
-        if planned.name != layer.name:
-            raise InputError(
-                f"layer {i} is {planned.name!r} in the plan, {layer.name!r} in the model"
-            )
-        numbers = sum(one.numel() for one in layer.module.parameters())
-        if (planned.parameter_bytes > 0) != (numbers > 0):
-            raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
-        if numbers:
-            sizes.add(planned.parameter_bytes / numbers)
-            # Whatever type was planned for, it is the same for all layers.
-            if len(sizes) > 1:
-                raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
-
-
-def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputError:
-    return InputError(
-        f"layer {i}, {name!r}, has {planned_bytes:.0f} bytes of parameters in the plan and "
-        f"{numbers} parameters in the model"
-    )
-
-
-def _require_updated_together(
-    plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
-) -> None:
-    for name in tied if plan.weight_rule.updates_every_round else ():
-        raise InputError(
-            f"parameter {name!r} is shared by stages {_and(stages_of[name])}, which with "
-            f"{plan.weights!r} update it at different times; put its layers into one stage"
-        )
-
-
-def _require_not_shared(tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]) -> None:
-    for name in tied:
-        raise InputError(
-            f"clip_norm: parameter {name!r} is shared by stages {_and(stages_of[name])} of a "
-            "periodic plan, where its gradient is not known in time; put its layers into one stage"
-        )
-
-
-def _require_whole_gradients(
-    plan: PipelinePlan, model: LayeredModel, stages_of: Mapping[str, Sequence[int]]
-) -> None:
-    for names, one in model.parameters_by_name().items():
-        for s in stages_of[names[0]] if one._backward_hooks else ():
-            if len(plan.stages[s].runners(0)) > 1:
-                raise InputError(
-                    f"parameter {names[0]!r} has a hook, which each of the devices that split the "
-                    f"microbatches of stage {s} would call with a part of the gradient; remove it"
-                )
-
-
-def _and(stages: Sequence[int]) -> str:
-    return " and ".join(map(str, stages))
-
-
-def _tensors_of(layer: CapturedLayer) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a layer, under all their names."""
-    state = layer.module.state_dict(keep_vars=True)
-    return {name: one for name, one in state.items() if isinstance(one, Tensor)}
-
-
 def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
     kind, _, name = key.partition(".")
     if kind == "optimizer":
         name = name.rpartition(".")[0]
     return kind in kinds and name in own
-
-
-def _tensors(name: str, batch: Batch) -> tuple[Tensor, ...]:
-    found = batch if isinstance(batch, tuple) else (batch,)
-    for one in found:
-        if not isinstance(one, Tensor):
-            raise InputError(
-                f"{name} must be a tensor or a tuple of tensors, got {type(one).__name__}"
-            )
-    return found
-
-
-def _require_as_many(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for one in (*inputs, *targets):
-        if one.dim() == 0 or len(one) != len(inputs[0]):
-            raise InputError(
-                f"a mini-batch needs as many samples in all its inputs and targets, got shapes "
-                f"{', '.join(str(tuple(each.shape)) for each in (*inputs, *targets))}"
-            )
-
-
-def _samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
-    """The samples of a microbatch."""
-    count = len(inputs[0])
-    if count == 0 or count % plan.microbatches:
-        raise InputError(
-            f"a mini-batch of {count} samples cannot be cut into {plan.microbatches} equal "
-            "microbatches; leave a ragged last mini-batch out, or fill it up"
-        )
-    return count // plan.microbatches
-
-
-def _boundary(
-    plan: PipelinePlan,
-    s: int,
-    lanes: Sequence[Sequence[Rows]],
-    traces: Mapping[int, LayerTrace],
-    samples: int,
-) -> Boundary:
-    values = traces[samples].outputs
-    by_sample = tuple(
-        all(trace.outputs[i].shape[:1] == (count,) for count, trace in traces.items())
-        for i in range(len(values))
-    )
-    below, above = lanes[s], lanes[s + 1]
-    if len(below) > 1 and plan.stages[s].runners(0) == plan.stages[s + 1].runners(0):
-        return Boundary(values, by_sample, None)
-    for i, (value, cut) in enumerate(zip(values, by_sample, strict=True)):
-        by_share = value.gradient or any(one.outputs[i] != value for one in traces.values())
-        if by_share and not cut and len(below) * len(above) > 1:
-            raise InputError(
-                f"a value of shape {value.shape} between stages {s} and {s + 1} has no samples in "
-                "its first dimension, so that it or its gradient cannot be split among devices; "
-                "cut elsewhere, or leave these stages on one device each"
-            )
-    return Boundary(values, by_sample, pieces([len(lane) for lane in below], len(above)))
-
-
-def _share(
-    rows: Rows, lane: int, samples: int, traces: Mapping[int, Sequence[LayerTrace]]
-) -> Share | None:
-    """The samples of a microbatch that a device works on, None if it is all of them in order.
-
-    ``traces`` of the stage's layers, by the number of samples.
-    """
-    if rows == tuple(range(samples)):
-        return None
-    fewer = min(traces)
-    pairs = zip(traces[samples], traces[fewer], strict=True)
-    return Share(
-        rows,
-        samples,
-        lane,
-        tuple(
-            None if one.draws_again else whole_draws(one.draws, samples, other.draws, fewer)
-            for one, other in pairs
-        ),
-    )
-
-
-def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    return tuple(map(change, batch)) if isinstance(batch, tuple) else change(batch)
-
-
-def _barrier(group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.barrier(group)
-
-
-def _since(start: float, records: Sequence[RankAction]) -> list[RankAction]:
-    return [
-        replace(
-            one,
-            start_seconds=max(0.0, one.start_seconds - start),
-            finish_seconds=max(0.0, one.finish_seconds - start),
-        )
-        for one in records
-    ]

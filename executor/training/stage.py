@@ -15,17 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stagewright.executor.capture.draws import DrawsOfShare, WholeDraw
+from stagewright.executor.capture.layers import CapturedLayer
 from stagewright.executor.capture.shapes import LayerTrace, Value
-from stagewright.executor.capture.split_backward import (
-    CannotSplit,
-    Saved,
-    SavedForWeights,
-    SplitLayer,
-    split_layer,
-)
-from stagewright.executor.capture.tracing import CapturedLayer
+from stagewright.executor.capture.split_backward import split_layer
+from stagewright.executor.capture.split_layer import CannotSplit, Saved, SavedForWeights, SplitLayer
+from stagewright.executor.programs.memory import Footprint
 from stagewright.executor.programs.shares import Rows
-from stagewright.executor.programs.verify import Footprint
 
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]

@@ -19,7 +19,8 @@ from stagewright.executor.training.checkpoint import Header
 from stagewright.executor.training.endings import Member
 from stagewright.executor.training.initialise import Model
 from stagewright.executor.training.losses import Loss, cross_entropy
-from stagewright.executor.training.runtime import Executor, require_clip_norm
+from stagewright.executor.training.model_checks import require_clip_norm
+from stagewright.executor.training.runtime import Executor
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError

@@ -19,8 +19,8 @@ from stagewright.formulations.patterns.one_f_one_b import (
     load_bound,
     period_bound,
 )
-from stagewright.formulations.patterns.pattern import pattern_problem
 from stagewright.formulations.patterns.pattern_models import PATTERN
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import NAMES as OF_PERIODS
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines import every_plan

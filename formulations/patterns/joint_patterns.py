@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.patterns.pattern import static_bytes
+from stagewright.formulations.patterns.pattern_problems import static_bytes
 from stagewright.formulations.plans.memory import kept_bytes, state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage

@@ -93,7 +93,7 @@ def _least_reductions(problem: PipelineProblem, size: int) -> Floats:
 def _weights(problem: PipelineProblem, size: int) -> Floats:
     """Bytes that a device holds all the time for each of its layers, shape (L,).
 
-    As `static_bytes` of :mod:`stagewright.formulations.patterns.pattern`, without the buffers.
+    As ``pattern_problems.static_bytes``, without the buffers.
     """
     factor = state_factor(problem, size, DOUBLE_BUFFER, overlapping=True)
     return problem.chain.parameter_bytes * factor

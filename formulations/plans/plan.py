@@ -26,7 +26,7 @@ class Stage:
     microbatch evenly among them (SPP), ``round-robin`` gives microbatch m to device m mod r whole.
     ``recompute`` says what is forgotten after the forward and computed again for the backward:
     nothing (``none``), all but the stage's input (``full``), or all but every layer's input
-    (``layer``). With ``offload`` all that is kept goes to the host's memory behind the forward, and
+    (``layer``). With ``offload`` all that is kept goes to the host's memory after the forward, and
     is back when the backward begins.
     """
 
@@ -200,7 +200,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """An upper bound that a theorem promises, beside the cost that was reached.
+    """An upper bound that a theorem promises, next to the cost that was reached.
 
     ``premise`` says under what conditions, and in comparison to what, the theorem promises it;
     ``stages`` are those whose times stand in its formula.

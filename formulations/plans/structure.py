@@ -103,39 +103,48 @@ def work_of(problem: PipelineProblem, structure: Structure) -> tuple[Work, Endin
     stages, m = structure.stages, problem.microbatches
     split = np.array(structure.split)
     seconds = durations(problem, stages, np.repeat(split[:, None], m, axis=1))
+    index = problem.cluster.index
+    everyone = tuple(tuple(index[name] for name in stage.devices) for stage in stages)
+    endings = Endings(everyone, seconds[ActionKind.REDUCE][:, 0], seconds[ActionKind.UPDATE][:, 0])
+    return _work(problem, structure, _seconds(seconds)), endings, seconds
+
+
+def _work(problem: PipelineProblem, structure: Structure, seconds: Floats) -> Work:
+    stages, index = structure.stages, problem.cluster.index
     lanes = [
-        (s, tuple(problem.cluster.index[name] for name in stage.runners(turn)))
+        (s, [index[name] for name in runners])
         for s, stage in enumerate(stages)
-        for turn in range(stage.turns)
+        for runners in stage.lanes
     ]
     bytes_ = [_lane_bytes(problem, structure, s, devices) for s, devices in lanes]
     kept, again, offloaded, offload = np.array(bytes_).T
-    size = len(problem.cluster)
+    places = _lanes_of_devices([devices for _, devices in lanes], len(problem.cluster))
+    return Work(
+        seconds=seconds,
+        split=np.array(structure.split),
+        lane=_lane_table(stages, problem.microbatches),
+        channel=_channel_table(stages, problem.microbatches),
+        stage=np.array([s for s, _ in lanes]),
+        members=[devices for _, devices in lanes],
+        near=[sorted({n for v in devices for n in places[v]}) for _, devices in lanes],
+        places=places,
+        kept=kept,
+        again=again,
+        offloaded=offloaded,
+        offload=offload,
+        memory=problem.memory_bytes,
+        room=_room(problem, stages),
+        alone=np.array([_alone(mine, kept, again, offloaded) for mine in places]),
+    )
+
+
+def _lanes_of_devices(lanes: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """The lanes of each of ``size`` devices."""
     places: list[list[int]] = [[] for _ in range(size)]
-    for n, (_, devices) in enumerate(lanes):
+    for n, devices in enumerate(lanes):
         for v in devices:
             places[v].append(n)
-    near = [sorted({n for v in devices for n in places[v]}) for _, devices in lanes]
-    work = Work(
-        _seconds(seconds),
-        split,
-        _lane_table(stages, m),
-        _channel_table(stages, m),
-        np.array([s for s, _ in lanes]),
-        [list(devices) for _, devices in lanes],
-        near,
-        places,
-        kept,
-        again,
-        offloaded,
-        offload,
-        problem.memory_bytes,
-        _room(problem, stages),
-        np.array([_alone(places[v], kept, again, offloaded) for v in range(size)]),
-    )
-    everyone = tuple(tuple(problem.cluster.index[name] for name in s.devices) for s in stages)
-    endings = Endings(everyone, seconds[ActionKind.REDUCE][:, 0], seconds[ActionKind.UPDATE][:, 0])
-    return work, endings, seconds
+    return places
 
 
 def misfit(problem: PipelineProblem, structure: Structure, work: Work) -> str | None:
@@ -219,7 +228,7 @@ def _channel_table(stages: Sequence[Stage], microbatches: int) -> Ints:
 
 
 def _lane_bytes(
-    problem: PipelineProblem, structure: Structure, s: int, devices: tuple[int, ...]
+    problem: PipelineProblem, structure: Structure, s: int, devices: Sequence[int]
 ) -> tuple[float, float, float, float]:
     """Bytes kept, bytes kept again, bytes offloaded, and the seconds of that."""
     stage = structure.stages[s]

@@ -30,8 +30,8 @@ def warm_up_periods(schedule: PeriodicSchedule) -> int:
 def unroll_run(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
     """The finite plan in which a periodic ``plan`` does this many microbatches and then ends.
 
-    It ends with an iteration: all-reduces stand behind the last microbatch, and as many
-    microbatches before it as an iteration has, again and again. Times that differ by the rounding
+    It ends with an iteration: all-reduces follow the last microbatch, and those before it by an
+    iteration's microbatches, two of them, and so on. Times that differ by the rounding
     of their sums are made equal, so that what follows directly begins when the other ends.
     """
     schedule = plan.schedule

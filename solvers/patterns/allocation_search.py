@@ -15,7 +15,8 @@ from typing import Literal
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.one_f_one_b import allows, iteration_bound
-from stagewright.formulations.patterns.pattern import PatternProblem, PatternProblems
+from stagewright.formulations.patterns.pattern import PatternProblem
+from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.plans.plan import Stage
 
 Stages = tuple[Stage, ...]

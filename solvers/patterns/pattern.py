@@ -11,16 +11,11 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
+from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
 from stagewright.formulations.patterns.one_f_one_b import load_bound, period_bound
+from stagewright.formulations.patterns.order_model import OrderModel
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
-from stagewright.formulations.patterns.pattern_models import (
-    AtPeriod,
-    ByRate,
-    OrderModel,
-    in_ticks,
-    least_pattern,
-    sequential,
-)
+from stagewright.formulations.patterns.pattern_models import AtPeriod, ByRate, in_ticks
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import solve
@@ -82,7 +77,7 @@ def best_pattern(
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     began = perf_counter()
-    search = _Search(problem, limits, on_progress, began)
+    search = _PatternSearch(problem, limits, on_progress, began)
     first = sequential(problem)
     if first.period <= 0:
         raise InputError("a pattern needs an operation that takes time")
@@ -102,7 +97,7 @@ def best_pattern(
 
 
 @dataclass
-class _Search:
+class _PatternSearch:
     """What is known while a search goes on."""
 
     problem: PatternProblem
@@ -183,10 +178,10 @@ class _Search:
         self.on_progress(Progress(seconds, self.period, min(self.bound, self.period)))
 
 
-def _by_rate(backend: str, name: str) -> Callable[[_Search], None]:
+def _by_rate(backend: str, name: str) -> Callable[[_PatternSearch], None]:
     """A search by the mixed-integer program of the rate."""
 
-    def run(search: _Search) -> None:
+    def run(search: _PatternSearch) -> None:
         assert search.best is not None
         while not search.closed:
             model = ByRate(search.relaxed, search.bound, search.period, search.rooms)
@@ -203,7 +198,7 @@ def _by_rate(backend: str, name: str) -> Callable[[_Search], None]:
     return run
 
 
-def _by_periods(search: _Search) -> None:
+def _by_periods(search: _PatternSearch) -> None:
     """CP-SAT at one period after the other: at the lower bound, then in the middle."""
     from stagewright.solvers.backends.cpsat import run_integers  # CP-SAT is slow to import
 
@@ -233,7 +228,7 @@ def _least_ticks(model: OrderModel, orders: Ints) -> int:
     return math.ceil(pattern.period * (1 - MARGIN))
 
 
-BACKENDS: dict[str, Callable[[_Search], None]] = {
+BACKENDS: dict[str, Callable[[_PatternSearch], None]] = {
     "auto": _by_rate("highs", "HiGHS"),
     "highs": _by_rate("highs", "HiGHS"),
     "pulp-highs": _by_rate("pulp-highs", "HiGHS"),
@@ -243,7 +238,7 @@ BACKENDS: dict[str, Callable[[_Search], None]] = {
 }
 
 
-def _list_schedules(search: _Search) -> None:
+def _list_schedules(search: _PatternSearch) -> None:
     """Offer list schedules of growing periods until one fits; longer ones are seldom better."""
     for longer in LONGER:
         fits = False

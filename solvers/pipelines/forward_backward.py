@@ -37,7 +37,7 @@ def improve(
 
     The search ends early at ``target``, or when it has run out of patience.
     """
-    search = _Search(problem, np.random.default_rng(limits.seed))
+    search = _ScheduleSearch(problem, np.random.default_rng(limits.seed))
     best = current = block_starts(problem, incumbent)
     cost, passes, last, began = search.makespan(best), 0, 0, perf_counter()
     while cost > target and passes - last < PATIENCE and limits.left(perf_counter() - began) > 0:
@@ -54,7 +54,7 @@ def improve(
     return timetable_of(problem, best)
 
 
-class _Search:
+class _ScheduleSearch:
     """The two directions of scheduling, with their random choices."""
 
     def __init__(self, problem: MakespanProblem, random: np.random.Generator) -> None:

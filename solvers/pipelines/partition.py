@@ -12,7 +12,7 @@ from stagewright.formulations.pipelines.bppm import (
     StageChoice,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.solvers.pipelines import recurrence
+from stagewright.solvers.pipelines import recurrence, recurrence_kernels
 from stagewright.solvers.pipelines.recurrence import Cuts
 
 # A bracket is narrowed to this ratio before its upper end is tested for optimality; each failed
@@ -55,7 +55,7 @@ class PartitionSearch:
         layers, size = len(self.form.parameters) - 1, len(self.form.memory)
         self.most = min(layers, size, self.most or size)
         load = float(recurrence.least_work(self.form)[-1]) / size
-        self.bound = dict.fromkeys(range(1, self.most + 1), load * (1 - recurrence.MARGIN))
+        self.bound = dict.fromkeys(range(1, self.most + 1), load * (1 - recurrence_kernels.MARGIN))
         self.found = {}
 
     def test(self, limit: float) -> None:

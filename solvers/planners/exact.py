@@ -69,7 +69,7 @@ def exact(
     """
     if (len(problem.chain) * len(problem.cluster)) ** 2 / 4 > STEPS:
         return ExactAnswer(None, None, None, load_bound(problem), False)
-    search = _Search(problem, limits, on_progress, incumbent_seconds)
+    search = _PlanSearch(problem, limits, on_progress, incumbent_seconds)
     complete = search.run()
     stages, timetable = search.best or (None, None)
     cost = search.cost if search.best else None
@@ -117,7 +117,7 @@ class _Candidate:
     scheduling: MakespanProblem
 
 
-class _Search:
+class _PlanSearch:
     """Prefixes and candidates in a heap.
 
     First come those that CP-SAT has left open least often (``turn``), then the least bounds, then

@@ -24,7 +24,8 @@ from stagewright.formulations.plans.structure import Structure, misfit, structur
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.pipelines.structure_scheduling import EQUAL, Rule, best_schedule, rules_for
+from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
+from stagewright.solvers.pipelines.structure_scheduling import EQUAL, best_schedule
 from stagewright.solvers.planners.moves import Moves
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
@@ -75,13 +76,13 @@ def plan_general(
         asked = replace(asked, recompute="auto")
     if asked.offload is None:
         asked = replace(asked, offload=True)
-    search = _Search(problem, limits, on_progress, asked)
+    search = _StructureSearch(problem, limits, on_progress, asked)
     search.run(known)
     return search.answer()
 
 
 @dataclass
-class _Search:
+class _StructureSearch:
     problem: PipelineProblem
     limits: Limits
     on_progress: OnProgress

@@ -34,8 +34,8 @@ from stagewright.solvers.planners.device_groups import distinct, longest_update,
 from stagewright.solvers.planners.one_f_one_b_star import contiguous
 from stagewright.solvers.planners.periodic_search import (
     OPTIMAL_GAP,
-    PERIODIC_OPTIONS,
     FoundPattern,
+    PeriodicPlanner,
     PeriodicSearch,
 )
 from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
@@ -165,22 +165,10 @@ def jointly(search: PeriodicSearch, size: int) -> None:
         search.bounds[size].append(Bound(answer.bound, ALLOCATIONS, "problem", plans))
 
 
-class MadPipePlanner:
-    """MadPipe, with a local and a joint search."""
-
-    name = "madpipe"
-    summary = (
-        "periodic plans for little memory: some devices have several stages; asynchronous, two "
-        "versions of the weights"
-    )
-    source = "Beaumont et al., ScaDL 2022"
-    options = PERIODIC_OPTIONS
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> PeriodicProposal | NoPlan:
-        """The best plan found."""
-        return plan_madpipe(problem, limits, on_progress, choices)
-
-
-PLANNER = MadPipePlanner()
+PLANNER = PeriodicPlanner(
+    "madpipe",
+    "periodic plans for little memory: some devices have several stages; asynchronous, two "
+    "versions of the weights",
+    "Beaumont et al., ScaDL 2022",
+    plan_madpipe,
+)

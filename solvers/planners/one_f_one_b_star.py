@@ -20,8 +20,8 @@ from stagewright.solvers.patterns.madpipe import least_period as least_allocatio
 from stagewright.solvers.planners.device_groups import Groups, distinct, longest_update, orders
 from stagewright.solvers.planners.periodic_search import (
     OPTIMAL_GAP,
-    PERIODIC_OPTIONS,
     FoundPattern,
+    PeriodicPlanner,
     PeriodicSearch,
 )
 from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
@@ -80,22 +80,10 @@ def is_plain(search: PeriodicSearch, groups: Groups) -> bool:
     return not search.choices.offload and len(distinct(search.problem, groups)) == 1
 
 
-class OneFOneBStar:
-    """1F1B* on the best contiguous partition."""
-
-    name = "1f1b-star"
-    summary = (
-        "the best periodic plan with a stage on every device; asynchronous, two versions of the "
-        "weights"
-    )
-    source = "MadPipe 4.1"
-    options = PERIODIC_OPTIONS
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> PeriodicProposal | NoPlan:
-        """The plan of the shortest iteration."""
-        return plan_one_f_one_b_star(problem, limits, on_progress, choices)
-
-
-PLANNER = OneFOneBStar()
+PLANNER = PeriodicPlanner(
+    "1f1b-star",
+    "the best periodic plan with a stage on every device; asynchronous, two versions of the "
+    "weights",
+    "MadPipe 4.1",
+    plan_one_f_one_b_star,
+)

@@ -7,15 +7,13 @@ from functools import partial
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.patterns.least_pattern import sequential
 from stagewright.formulations.patterns.one_f_one_b import (
     period_bound,
 )
-from stagewright.formulations.patterns.pattern import (
-    Pattern,
-    PatternProblem,
-    PatternProblems,
-)
-from stagewright.formulations.patterns.pattern_models import PATTERN, sequential
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.formulations.patterns.pattern_models import PATTERN
+from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.patterns.periodic_bounds import (
     fastest_work,
     iteration_bounds,
@@ -46,6 +44,23 @@ OPTIMAL_GAP = 1e-6  # relative
 MOST_BYTES = 1e17
 LONGEST_WAIT = 1e4  # beyond it the times of a run lose the digits of short operations
 PATTERN_SECONDS = 5.0  # for one allocation's pattern
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicPlanner:
+    """A planner of periodic plans."""
+
+    name: str
+    summary: str
+    source: str
+    plan: Callable[[PipelineProblem, Limits, OnProgress, Choices], PeriodicProposal | NoPlan]
+    options: Options = PERIODIC_OPTIONS
+
+    def propose(
+        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
+    ) -> PeriodicProposal | NoPlan:
+        """The plan of the shortest iteration that it finds."""
+        return self.plan(problem, limits, on_progress, choices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

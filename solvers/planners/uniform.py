@@ -9,7 +9,8 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress,
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.structure_scheduling import Rule, best_schedule
+from stagewright.solvers.pipelines.structure_rules import Rule
+from stagewright.solvers.pipelines.structure_scheduling import best_schedule
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import (
     Choices,

@@ -208,6 +208,7 @@ def schedule(
     time_limit: float = 10.0,
     threads: int = 1,
     seed: int = 0,
+    backend: str | None = None,
     stop: StopToken | None = None,
 ) -> "ScheduleAnswer":
     """Schedule a pipeline whose stages are given by their times.
@@ -222,11 +223,13 @@ def schedule(
         The most microbatches in flight on each stage; empty: no limit.
     kind
         ``gpipe``, ``1f1b``, ``pe``, or the ``optimal`` schedule.
+    backend
+        Solver of the optimal schedule; CP-SAT if left out.
     """
     from stagewright.service.scheduling import schedule as answer
 
     times: dict[str, Any] = {
-        name: tuple(values) if isinstance(values, Sequence) else values
+        name: tuple(values) if isinstance(values, list) else values
         for name, values in (
             ("forward", forward), ("backward", backward), ("transfers", transfers),
             ("in_flight", in_flight),
@@ -239,5 +242,6 @@ def schedule(
         time_limit=time_limit,
         threads=threads,
         seed=seed,
+        backend=backend,
     )
     return answer(request, stop=stop)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from scipy import sparse
 
 from stagewright.formulations.forms.answers import Limits, Progress, Status
@@ -90,7 +91,7 @@ def feasible_linear(draw):
 
 
 @pytest.mark.parametrize("backend", LINEAR)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(form=feasible_linear())
 def test_duals_prove_the_optimum(backend, form):
     answer = solve(form, backend)

@@ -9,7 +9,8 @@ from profiles import examples
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from stagewright.executor.capture.tracing import LayeredModel, capture
+from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.tracing import capture
 from stagewright.graphs.documents.errors import InputError
 
 WIDTH = 6

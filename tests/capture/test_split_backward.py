@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import split_backward
-from stagewright.executor.capture.split_backward import CannotSplit, SplitLayer, split_layer
+from stagewright.executor.capture.split_backward import split_layer
+from stagewright.executor.capture.split_layer import CannotSplit, SplitLayer
 from stagewright.graphs.documents.errors import InputError
 
 SEED = 7

@@ -232,3 +232,18 @@ def test_a_cluster_is_simulated_on_a_jobs_file(tmp_path: Path):
 def test_a_simulation_that_cannot_be_is_refused(arguments: tuple[str, ...], complaint: str):
     cluster = ("--cluster", "v100=2x4@2.48,p100=1x4@1.46")
     assert complaint in refused("simulate-cluster", *cluster, *arguments)
+
+
+@pytest.mark.parametrize("backend", ["cvxpy", "pulp-cbc"])
+def test_another_backend_has_the_same_optimum(jobs: Path, backend: str):
+    options = ("allocate", "--jobs", jobs, "--cluster", "v100=1,k80=1", "--policy", "max-min")
+    found = as_json(*options, "--backend", backend)
+    assert found["objective"] == pytest.approx(as_json(*options)["objective"], rel=1e-6)
+    assert (found["duals"] is not None) == (backend == "cvxpy")
+
+
+def test_backends_that_do_not_apply_are_refused(jobs: Path):
+    options = ("allocate", "--jobs", jobs, "--cluster", "v100=1,k80=1", "--policy")
+    assert "unknown backend 'gurobi'" in refused(*options, "fifo", "--backend", "gurobi")
+    assert "accepts Intervals" in refused(*options, "fifo", "--backend", "cp-sat")
+    assert "has no program to write out" in refused(*options, "allox", "--backend", "cvxpy")

@@ -15,7 +15,7 @@ from ranks import Ranks
 from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.patterns.pattern import static_bytes
+from stagewright.formulations.patterns.pattern_problems import static_bytes
 from stagewright.formulations.plans.actions import COMPUTE
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -5,11 +5,14 @@ import threading
 from dataclasses import replace
 
 import pytest
+from markets import series
 
 import stagewright
 from stagewright.formulations.forms.answers import Status
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload
+from stagewright.graphs.workloads.prices import Market
 
 GB = 1e9
 
@@ -246,6 +249,14 @@ def test_arguments_of_another_type_are_refused(tmp_path, monkeypatch, model, clu
         lambda value: stagewright.simulate(plan, model, value),
         lambda value: stagewright.allocate(value, stagewright.parse_pool("v100=1")),
         lambda value: stagewright.allocate(value, value),
+        lambda value: stagewright.rounds(value, value),
+        lambda value: stagewright.simulate_cluster(value, value),
+        lambda value: stagewright.estimate(value, value),
+        lambda value: stagewright.cloud(value, {"v100": 1.0}),
+        lambda value: stagewright.compare(value, value),
+        lambda value: stagewright.partition(value, cluster),
+        lambda value: stagewright.schedule(2, value, value),
+        lambda value: stagewright.run_cluster(value, value, {}, "jobs"),
         lambda value: stagewright.save_plan(value, "x"),
         lambda value: stagewright.save_model(value, "x"),
         lambda value: stagewright.save_cluster(value, "x"),
@@ -286,3 +297,48 @@ def test_names():
         assert getattr(stagewright, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'magic'"):
         stagewright.magic  # noqa: B018
+
+
+def test_schedules_and_partitions(model, cluster):
+    answer = stagewright.schedule(3, (1, 1), (2, 2))
+    assert (answer.status, answer.makespan) == (Status.OPTIMAL, 12)
+    assert answer.result.timetable.makespan(answer.problem) == 12
+    late = stagewright.schedule(3, (1, 1), (2, 2), kind="gpipe", in_flight=(2, 1))
+    assert (late.status, late.makespan) == (Status.INFEASIBLE, None)
+    exact, program = (
+        stagewright.partition(model, cluster, 3, stages=2, backend=backend)
+        for backend in ("recurrence", "highs")
+    )
+    assert program.partitions[0].bottleneck_seconds == pytest.approx(
+        exact.partitions[0].bottleneck_seconds
+    )
+
+
+@pytest.fixture
+def jobs():
+    """Two jobs, one of which gains more from a v100."""
+    rates = (("a", "v100", 40.0), ("a", "k80", 10.0), ("b", "v100", 12.0), ("b", "k80", 6.0))
+    alone = tuple(Rate(model, 1, kind, rate) for model, kind, rate in rates)
+    return Workload(tuple(Job(name, name, 7200.0) for name in "ab"), Throughputs(alone))
+
+
+def test_jobs_are_allocated_run_in_rounds_and_simulated(jobs):
+    pool = stagewright.parse_pool("v100=1,k80=1")
+    result = stagewright.allocate(jobs, pool, "max-min")
+    assert result.status is Status.OPTIMAL
+    answer = stagewright.rounds(jobs, pool, "max-min", rounds=4)
+    assert [len(one) for one in answer.rounds] == [2] * 4
+    simulated = stagewright.simulate_cluster(pool, jobs, round_seconds=60.0, keep_assignments=True)
+    assert (simulated.completed, simulated.jobs) == (2, 2)
+    assert simulated.makespan_seconds == simulated.timeline.makespan_seconds
+    assert all(one.assignments for one in simulated.timeline.rounds)
+    with pytest.raises(stagewright.InputError, match="colour: unknown field"):
+        stagewright.simulate_cluster(pool, jobs, colour="red")
+
+
+def test_a_job_is_placed_in_the_cloud():
+    market = Market((series([3.0] * 9), series([0.5] * 9, name="p2.xlarge", gpu="k80")))
+    answer = stagewright.cloud(market, {"v100": 1.0, "k80": 0.5}, v100_hours=3.0)
+    assert answer.strategies["optimal"].dollars == pytest.approx(3.0)
+    assert answer.plan[0].instance == "aws/us-east-1/p2.xlarge"
+    assert sum(stay.end_seconds - stay.begin_seconds for stay in answer.stays) == 6 * 3600

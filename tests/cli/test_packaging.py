@@ -19,7 +19,8 @@ def modules() -> set[str]:
     """Every module and data file of the package, as a path inside it."""
     inside = [path for room in ROOMS for path in (*python(room), *(ROOT / room).rglob("*.jinja"))]
     files = {f"stagewright/{path.relative_to(ROOT)}" for path in inside}
-    front = [*(ROOT / "stagewright").glob("*.py"), *python("stagewright/cli")]
+    front = list((ROOT / "stagewright").glob("*.py"))
+    front += [*python("stagewright/cli"), *python("stagewright/front")]
     files |= {str(path.relative_to(ROOT)) for path in front}
     return files | {"stagewright/py.typed"}
 

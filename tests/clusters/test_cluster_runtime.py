@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cluster_jobs import BATCHES, MODEL, STATE, Walk, train, trained, value_after
 from cluster_runs import RATES, ROUND, SECONDS, job, max_min_fair, run
+from commands import answered_json
 
 from stagewright.executor.clusters.job_store import JobStore
 from stagewright.executor.clusters.rates import Measured, has_moved, measured, surviving
@@ -26,7 +27,14 @@ from stagewright.formulations.clusters.allocation import Allocation, AllocationP
 from stagewright.formulations.clusters.rates import rate_table
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.workloads.jobs import Job, PairRate, Rate, Throughputs
+from stagewright.graphs.workloads.jobs import (
+    Job,
+    PairRate,
+    Rate,
+    Throughputs,
+    Workload,
+    save_workload,
+)
 from stagewright.graphs.workloads.pool import parse_pool
 
 
@@ -386,3 +394,25 @@ def test_measured_rates_are_averaged_in() -> None:
 
 def test_batches_of_the_walk_are_not_a_divisor_of_its_steps() -> None:
     assert 30 % BATCHES  # else taking up a pass in its middle goes untested
+
+
+def test_the_command_line_runs_a_cluster(cluster: Any, tmp_path: Path) -> None:
+    jobs = (Job("one", "walk", 20.0), Job("two", "walk", 20.0, scale=2))
+    save_workload(Workload(jobs, RATES), tmp_path / "jobs.json")
+    given = ["--jobs", tmp_path / "jobs.json", "--cluster", "v100=2,k80=2"]
+    given += ["--folder", tmp_path / "run", "--round-seconds", ROUND, "--grace-seconds", 10]
+    found = answered_json(
+        "run-cluster", *given, "--program", "cluster_jobs:quick", "-o", tmp_path / "report.json"
+    )
+    assert found["status"] == "done"
+    assert {job["name"]: job["steps"] for job in found["jobs"]} == {"one": 20, "two": 20}
+    for name in ("one", "two"):
+        require_every_step_once(tmp_path / "run", name, 20)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["rounds"]) == found["rounds"] > 0
+    broken = answered_json(
+        "run-cluster", *given, "--folder", tmp_path / "other", "--retries", 0,
+        "--program", "walk=json:loads", code=1,
+    )  # fmt: skip
+    assert broken["status"] == "failed"
+    assert all("json:loads" in job["error"] for job in broken["jobs"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from profiles import examples
 from specified import specify, specify_agnostic
 from strategies_allocation import Case, random_case
@@ -158,7 +158,7 @@ def test_water_filling_of_time_alone(case: Case):
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in RULES_OF_THUMB])
-@settings(parent=small, max_examples=4)
+@examples(4, parent=small)
 @given(case=random_case(max_jobs=4, entities=True))
 def test_the_reference_answers_as_the_policy_does(name: str, case: Case):
     case = case if POLICIES[name].pairs else without_pairs(case)
@@ -207,7 +207,7 @@ def test_too_many_jobs_to_write_out_are_refused():
 
 @pytest.mark.parametrize("backend", ["highs", "pulp-highs", "pulp-cbc"])
 @pytest.mark.parametrize("name", ["max-min", "water-filling", "fifo", "min-cost", "allox"])
-@settings(parent=small, max_examples=2)
+@examples(2, parent=small)
 @given(case=random_case(max_jobs=4))
 def test_every_backend_answers_alike(name: str, backend: str, case: Case):
     case = case if POLICIES[name].pairs else without_pairs(case)

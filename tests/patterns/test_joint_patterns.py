@@ -14,9 +14,10 @@ from strategies import random_problem
 
 from stagewright.formulations.forms.answers import Limits, Progress
 from stagewright.formulations.patterns.joint_patterns import JointPatterns
+from stagewright.formulations.patterns.least_pattern import sequential
 from stagewright.formulations.patterns.one_f_one_b import load_bound
-from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
-from stagewright.formulations.patterns.pattern_models import sequential
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan

@@ -21,7 +21,7 @@ from stagewright.formulations.patterns import one_f_one_b
 from stagewright.formulations.patterns.allocation_period import delayed
 from stagewright.formulations.patterns.allocation_tables import Placed, all_periods, contiguous
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
-from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
+from stagewright.formulations.patterns.pattern_problems import pattern_problem, static_bytes
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage

@@ -13,16 +13,12 @@ from scipy.optimize import linprog
 
 from stagewright.formulations.forms.answers import Limits, Progress, Status
 from stagewright.formulations.forms.models import LinearProgram
+from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
 from stagewright.formulations.patterns.one_f_one_b import least_period, load_bound, period_bound
-from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
-from stagewright.formulations.patterns.pattern_models import (
-    AtPeriod,
-    ByRate,
-    OrderModel,
-    in_ticks,
-    least_pattern,
-    sequential,
-)
+from stagewright.formulations.patterns.order_model import OrderModel
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.formulations.patterns.pattern_models import AtPeriod, ByRate, in_ticks
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage

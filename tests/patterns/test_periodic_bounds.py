@@ -18,7 +18,7 @@ from stagewright.formulations.patterns.one_f_one_b import (
     one_f_one_b_star,
     period_bound,
 )
-from stagewright.formulations.patterns.pattern import PatternProblems, pattern_problem
+from stagewright.formulations.patterns.pattern_problems import PatternProblems, pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from makespan_oracle import optimal_timetable
 from oracles import brute_force_makespan
+from profiles import examples
 from strategies import random_makespan, random_placed_makespan
 
 from stagewright.formulations.forms.answers import Limits, Status
@@ -31,7 +32,7 @@ from stagewright.solvers.pipelines.scheduling import solve_schedule
 LIMITS = Limits(seconds=20, threads=2)
 SLACK = 1 + 1e-9
 
-quick = settings(max_examples=40, deadline=None, derandomize=True)
+quick = examples(40)
 
 # Two stages on each of two devices, in the shape of a V, and split backwards.
 PLACED = MakespanProblem(
@@ -98,7 +99,7 @@ def test_intervals_reach_the_optimum(problem):
     assert problem.evaluate(model.invert(answer.values)) == optimum
 
 
-@settings(parent=quick, max_examples=4)
+@examples(4)
 @given(random_placed_makespan(max_stages=2, max_microbatches=2))
 def test_disjunctions_reach_the_optimum(problem):
     model = ByDisjunctions(problem, best_list_schedule(problem)[1])
@@ -108,7 +109,7 @@ def test_disjunctions_reach_the_optimum(problem):
     assert problem.evaluate(model.invert(answer.values)) == pytest.approx(optimum)
 
 
-@settings(parent=quick, max_examples=100)
+@examples(100)
 @given(random_placed_makespan())
 def test_no_bound_exceeds_the_optimum(problem):
     optimum = problem.evaluate(optimal_timetable(problem))
@@ -154,7 +155,7 @@ def test_dispatch_keeps_every_rule(problem, seed):
     problem.evaluate(timetable_of(problem, starts))
 
 
-@settings(parent=quick, max_examples=20)
+@examples(20)
 @given(random_placed_makespan(max_stages=4, max_microbatches=5))
 def test_improvement_never_worsens(problem):
     incumbent = list_schedule(problem, "eager")
@@ -193,7 +194,7 @@ def test_interleaving_is_optimal_for_equal_stages():
 # Relations
 
 
-@settings(parent=quick, max_examples=25)
+@examples(25)
 @given(random_placed_makespan())
 def test_split_backwards_never_take_longer_than_whole_ones(problem):
     weights = problem.weight_gradient or (1.0,) * problem.stages
@@ -204,7 +205,7 @@ def test_split_backwards_never_take_longer_than_whole_ones(problem):
     assert costs[0] <= costs[1] * SLACK
 
 
-@settings(parent=quick, max_examples=25)
+@examples(25)
 @given(random_makespan(max_microbatches=2))
 def test_a_device_for_each_stage_is_never_worse_than_one_for_all(problem):
     nothing = (0.0,) * (problem.stages - 1)

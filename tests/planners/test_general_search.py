@@ -19,7 +19,8 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.structure_scheduling import best_schedule, rules_for
+from stagewright.solvers.pipelines.structure_rules import rules_for
+from stagewright.solvers.pipelines.structure_scheduling import best_schedule
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.moves import Moves
 from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of

@@ -17,7 +17,7 @@ from stagewright.cli import app
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.one_f_one_b import least_period
-from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, Stage
 from stagewright.graphs.documents import documents

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies import hard_problem
 
 from stagewright.formulations.checking.check import check
@@ -48,7 +49,7 @@ def test_the_named_planners() -> None:
 
 
 @pytest.mark.parametrize("planner", NAMED)
-@settings(max_examples=10, deadline=None, derandomize=True)
+@examples(10, derandomize=True)
 @given(data=st.data())
 def test_every_stage_offloads_in_a_valid_plan(planner: str, data: st.DataObject) -> None:
     problem = hosted(data.draw(hard_problem(3, 3, 3)), data.draw(st.sampled_from((1e8, 1e12))))

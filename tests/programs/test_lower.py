@@ -23,29 +23,28 @@ from training_plans import (
     zero_bubble_h1,
 )
 
-from stagewright.executor.programs.lower import (
-    RECEIVE_BUFFERS,
-    Rows,
-    computations,
-    lower,
-    with_early_receives,
-    with_early_sends,
-    with_reductions,
-    with_transfers,
-    with_updates,
-    with_versions,
-)
-from stagewright.executor.programs.periodic import in_periods, lower_periodic, pattern_order
+from stagewright.executor.programs.lower import computations, lower
+from stagewright.executor.programs.pattern_order import pattern_order
+from stagewright.executor.programs.periodic import in_periods, lower_periodic
 from stagewright.executor.programs.program import (
     RECEIVES,
     SENDS,
     Instruction,
     Row,
+    Rows,
     parse_program,
     plan_devices,
     received,
 )
+from stagewright.executor.programs.transfers import (
+    RECEIVE_BUFFERS,
+    with_early_receives,
+    with_early_sends,
+    with_transfers,
+)
+from stagewright.executor.programs.updates import with_reductions, with_updates
 from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.versions import with_versions
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plans.periodic import unrolled

@@ -23,6 +23,7 @@ from training_plans import (
 )
 
 from stagewright.executor.programs.lower import lower
+from stagewright.executor.programs.memory import Footprint, peak_bytes
 from stagewright.executor.programs.periodic import lower_periodic
 from stagewright.executor.programs.program import (
     RECEIVES,
@@ -36,7 +37,8 @@ from stagewright.executor.programs.program import (
     received,
     stages_on,
 )
-from stagewright.executor.programs.verify import Footprint, InvalidProgram, peak_bytes, verify
+from stagewright.executor.programs.verify import verify
+from stagewright.executor.programs.work import InvalidProgram
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
 from stagewright.formulations.plans.weight_rules import Weights

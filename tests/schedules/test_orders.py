@@ -1,8 +1,9 @@
 """Orders as data, and the generators against the literature's formulas."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.actions import parse_action
@@ -14,7 +15,7 @@ from stagewright.formulations.schedules.pe import pe
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
 
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+quick = examples(60)
 sizes = st.integers(1, 6)
 
 

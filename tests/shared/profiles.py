@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, settings  # noqa: TID251
 
 QUICK, NIGHTLY = "quick", "nightly"
 QUICK_SHARE = 5

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stagewright.executor.capture.tracing import LayeredModel, capture
+from stagewright.executor.capture.layers import LayeredModel
+from stagewright.executor.capture.tracing import capture
 from stagewright.executor.programs.shares import rows
 from stagewright.executor.training.seeding import layer_seed
 from stagewright.formulations.plans.actions import COMPUTE, ActionKind, parse_action

@@ -17,7 +17,9 @@ from models import EXAMPLES, vectors  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from stagewright.executor.capture.tracing import capture  # noqa: E402
-from stagewright.executor.training.interpreter import OutOfMemory  # noqa: E402
+from stagewright.executor.training import preparation  # noqa: E402
+from stagewright.executor.training import rank as rank_module  # noqa: E402
+from stagewright.executor.training.failures import OutOfMemory  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan  # noqa: E402
 
@@ -125,8 +127,27 @@ def test_a_transfer_ends_when_it_arrives_and_not_when_it_is_needed(ranks: Ranks)
 
 def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make.gpipe(make.straight([6]), 4)
-    monkeypatch.setattr("stagewright.executor.training.runtime.total_bytes", lambda device: 1000.0)
+    monkeypatch.setattr(preparation, "total_bytes", lambda device: 1000.0)
     executor = Executor(plan, EXAMPLES["residual-mlp"].build())
     with pytest.raises(OutOfMemory, match=r"stage 0 does not fit: rank 0 \(d0\) needs .* short"):
         executor.step(*vectors(8))
     assert executor.steps_done == 0
+
+
+def test_a_rank_lowers_and_verifies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what stages share is only known from the model: here the norm of all gradients."""
+    done = {name: counted(monkeypatch, name) for name in ("lower_any", "verify")}
+    plan = make.gpipe(make.straight([6]), 4)
+    Executor(plan, EXAMPLES["residual-mlp"].build(), clip_norm=1.0)
+    assert {name: len(calls) for name, calls in done.items()} == {"lower_any": 1, "verify": 1}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[None]:
+    real, calls = getattr(rank_module, name), list[None]()
+
+    def counting(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return real(*args, **options)
+
+    monkeypatch.setattr(rank_module, name, counting)
+    return calls

@@ -8,7 +8,7 @@ import torch
 from models import EXAMPLES, Example, Feed, TiedTransformer, WithBatchNorm
 from torch import Tensor, nn
 
-from stagewright.executor.capture.tracing import LayeredModel
+from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.training.initialise import initialise
 from stagewright.executor.training.seeding import layer_seed, module_seed
 from stagewright.graphs.documents.errors import InputError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import UNSHRUNK, examples
+from profiles import UNSHRUNK, examples, slow_after
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -29,7 +29,8 @@ from typer.testing import CliRunner  # noqa: E402
 from stagewright.cli import app  # noqa: E402
 from stagewright.executor.programs.periodic import lower_periodic  # noqa: E402
 from stagewright.executor.programs.trace import TracedStep  # noqa: E402
-from stagewright.executor.training.interpreter import OutOfMemory  # noqa: E402
+from stagewright.executor.training import preparation  # noqa: E402
+from stagewright.executor.training.failures import OutOfMemory  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind  # noqa: E402
@@ -188,7 +189,7 @@ def test_known_plans(ranks: Ranks, plan: PipelinePlan, name: str, optimizer: Any
 
 
 # Shrinking would take minutes: every example starts a process group.
-@examples(5, phases=UNSHRUNK)
+@examples(5, quick=1, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(MODELS)))
@@ -201,10 +202,10 @@ def test_random_plans(ranks: Ranks, data: Any) -> None:
 @pytest.mark.parametrize(
     ("groups", "microbatches", "wait"),
     [
-        pytest.param(("a", "b"), 2, (0,), id="two ranks"),
+        pytest.param(("a", "b"), 2, (0,), id="two ranks", marks=pytest.mark.slow),
         pytest.param(("a", "b"), 1, (0, 2, 3), id="the last is ahead"),
         pytest.param(("a", "b", "a"), 2, (0,), id="on one rank"),
-        pytest.param(("ab", "c", "ab"), 1, (0, 1), id="on one group"),
+        pytest.param(("ab", "c", "ab"), 1, (0, 1), id="on one group", marks=pytest.mark.slow),
         pytest.param(("a", "b", "cd"), 1, (0,), id="a group last"),
     ],
 )
@@ -222,7 +223,7 @@ def star(stages: list[Stage], microbatches: int) -> PipelinePlan:
     return make.periodic(stages, problem, one_f_one_b_star(problem, period_bound(problem)))
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("microbatches", slow_after(1, [2, 4]))
 def test_one_f_one_b_star(ranks: Ranks, microbatches: int) -> None:
     plan = star(on("a", "b"), microbatches)
     first = lower_periodic(plan).segments[-1][0]
@@ -442,7 +443,7 @@ def test_a_loss_that_is_not_finite_is_named(ranks: Ranks) -> None:
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagewright.executor.training.runtime.total_bytes", lambda device: 1000.0)
+    monkeypatch.setattr(preparation, "total_bytes", lambda device: 1000.0)
     executor = Executor(make.overlapping(on("a"), 2), dropping())
     with pytest.raises(OutOfMemory, match=r"stage 0 does not fit: rank 0 \(a\) needs .* short"):
         executor.step(*vectors(8))

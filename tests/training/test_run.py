@@ -32,6 +32,8 @@ pytest.importorskip("torch", reason="pip install 'stagewright[executor]'")
 import torch
 
 from stagewright.cli.running import parse_optimizer
+from stagewright.executor.programs.periodic import lower_any
+from stagewright.executor.programs.verify import verify
 from stagewright.executor.training import launch
 from stagewright.executor.training.training import mini_batches
 
@@ -253,6 +255,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_bad_input_is_refused_in_one_line(here: Path, options: str, complaint: str) -> None:
     require_refused(options, complaint)
+
+
+def test_the_launcher_lowers_and_verifies_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = {"periodic.lower_any": lower_any, "verify.verify": verify}
+    for place, function in real.items():
+        monkeypatch.setattr(
+            f"stagewright.executor.programs.{place}",
+            lambda *args, f=function, p=place: (calls.append(p), f(*args))[1],
+        )
+    monkeypatch.setattr(launch.LocalRanks, "run", lambda _: 0)
+    words = ["--model", "jobs:model", "--data", "jobs:batches", "--steps", "2"]
+    assert CliRunner().invoke(app, ["run", "two.json", *words]).exit_code == 0
+    assert sorted(calls) == sorted(real)
 
 
 def require_refused(options: str, complaint: str) -> None:

@@ -1,0 +1,203 @@
+"""A graph is cut into layers wherever few values pass."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+
+from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
+from stagewright.graphs.documents.errors import InputError
+
+PLAIN_METHODS = {"dim", "get_device", "item", "ndimension", "nelement", "numel", "size", "stride"}
+PLAIN_ATTRIBUTES = {"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"}
+PLAIN_LIBRARIES = {"_operator", "builtins", "math"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cuts:
+    """Which nodes each layer computes, and which values are alive before it and at the end.
+
+    Nodes that are no values (sizes, parameters) are in no layer: each layer makes those it uses.
+    """
+
+    names: tuple[str, ...]
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    alive: tuple[tuple[fx.Node, ...], ...]
+
+
+def cut_graph(model: nn.Module, graph: fx.Graph) -> LayeredModel:
+    """The layers of a model, by the graph of its calls."""
+    remade = _remade(graph)
+    results, single = _results(model, graph, remade)
+    cuts = _find_cuts(model, graph, remade, results)
+    modules = [
+        _module(model, nodes, before, after)
+        for nodes, before, after in zip(cuts.nodes, cuts.alive[:-1], cuts.alive[1:], strict=True)
+    ]
+    _add_unused(model, modules)
+    layers = map(CapturedLayer, cuts.names, modules)
+    return LayeredModel(tuple(layers), len(cuts.alive[0]), single)
+
+
+def _results(
+    model: nn.Module, graph: fx.Graph, remade: set[fx.Node]
+) -> tuple[tuple[fx.Node, ...], bool]:
+    """The values that the model returns, and whether it returns one without a tuple."""
+    returned = graph.output_node().args[0]
+    results = tuple(returned) if isinstance(returned, list | tuple) else (returned,)
+    nodes = tuple(one for one in results if isinstance(one, fx.Node) and one not in remade)
+    if len(nodes) < len(results) or not nodes or hasattr(returned, "_fields"):
+        raise InputError(
+            f"{type(model).__name__} returns {returned}; it may return a tensor or a tuple of them"
+        )
+    return nodes, isinstance(returned, fx.Node)
+
+
+def _find_cuts(
+    model: nn.Module, graph: fx.Graph, remade: set[fx.Node], results: tuple[fx.Node, ...]
+) -> _Cuts:
+    layer_of = _layer_of(graph, remade)
+    count = 1 + max(layer_of.values(), default=0)
+    last_use = {node: -1 for node in layer_of}
+    for node, layer in [*layer_of.items(), *((result, count) for result in results)]:
+        sources = [node] if layer == count else node.all_input_nodes
+        for value in _values(sources, remade):
+            last_use[value] = max(last_use[value], layer)
+    alive = [
+        tuple(node for node in layer_of if layer_of[node] < layer <= last_use[node])
+        for layer in range(1, count)
+    ]
+    inputs = tuple(node for node in layer_of if node.op == "placeholder")
+    nodes = [
+        tuple(n for n in layer_of if layer_of[n] == layer and n.op != "placeholder")
+        for layer in range(count)
+    ]
+    return _Cuts(_names(model, nodes), tuple(nodes), (inputs, *alive, results))
+
+
+def _remade(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that every layer makes for itself: what is no tensor, and the module's own tensors."""
+    remade: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr" or _is_plain(node, remade):
+            remade.add(node)
+    return remade
+
+
+def _is_plain(node: fx.Node, remade: set[fx.Node]) -> bool:
+    """Whether ``node`` is known to be no tensor."""
+    sources = node.all_input_nodes
+    of_plain = bool(sources) and all(one in remade and one.op != "get_attr" for one in sources)
+    if node.op == "call_method":
+        return of_plain or node.target in PLAIN_METHODS
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return of_plain or node.args[1] in PLAIN_ATTRIBUTES
+    return of_plain and getattr(node.target, "__module__", "") in PLAIN_LIBRARIES
+
+
+def _layer_of(graph: fx.Graph, remade: set[fx.Node]) -> dict[fx.Node, int]:
+    """The layer of every value, in order; what is before the first leaf belongs to the first."""
+    layer_of: dict[fx.Node, int] = {}
+    leaves = 0
+    for node in graph.nodes:
+        if node in remade or node.op == "output":
+            continue
+        leaves += node.op == "call_module"
+        whole = node.args[0] if _takes_entry(node) else None
+        layer_of[node] = layer_of[whole] if whole in layer_of else max(0, leaves - 1)
+    return layer_of
+
+
+def _takes_entry(node: fx.Node) -> bool:
+    """Whether ``node`` takes an entry of a tuple that is used by entries alone."""
+    if not _is_getitem(node) or not isinstance(node.args[0], fx.Node):
+        return False
+    return all(map(_is_getitem, node.args[0].users))
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[1], int)
+
+
+def _values(nodes: Iterable[fx.Node], remade: set[fx.Node]) -> Iterator[fx.Node]:
+    """The values that ``nodes`` are or are made from."""
+    for node in nodes:
+        if node in remade:
+            yield from _values(node.all_input_nodes, remade)
+        else:
+            yield node
+
+
+def _names(model: nn.Module, nodes: Sequence[Sequence[fx.Node]]) -> tuple[str, ...]:
+    """Each layer's leaf; the second call of a leaf is ``leaf@2``."""
+    calls: Counter[str] = Counter()
+    names = []
+    for own in nodes:
+        leaves = [str(node.target) for node in own if node.op == "call_module"]
+        name = leaves[0] if leaves else type(model).__name__
+        calls[name] += 1
+        names.append(name if calls[name] == 1 else f"{name}@{calls[name]}")
+    return tuple(names)
+
+
+def _module(
+    model: nn.Module,
+    nodes: Sequence[fx.Node],
+    before: Sequence[fx.Node],
+    after: Sequence[fx.Node],
+) -> fx.GraphModule:
+    """The module that computes ``nodes`` from ``before`` and returns ``after``."""
+    graph = fx.Graph()
+    made = {node: graph.placeholder(node.name) for node in before}
+
+    def make(node: fx.Node) -> fx.Node:
+        if node not in made:
+            made[node] = graph.node_copy(node, make)
+        return made[node]
+
+    for node in nodes:
+        make(node)
+    graph.output(tuple(make(node) for node in after))
+    module = fx.GraphModule(model, graph)
+    for node in graph.find_nodes(op="get_attr"):
+        _keep_out_of_state(model, module, str(node.target))
+    return module
+
+
+def _keep_out_of_state(model: nn.Module, module: nn.Module, name: str) -> None:
+    """torch.fx registers every tensor as part of the state; undo it for those that are not."""
+    path, _, field = name.rpartition(".")
+    owner, copied = model.get_submodule(path), module.get_submodule(path)
+    if owner is not copied and field in copied._buffers and not _in_state(owner, field):
+        copied._non_persistent_buffers_set.add(field)
+
+
+def _in_state(owner: nn.Module, field: str) -> bool:
+    return field in owner._buffers and field not in owner._non_persistent_buffers_set
+
+
+def _add_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Give names of the state that no layer has to the layer with that tensor, or to the first."""
+    states = [module.state_dict(keep_vars=True) for module in modules]
+    home = {
+        id(tensor): i for i, state in reversed([*enumerate(states)]) for tensor in state.values()
+    }
+    named: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in named.items():
+        if isinstance(tensor, Tensor) and not any(name in state for state in states):
+            _register(modules[home.get(id(tensor), 0)], name, tensor)
+
+
+def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
+    *path, field = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(field, tensor)
+    else:
+        module.register_buffer(field, tensor)

@@ -1,0 +1,166 @@
+"""Proof that every rank gets to the end; otherwise the cycle of waiting ranks."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from stagewright.executor.programs.program import (
+    Instruction,
+    Program,
+    received,
+    stages_on,
+    transfers,
+)
+from stagewright.executor.programs.verify_transfers import by_peer
+from stagewright.executor.programs.work import InvalidProgram, Work
+from stagewright.formulations.plans.actions import Action, ActionKind
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
+
+
+AROUND = 3  # instructions shown on either side of the place where a rank hangs
+
+
+class Progress:
+    """The program run without data: a rank goes on as soon as what it waits for has happened.
+
+    Sends, receives and all-reduces are only posted. Those of a pair of ranks pass in order, each
+    when both ranks have posted it, as on a NCCL stream; the weakest promise of all backends.
+    """
+
+    def __init__(self, work: Work, program: Program) -> None:
+        self.work, self.plan, self.program = work, work.plan, program
+        self.rank = {name: r for r, name in enumerate(program.devices)}
+        self.at = [0] * len(program.rows)
+        self.done: list[Counter[Action]] = [Counter() for _ in program.rows]
+        self.posted: Counter[tuple[int, int]] = Counter()
+        self.turn = {
+            (rank, one): i
+            for rank, row in enumerate(program.rows)
+            for side in by_peer(row).values()
+            for i, one in enumerate(side)
+        }
+
+    def to_the_end(self) -> None:
+        """Raise InvalidProgram if not every rank gets there."""
+        waiting = list(range(len(self.at)))
+        while waiting:
+            moved = [rank for rank in waiting if self._advance(rank)]
+            waiting = [r for r in waiting if self.at[r] < len(self.program.rows[r])]
+            if waiting and not moved:
+                raise InvalidProgram(self._deadlock(waiting))
+
+    def _advance(self, rank: int) -> bool:
+        row, before = self.program.rows[rank], self.at[rank]
+        while self.at[rank] < len(row):
+            one = row[self.at[rank]]
+            if next(self._awaited(rank, one.action), None) is not None:
+                break
+            self.done[rank][one.action] += 1
+            if one.peer is not None:
+                self.posted[rank, one.peer] += 1
+            self.at[rank] += 1
+        return self.at[rank] > before
+
+    def _awaited(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
+        """What the action still waits for: the rank that must do it, and its name."""
+        s, m, kind = action.stage, action.microbatch, action.kind
+        if self.work.is_measured:
+            yield from self._measured(rank)
+        if kind is F and s > 0:
+            yield from self._arrivals(rank, Action(s - 1, SEND_F, m), (F,))
+        elif kind in (B, I):
+            yield from self._own(rank, s, (F,), m)
+            yield from self._gradients(rank, s, m)
+        elif kind is W:
+            yield from self._own(rank, s, (I,), m)
+        elif kind is SEND_F:
+            yield from self._own(rank, s, (F,), m)
+        elif kind is SEND_B:
+            yield from self._own(rank, s, (B, I), m)
+        elif kind is UPDATE:
+            yield from self._reductions(rank, s)
+
+    def _own(
+        self, rank: int, s: int, kinds: tuple[ActionKind, ...], m: int | None
+    ) -> Iterator[tuple[int, str]]:
+        if not any(self.done[rank][Action(s, kind, m)] for kind in kinds):
+            yield rank, f"{s}{kinds[0]}{m}"
+
+    def _arrivals(
+        self, rank: int, send: Action, makers: tuple[ActionKind, ...]
+    ) -> Iterator[tuple[int, str]]:
+        assert send.microbatch is not None
+        device, there = self.program.devices[rank], received(send)
+        senders = [v for v, target in transfers(self.plan, send) if target == device]
+        runners = self.plan.stages[send.stage].runners(send.microbatch)
+        if device in runners:  # and its own share, without a transfer
+            yield from self._own(rank, send.stage, makers, send.microbatch)
+        for sender in senders:
+            peer = self.rank[sender]
+            receive = Instruction(there, peer)
+            if not self.done[rank][there] or self.posted[rank, peer] <= self.turn[rank, receive]:
+                yield rank, str(receive)
+            elif self.posted[peer, rank] <= self.turn[rank, receive]:
+                yield peer, str(Instruction(send, rank))
+
+    def _reductions(self, rank: int, s: int) -> Iterator[tuple[int, str]]:
+        for other, name in self.work.brings(s):
+            peer = self.rank[name]
+            if self.done[peer][Action(other, REDUCE)] <= self.done[rank][Action(s, UPDATE)]:
+                yield peer, f"{other}{REDUCE}"
+
+    def _gradients(self, rank: int, s: int, m: int | None) -> Iterator[tuple[int, str]]:
+        """What a backward begins with: the next stage's, or losses that are normalised together.
+
+        That is the microbatch's alone where it is an update. Where an iteration is one, its losses
+        are all known before any stage has ended its backwards.
+        """
+        if s < len(self.plan.stages) - 1:
+            yield from self._arrivals(rank, Action(s + 1, SEND_B, m), (B, I))
+        elif self.plan.weight_rule.updates_every_round:
+            assert m is not None
+            for name in self.plan.stages[s].runners(m):
+                yield from self._own(self.rank[name], s, (F,), m)
+
+    def _measured(self, rank: int) -> Iterator[tuple[int, str]]:
+        """The all-reduces whose results a rank measures, when it has begun its last one."""
+        row, at = self.program.rows[rank], self.at[rank]
+        if at == 0 or row[at - 1].action.kind is not REDUCE:
+            return
+        own = stages_on(self.plan, self.program.devices[rank])
+        begun = {self.done[rank][Action(s, REDUCE)] for s in own}
+        for s in own if len(begun) == 1 else ():
+            for name in self.plan.stages[s].devices:
+                if self.done[self.rank[name]][Action(s, REDUCE)] < min(begun):
+                    yield self.rank[name], f"{s}{REDUCE}"
+
+    def _deadlock(self, waiting: list[int]) -> str:
+        needs = {
+            rank: next(self._awaited(rank, self.program.rows[rank][self.at[rank]].action))
+            for rank in waiting
+        }
+        path = [waiting[0]]
+        while needs[path[-1]][0] not in path:
+            path.append(needs[path[-1]][0])
+        cycle = path[path.index(needs[path[-1]][0]) :]
+        steps = " ".join(
+            f"rank {rank} at {self.program.rows[rank][self.at[rank]]} waits for {needs[rank][1]} "
+            f"of rank {needs[rank][0]};"
+            for rank in cycle
+        )
+        rows = "; ".join(f"rank {rank}: {self._place(rank)}" for rank in waiting)
+        return f"deadlock: {steps} rows: {rows}"
+
+    def _place(self, rank: int) -> str:
+        row, at = self.program.rows[rank], self.at[rank]
+        shown = [
+            f">>{one}<<" if i == at else str(one)
+            for i, one in enumerate(row)
+            if abs(i - at) <= AROUND
+        ]
+        head = ["..."] if at > AROUND else []
+        tail = ["..."] if at + AROUND + 1 < len(row) else []
+        return ",".join([*head, *shown, *tail])

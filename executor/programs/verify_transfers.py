@@ -1,0 +1,92 @@
+"""Proof that both ranks of a pair see the same transfers in the same order."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product, zip_longest
+
+from stagewright.executor.programs.program import (
+    SENDS,
+    Instruction,
+    Program,
+    received,
+    transfers,
+)
+from stagewright.executor.programs.work import InvalidProgram, Work
+from stagewright.formulations.plans.actions import Action, ActionKind
+
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+
+
+def require_transfers(work: Work, program: Program) -> None:
+    """Every pair of ranks does all its transfers, once each, in the same order on both sides."""
+    wanted = _wanted_transfers(work, program)
+    for a, b, here, there in require_same_sides(program):
+        _require_once(a, b, here, wanted[a, b])
+        _require_once(b, a, there, wanted[b, a])
+
+
+def require_same_sides(
+    program: Program,
+) -> list[tuple[int, int, list[Instruction], list[Instruction]]]:
+    """Two ranks and what each has with the other; both sides in the same order."""
+    sides = [by_peer(row) for row in program.rows]
+    for a, side in enumerate(sides):
+        for b in side:
+            if not (0 <= b < len(sides) and b != a):
+                raise InvalidProgram(f"rank {a}: {side[b][0]}: there is no such peer")
+    pairs = [
+        (a, b, sides[a].get(b, []), sides[b].get(a, []))
+        for a, b in combinations(range(len(sides)), 2)
+    ]
+    for a, b, here, there in pairs:
+        _require_same_order(a, b, here, there)
+    return pairs
+
+
+def _wanted_transfers(
+    work: Work, program: Program
+) -> defaultdict[tuple[int, int], Counter[Action]]:
+    plan, rank = work.plan, {name: r for r, name in enumerate(program.devices)}
+    wanted: defaultdict[tuple[int, int], Counter[Action]] = defaultdict(Counter)
+    for s, m in product(range(len(plan.stages)), range(work.microbatches)):
+        for kind, there in ((SEND_F, s + 1), (SEND_B, s - 1)):
+            if 0 <= there < len(plan.stages):
+                for sender, receiver in transfers(plan, Action(s, kind, m)):
+                    wanted[rank[sender], rank[receiver]][Action(s, kind, m)] += 1
+    return wanted
+
+
+def by_peer(row: Iterable[Instruction]) -> dict[int, list[Instruction]]:
+    """The transfers of a row by the other rank."""
+    found: dict[int, list[Instruction]] = {}
+    for one in row:
+        if one.peer is not None:
+            found.setdefault(one.peer, []).append(one)
+    return found
+
+
+def _require_once(a: int, b: int, side: Sequence[Instruction], wanted: Counter[Action]) -> None:
+    found = Counter(one.action for one in side if one.action.kind in SENDS)
+    for action in sorted(found | wanted):
+        if found[action] != wanted[action]:
+            raise InvalidProgram(
+                f"{action} from rank {a} to rank {b} stands {found[action]} times, "
+                f"must stand {wanted[action]} times"
+            )
+
+
+def _require_same_order(
+    a: int, b: int, side: Sequence[Instruction], other: Sequence[Instruction]
+) -> None:
+    for i, (here, there) in enumerate(zip_longest(side, other)):
+        if here is None or there is None or not _match(here.action, there.action):
+            raise InvalidProgram(
+                f"transfer {i} of ranks {a} and {b} is {here or 'missing'} on rank {a} and "
+                f"{there or 'missing'} on rank {b}"
+            )
+
+
+def _match(here: Action, there: Action) -> bool:
+    if here.kind in SENDS:
+        return received(here) == there
+    return there.kind in SENDS and received(there) == here

@@ -1,0 +1,153 @@
+"""Proof that a rank computes what it has to, and reduces and updates at the right places."""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations, product, zip_longest
+
+from stagewright.executor.programs.program import (
+    Families,
+    Instruction,
+    Program,
+    Row,
+    stages_on,
+)
+from stagewright.executor.programs.work import InvalidProgram, Work
+from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
+from stagewright.formulations.plans.plan import PipelinePlan
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
+
+
+def require_computations(work: Work, program: Program, rank: int, row: Row) -> None:
+    """Each of the rank's microbatches has one F, and one B or one I and one W; nothing else."""
+    plan, stands = work.plan, Counter(one.action for one in row)
+    for action, count in stands.items():
+        _require_belongs(work, program.devices[rank], rank, action)
+        if action.kind in COMPUTE and count > 1:
+            raise InvalidProgram(f"rank {rank}: {action} stands {count} times")
+    for s, m in product(stages_on(plan, program.devices[rank]), range(work.microbatches)):
+        if program.devices[rank] in plan.stages[s].runners(m):
+            kinds = tuple(k for k in COMPUTE if Action(s, k, m) in stands)
+            if kinds not in ((F, B), (F, I, W)):
+                found = ", ".join(f"{s}{k}{m}" for k in kinds) or "nothing"
+                raise InvalidProgram(
+                    f"rank {rank}: stage {s} must work on microbatch {m} by {s}F{m} and "
+                    f"{s}B{m}, or by {s}F{m}, {s}I{m} and {s}W{m}; found: {found}"
+                )
+
+
+def _require_belongs(work: Work, device: str, rank: int, action: Action) -> None:
+    """The stage of ``action``, and its microbatch, are the rank's."""
+    plan, s, m = work.plan, action.stage, action.microbatch
+    if not 0 <= s < len(plan.stages):
+        raise InvalidProgram(f"rank {rank}: {action}: there are only {len(plan.stages)} stages")
+    runners = plan.stages[s].devices
+    if m is not None and action.kind not in VERSIONED:
+        if not 0 <= m < work.microbatches:
+            raise InvalidProgram(
+                f"rank {rank}: {action}: there are only {work.microbatches} microbatches"
+            )
+        runners = plan.stages[s].runners(m)
+    if device not in runners:
+        raise InvalidProgram(f"rank {rank}: {action} does not run on {device}")
+
+
+def require_updates(work: Work, device: str, rank: int, row: Row) -> None:
+    """Every gradient reaches the weights: once an iteration, or once a round of backwards."""
+    plan, every_round = work.plan, work.plan.weight_rule.updates_every_round
+    backwards = Counter(one.action.stage for one in row if one.action.kind in (B, W))
+    stages = {s: _Gradients(work, backwards[s], work.is_shared(s)) for s in stages_on(plan, device)}
+    for one in row:
+        found = stages[one.action.stage]
+        if not found.may_follow(one.action):
+            count = found.reduced if one.action.kind is REDUCE else found.updated
+            raise InvalidProgram(
+                f"rank {rank}: {one}, the {count}. of its stage, stands behind "
+                f"{found.ready} of {found.backwards} backwards and {found.reduced} all-reduces"
+            )
+    for s, found in stages.items():
+        wanted = backwards[s] if every_round else work.iterations
+        reductions = wanted if found.is_shared else 0
+        if found.updated != wanted or found.reduced != reductions:
+            raise InvalidProgram(
+                f"rank {rank}: with {plan.weights!r}, {backwards[s]} backwards need {wanted} times "
+                f"{s}{UPDATE} and {reductions} times {s}{REDUCE}; found: {found.updated} and "
+                f"{found.reduced}"
+            )
+
+
+def require_updates_at_end(program: Program, families: Families) -> None:
+    """What stages of a family have to do together, every rank does when all else is done."""
+    together = set().union(*families)
+    for rank, row in enumerate(program.rows):
+        before: Instruction | None = None
+        for one in row:
+            if before is not None and one.action.kind not in (UPDATE, *VERSIONED):
+                raise InvalidProgram(
+                    f"rank {rank}: {before} needs the gradients of other stages, "
+                    f"it must stand behind {one}"
+                )
+            if one.action.kind is UPDATE and one.action.stage in together:
+                before = one
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """A stage's gradients on one rank: what was added to them, and what became of it."""
+
+    work: Work
+    backwards: int
+    is_shared: bool
+    ready: int = 0
+    latest: int = 0  # iteration of which there is something
+    reduced: int = 0
+    updated: int = 0
+
+    def may_follow(self, action: Action) -> bool:
+        """Take note of the next action; whether it may stand here.
+
+        While an all-reduce is under way, the next iteration's gradients are summed up beside it; a
+        third one would have no place.
+        """
+        every_round = self.work.plan.weight_rule.updates_every_round
+        if action.kind in (B, W):
+            self.ready += 1
+            self.latest = max(self.latest, self.work.iteration(action.microbatch))
+        elif action.kind is REDUCE:
+            self.reduced += 1
+            return self._are_of(self.reduced, every_round) and self.reduced == self.updated + 1
+        elif action.kind is UPDATE:
+            self.updated += 1
+            beside = self.is_shared and not every_round
+            is_reduced = not self.is_shared or self.reduced == self.updated
+            return is_reduced and (beside or self._are_of(self.updated, every_round))
+        return True
+
+    def _are_of(self, count: int, every_round: bool) -> bool:
+        """Whether all backwards of the first ``count`` iterations, or rounds, are in, and no more.
+
+        No more of others: it would be missing in its own update.
+        """
+        if every_round:
+            return self.ready == count
+        each = self.backwards // self.work.iterations
+        return self.ready == count * each and self.latest < count
+
+
+def require_same_reductions(plan: PipelinePlan, program: Program) -> None:
+    """Any two ranks see the all-reduces that they share in the same order."""
+    reductions = [[one for one in row if one.action.kind is REDUCE] for row in program.rows]
+    for a, b in combinations([rank for rank, found in enumerate(reductions) if found], 2):
+        both = {program.devices[a], program.devices[b]}
+        sides = [
+            [one for one in reductions[r] if both <= set(plan.stages[one.action.stage].devices)]
+            for r in (a, b)
+        ]
+        for i, (here, there) in enumerate(zip_longest(*sides)):
+            if here != there:
+                raise InvalidProgram(
+                    f"all-reduce {i} of ranks {a} and {b} is {here or 'missing'} on rank {a} and "
+                    f"{there or 'missing'} on rank {b}"
+                )

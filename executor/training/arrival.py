@@ -1,0 +1,39 @@
+"""A part of what a computation needs, on its way."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A part of what a computation needs; ``peer`` is None if it comes from this rank itself."""
+
+    lane: int
+    values: list[Tensor | None]
+    peer: int | None = None
+    works: tuple[dist.Work, ...] = ()
+    posted_seconds: float = 0.0
+    arrived: Callable[[], float] | None = None
+
+    def wait(self) -> float:
+        """Wait until it is there; when it came, if somebody watched, else now.
+
+        Each receive is waited for once: to wait again for one of gloo's is to wait for another
+        message.
+        """
+        if self.arrived is not None:
+            return self.arrived()
+        seconds = waited(self.works)
+        self.works = ()
+        return seconds
+
+
+def waited(works: Sequence[dist.Work]) -> float:
+    """Wait for all of ``works``; when they were done."""
+    for work in works:
+        work.wait()
+    return time.perf_counter()

@@ -1,0 +1,26 @@
+"""How a step fails."""
+
+import torch
+
+from stagewright.executor.programs.program import (
+    Instruction,
+)
+
+
+class NonFiniteLoss(ArithmeticError):  # noqa: N818 - named as InvalidPlan is
+    """The loss of a microbatch is nan or infinite, or that of a mini-batch counts nothing."""
+
+
+class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
+    """A stage does not fit into its device's memory."""
+
+
+def explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: int) -> None:
+    """Raise OutOfMemory in place of an error that means it."""
+    short = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if short or "can't allocate memory" in str(error):
+        reason = str(error).partition("\n")[0]
+        raise OutOfMemory(
+            f"stage {one.action.stage} does not fit: {one} ran out of memory in step {step + 1}: "
+            f"{reason}"
+        ) from error

@@ -1,0 +1,89 @@
+"""What a plan asks of the model that is trained by it."""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+
+from stagewright.executor.capture.layers import LayeredModel
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
+
+
+def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
+    """Refuse a norm that is none, and one for weights that change stage by stage."""
+    if clip_norm is None:
+        return
+    if not (isfinite(clip_norm) and clip_norm > 0):
+        raise InputError(f"clip_norm must be a positive number, got {clip_norm:g}")
+    if plan.weight_rule.updates_every_round:
+        raise InputError(
+            f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
+            "updates at its own times; plan with 'flush' weights"
+        )
+
+
+def require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:
+    """The model's layers are those that were planned: their number, names and sizes."""
+    count = plan.stages[-1].layers[1]
+    if len(model.layers) != count:
+        names = ", ".join(layer.name for layer in model.layers)
+        raise InputError(f"the plan has {count} layers, the model {len(model.layers)}: {names}")
+    sizes = set()
+    for i, (planned, layer) in enumerate(zip(plan.layers or (), model.layers, strict=False)):
+        if planned.name != layer.name:
+            raise InputError(
+                f"layer {i} is {planned.name!r} in the plan, {layer.name!r} in the model"
+            )
+        numbers = sum(one.numel() for one in layer.module.parameters())
+        if (planned.parameter_bytes > 0) != (numbers > 0):
+            raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
+        if numbers:
+            sizes.add(planned.parameter_bytes / numbers)
+            # Whatever type was planned for, it is the same for all layers.
+            if len(sizes) > 1:
+                raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
+
+
+def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputError:
+    return InputError(
+        f"layer {i}, {name!r}, has {planned_bytes:.0f} bytes of parameters in the plan and "
+        f"{numbers} parameters in the model"
+    )
+
+
+def require_updated_together(
+    plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse stages that share a parameter and update it at different times."""
+    for name in tied if plan.weight_rule.updates_every_round else ():
+        raise InputError(
+            f"parameter {name!r} is shared by stages {listed_stages(stages_of[name])}, which with "
+            f"{plan.weights!r} update it at different times; put its layers into one stage"
+        )
+
+
+def require_not_shared(tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]) -> None:
+    """Refuse shared parameters where a periodic plan clips gradients."""
+    for name in tied:
+        raise InputError(
+            f"clip_norm: parameter {name!r} is shared by stages {listed_stages(stages_of[name])} "
+            "of a periodic plan, where its gradient is not known in time; put its layers into one "
+            "stage"
+        )
+
+
+def require_whole_gradients(
+    plan: PipelinePlan, model: LayeredModel, stages_of: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse hooks on parameters of split stages."""
+    for names, one in model.parameters_by_name().items():
+        for s in stages_of[names[0]] if one._backward_hooks else ():
+            if len(plan.stages[s].runners(0)) > 1:
+                raise InputError(
+                    f"parameter {names[0]!r} has a hook, which each of the devices that split the "
+                    f"microbatches of stage {s} would call with a part of the gradient; remove it"
+                )
+
+
+def listed_stages(stages: Sequence[int]) -> str:
+    """Stages in words."""
+    return " and ".join(map(str, stages))

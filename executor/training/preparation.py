@@ -1,0 +1,136 @@
+"""The interpreter for mini-batches of one shape, made from what a rank computes with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.executor.capture.shapes import LayerTrace, Value, propagate, values_of
+from stagewright.executor.programs.memory import peak_bytes
+from stagewright.executor.programs.program import Families
+from stagewright.executor.programs.shares import Rows, rows
+from stagewright.executor.training.batches import microbatch_samples
+from stagewright.executor.training.crossing import boundary_of, share_of
+from stagewright.executor.training.failures import OutOfMemory
+from stagewright.executor.training.initialise import total_bytes
+from stagewright.executor.training.interpreter import Interpreter
+from stagewright.executor.training.joint import Joint
+from stagewright.executor.training.losses import Loss
+from stagewright.executor.training.rank import Rank, RankProgram
+from stagewright.executor.training.stage import Part, StageComputation
+from stagewright.executor.training.staged_model import StagedModel
+from stagewright.executor.training.weights import Weights
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preparation:
+    """What a rank computes with, whatever the shapes of its mini-batches.
+
+    ``weights`` and ``groups`` are by stage; ``families`` are stages whose updates need each other's
+    gradients.
+    """
+
+    rank: Rank
+    program: RankProgram
+    model: StagedModel
+    weights: Mapping[int, Weights]
+    groups: Mapping[int, dist.ProcessGroup]
+    joint: Joint
+    families: Families
+    loss: Loss
+    seed: int
+    autocast: torch.dtype | None
+
+    def interpreter(self, inputs: tuple[Tensor, ...]) -> Interpreter:
+        """The interpreter for mini-batches of the shape of ``inputs``."""
+        plan, samples = self.rank.plan, microbatch_samples(self.rank.plan, inputs)
+        lanes = rows(plan, samples)
+        counts = {samples, *(len(lane) for stage in lanes for lane in stage)}
+        entering = {count: values_of(inputs, count) for count in counts}
+        traces = {
+            count: propagate(self.model.layers, values, self.rank.device, self.autocast)
+            for count, values in entering.items()
+        }
+        self.model.require_constant_buffers(traces[samples])
+        computations = {
+            s: self._computation(s, lanes[s], samples, entering, traces) for s in self.weights
+        }
+        self._require_fit(computations)
+        boundaries = []
+        for s, stage in enumerate(plan.stages[:-1]):
+            crossing = {count: trace[stage.layers[1] - 1] for count, trace in traces.items()}
+            boundaries.append(boundary_of(plan, s, lanes, crossing, samples))
+        return Interpreter(
+            self.rank,
+            self.program,
+            computations,
+            self.weights,
+            self.groups,
+            boundaries,
+            lanes,
+            samples,
+            loss=self.loss,
+            single_output=self.model.single_output,
+            scale=1.0 if plan.weight_rule.updates_every_round else 1 / plan.microbatches,
+            seed=self.seed,
+            joint=self.joint,
+        )
+
+    def _computation(
+        self,
+        s: int,
+        lanes: Sequence[Rows],
+        samples: int,
+        entering: Mapping[int, tuple[Value, ...]],
+        traces: Mapping[int, tuple[LayerTrace, ...]],
+    ) -> StageComputation:
+        """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
+        stage = self.rank.plan.stages[s]
+        start, stop = stage.layers
+        lane = stage.devices.index(self.rank.name) if len(lanes) > 1 else 0
+        count = len(lanes[lane])
+        trace = traces[count][start:stop]
+        inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
+        inputs += [one.outputs for one in trace[:-1]]
+        # By any layer: a parameter that stages share may get its gradient in another one alone.
+        trained = {self.model.primary[name] for one in traces[count] for name in one.trained}
+        self.weights[s].leave_out(trained)
+        parts = [Part(*each) for each in zip(self.model.modules[s], inputs, trace, strict=True)]
+        of_stage = {one: found[start:stop] for one, found in traces.items()}
+        return StageComputation(
+            parts,
+            stage.recompute,
+            self.rank.device,
+            self.autocast,
+            offload=stage.offload,
+            share=share_of(lanes[lane], lane, samples, of_stage),
+        )
+
+    def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
+        """Refuse to begin what cannot fit: better than to be killed in the middle."""
+        footprints = {s: one.footprint() for s, one in computations.items()}
+        for s in footprints:
+            if not reduces_beside(self.rank.plan, self.families, s):
+                continue
+            more = footprints[s].static_bytes + self.weights[s].gradient_bytes
+            footprints[s] = replace(footprints[s], static_bytes=more)
+        need, where = peak_bytes(self.rank.plan, self.program.row, footprints)
+        room = total_bytes(self.rank.device)
+        if need > room:
+            one = self.program.row[where]
+            raise OutOfMemory(
+                f"stage {one.action.stage} does not fit: rank {self.rank.number} "
+                f"({self.rank.name}) needs {format_bytes(need)} and more at {one} and has "
+                f"{format_bytes(room)}: at least {need - room:.0f} bytes short"
+            )
+
+
+def reduces_beside(plan: PipelinePlan, families: Families, s: int) -> bool:
+    """Whether a stage's gradients are summed up with others' while the next ones are made."""
+    if not plan.is_periodic:
+        return False
+    return len(plan.stages[s].devices) > 1 or any(s in one for one in families)

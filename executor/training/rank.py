@@ -1,0 +1,113 @@
+"""Which of a plan's devices this process is, how it reaches the others, and what it does."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from stagewright.executor.programs.periodic import lower_any
+from stagewright.executor.programs.program import (
+    Families,
+    PeriodicProgram,
+    Program,
+    Row,
+    plan_devices,
+)
+from stagewright.executor.programs.verify import verify
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rank:
+    """One of a plan's devices; ``group`` is None for a process alone.
+
+    ``wire`` is where the tensors are that are sent: on the CPU for gloo, else on ``device``.
+    """
+
+    plan: PipelinePlan
+    devices: tuple[str, ...]
+    number: int
+    device: torch.device
+    wire: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def name(self) -> str:
+        """The plan's name of the device."""
+        return self.devices[self.number]
+
+    def lane(self, rank: int, stage: int, microbatch: int) -> int:
+        """The place of ``rank`` among those that work on a microbatch of ``stage``."""
+        return self.plan.stages[stage].runners(microbatch).index(self.devices[rank])
+
+    def runs(self, stage: int, microbatch: int) -> bool:
+        """Whether this rank works on a microbatch of ``stage``."""
+        return self.name in self.plan.stages[stage].runners(microbatch)
+
+    def first(self, stage: int) -> int:
+        """The number of the first rank that has a part in ``stage``."""
+        return self.devices.index(self.plan.stages[stage].devices[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankProgram:
+    """What a rank does: ``row`` is one iteration, from an empty pipeline to an empty one.
+
+    If there is a ``periodic`` program, that is done instead, and ``row`` covers as many iterations
+    as are in flight together.
+    """
+
+    row: Row
+    periodic: PeriodicProgram | None = None
+
+
+def this_rank(plan: PipelinePlan, given: torch.device | str | None) -> Rank:
+    """Find this process among those of torch's default group; alone if there is none.
+
+    Raises
+    ------
+    InputError
+        If the plan needs another number of processes.
+    """
+    device, devices = _device(given), plan_devices(plan)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    size = 1 if group is None else group.size()
+    if size != len(devices):
+        raise InputError(
+            f"the plan needs {len(devices)} ranks, one for each of {', '.join(devices)}; there are "
+            f"{size}"
+        )
+    number = 0 if group is None else group.rank()
+    # Gloo moves what lies in the host's memory.
+    gloo = group is not None and dist.get_backend(group) == "gloo"
+    wire = torch.device("cpu") if gloo else device
+    return Rank(plan, devices, number, device, wire, group)
+
+
+def rank_program(plan: PipelinePlan, rank: int, families: Families) -> RankProgram:
+    """Lower and verify ``plan``; what ``rank`` does.
+
+    Raises
+    ------
+    InvalidPlan
+        If the plan cannot be carried out.
+    """
+    program = lower_any(plan, families)
+    verify(plan, program, families=families)
+    if isinstance(program, Program):
+        return RankProgram(program.rows[rank])
+    return RankProgram(program.until_it_repeats().rows[rank], program)
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    if given is not None:
+        device = torch.device(given)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local % torch.cuda.device_count())

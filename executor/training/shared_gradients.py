@@ -1,0 +1,64 @@
+"""Gradients of parameters that several stages have, and the norm of all gradients."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from stagewright.executor.training.rank import Rank
+from stagewright.executor.training.staged_model import StagedModel
+from stagewright.executor.training.weights import TiedSums, Weights
+
+
+class SharedGradients:
+    """What a rank contributes to sums of gradients over the stages of a model.
+
+    ``weights`` are by stage of this rank, ``groups`` the processes that hold a tied parameter, by
+    its first name.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        model: StagedModel,
+        weights: dict[int, Weights],
+        groups: Mapping[str, dist.ProcessGroup],
+    ) -> None:
+        self._rank, self._model, self._weights, self._groups = rank, model, weights, groups
+
+    def sum(self) -> None:
+        """Sum up what all stages' devices have of the gradients of parameters that they share."""
+        for name in self._model.tied:
+            own = [
+                self._weights[s].gradient(name)
+                for s in self._model.stages_of[name]
+                if s in self._weights
+            ]
+            found = [one for one in own if one is not None]
+            if not found:
+                continue
+            total = torch.stack(found).sum(0)
+            if name in self._groups:
+                dist.all_reduce(total, group=self._groups[name])
+            for one in found:
+                one.copy_(total)
+
+    def beside(self) -> TiedSums:
+        """The same sums, where the next gradients are made meanwhile."""
+        sharing = {
+            name: [s for s in self._model.stages_of[name] if s in self._weights]
+            for name in self._model.tied
+        }
+        own = {name: stages for name, stages in sharing.items() if stages}
+        return TiedSums(self._weights, own, self._groups)
+
+    def squares(self) -> float:
+        """The squared norm of gradients, each parameter on one rank: the first that has it."""
+        first = {s for s in self._weights if self._rank.first(s) == self._rank.number}
+        tied = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for name in self._model.tied
+            if (s := self._model.stages_of[name][0]) in first
+            and (gradient := self._weights[s].gradient(name)) is not None
+        ]
+        return sum(self._weights[s].squares() for s in first) + float(sum(tied))

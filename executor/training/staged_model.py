@@ -1,0 +1,95 @@
+"""A captured model by the stages of a plan: which has what, and what several share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
+from stagewright.executor.capture.shapes import LayerTrace
+from stagewright.executor.capture.twins import twins
+from stagewright.executor.training.model_checks import listed_stages
+from stagewright.executor.training.weights import Weights
+from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.graphs.documents.errors import InputError
+
+
+class StagedModel:
+    """The layers of ``own`` stages, and the names of all.
+
+    Attributes
+    ----------
+    names
+        Of each parameter and buffer, all that the model has for it; ``primary`` is the first of
+        them by any.
+    stages_of
+        By first name, the stages that have it.
+    tied, shared_buffers
+        First names of parameters, and of buffers, that several stages have.
+    modules
+        Per stage its layers. What stages share, each has for itself, also on one rank.
+    """
+
+    def __init__(self, plan: PipelinePlan, model: LayeredModel, own: Sequence[int]) -> None:
+        self._plan = plan
+        self.names = [*model.parameters_by_name(), *model.buffers_by_name()]
+        self.primary = {name: names[0] for names in self.names for name in names}
+        self.stages_of = self._find_stages(model)
+        buffers = {self.primary[names[0]] for names in model.buffers_by_name()}
+        shared = sorted(name for name, found in self.stages_of.items() if len(found) > 1)
+        self.shared_buffers = [name for name in shared if name in buffers]
+        self.tied = [name for name in shared if name not in buffers]
+        self.single_output = model.single_output
+        self.modules: dict[int, list[CapturedLayer]] = {}
+        self.layers = self._split(model, own).layers
+
+    def _find_stages(self, model: LayeredModel) -> dict[str, list[int]]:
+        stages: dict[str, set[int]] = {}
+        for s, stage in enumerate(self._plan.stages):
+            for layer in model.layers[slice(*stage.layers)]:
+                for name in _tensors_of(layer):
+                    stages.setdefault(self.primary[name], set()).add(s)
+        return {name: sorted(found) for name, found in stages.items()}
+
+    def _split(self, model: LayeredModel, own: Sequence[int]) -> LayeredModel:
+        layers = list(model.layers)
+        for s in own:
+            start, stop = self._plan.stages[s].layers
+            if self.modules:
+                copies = twins([layer.module for layer in layers[start:stop]])
+                layers[start:stop] = [
+                    CapturedLayer(layer.name, module)
+                    for layer, module in zip(layers[start:stop], copies, strict=True)
+                ]
+            self.modules[s] = layers[start:stop]
+        return replace(model, layers=tuple(layers))
+
+    def tensors(self, s: int, weights: Weights) -> dict[str, Tensor]:
+        """Parameters, in their newest version, and buffers of a stage, by their first names."""
+        found: dict[str, Tensor] = {}
+        for layer in self.modules[s]:
+            for name, one in _tensors_of(layer).items():
+                found.setdefault(self.primary[name], one)
+        return found | weights.parameters(weights.newest)
+
+    def holders(self, name: str) -> set[str]:
+        """The devices of all stages that have a parameter."""
+        return {v for s in self.stages_of[name] for v in self._plan.stages[s].devices}
+
+    def require_constant_buffers(self, trace: Sequence[LayerTrace]) -> None:
+        """Refuse a buffer that a layer may change in one stage while another stage has it too."""
+        for layer, found in zip(self.layers, trace, strict=True):
+            own = {self.primary[name] for name in _tensors_of(layer)} if found.changes else set()
+            for name in self.shared_buffers:
+                if name in own:
+                    raise InputError(
+                        f"layer {layer.name!r} changes its buffers, of which {name!r} is used in "
+                        f"stages {listed_stages(self.stages_of[name])}; "
+                        "put its layers into one stage"
+                    )
+
+
+def _tensors_of(layer: CapturedLayer) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a layer, under all their names."""
+    state = layer.module.state_dict(keep_vars=True)
+    return {name: one for name, one in state.items() if isinstance(one, Tensor)}

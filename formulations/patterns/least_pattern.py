@@ -1,0 +1,84 @@
+"""The shortest period of given orders, and patterns that are known without a search."""
+
+import numpy as np
+
+from stagewright.formulations.patterns.order_model import MARGIN, OrderModel
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.graphs.documents.arrays import Floats, Ints
+
+
+def sequential(problem: PatternProblem) -> Pattern:
+    """One microbatch after the other: no pattern keeps less, at any period.
+
+    When a stage's backward starts, every stage before it on its device keeps that microbatch too;
+    here they keep no other.
+    """
+    starts = np.concatenate([[0.0], np.cumsum([job.seconds for job in problem.jobs])])
+    period = max(float(starts[-1]), period_floor(problem))
+    return Pattern(period, tuple(starts[:-1].tolist()))
+
+
+def period_floor(problem: PatternProblem) -> float:
+    """What all-reduces and offloading ask of the period, whatever the orders."""
+    reduced = (sum(problem.reduce[s] for s in stages) for stages in problem.reducing)
+    return max(problem.least_seconds, max(reduced) / problem.microbatches)
+
+
+def least_pattern(model: OrderModel, orders: Ints, least: float = 0.0) -> Pattern | None:
+    """The least period for ``orders``, ``least`` or more, with the earliest starts.
+
+    The period is the largest ratio of seconds to periods over all cycles of differences. From a
+    period that is too short, the ratio of any cycle that it breaks is the next one to try
+    (Lawler; Dasdan 2004): it is never too long, and there are finitely many.
+
+    None if the orders contradict each other at every period.
+    """
+    differences = model.differences
+    before = np.array([one.before for one in differences])
+    after = np.array([one.after for one in differences])
+    seconds = np.array([one.seconds for one in differences])
+    turns = -np.array([one.periods.at(orders) for one in differences], dtype=float)
+    slack = MARGIN * sum(job.seconds for job in model.problem.jobs)
+    period = max(least, period_floor(model.problem))
+    while True:
+        starts, cycle = _longest(before, after, seconds - turns * period, slack)
+        if not cycle:
+            return model.pattern(period, starts.tolist())
+        if turns[cycle].sum() <= 0:
+            return None
+        period = float(seconds[cycle].sum() / turns[cycle].sum())
+
+
+def _longest(before: Ints, after: Ints, weights: Floats, slack: float) -> tuple[Floats, list[int]]:
+    """Longest ways from job 0 (Bellman-Ford), or the arcs of a cycle that is longer than 0."""
+    jobs = int(after.max(initial=0)) + 1
+    starts, parent = np.full(jobs, -np.inf), np.full(jobs, -1)
+    starts[0] = 0.0
+    while True:
+        reached = starts[before] + weights
+        order = np.argsort(reached, kind="stable")
+        last = np.full(jobs, -1)
+        last[after[order]] = order  # the longest is written last
+        longer = (last >= 0) & (reached[last] > starts + slack)
+        if not longer.any():
+            return starts, []
+        starts[longer], parent[longer] = reached[last[longer]], last[longer]
+        cycle = _cycle(before.tolist(), parent.tolist())
+        if cycle:
+            return starts, cycle
+
+
+def _cycle(before: list[int], parent: list[int]) -> list[int]:
+    """The arcs of a cycle of parents, if there is one."""
+    done: set[int] = set()
+    for root in range(len(parent)):
+        job, place = root, dict[int, int]()
+        way: list[int] = []
+        while parent[job] >= 0 and job not in done:
+            if job in place:
+                return way[place[job] :]
+            place[job] = len(way)
+            way.append(parent[job])
+            job = before[parent[job]]
+        done.update(place)
+    return []

@@ -1,0 +1,52 @@
+"""The price of work that gives the best bound on all plans."""
+
+from dataclasses import dataclass, replace
+
+from stagewright.formulations.cloud.switching import (
+    SwitchingProblem,
+    is_enough,
+)
+from stagewright.solvers.cloud.switching_program import OfferPath, offer_path, relaxed
+from stagewright.solvers.cloud.switching_times import TimeGrid
+
+MAX_ROUNDS = 200
+SAME_DOLLARS = 1e-12  # relative
+SAME_WORK = 1e-12  # relative
+KEPT = 2  # plans on either side of the work from which a plan is made
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """The best bound, its lambda, and the plans met: those that do too little, and enough."""
+
+    bound: float
+    work_price: float
+    little: tuple[OfferPath, ...]
+    enough: tuple[OfferPath, ...]
+
+
+def best_price(problem: SwitchingProblem, grid: TimeGrid) -> Relaxation | float:
+    """The lambda of the best bound; or the most work that can be done, where that is too little.
+
+    The bound is concave in lambda, the least of the lines dollars + lambda * (work left) of all
+    plans. The next lambda is where the two lines cross that bracket the maximum; when no plan's
+    line is below the crossing, that is the maximum.
+    """
+    _, most = relaxed(problem, grid, 0.0, 1.0)
+    if not is_enough(problem, most.work):
+        return most.work
+    bound, idle = relaxed(problem, grid, 1.0, 0.0)
+    work_price = 0.0
+    little, enough = [idle], [replace(most, dollars=offer_path(problem, most.plan).dollars)]
+    for _ in range(MAX_ROUNDS):
+        low, high = little[-1], enough[-1]
+        if high.work - low.work <= problem.work_hours * SAME_WORK:
+            break
+        price = max(0.0, (high.dollars - low.dollars) / (high.work - low.work))
+        value, path = relaxed(problem, grid, 1.0, price)
+        if value + price * problem.work_hours > bound:
+            bound, work_price = value + price * problem.work_hours, price
+        if value >= low.dollars - price * low.work - SAME_DOLLARS * max(1.0, high.dollars):
+            break
+        (enough if path.work >= problem.work_hours else little).append(path)
+    return Relaxation(bound, work_price, tuple(little[-KEPT:]), tuple(enough[-KEPT:]))

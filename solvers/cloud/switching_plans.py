@@ -1,0 +1,193 @@
+"""Plans that do just enough work, made from best plans at one price of work."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.formulations.cloud.switching import (
+    Plan,
+    Stay,
+    SwitchingProblem,
+    is_enough,
+    overhead_seconds,
+)
+from stagewright.graphs.workloads.prices import HOUR
+from stagewright.solvers.cloud.switching_bound import Relaxation
+from stagewright.solvers.cloud.switching_program import offer_path
+from stagewright.solvers.cloud.switching_times import price_rows
+
+BISECTIONS = 60
+
+
+def exact_work(problem: SwitchingProblem, found: Relaxation) -> Iterator[Plan]:
+    """Plans that do the work and no more, made of those of the relaxation; and single stays."""
+    for enough in reversed(found.enough):
+        yield from _shortened(problem, enough.plan)
+    for little in reversed(found.little):
+        yield from _extended(problem, little.plan)
+    yield from _single_stays(problem)
+    for little, enough in itertools.product(reversed(found.little), reversed(found.enough)):
+        for first, second in ((little, enough), (enough, little)):
+            for plan in _spliced(problem, first.plan, second.plan):
+                yield from _shortened(problem, plan)
+
+
+def _single_stays(problem: SwitchingProblem) -> Iterator[Plan]:
+    """For each offer the cheapest stay that does all work, with its begin or end at a change."""
+    changes, prices = price_rows(problem)
+    moments = np.append(changes, problem.deadline_seconds)
+    for number, offer in enumerate(problem.offers):
+        restoring = 0.0 if problem.running is not None else problem.overheads.restore_seconds
+        lasting = restoring + HOUR * problem.work_hours / offer.rate
+        begins = np.concatenate([moments, moments - lasting])
+        if problem.running is not None:
+            begins = moments[: 1 if number == problem.running else 0]
+        latest = problem.deadline_seconds - lasting
+        begins = begins[(begins >= problem.start_seconds) & (begins <= latest)]
+        spent = np.append(0.0, np.cumsum(prices[number] * np.diff(moments)))
+        dollars = np.interp(begins + lasting, moments, spent) - np.interp(begins, moments, spent)
+        if len(begins):
+            begin = float(begins[dollars.argmin()])
+            plan = (Stay(number, begin, min(begin + lasting, problem.deadline_seconds)),)
+            yield from (plan,) if _is_whole(problem, plan) else ()
+
+
+def _extended(problem: SwitchingProblem, plan: Plan) -> Iterator[Plan]:
+    """The plan with one stay made longer, into the time before or after it, until all is done."""
+    missing = problem.work_hours - offer_path(problem, plan).work
+    for number, stay in enumerate(plan):
+        more = HOUR * missing / problem.offers[stay.offer].rate
+        earlier = replace(stay, begin_seconds=stay.begin_seconds - more)
+        later = replace(stay, end_seconds=stay.end_seconds + more)
+        before = plan[number - 1].end_seconds if number else problem.start_seconds
+        rest = plan[number + 1 :]
+        after = rest[0].begin_seconds if rest else problem.deadline_seconds
+        for longer in (earlier, later):
+            made = (*plan[:number], longer, *rest)
+            if before <= longer.begin_seconds and longer.end_seconds <= after:
+                yield from (made,) if _is_whole(problem, made) else ()
+
+
+def _spliced(problem: SwitchingProblem, first: Plan, second: Plan) -> Iterator[Plan]:
+    """``first`` until some moment and ``second`` from then on, so that the work is done.
+
+    The moment is one of a change, or between two that do too little and enough: then just enough.
+    """
+    moments = _splice_moments(problem, first, second)
+    done = [_spliced_work(problem, first, second, at) for at in moments]
+    for at, work in zip(moments, done, strict=True):
+        if work >= problem.work_hours:
+            yield _splice(problem, first, second, at)
+    for i, (before, after) in enumerate(itertools.pairwise(done)):
+        if (before >= problem.work_hours) == (after >= problem.work_hours):
+            continue
+        short, just = moments[i : i + 2] if before < after else reversed(moments[i : i + 2])
+        for _ in range(BISECTIONS):
+            middle = (short + just) / 2
+            if _spliced_work(problem, first, second, middle) >= problem.work_hours:
+                just = middle
+            else:
+                short = middle
+        yield _splice(problem, first, second, just)
+
+
+def _splice_moments(problem: SwitchingProblem, first: Plan, second: Plan) -> list[float]:
+    """Ends of stays, and price changes of the offers in either plan, in order."""
+    begin, end = problem.start_seconds, problem.deadline_seconds
+    both = (*first, *second)
+    moments = {at for stay in both for at in (stay.begin_seconds, stay.end_seconds)}
+    for number in {stay.offer for stay in both}:
+        moments |= {at for at in problem.offers[number].series.seconds if begin < at < end}
+    return sorted({begin, *moments, end})
+
+
+def _spliced_work(problem: SwitchingProblem, first: Plan, second: Plan, at: float) -> float:
+    plan = _splice(problem, first, second, at)
+    work = 0.0
+    for number, stay in enumerate(plan):
+        lasting = stay.end_seconds - stay.begin_seconds
+        idle = overhead_seconds(problem, plan, number)
+        work += problem.offers[stay.offer].rate * (lasting - idle) / HOUR
+    return work
+
+
+def _splice(problem: SwitchingProblem, first: Plan, second: Plan, at: float) -> Plan:
+    """``first`` until ``at``, then ``second``; stays too short for their overheads are left out."""
+    head = [
+        replace(stay, end_seconds=min(stay.end_seconds, at))
+        for stay in first
+        if stay.begin_seconds < at
+    ]
+    tail = [
+        replace(stay, begin_seconds=max(stay.begin_seconds, at))
+        for stay in second
+        if stay.end_seconds > at
+    ]
+    meet = bool(head and tail) and head[-1].end_seconds == tail[0].begin_seconds
+    if meet and head[-1].offer == tail[0].offer:
+        joined = replace(head[-1], end_seconds=tail[0].end_seconds)
+        return _without_idle(problem, (*head[:-1], joined, *tail[1:]))
+    return _without_idle(problem, (*head, *tail))
+
+
+def _without_idle(problem: SwitchingProblem, plan: Plan) -> Plan:
+    """The plan without stays that do no work; a running job's first stay is kept."""
+    number = len(plan) - 1
+    while number >= 0:
+        stay = plan[number]
+        idle = overhead_seconds(problem, plan, number)
+        bound_to_stay = number == 0 and problem.running is not None
+        if stay.end_seconds - stay.begin_seconds <= idle and not bound_to_stay:
+            plan = (*plan[:number], *plan[number + 1 :])
+            number = len(plan)  # the stay before it may be the last now
+        number -= 1
+    return plan
+
+
+def _shortened(problem: SwitchingProblem, plan: Plan) -> list[Plan]:
+    """The plan ended when the work is done; or with the excess cut from one stay's begin or end."""
+    done = _ended(problem, plan)
+    if done is None:
+        return []
+    found = [done]
+    excess = offer_path(problem, plan).work - problem.work_hours
+    for number, stay in enumerate(plan):
+        cut = HOUR * excess / problem.offers[stay.offer].rate
+        lasting = stay.end_seconds - stay.begin_seconds
+        if cut <= 0 or cut >= lasting - overhead_seconds(problem, plan, number):
+            continue
+        later = replace(stay, begin_seconds=stay.begin_seconds + cut)
+        sooner = replace(stay, end_seconds=stay.end_seconds - cut)
+        for shorter in (
+            (sooner,) if number == 0 and problem.running is not None else (later, sooner)
+        ):
+            found.append((*plan[:number], shorter, *plan[number + 1 :]))
+    return [one for one in found if _is_whole(problem, one)]
+
+
+def _ended(problem: SwitchingProblem, plan: Plan) -> Plan | None:
+    work = 0.0
+    for number, stay in enumerate(plan):
+        upto = plan[: number + 1]
+        rate = problem.offers[stay.offer].rate / HOUR
+        lasting = stay.end_seconds - stay.begin_seconds
+        useful = rate * (lasting - overhead_seconds(problem, upto, number))
+        if is_enough(problem, work + useful):
+            spare = max(0.0, (work + useful - problem.work_hours) / rate)
+            end = max(stay.begin_seconds, stay.end_seconds - spare)
+            return (*plan[:number], replace(stay, end_seconds=end))
+        work += rate * (lasting - overhead_seconds(problem, plan, number))
+    return None
+
+
+def _is_whole(problem: SwitchingProblem, plan: Plan) -> bool:
+    """Whether the work is done, from where the job is, in stays long enough for their overheads."""
+    first = (plan[0].offer, plan[0].begin_seconds)
+    if problem.running is not None and first != (problem.running, problem.start_seconds):
+        return False
+    return is_enough(problem, offer_path(problem, plan).work) and all(
+        stay.end_seconds - stay.begin_seconds >= overhead_seconds(problem, plan, number)
+        for number, stay in enumerate(plan)
+    )

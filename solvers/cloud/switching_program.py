@@ -1,0 +1,226 @@
+"""The dynamic program over price changes: the cheapest plan at a price of work, exactly."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from stagewright.formulations.cloud.switching import (
+    Plan,
+    Stay,
+    SwitchingProblem,
+    moving_dollars,
+    overhead_seconds,
+)
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.workloads.prices import HOUR
+from stagewright.solvers.cloud.switching_times import TimeGrid
+
+# Choices of the dynamic program besides the offers to move to.
+STOP, STAY, WAIT = -1, -2, -3
+
+
+@dataclass(frozen=True, slots=True)
+class OfferPath:
+    """A plan of the relaxed problem, what it costs and how much work it does."""
+
+    plan: Plan
+    dollars: float
+    work: float
+
+
+def relaxed(
+    problem: SwitchingProblem, grid: TimeGrid, weight: float, work_price: float
+) -> tuple[float, OfferPath]:
+    """The least of weight * dollars - work_price * work over all plans, and a plan of it.
+
+    A plan has one stay at least; one that is nothing but the cheapest restore is given as ``()``.
+    """
+    stay, save, move, begin = (
+        weight * span.dollars - work_price * span.work
+        for span in (grid.stay, grid.save, grid.move, grid.begin)
+    )
+    on, off, on_choice, off_choice = _backward(
+        stay,
+        save,
+        move,
+        begin,
+        np.where(np.isfinite(grid.restore_dollars), weight, 1.0) * grid.restore_dollars,
+        grid.save.after,
+        grid.move.after,
+        grid.begin.after,
+        grid.place,
+        grid.provider,
+        weight * problem.overheads.egress_dollars,
+        weight * problem.overheads.dataset_dollars,
+    )
+    nowhere = off.shape[2] - 1
+    running = problem.running
+    value = off[0, grid.stocked, nowhere] if running is None else on[0, grid.stocked, running]
+    plan = _read(problem, grid, on_choice, off_choice)
+    work = offer_path(problem, plan).work
+    return float(value), OfferPath(plan, (float(value) + work_price * work) / (weight or 1.0), work)
+
+
+@njit(cache=True)
+def _backward(
+    stay: Floats,
+    save: Floats,
+    move: Floats,
+    begin: Floats,
+    restore: Floats,
+    after_save: Ints,
+    after_move: Ints,
+    after_begin: Ints,
+    place: Ints,
+    provider: Ints,
+    egress: float,
+    dataset: float,
+) -> tuple[Floats, Floats, Ints, Ints]:
+    """Values and choices of being on an offer, and of waiting in a place, from each moment on.
+
+    Shapes: ``on`` (K, masks, n), ``off`` (K, masks, places + 1); a mask is the set of providers
+    that have the dataset, the last place is that of a job that has not begun, and has to.
+    """
+    moments, offers = stay.shape
+    places = place.max() + 1
+    masks = 1
+    while masks <= provider.max():
+        masks *= 2
+    on, on_choice = np.zeros((moments, masks, offers)), np.full((moments, masks, offers), STOP)
+    off = np.zeros((moments, masks, places + 1))
+    off_choice = np.full((moments, masks, places + 1), STOP)
+    off[:, :, places] = np.inf
+    value, target = np.empty(places + 1), np.empty(places + 1, dtype=np.int64)
+    for k in range(moments - 2, -1, -1):
+        # Moves that take no time lead to this moment: first what does not move, for them to use.
+        for mask in range(masks):
+            off[k, mask, places] = restore[k]
+            _remain(on, on_choice, off, off_choice, stay, k, mask)
+        for mask in range(masks):
+            if after_move[k] < moments:
+                _targets(move[k], on[after_move[k]], mask, place, provider, dataset, value, target)
+                _leave(on[k, mask], on_choice[k, mask], save[k], place, egress, value, target)
+                _pause(on[k, mask], on_choice[k, mask], save[k], place, off[after_save[k], mask])
+            if after_begin[k] < moments:
+                onto = on[after_begin[k]]
+                _targets(begin[k], onto, mask, place, provider, dataset, value, target)
+                _begin(off[k, mask], off_choice[k, mask], egress, value, target)
+    return on, off, on_choice, off_choice
+
+
+@njit(cache=True)
+def _remain(
+    on: Floats, on_choice: Ints, off: Floats, off_choice: Ints, stay: Floats, k: int, mask: int
+) -> None:
+    """Stay, or wait on, until the next moment, where that is better than to stop."""
+    for i in range(on.shape[2]):
+        if stay[k, i] + on[k + 1, mask, i] < on[k, mask, i]:
+            on[k, mask, i], on_choice[k, mask, i] = stay[k, i] + on[k + 1, mask, i], STAY
+    for p in range(off.shape[2]):
+        if off[k + 1, mask, p] < off[k, mask, p]:
+            off[k, mask, p], off_choice[k, mask, p] = off[k + 1, mask, p], WAIT
+
+
+@njit(cache=True)
+def _targets(
+    arriving: Floats,
+    on: Floats,
+    mask: int,
+    place: Ints,
+    provider: Ints,
+    dataset: float,
+    value: Floats,
+    target: Ints,
+) -> None:
+    """The best offer to move to in each place, and in the last entry of all, with its value."""
+    value[:] = np.inf
+    last = len(value) - 1
+    for j in range(len(place)):
+        bit = provider[j]
+        found = arriving[j] + on[mask | bit, j]
+        if mask != 0 and mask & bit != bit:
+            found += dataset
+        if found < value[place[j]]:
+            value[place[j]], target[place[j]] = found, j
+        if found < value[last]:
+            value[last], target[last] = found, j
+
+
+@njit(cache=True)
+def _leave(
+    on: Floats,
+    choice: Ints,
+    save: Floats,
+    place: Ints,
+    egress: float,
+    value: Floats,
+    target: Ints,
+) -> None:
+    """Write the checkpoint and move, to the same place or another, where that is better."""
+    last = len(value) - 1
+    for i in range(len(on)):
+        p = place[i]
+        if save[i] + value[p] < on[i]:
+            on[i], choice[i] = save[i] + value[p], target[p]
+        if save[i] + egress + value[last] < on[i]:
+            on[i], choice[i] = save[i] + egress + value[last], target[last]
+
+
+@njit(cache=True)
+def _pause(on: Floats, choice: Ints, save: Floats, place: Ints, off: Floats) -> None:
+    """Write the checkpoint and wait, where that is better."""
+    for i in range(len(on)):
+        if save[i] + off[place[i]] < on[i]:
+            on[i], choice[i] = save[i] + off[place[i]], WAIT
+
+
+@njit(cache=True)
+def _begin(off: Floats, choice: Ints, egress: float, value: Floats, target: Ints) -> None:
+    """Take up an offer, where that is better; a job that has not begun leaves no place."""
+    last = len(value) - 1
+    for p in range(len(off)):
+        if value[p] < off[p]:
+            off[p], choice[p] = value[p], target[p]
+        leaving = egress if p < last else 0.0
+        if leaving + value[last] < off[p]:
+            off[p], choice[p] = leaving + value[last], target[last]
+
+
+def _read(problem: SwitchingProblem, grid: TimeGrid, on_choice: Ints, off_choice: Ints) -> Plan:
+    """The plan that the choices make, from the start."""
+    start, saving = problem.start_seconds, problem.overheads.checkpoint_seconds
+    here, mask, k = problem.running, grid.stocked, 0
+    begun = 0.0  # when the stay began, seconds after the start
+    place = off_choice.shape[2] - 1
+    stays = []
+    while True:
+        now = grid.times[k]
+        choice = int(off_choice[k, mask, place] if here is None else on_choice[k, mask, here])
+        if choice in (STAY, WAIT) and (here is None) == (choice == WAIT):
+            k += 1
+            continue
+        if here is not None:
+            end = now if choice == STOP else now + saving
+            stays.append(Stay(here, float(start + begun), float(start + end)))
+            place = int(grid.place[here])
+        if choice == STOP:
+            return tuple(stays)
+        if choice == WAIT:
+            here, k = None, int(grid.save.after[k])
+            continue
+        begun = now if here is None else now + saving
+        k = int((grid.begin if here is None else grid.move).after[k])
+        here, mask = choice, mask | int(grid.provider[choice])
+
+
+def offer_path(problem: SwitchingProblem, plan: Plan) -> OfferPath:
+    """Dollars and work of a plan that may do too little or too much."""
+    dollars = moving_dollars(problem, plan)
+    work = 0.0
+    for number, stay in enumerate(plan):
+        offer = problem.offers[stay.offer]
+        idle = overhead_seconds(problem, plan, number)
+        dollars += offer.dollars(stay.begin_seconds, stay.end_seconds)
+        work += offer.rate * (stay.end_seconds - stay.begin_seconds - idle) / HOUR
+    return OfferPath(plan, dollars, work)

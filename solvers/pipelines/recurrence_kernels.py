@@ -1,0 +1,374 @@
+"""The compiled steps of the recurrence: which states of devices and layers are reached.
+
+They are in one file because numba compiles a cached kernel again only if its own file changes.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from stagewright.formulations.pipelines.bppm import Recurrence
+from stagewright.graphs.documents.arrays import Floats, Ints
+
+Words = NDArray[np.uint64]
+ONE = np.uint64(1)
+TOP = np.uint64(63)
+ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+MARGIN = 1e-9  # rounding may not cut a state that just fits
+
+
+class Band(NamedTuple):
+    """Which l are looked at with i devices: ``low[i] <= l <= high[i]``.
+
+    State (i, r, l) stands in row ``base[i] + (r - 1) * (high[i] - low[i] + 1) + l - low[i]``.
+    """
+
+    low: Ints
+    high: Ints
+    base: Ints
+
+
+@njit(cache=True, error_model="numpy")
+def stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
+    """Time of layers (before, l] on the r devices behind the first ``used``."""
+    f = b = u = 0.0
+    for k in range(form.kinds.shape[0]):
+        if form.kinds[k, used + r] > form.kinds[k, used]:
+            f = max(f, form.forward[k, r, l] - form.forward[k, r, before])
+            b = max(b, form.backward[k, r, l] - form.backward[k, r, before])
+            u = max(u, form.update[k, l] - form.update[k, before])
+    per_byte, once = _reduce(form, used, r)
+    time: float = (
+        form.microbatches * (f + b)
+        + per_byte * (form.parameters[l] - form.parameters[before])
+        + once
+        + u
+    )
+    return time
+
+
+@njit(cache=True, error_model="numpy")
+def _reduce(form: Recurrence, used: int, r: int) -> tuple[float, float]:
+    """An all-reduce's seconds per byte of parameters, and its latency."""
+    if r == 1:
+        return 0.0, 0.0
+    per_byte = 2.0 * (r - 1) / r * form.group_pace[used + r, r]
+    return per_byte, 2.0 * (r - 1) * form.group_delay[used + r, r]
+
+
+@njit(cache=True, error_model="numpy")
+def _window_starts(
+    form: Recurrence, limit: float, low: int, first: int, last: int, used: int, r: int, starts: Ints
+) -> None:
+    """starts[l] for l = first ... last: the least l' >= low with (l', l] under the limit, or l.
+
+    No window reaches over layers that cannot be split among r.
+    """
+    per_byte, once = _reduce(form, used, r)
+    forward, backward, parameters = form.forward[0, r], form.backward[0, r], form.parameters
+    update = form.update[0]
+    one_kind = form.kinds.shape[0] == 1
+    start = low
+    for l in range(first, last + 1):
+        start = max(start, form.first[r, l])
+        if one_kind:
+            # The same arithmetic as in stage_time, without its loop over kinds.
+            f, b, p = forward[l], backward[l], parameters[l]
+            while start < l and (
+                form.microbatches * ((f - forward[start]) + (b - backward[start]))
+                + per_byte * (p - parameters[start])
+                + once
+                + (update[l] - update[start])
+                > limit
+            ):
+                start += 1
+        else:
+            while start < l and stage_time(form, start, l, used, r) > limit:
+                start += 1
+        starts[l] = start
+
+
+@njit(cache=True, error_model="numpy")
+def channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
+    """Time of all transfers between the ``later`` devices before ``used`` and the r behind."""
+    there = back = there_delay = back_delay = 0.0
+    for k in range(used, used + r):
+        for j in range(used - later, used):
+            there = max(there, form.pace[k, j])
+            back = max(back, form.pace[j, k])
+            there_delay = max(there_delay, form.delay[k, j])
+            back_delay = max(back_delay, form.delay[j, k])
+    share = _share(form, form.boundary[l], r * later)
+    once: float = share * (there + back) + there_delay + back_delay
+    return form.microbatches * once
+
+
+@njit(cache=True, error_model="numpy")
+def _share(form: Recurrence, volume: float, shares: int) -> float:
+    """Bytes of the largest of ``shares`` shares of a microbatch, in whole samples."""
+    share: float = volume * -(-form.samples // shares) / form.samples
+    return share
+
+
+@njit(cache=True, error_model="numpy")
+def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float) -> int:
+    """How many microbatches of layers (before, l] each of r devices can hold, up to form.held."""
+    free = memory
+    free -= form.state_factor[r] * (form.parameters[l] - form.parameters[before])
+    free -= form.buffers[r, before] + form.buffers[r, l]
+    saved = form.saved[r, l] - form.saved[r, before]
+    if free < 0.0:
+        return 0
+    if saved * form.held <= free:
+        return form.held
+    return int(free // saved)
+
+
+@njit(cache=True, error_model="numpy")
+def _row(band: Band, i: int, r: int, l: int) -> int:
+    row: int = band.base[i] + (r - 1) * (band.high[i] - band.low[i] + 1) + l - band.low[i]
+    return row
+
+
+@njit(cache=True, error_model="numpy")
+def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
+    form: Recurrence,
+    band: Band,
+    limit: float,
+    most: int,
+    largest_boundary: float,
+    slowest: tuple[float, float],
+    reach: Words,
+) -> None:
+    """Fill ``reach``, from few devices to many."""
+    size, layers, words = len(form.memory), len(form.parameters) - 1, reach.shape[1]
+    joined = np.zeros((size + 2, layers + 1, words), dtype=np.uint64)
+    source = np.zeros((layers + 1, words), dtype=np.uint64)
+    worst = np.zeros((4, size + 1))
+    front = np.zeros(layers + 1, dtype=np.uint64)
+    starts = np.zeros(layers + 1, dtype=np.int64)
+    replicas = form.forward.shape[1] - 1
+    needed = np.zeros(replicas + 1)  # bytes that any stage on r devices can do with
+    for r in range(1, replicas + 1):
+        needed[r] = form.state_factor[r] * form.parameters[layers]
+        needed[r] += 2.0 * form.buffers[r].max()
+        needed[r] += min(form.held, most) * form.saved[r, layers]
+    for used in range(size):
+        low, high = band.low[used], band.high[used]
+        if used > 0:
+            low, high = _join(band, used, reach, joined)
+        if low > high:
+            continue
+        worst[:] = 0.0
+        memory = np.inf
+        for r in range(1, min(size - used, replicas) + 1):
+            memory = min(memory, form.memory[used + r - 1])
+            free = _unconstrained(form, limit, largest_boundary, slowest, used, r)
+            _collect_links(form, used, r, free, worst)
+            first, last = max(band.low[used + r], low + 1), band.high[used + r]
+            if first > last:
+                continue
+            _window_starts(form, limit, low, first, last, used, r, starts)
+            at = _row(band, used + r, r, first)
+            out = reach[at : at + last - first + 1]
+            behind = joined[free]
+            if free > 1:
+                source[low : high + 1] = joined[free, low : high + 1]
+                _through_narrow(form, band, limit, reach, low, high, used, r, free, worst, source)
+                behind = source
+            if used == 0:
+                _place_first(form, starts, first, last, r, memory, out)
+            elif needed[r] <= memory:
+                _place(starts, first, last, high, behind, front, out)
+            else:
+                _place_in_memory(form, starts, first, last, high, r, memory, most, behind, out)
+
+
+@njit(cache=True, error_model="numpy")
+def _join(band: Band, used: int, reach: Words, joined: Words) -> tuple[int, int]:
+    """joined[r', l] = states with r' or more replicas; returns the least and largest l reached."""
+    low, high = band.low[used], band.high[used]
+    joined[used + 1, low : high + 1] = 0
+    for later in range(used, 0, -1):
+        at = _row(band, used, later, low)
+        for l in range(low, high + 1):
+            for w in range(reach.shape[1]):
+                joined[later, l, w] = joined[later + 1, l, w] | reach[at + l - low, w]
+    while low <= high and not joined[1, low].any():
+        low += 1
+    while low <= high and not joined[1, high].any():
+        high -= 1
+    return low, high
+
+
+@njit(cache=True, error_model="numpy")
+def _unconstrained(
+    form: Recurrence,
+    limit: float,
+    largest_boundary: float,
+    slowest: tuple[float, float],
+    used: int,
+    r: int,
+) -> int:
+    """From how many replicas of the later stage on no channel exceeds the limit."""
+    slack = limit / form.microbatches - 2.0 * slowest[1]
+    whole = largest_boundary * 2.0 * slowest[0]  # seconds of a microbatch in one share
+    if slack <= 0.0:
+        return used + 1
+    # So many samples may a share have.
+    samples = np.floor(slack * form.samples / whole * (1 - 1e-12)) if whole > 0.0 else np.inf
+    if samples < 1.0:
+        return used + 1
+    needed = form.samples / (r * samples)
+    return max(1, int(np.ceil(min(needed, used + 1.0))))
+
+
+@njit(cache=True, error_model="numpy")
+def _collect_links(form: Recurrence, used: int, r: int, free: int, worst: Floats) -> None:
+    """Take the newest of the r devices behind ``used`` into account.
+
+    ``worst[:, r']`` is the slowest link (pace there and back, delay there and back) between the
+    r'-th device before ``used`` and the devices behind it. ``free`` never grows with r, so that
+    rows beyond it are not missed later.
+    """
+    newest = used + r - 1
+    for later in range(1, free):
+        j = used - later
+        worst[0, later] = max(worst[0, later], form.pace[newest, j])
+        worst[1, later] = max(worst[1, later], form.pace[j, newest])
+        worst[2, later] = max(worst[2, later], form.delay[newest, j])
+        worst[3, later] = max(worst[3, later], form.delay[j, newest])
+
+
+@njit(cache=True, error_model="numpy")
+def _through_narrow(
+    form: Recurrence,
+    band: Band,
+    limit: float,
+    reach: Words,
+    low: int,
+    high: int,
+    used: int,
+    r: int,
+    free: int,
+    worst: Floats,
+    source: Words,
+) -> None:
+    """Add to ``source`` the states of fewer than ``free`` replicas with a quick channel."""
+    there = back = there_delay = back_delay = 0.0
+    for later in range(1, free):
+        there = max(there, worst[0, later])
+        back = max(back, worst[1, later])
+        there_delay = max(there_delay, worst[2, later])
+        back_delay = max(back_delay, worst[3, later])
+        at = _row(band, used, later, low) - low
+        for l in range(low, high + 1):
+            share = _share(form, form.boundary[l], r * later)
+            once = share * (there + back) + there_delay + back_delay
+            if form.microbatches * once <= limit:
+                for w in range(reach.shape[1]):
+                    source[l, w] |= reach[at + l, w]
+
+
+@njit(cache=True, error_model="numpy")
+def _place(
+    starts: Ints, first: int, last: int, high: int, source: Words, front: Words, out: Words
+) -> None:
+    """A stage behind ``source``: for every l the union over its window of l', one count more.
+
+    ``out`` has a row per l from ``first`` on. The window is a queue of two stacks with running
+    unions: ``front[k]`` is the union of source[k ... border - 1], ``back`` of what came since.
+    """
+    for w in range(source.shape[1]):
+        border = tail = starts[first]
+        back = np.uint64(0)
+        for l in range(first, last + 1):
+            start = starts[l]
+            if start > high:
+                break
+            while tail < min(l, high + 1):
+                back |= source[tail, w]
+                tail += 1
+            if start >= border:
+                _join_back(source, w, start, tail, front)
+                border, back = tail, np.uint64(0)
+            if start < tail:
+                union = front[start] | back
+                out[l - first, w] |= union << ONE
+                if w + 1 < source.shape[1]:
+                    out[l - first, w + 1] |= union >> TOP
+
+
+@njit(cache=True, error_model="numpy")
+def _join_back(source: Words, w: int, start: int, tail: int, front: Words) -> None:
+    """front[k] = the union of source[k ... tail - 1]."""
+    union = np.uint64(0)
+    for k in range(tail - 1, start - 1, -1):
+        union |= source[k, w]
+        front[k] = union
+
+
+@njit(cache=True, error_model="numpy")
+def _place_in_memory(
+    form: Recurrence,
+    starts: Ints,
+    first: int,
+    last: int,
+    high: int,
+    r: int,
+    memory: float,
+    most: int,
+    source: Words,
+    out: Words,
+) -> None:
+    """As ``_place``, where the n-th stage from the end must also hold min(held, n) microbatches."""
+    for l in range(first, last + 1):
+        for before in range(starts[l], min(l, high + 1)):
+            if not source[before].any():
+                continue
+            held = _most_in_flight(form, before, l, r, memory)
+            counts = most if held >= form.held else min(held, most)
+            carry = np.uint64(0)
+            for w in range(source.shape[1]):
+                allowed = min(max(counts - 64 * w, 0), 64)
+                mask = np.uint64(0) if allowed == 0 else ALL >> np.uint64(64 - allowed)
+                out[l - first, w] |= ((source[before, w] << ONE) | carry) & mask
+                carry = source[before, w] >> TOP
+
+
+@njit(cache=True, error_model="numpy")
+def _place_first(
+    form: Recurrence, starts: Ints, first: int, last: int, r: int, memory: float, out: Words
+) -> None:
+    """The stage at the very end: nothing stands behind it."""
+    for l in range(first, last + 1):
+        if starts[l] == 0 and _most_in_flight(form, 0, l, r, memory) > 0:
+            out[l - first, 0] |= ONE
+
+
+@njit(cache=True, error_model="numpy")
+def predecessor(
+    form: Recurrence, band: Band, reach: Words, limit: float, stages: int, l: int, i: int, r: int
+) -> tuple[float, int, int]:
+    """(time, l', r') of the quickest stage (l', l] on r devices that ends ``stages`` stages."""
+    used = i - r
+    memory = form.memory[used:i].min() if used < i else 0.0
+    best = (np.inf, 0, 0)
+    if stages == 1:
+        return (stage_time(form, 0, l, 0, r), 0, 0) if used == 0 else best
+    word, bit = (stages - 2) // 64, np.uint64((stages - 2) % 64)
+    for before in range(max(band.low[used], form.first[r, l]), min(band.high[used], l - 1) + 1):
+        time = stage_time(form, before, l, used, r)
+        if time > limit or time >= best[0]:
+            continue
+        if _most_in_flight(form, before, l, r, memory) < min(stages, form.held):
+            continue
+        for later in range(1, used + 1):
+            if reach[_row(band, used, later, before), word] >> bit & ONE == np.uint64(0):
+                continue
+            if channel_time(form, before, used, later, r) <= limit:
+                best = (time, before, later)
+                break
+    return best
