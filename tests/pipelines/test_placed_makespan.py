@@ -32,7 +32,7 @@ from stagewright.solvers.pipelines.scheduling import solve_schedule
 LIMITS = Limits(seconds=20, threads=2)
 SLACK = 1 + 1e-9
 
-quick = examples(40)
+quick = examples(100)
 
 # Two stages on each of two devices, in the shape of a V, and split backwards.
 PLACED = MakespanProblem(
@@ -109,7 +109,7 @@ def test_disjunctions_reach_the_optimum(problem):
     assert problem.evaluate(model.invert(answer.values)) == pytest.approx(optimum)
 
 
-@examples(100)
+@examples(400)
 @given(random_placed_makespan())
 def test_no_bound_exceeds_the_optimum(problem):
     optimum = problem.evaluate(optimal_timetable(problem))
