@@ -4,9 +4,9 @@ Notation: F(s, m), B(s, m) and W(s, m) are the forward, backward (or input gradi
 gradient of microbatch m on stage s, taken in the order of microbatches (see :mod:`makespan`); k is
 the in-flight limit of stage s, at most M. The *head* of a block is the time before its microbatch
 can reach it, the *tail* the time that must follow it. Where backwards are whole, W takes no time
-and ends with B. A device may have several stages: arguments about one stage leave the others out,
-which shortens no schedule's bound, and those about a device take the least head and tail of its
-stages.
+and ends with B. A device may have several stages: an argument about one stage ignores the others on
+its device and is the weaker for it, but valid; one about a device takes the least head and the
+least tail of its stages.
 """
 
 import heapq

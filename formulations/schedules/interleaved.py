@@ -6,7 +6,7 @@ from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.schedules.order import B, F, Order
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Order:
     """Stage s is chunk s // P on rank s mod P; with one chunk per rank this is 1F1B.
 

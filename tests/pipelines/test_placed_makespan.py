@@ -32,7 +32,7 @@ from stagewright.solvers.pipelines.scheduling import solve_schedule
 LIMITS = Limits(seconds=20, threads=2)
 SLACK = 1 + 1e-9
 
-quick = examples(40)
+quick = examples(100)
 
 # Two stages on each of two devices, in the shape of a V, and split backwards.
 PLACED = MakespanProblem(
@@ -109,7 +109,7 @@ def test_disjunctions_reach_the_optimum(problem):
     assert problem.evaluate(model.invert(answer.values)) == pytest.approx(optimum)
 
 
-@examples(100)
+@examples(400)
 @given(random_placed_makespan())
 def test_no_bound_exceeds_the_optimum(problem):
     optimum = problem.evaluate(optimal_timetable(problem))
@@ -293,3 +293,47 @@ def test_problems_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(InputError, match=message) as error:
         ones(**changes)
     assert "\n" not in str(error.value)
+
+
+# The bounds by hand
+
+
+def found(problem):
+    return {bound.proved_by: bound.seconds for bound in schedule_bounds(problem)}
+
+
+def test_a_device_does_all_its_stages():
+    # Device 0 has stages 0 and 3, 3 * (2 + 3 + 2 and 1 + 2 + 1) of work with W; stage 3 has no
+    # all-reduce to wait for. Device 1 starts after F of 2 and a transfer of 1, its work is
+    # 3 * (3 + 2 + 1 and 2 + 4 + 3), or 3 * (3 + 2 and 2 + 4) until its last I, after which follow
+    # at least a transfer of 2, I of 3, W of 2 and the all-reduce of 5.
+    assert found(replace(PLACED, in_flight=(3,) * 4))["busiest device"] == 3 + 3 * 15
+    # Without W until the last I: 3 + 33 + 12 = 48, as long as with it.
+    lighter = replace(PLACED, weight_gradient=(2.0, 0.0, 0.0, 1.0))
+    assert found(lighter)["busiest device"] == 3 + 33 + 2 + 3 + 2 + 5
+
+
+def test_a_slot_is_held_until_the_weight_gradient_ends():
+    # Two stages of F = I = W = 1 on two devices, one slot: F0 F1 I1 I0 W0 in turn.
+    problem = ones(microbatches=3, device=(0, 1), weight_gradient=(1.0, 1.0))
+    assert found(problem)["in-flight slots"] == 3 * 5
+    assert problem.evaluate(optimal_timetable(problem)) == 15
+
+
+def test_weight_gradients_fill_the_drain():
+    # Stage 0 of two sends 1 of 3 microbatches ahead: between F and I lie 1 + 3 + 4 + 4 + 3 = 15.
+    # Until the last W it works 3 * (1 + 4 + 2) and waits 15 - 1 at the start and at the end.
+    problem = ones(
+        microbatches=3,
+        forward=(1.0, 4.0),
+        backward=(4.0, 4.0),
+        send_forward=(3.0,),
+        send_backward=(3.0,),
+        device=(0, 1),
+        weight_gradient=(2.0, 2.0),
+    )
+    assert found(problem)["warm-up and drain"] == 3 * 7 + 14 + 14
+    # With two slots, one other W and I are in the last wait; without W until the last I, which W
+    # of 2 follows: 3 * 5 + (15 - 2) + (15 - 1 - 4) + 2 = 40, as 3 * 7 + (15 - 2) + (15 - 1 - 6).
+    two = replace(problem, in_flight=(2, 2))
+    assert found(two)["warm-up and drain"] == 42
