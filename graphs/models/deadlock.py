@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def waiting_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
-    """Nodes that wait for each other in a circle, each for the next; the first is repeated at the end.
+    """Nodes that wait for each other in a circle, each for the next; the first is repeated last.
 
     Parameters
     ----------
