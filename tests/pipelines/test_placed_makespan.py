@@ -17,7 +17,9 @@ from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import ByDisjunctions, ByIntervals
 from stagewright.formulations.pipelines.timed_rows import order_of_times
+from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.formulations.schedules.order import Order
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.pipelines.forward_backward import dispatch, improve, rules_of
@@ -46,6 +48,9 @@ PLACED = MakespanProblem(
     device=(0, 1, 1, 0),
     weight_gradient=(2.0, 1.0, 3.0, 1.0),
 )
+
+
+INTERLOCKED = ("0F0", "0I0", "0F1", "0W0", "0I1", "0W1")  # F of 1 between I and W of 0
 
 
 def ones(**changes):
@@ -271,10 +276,11 @@ def test_what_is_broken_is_named(changes, message):
 
 
 def test_weight_gradients_count_as_in_flight():
-    problem = ones(microbatches=2, device=(0, 1), weight_gradient=(1.0, 1.0))
-    timetable = optimal_timetable(replace(problem, in_flight=(2, 2)))
+    one = MakespanProblem(2, (1.0,), (1.0,), (), (), (0.0,), (2,), weight_gradient=(1.0,))
+    timetable = schedule_order(one, Order((tuple(map(parse_action, INTERLOCKED)),)))
+    assert one.evaluate(timetable) == 6
     with pytest.raises(InvalidPlan, match="2 microbatches in flight, the limit is 1"):
-        problem.evaluate(timetable)
+        replace(one, in_flight=(1,)).evaluate(timetable)
 
 
 @pytest.mark.parametrize(
