@@ -1,17 +1,17 @@
-"""Orders under precedence: what is to be said when there is none."""
+"""Find the cycle that makes precedence constraints infeasible."""
 
 from collections.abc import Sequence
 
 
 def find_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
-    """Nodes that wait for each other in a circle, each for the next; the first stands again last.
+    """Nodes of a cycle, each waiting for the next; the first is repeated at the end.
 
     Parameters
     ----------
     followers
-        Per node those that wait for it.
+        The nodes that wait for each node.
     awaited
-        Per node how many it still waits for, after all that could go have gone: some still wait.
+        How many nodes each node still waits for once no node is ready; at least one is positive.
 
     Examples
     --------
