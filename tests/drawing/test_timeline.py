@@ -275,7 +275,7 @@ def test_a_browser_draws_the_page(
     [
         (ScheduledAction("g0", "7F0", 0.0, 1.0), "7F0 is of stage 7, the plan has 1 stages"),
         (ScheduledAction("g9", "0F0", 0.0, 1.0), "'g9', which is no device of stage 0"),
-        (ScheduledAction("g0", "forward", 0.0, 1.0), "'forward' is no action"),
+        (ScheduledAction("g0", "forward", 0.0, 1.0), "'forward' is not an action"),
         (ScheduledAction("g0", "0USE0", 0.0, 1.0), "0USE0 belongs to programs, not to plans"),
     ],
 )
