@@ -34,7 +34,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.planners.madpipe import plan_madpipe
+from stagewright.solvers.planners.periodic.madpipe import plan_madpipe
 from stagewright.solvers.planners.proposal import Choices, NoPlan
 from stagewright.solvers.planners.warm_up import compile_kernels
 

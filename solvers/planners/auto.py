@@ -17,12 +17,12 @@ from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.plans.starts import starts_of, timetable_of
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.planners.dp import plan_dp
+from stagewright.solvers.planners.baselines.dp import plan_dp
+from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
+from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
+from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.gpipe import plan_gpipe
-from stagewright.solvers.planners.hetpipe import plan_hetpipe
-from stagewright.solvers.planners.pipedream import plan_pipedream
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import (
     Attempt,

@@ -10,8 +10,8 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.madpipe import least_period
 from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+from stagewright.solvers.planners.baselines.pipedream import partition
 from stagewright.solvers.planners.exact import exact
-from stagewright.solvers.planners.pipedream import partition
 from stagewright.solvers.planners.spp import plan_spp
 
 

@@ -29,10 +29,10 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.solvers.patterns.pattern import best_pattern
-from stagewright.solvers.planners.device_groups import group_sizes, orders
+from stagewright.solvers.planners.periodic.device_groups import group_sizes, orders
+from stagewright.solvers.planners.periodic.shortage import contiguous_shortage
 from stagewright.solvers.planners.planner import Options, require_host_links
 from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
-from stagewright.solvers.planners.shortage import contiguous_shortage
 
 Stages = tuple[Stage, ...]
 

@@ -17,8 +17,13 @@ from stagewright.formulations.patterns.periodic_bounds import (
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.solvers.patterns.madpipe import least_period as least_allocation_period
-from stagewright.solvers.planners.device_groups import Groups, distinct, longest_update, orders
-from stagewright.solvers.planners.periodic_search import (
+from stagewright.solvers.planners.periodic.device_groups import (
+    Groups,
+    distinct,
+    longest_update,
+    orders,
+)
+from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
     FoundPattern,
     PeriodicPlanner,

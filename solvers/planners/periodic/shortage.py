@@ -11,7 +11,7 @@ from stagewright.formulations.patterns.pattern_problems import static_bytes
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.solvers.planners.device_groups import Groups, named_group
+from stagewright.solvers.planners.periodic.device_groups import Groups, named_group
 
 Stages = tuple[Stage, ...]
 

@@ -30,9 +30,14 @@ from stagewright.solvers.patterns.allocation_search import (
     interleaved,
 )
 from stagewright.solvers.patterns.joint_patterns import joint_optimum
-from stagewright.solvers.planners.device_groups import distinct, longest_update, named_group, orders
-from stagewright.solvers.planners.one_f_one_b_star import contiguous
-from stagewright.solvers.planners.periodic_search import (
+from stagewright.solvers.planners.periodic.device_groups import (
+    distinct,
+    longest_update,
+    named_group,
+    orders,
+)
+from stagewright.solvers.planners.periodic.one_f_one_b_star import contiguous
+from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
     FoundPattern,
     PeriodicPlanner,
