@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from stagewright.executor.capture.draws import whole_draws
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.shares import Rows, pieces
-from stagewright.executor.training.boundary import Boundary
-from stagewright.executor.training.stage import Share
+from stagewright.executor.training.interpreter.boundary import Boundary
+from stagewright.executor.training.stages.stage import Share
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 

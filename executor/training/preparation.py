@@ -13,15 +13,15 @@ from stagewright.executor.programs.program import Families
 from stagewright.executor.programs.shares import Rows, rows
 from stagewright.executor.training.batches import microbatch_samples
 from stagewright.executor.training.crossing import boundary_of, share_of
-from stagewright.executor.training.failures import OutOfMemory
-from stagewright.executor.training.initialise import total_bytes
-from stagewright.executor.training.interpreter import Interpreter
-from stagewright.executor.training.joint import Joint
+from stagewright.executor.training.interpreter.failures import OutOfMemory
+from stagewright.executor.training.interpreter.interpreter import Interpreter
+from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss
-from stagewright.executor.training.rank import Rank, RankProgram
-from stagewright.executor.training.stage import Part, StageComputation
-from stagewright.executor.training.staged_model import StagedModel
-from stagewright.executor.training.weights import Weights
+from stagewright.executor.training.ranks.rank import Rank, RankProgram
+from stagewright.executor.training.stages.initialise import total_bytes
+from stagewright.executor.training.stages.stage import Part, StageComputation
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import format_bytes
 

@@ -22,10 +22,8 @@ from stagewright.executor.training.batches import (
     require_as_many,
     tensors_of_batch,
 )
-from stagewright.executor.training.initialise import Model, initialise
-from stagewright.executor.training.interpreter import Interpreter
-from stagewright.executor.training.joint import Joint
-from stagewright.executor.training.launch import require_torch
+from stagewright.executor.training.interpreter.interpreter import Interpreter
+from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
     require_clip_norm,
@@ -35,11 +33,13 @@ from stagewright.executor.training.model_checks import (
     require_whole_gradients,
 )
 from stagewright.executor.training.preparation import Preparation, reduces_beside
-from stagewright.executor.training.rank import rank_program, this_rank
+from stagewright.executor.training.ranks.launch import require_torch
+from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
-from stagewright.executor.training.shared_gradients import SharedGradients
-from stagewright.executor.training.staged_model import StagedModel
-from stagewright.executor.training.weights import MakeOptimizer, Weights, clips_by_itself
+from stagewright.executor.training.stages.initialise import Model, initialise
+from stagewright.executor.training.stages.shared_gradients import SharedGradients
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import MakeOptimizer, Weights, clips_by_itself
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 

@@ -16,11 +16,11 @@ from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.checkpoint import Header
-from stagewright.executor.training.endings import Member
-from stagewright.executor.training.initialise import Model
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import require_clip_norm
+from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
+from stagewright.executor.training.stages.initialise import Model
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError

@@ -30,7 +30,7 @@ from stagewright.cli import app  # noqa: E402
 from stagewright.executor.programs.periodic import lower_periodic  # noqa: E402
 from stagewright.executor.programs.trace import TracedStep  # noqa: E402
 from stagewright.executor.training import preparation  # noqa: E402
-from stagewright.executor.training.failures import OutOfMemory  # noqa: E402
+from stagewright.executor.training.interpreter.failures import OutOfMemory  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind  # noqa: E402

@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.executor.training.endings import ENDING_SIGNALS, caught_signals, say
+from stagewright.executor.training.ranks.endings import ENDING_SIGNALS, caught_signals, say
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.training.model_checks import listed_stages
-from stagewright.executor.training.weights import Weights
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 

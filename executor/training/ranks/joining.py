@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from stagewright.executor.training.endings import Ending, Member, attempt, watched_signals
-from stagewright.executor.training.launch import end_with_parent, silence_torch
+from stagewright.executor.training.ranks.endings import Ending, Member, attempt, watched_signals
+from stagewright.executor.training.ranks.launch import end_with_parent, silence_torch
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:

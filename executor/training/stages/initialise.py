@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.capture.twins import twin
-from stagewright.executor.training.seeding import module_seed
+from stagewright.executor.training.stages.seeding import module_seed
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes
 

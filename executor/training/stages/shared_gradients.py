@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from stagewright.executor.training.rank import Rank
-from stagewright.executor.training.staged_model import StagedModel
-from stagewright.executor.training.weights import TiedSums, Weights
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import TiedSums, Weights
 
 
 class SharedGradients:

@@ -6,7 +6,7 @@ from math import inf
 
 import torch.distributed as dist
 
-from stagewright.executor.training.weights import TiedSums
+from stagewright.executor.training.stages.weights import TiedSums
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,17 +30,17 @@ from stagewright.executor.programs.program import (
 )
 from stagewright.executor.programs.shares import Rows
 from stagewright.executor.programs.trace import RankAction
-from stagewright.executor.training.arrival import Arrival, waited
 from stagewright.executor.training.batches import Batch
-from stagewright.executor.training.boundary import Boundary
-from stagewright.executor.training.failures import NonFiniteLoss, explain_memory
-from stagewright.executor.training.joint import Joint
+from stagewright.executor.training.interpreter.arrival import Arrival, waited
+from stagewright.executor.training.interpreter.boundary import Boundary
+from stagewright.executor.training.interpreter.failures import NonFiniteLoss, explain_memory
+from stagewright.executor.training.interpreter.joint import Joint
+from stagewright.executor.training.interpreter.totals import Total, begin_total
 from stagewright.executor.training.losses import Loss, read_loss
-from stagewright.executor.training.rank import Rank, RankProgram
-from stagewright.executor.training.seeding import layer_seed
-from stagewright.executor.training.stage import Gradients, StageComputation, Tensors
-from stagewright.executor.training.totals import Total, begin_total
-from stagewright.executor.training.weights import Weights
+from stagewright.executor.training.ranks.rank import Rank, RankProgram
+from stagewright.executor.training.stages.seeding import layer_seed
+from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

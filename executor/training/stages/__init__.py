@@ -1,0 +1,1 @@
+"""What a rank computes with: the layers of its stages, their weights and gradients."""
