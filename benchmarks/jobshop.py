@@ -1,7 +1,7 @@
 """Job shops of the literature: Stagewright, CP-SAT directly, and PyJobShop, side by side.
 
 The files are Fisher and Thompson's (1963) and Lawrence's (1984) instances; where they are not at
-hand nothing runs. ``python -m benchmarks.jobshop [--quick]``.
+hand nothing runs. ``python -m benchmarks jobshop``.
 """
 
 import csv

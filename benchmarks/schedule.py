@@ -1,7 +1,7 @@
 """The schedule of fixed, unequal stages: seconds, gaps, and which method found and proved it.
 
 Times are random integers, transfers are not free, and memory limits the microbatches in flight to
-1F1B's need plus ``extra``. ``python -m benchmarks.schedule [--quick]``.
+1F1B's need plus ``extra``. ``python -m benchmarks schedule``.
 """
 
 from dataclasses import dataclass

@@ -1,19 +1,10 @@
-<<<<<<< HEAD:graphs/models/deadlock.py
 """Why no order obeys the precedences: nodes that wait for each other."""
-=======
-"""Find the cycle that makes precedence constraints infeasible."""
->>>>>>> words:graphs/models/precedence.py
 
 from collections.abc import Sequence
 
 
-<<<<<<< HEAD:graphs/models/deadlock.py
 def waiting_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
     """Nodes that wait for each other in a circle, each for the next; the first is repeated last.
-=======
-def find_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
-    """Nodes of a cycle, each waiting for the next; the first is repeated at the end.
->>>>>>> words:graphs/models/precedence.py
 
     Parameters
     ----------
