@@ -17,6 +17,7 @@ from training_plans import (
     one_f_one_b,
     overlapping,
     periodic_plans,
+    plan_in_order,
     plans,
     straight,
     zero_bubble_h1,
@@ -537,7 +538,7 @@ class Meaning:
         s, m = action.stage + step, action.microbatch
         assert m is not None
         if not 0 <= s < len(self.plan.stages):
-            return ()
+            return () if action.kind is F or self.is_normalised(action) else None
         way = ActionKind.SEND_FORWARD if action.kind is F else ActionKind.SEND_BACKWARD
         send = Action(s, way, m)
         senders = self.plan.stages[s].runners(m)
@@ -551,6 +552,14 @@ class Meaning:
             else:
                 found += self.passed(rank, sender, send)
         return tuple(found) if len(found) == len(senders) else None
+
+    def is_normalised(self, action: Action) -> bool:
+        """Whether a backward of the last stage may divide by what all its devices' losses count."""
+        if not self.plan.weights.startswith("stash"):
+            return True
+        runners = self.plan.stages[action.stage].runners(action.microbatch or 0)
+        ranks = map(self.program.devices.index, runners)
+        return all(replace(action, kind=F) in self.values[rank] for rank in ranks)
 
     def passed(self, rank: int, sender: int, send: Action) -> list[int]:
         """What of a pair's stream has passed: both sides have posted it."""
@@ -630,6 +639,23 @@ def means(plan: PipelinePlan, program: Program) -> object:
         return Meaning(plan, program).at_the_end()
     except Broken:
         return None
+
+
+def test_a_backward_waits_for_the_losses_on_all_devices_of_the_last_stage() -> None:
+    """Rank 3 needs rank 0's 1F1 for 1B1; rank 0 comes there after rank 2, which rank 3 blocks."""
+    stages = [Stage((0, 1), ("d0", "d1", "d3")), Stage((1, 5), ("d0", "d2"))]
+    first = [Action(0, F, 0), Action(0, F, 1), Action(0, B, 0), Action(0, B, 1)]
+    last = [Action(1, F, 0), Action(1, B, 0), Action(1, F, 1), Action(1, B, 1)]
+    both = [*first[:2], *last[:2], first[2], *last[2:], first[3]]
+    orders = {"d0": both, "d1": first, "d2": last, "d3": first}
+    plan = plan_in_order(stages, 2, orders, "stash+vertical-sync")
+    program = lower(plan)
+    row = program.rows[3]
+    here = row.index(Instruction(Action(1, ActionKind.SEND_BACKWARD, 0), 2))
+    mutant = moved(program, 3, here, row.index(bare(1, B, 1)) + 1)
+    assert means(plan, program) is not None
+    assert means(plan, mutant) is None
+    assert "rank 3 at 1B1 waits for 1F1 of rank 0" in refusal(plan, mutant)
 
 
 @examples(60)
