@@ -34,7 +34,7 @@ import torch
 from stagewright.cli.running import parse_optimizer
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.verify import verify
-from stagewright.executor.training import launch
+from stagewright.executor.training.ranks import launch
 from stagewright.executor.training.training import mini_batches
 
 LOST = "lost contact with another rank (killed, stuck or unreachable?)"

@@ -134,7 +134,7 @@ class Weights:
             for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
 
-    def under_way(self) -> list[dist.Work]:
+    def reductions(self) -> list[dist.Work]:
         """The all-reduces that were begun for the next update."""
         return list(self._reductions)
 
