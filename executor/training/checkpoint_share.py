@@ -24,7 +24,7 @@ class CheckpointShare:
         self._buffered = rank.plan.weight_rule.staleness > 0
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank writes; each key is written by one rank."""
+        """The tensors that this rank writes; each key is written by one rank."""
         found: dict[str, Tensor] = {}
         for s in self._weights:
             if self._rank.first(s) == self._rank.number:
@@ -59,12 +59,12 @@ class CheckpointShare:
         return [key for key in keys if _belongs(key, own, kinds)]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over ``tensors``.
+        """Copy ``tensors`` into the model and the optimizers.
 
         Raises
         ------
         InputError
-            If something of this rank's is missing.
+            If a tensor of this rank is missing.
         """
         for s, weights in self._weights.items():
             for name, one in self._model.tensors(s, weights).items():
@@ -75,7 +75,7 @@ class CheckpointShare:
             weights.load(tensors, buffered=self._buffered)
 
     def whole_model(self, shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The model's state dict under all its names, from what all ranks have of it."""
+        """The model's state dict under all its names, from the shares of all ranks."""
         whole = {name: value for share in shares for name, value in share.items()}
         return {
             name: whole[names[0]]

@@ -29,7 +29,7 @@ from stagewright.executor.training.model_checks import (
     require_updated_together,
     require_whole_gradients,
 )
-from stagewright.executor.training.preparation import Preparation, reduces_beside
+from stagewright.executor.training.preparation import Preparation, needs_two_gradients
 from stagewright.executor.training.ranks.collectives import gathered, summed
 from stagewright.executor.training.ranks.groups import make_groups, make_loss_group
 from stagewright.executor.training.ranks.launch import require_torch
@@ -53,36 +53,36 @@ class Executor:
     plan
         Rank r is the r-th device in the order in which the plan's stages name them.
     module
-        A module, a list of modules, or a function without arguments that makes one. Every rank
-        keeps the layers of its own stages alone.
+        A module, a list of modules, or a function without arguments that makes one. A rank keeps
+        only the layers of its own stages.
     loss
         ``loss(output, targets)``: a mean over samples, one number; or a pair ``(sum, count)``,
         which is normalised over the whole mini-batch, whatever the plan. With ``stash`` weights,
-        where a microbatch is a mini-batch of its own, it is normalised over each. By default
+        which are updated after every microbatch, it is normalised over each. By default
         cross-entropy, without the labels that are -100.
     optimizer
         Makes an optimizer for a list of parameters; there is one for each stage.
     clip_norm
-        The most that the norm of all gradients together may be: larger ones are scaled, as
-        ``torch.nn.utils.clip_grad_norm_`` does for the whole model.
+        The maximum of the norm of all gradients together, as in
+        ``torch.nn.utils.clip_grad_norm_`` for the whole model.
     seed
-        Of the parameters, where ``module`` is a function, and of all that its layers draw.
+        Seed of the parameters, where ``module`` is a function, and of all random draws of layers.
     dtype
         Type of parameters and inputs. With bfloat16, computations are cast to it and the
         parameters stay float32.
     device
-        Of this rank; by default its GPU, or the CPU where there is none.
+        Device of this rank; by default its GPU, or the CPU where there is none.
     timeout_seconds
-        How long a rank waits for another in an all-reduce; for the rest the group's own limit
-        holds.
+        How long a rank waits for another in an all-reduce; elsewhere the limit of the default
+        group applies.
     trace
         Whether to record when each action ran, in all steps; see `trace_on_first_rank`.
 
     Raises
     ------
     InputError
-        If the model or the number of processes is another than the plan's, or torch's version is
-        none that is supported.
+        If the model or the number of processes differs from the plan's, or torch's version is not
+        supported.
     InvalidPlan
         If the plan cannot be carried out.
 
@@ -97,7 +97,7 @@ class Executor:
         losses = executor.finish()
 
     With a periodic plan mini-batches overlap: `step` begins one, and the loss that it returns is of
-    one that was begun before.
+    an earlier one.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Executor:
         self._parameter_type = dtype if self._autocast is None else torch.float32
         self._model = self._initialise(module)
         self._families = self._find_families()
-        # Only the captured model says what stages share.
+        # Known only from the captured model: parameters that stages share.
         self._program = rank_program(plan, self.rank, self._families)
         self._weights = self._make_weights(optimizer)
         timeout = timedelta(seconds=timeout_seconds)
@@ -160,17 +160,18 @@ class Executor:
         Every rank gives the same mini-batch: ``inputs`` are the model's, a tensor or a tuple of
         them, with the samples in dimension 0. They are cut into the plan's microbatches in order.
 
-        With a periodic plan the mini-batch is begun, and those before it go on. The loss is of the
-        one whose last forward was done in this call, in the order in which they were given; None if
-        there was none, as in the first calls. `finish` has those that are left.
+        With a periodic plan the mini-batch is begun, and those in flight proceed. The loss is of
+        the mini-batch whose last forward was done in this call, in the order of the calls; None if
+        there was none, as in the first calls. `finish` returns the remaining ones.
 
         Raises
         ------
         InputError
             If the samples do not divide into the plan's microbatches, or the model or the loss do
-            not take them; if the shape changes while mini-batches are under way.
+            not take them; if the shape changes while mini-batches are in flight.
         NonFiniteLoss, OutOfMemory
-            Naming the stage. Weights and gradients are then anything: the executor has ended.
+            Naming the stage. Weights and gradients are then undefined: the executor cannot be used
+            again.
         """
         self._require_sound()
         given = tuple(map(self._typed, tensors_of_batch("inputs", inputs)))
@@ -190,11 +191,11 @@ class Executor:
         return next(iter(losses), None)
 
     def finish(self) -> list[float]:
-        """End the mini-batches that are under way; their mean losses on ranks of the last stage.
+        """Complete the mini-batches in flight; their mean losses on ranks of the last stage.
 
-        Those whose losses `step` has returned are not among them; there are none without a periodic
-        plan. The weights are then those after all updates, as if there had been no pipeline, and
-        the next `step` begins with an empty one. All ranks call it.
+        Losses that `step` has returned are not among them; without a periodic plan there are none.
+        The weights are then those after all updates, as without a pipeline, and the next `step`
+        begins with an empty pipeline. All ranks call it.
 
         Raises
         ------
@@ -216,18 +217,18 @@ class Executor:
     def _require_finished(self) -> None:
         if self._running is not None:
             raise InputError(
-                f"mini-batches are under way after step {self.steps_done} of a periodic plan: call "
+                f"mini-batches are in flight after step {self.steps_done} of a periodic plan: call "
                 "finish() on all ranks first"
             )
 
     def _interpreter(self, given: tuple[Tensor, ...]) -> Interpreter:
-        """The one for mini-batches of this shape; with a periodic plan it is then under way."""
+        """The interpreter for mini-batches of this shape; with a periodic plan, the running one."""
         key = tuple((one.shape, one.dtype) for one in given)
         found = self._interpreters.get(key)
         if self._running is not None and found is not self._running:
             raise InputError(
                 f"a mini-batch of shape {', '.join(str(tuple(one.shape)) for one in given)} "
-                "follows others while they are under way; call finish() on all ranks before the "
+                "follows others while they are in flight; call finish() on all ranks before the "
                 "shape changes"
             )
         if found is None:
@@ -239,13 +240,13 @@ class Executor:
     def _carried_out(
         self, run: Callable[[list[RankAction] | None], list[tuple[float, float]]]
     ) -> list[float]:
-        """What ``run`` does on this rank; the losses of all ranks of the last stage together.
+        """Call ``run`` with the list of the trace's records, None without one; the mean losses.
 
-        It gets the place for what happened when, None without a trace.
+        Losses are summed over the ranks of the last stage.
         """
         device, last = self._rank.device, len(self.plan.stages) - 1
         self._failed = True
-        # What layers draw differs from rank to rank; what the caller draws must not.
+        # Draws of layers differ from rank to rank; those of the caller must not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             found = run(self._recorder.records)
         self._failed = False
@@ -255,10 +256,10 @@ class Executor:
         self._recorder.add_losses(losses)
         return losses
 
-    # What outlives the process
+    # State and traces
 
     def state(self) -> dict[str, Tensor]:
-        """The share of a checkpoint that this rank writes; no key is another rank's too.
+        """The share of a checkpoint that this rank writes; each key is written by one rank.
 
         ``model.NAME`` are parameters and buffers under the model's own names,
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
@@ -268,7 +269,7 @@ class Executor:
         Raises
         ------
         InputError
-            If mini-batches are under way: `finish` comes first.
+            If mini-batches are in flight: `finish` comes first.
         """
         self._require_finished()
         return self._checkpoint.state()
@@ -283,7 +284,7 @@ class Executor:
         Raises
         ------
         InputError
-            If something of this rank's is missing, or mini-batches are in flight.
+            If a tensor of this rank is missing, or mini-batches are in flight.
         """
         self._require_finished()
         self._checkpoint.load(tensors)
@@ -344,7 +345,7 @@ class Executor:
                 self._model.tied,
                 optimizer,
                 versions=self.plan.weight_rule.versions,
-                two_gradients=reduces_beside(self.plan, self._families, s),
+                two_gradients=needs_two_gradients(self.plan, self._families, s),
             )
             for s, layers in self._model.modules.items()
         }
@@ -358,7 +359,7 @@ class Executor:
         return made
 
     def _find_families(self) -> set[frozenset[int]]:
-        """Stages that have a trained parameter in common, and all that have a norm in common."""
+        """Stages that share a trained parameter; all stages, if gradients are clipped."""
         found = {frozenset(self._model.stages_of[name]) for name in self._model.tied}
         everything = frozenset(range(len(self.plan.stages)))
         return found | {everything} if self._clip_norm < inf else found
@@ -372,7 +373,7 @@ class Executor:
             shared.sum,
             shared.squares,
             self._clip_norm,
-            shared.beside() if self.plan.is_periodic else None,
+            shared.overlapping() if self.plan.is_periodic else None,
         )
         return Preparation(
             rank=self._rank,

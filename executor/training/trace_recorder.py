@@ -1,4 +1,4 @@
-"""The trace of a run: what each rank records of it, brought together on the first."""
+"""The trace of a run: the recordings of all ranks, gathered on the first."""
 
 import os
 import platform
@@ -30,10 +30,10 @@ class TraceRecorder:
             self._current = Recording(step, self._meetings())
 
     def _meetings(self) -> list[float]:
-        """When all ranks had met, as often as it takes to set their clocks by it.
+        """Times after barriers of all ranks, by which their clocks are compared.
 
-        They leave a barrier milliseconds apart if one of them has to wait for its processor. In a
-        long run nothing makes up for that.
+        Ranks leave a barrier milliseconds apart if one of them waits for its processor; over
+        several barriers the median is exact enough for a long run.
         """
         found = []
         for _ in range(MEETINGS if self._rank.plan.is_periodic else 1):

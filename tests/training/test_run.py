@@ -94,7 +94,7 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     )
     assert complaints == [
         "stagewright: again/step-00000003 is damaged (stagewright.json does not match SHA256SUMS); "
-        "going on from step-00000002"
+        "resuming from step-00000002"
     ]
     assert re.search(r"^5 steps on 2 ranks, loss [\d.]+, .* per step\nresumed.pt is written$", out)
     require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)

@@ -480,7 +480,7 @@ class Tempered(nn.Module):
 def test_a_loss_with_parameters_is_refused() -> None:
     loss = Tempered()
     for form in (loss, loss.forward, partial(loss), lambda *given: loss(*given)):
-        refused("the loss has a parameter of its own, 'temperature' of Tempered",
+        refused("the loss has its own parameter 'temperature' of Tempered",
                 partial(listed, linear, linear), form)  # fmt: skip
     weight = nn.Parameter(torch.ones(WIDTH).double())
     kept = [weight]

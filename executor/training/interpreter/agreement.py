@@ -1,4 +1,4 @@
-"""What ranks agree on before an update: the count of the losses, and the gradients' norm."""
+"""Values that ranks agree on before an update: the count of losses, and the gradients' norm."""
 
 import time
 from collections import Counter, defaultdict, deque
@@ -25,7 +25,7 @@ class Agreement:
     weights
         Per stage of this rank.
     joint
-        What the ranks do together.
+        Sums over ranks for an update.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class Exchange:
             works.append(group.recv([buffer], peer, tag))
         self._arrivals[action].append(Arrival(lane, values, peer, tuple(works), posted))
 
-    # What computations give and take
+    # Values of computations
 
     def give(self, action: Action, values: Sequence[Tensor | None]) -> None:
         """Keep ``values`` for the sends to come, and hand this rank its own part of them."""

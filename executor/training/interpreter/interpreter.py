@@ -46,7 +46,7 @@ class Interpreter:
     Parameters
     ----------
     program
-        What this rank does.
+        The row of this rank.
     computations, weights
         Per stage of this rank.
     groups
@@ -58,9 +58,9 @@ class Interpreter:
     samples
         Samples of a microbatch.
     scale
-        What the mean loss of a microbatch counts in an update.
+        Weight of the mean loss of a microbatch in an update.
     joint
-        What the ranks do together.
+        Sums over ranks for an update.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the ranks do together for an update."""
+"""Sums over ranks that an update needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from stagewright.executor.training.stages.weights import TiedSums
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joint:
-    """What the ranks do together for an update.
+    """Sums over ranks that an update needs.
 
-    ``group`` are the processes that sum up what the losses count, None for one alone: all of them,
-    or those of a split last stage where every microbatch is an update of its own. ``stages`` are
-    updated together, at the end of an iteration. ``sum_tied`` sums up the gradients of parameters
-    that several stages have; ``tied`` does so where the next gradients are made meanwhile.
+    ``group`` are the processes that sum up the counts of losses, None for one alone: all of them,
+    or those of a split last stage where every microbatch has its own update. ``stages`` are updated
+    together, at the end of an iteration. ``sum_tied`` sums up the gradients of parameters that
+    stages share; ``tied`` does so while the next gradients are computed.
     ``squares`` is this rank's part of the squared norm of all gradients.
     """
 

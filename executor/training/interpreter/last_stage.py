@@ -25,9 +25,9 @@ class LastStage:
     single_output
         Whether the loss takes the model's output itself, not a tuple.
     scale
-        What the mean loss of a microbatch counts in an update.
+        Weight of the mean loss of a microbatch in an update.
     group
-        The processes that sum up what the losses count.
+        The processes that sum up the counts of losses.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What a rank computes with: the layers of its stages, their weights and gradients."""
+"""The layers of a rank's stages, their weights and gradients."""
