@@ -45,7 +45,7 @@ class StagedModel:
 
     @property
     def single_output(self) -> bool:
-        """Whether the loss gets one tensor; of a list of modules known after its last was called."""
+        """Whether the loss gets one tensor; a list of modules shows it when its last is called."""
         return self._model.single_output
 
     def _find_stages(self, model: LayeredModel) -> dict[str, list[int]]:
