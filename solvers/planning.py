@@ -11,8 +11,8 @@ from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
     iteration_bound,
+    pattern_load_bound,
 )
-from stagewright.formulations.patterns.one_f_one_b import load_bound as load_of
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
@@ -174,7 +174,7 @@ def _certified_pattern(
 ) -> PipelinePlan:
     drawn = assemble_pattern(problem, planner, proposal.stages, proposal.pattern)
     asked = pattern_problem(problem, proposal.stages)
-    load = asked.iteration_seconds(load_of(asked))
+    load = asked.iteration_seconds(pattern_load_bound(asked))
     bounds = [
         *every_plan_bounds(problem),
         *proposal.bounds,

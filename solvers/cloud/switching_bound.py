@@ -16,7 +16,7 @@ KEPT = 2  # plans on either side of the work from which a plan is made
 
 
 @dataclass(frozen=True, slots=True)
-class Relaxation:
+class PriceBound:
     """The best bound, its lambda, and the plans met: those that do too little, and enough."""
 
     bound: float
@@ -25,7 +25,7 @@ class Relaxation:
     enough: tuple[OfferPath, ...]
 
 
-def best_price(problem: SwitchingProblem, grid: TimeGrid) -> Relaxation | float:
+def best_price(problem: SwitchingProblem, grid: TimeGrid) -> PriceBound | float:
     """The lambda of the best bound; or the most work that can be done, where that is too little.
 
     The bound is concave in lambda, the least of the lines dollars + lambda * (work left) of all
@@ -49,4 +49,4 @@ def best_price(problem: SwitchingProblem, grid: TimeGrid) -> Relaxation | float:
         if value >= low.dollars - price * low.work - SAME_DOLLARS * max(1.0, high.dollars):
             break
         (enough if path.work >= problem.work_hours else little).append(path)
-    return Relaxation(bound, work_price, tuple(little[-KEPT:]), tuple(enough[-KEPT:]))
+    return PriceBound(bound, work_price, tuple(little[-KEPT:]), tuple(enough[-KEPT:]))

@@ -14,14 +14,14 @@ from stagewright.formulations.cloud.switching import (
     overhead_seconds,
 )
 from stagewright.graphs.workloads.prices import HOUR
-from stagewright.solvers.cloud.switching_bound import Relaxation
+from stagewright.solvers.cloud.switching_bound import PriceBound
 from stagewright.solvers.cloud.switching_program import offer_path
 from stagewright.solvers.cloud.switching_times import price_rows
 
 BISECTIONS = 60
 
 
-def exact_work(problem: SwitchingProblem, found: Relaxation) -> Iterator[Plan]:
+def exact_work(problem: SwitchingProblem, found: PriceBound) -> Iterator[Plan]:
     """Plans that do the work and no more, made of those of the relaxation; and single stays."""
     for enough in reversed(found.enough):
         yield from _shortened(problem, enough.plan)

@@ -28,14 +28,14 @@ LONGEST = 1e15  # seconds; an iteration in which every group is the first
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class AllocationMoves:
     """What may be changed: the device groups, and what a stage does about what it keeps.
 
-    ``ways`` are "none", "full" (recomputation) and "offload".
+    ``modes`` are "none", "full" (recomputation) and "offload".
     """
 
     groups: tuple[Names, ...]
-    ways: tuple[str, ...] = ("none",)
+    modes: tuple[str, ...] = ("none",)
 
     def shuffled(self, stages: Stages, dice: random.Random) -> Iterator[Stages]:
         """Allocations that differ from ``stages`` in one thing, in random order, made one by one.
@@ -58,9 +58,9 @@ class Moves:
             yield partial(_reassigned, stages, start, stop, group)
         for s, r in combinations(range(len(stages)), 2):
             yield partial(_swapped, stages, s, r)
-        if len(self.ways) > 1:
-            for s, way in product(range(len(stages)), self.ways):
-                yield partial(_treated, stages, s, way)
+        if len(self.modes) > 1:
+            for s, mode in product(range(len(stages)), self.modes):
+                yield partial(_treated, stages, s, mode)
 
 
 def _shifted(stages: Stages, s: int, step: int) -> Stages:
@@ -88,16 +88,16 @@ def _swapped(stages: Stages, s: int, r: int) -> Stages:
     return tuple(swapped)
 
 
-def _treated(stages: Stages, s: int, way: str) -> Stages:
+def _treated(stages: Stages, s: int, mode: str) -> Stages:
     """A stage does otherwise about what it keeps."""
-    recompute: Literal["none", "full"] = "full" if way == "full" else "none"
-    changed = replace(stages[s], recompute=recompute, offload=way == "offload")
+    recompute: Literal["none", "full"] = "full" if mode == "full" else "none"
+    changed = replace(stages[s], recompute=recompute, offload=mode == "offload")
     return (*stages[:s], changed, *stages[s + 1 :])
 
 
 def improve_allocation(
     figures: PatternProblems,
-    moves: Moves,
+    moves: AllocationMoves,
     stages: Stages,
     target_seconds: float,
     limits: Limits,
@@ -127,7 +127,7 @@ def improve_allocation(
             return
 
 
-def disturbed(moves: Moves, stages: Stages, times: int, dice: random.Random) -> Stages:
+def disturbed(moves: AllocationMoves, stages: Stages, times: int, dice: random.Random) -> Stages:
     """``stages`` after so many random moves: where a local search may begin again."""
     for _ in range(times):
         stages = next(moves.shuffled(stages, dice), stages)
@@ -145,8 +145,8 @@ def interleaved(
     whole = [Stage((layer, layer + 1), groups[0]) for layer in range(layers)]
     work = [sum(figures.seconds(stage)) for stage in whole]
     order: list[Names] = []
-    for turn in range(rounds):
-        order += groups[::-1] if there_and_back and turn % 2 else groups
+    for round_ in range(rounds):
+        order += groups[::-1] if there_and_back and round_ % 2 else groups
     ends = [sum(work) * (i + 1) / len(order) for i in range(len(order))]
     done, middles = 0.0, []
     for seconds in work:

@@ -20,7 +20,7 @@ import numpy as np
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.patterns.joint_patterns import JointForm, JointPatterns
 from stagewright.formulations.patterns.least_pattern import least_pattern
-from stagewright.formulations.patterns.one_f_one_b import load_bound as least_load
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
 from stagewright.formulations.patterns.order_model import OrderModel
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import ByRate
@@ -36,7 +36,7 @@ BEGINNING = 0.6  # share of the time limit in which the first window is looked f
 TRIAL = 0.1  # for one trial of that
 STEP = 0.005  # relative width of the first window of bounds; every further one is
 WIDER = 1.5  # times as wide
-FIRST_SECONDS = 1.0  # the first time limit for a pattern; every further turn has
+FIRST_SECONDS = 1.0  # the first time limit for a pattern; every further attempt has
 GROWTH = 4.0  # times the last one's
 STEPS = 100_000  # of a walk at a time, some tenths of a second
 BATCH = 1024  # allocations at a time
@@ -119,7 +119,7 @@ class PatternFound(NamedTuple):
 class JointSearch:
     """Windows and candidates in a heap.
 
-    First come those that have been left open least often (``turn``), then the least bounds.
+    First come those that have been left open least often (``attempt``), then the least bounds.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class JointSearch:
         """Search until nothing is left (True) or the time is over."""
         self._begin()
         while self._heap:
-            turn, bound, _, item = heapq.heappop(self._heap)
+            attempt, bound, _, item = heapq.heappop(self._heap)
             if bound >= self._ceiling():
                 self._close(bound)
             elif self._left() <= 0:
-                self._push(bound, item, turn)
+                self._push(bound, item, attempt)
                 return False
             elif isinstance(item, AllocationCandidate):
-                self._solve(item, bound, turn)
+                self._solve(item, bound, attempt)
             else:
                 self._open(item, bound)
         return True
@@ -215,14 +215,14 @@ class JointSearch:
             width = max(STEP * high, WIDER * (high - least))
             self._push(high, BoundWindow(high, min(high + width, self._longest)))
 
-    def _solve(self, candidate: AllocationCandidate, bound: float, turn: int) -> None:
+    def _solve(self, candidate: AllocationCandidate, bound: float, attempt: int) -> None:
         """The candidate's pattern, or a proof that it is no better, for a limited time."""
         stages = stages_of(self.question, candidate.rows)
         problem = self._problems.of(stages)
-        seconds = min(self._left(), FIRST_SECONDS * GROWTH**turn)
+        seconds = min(self._left(), FIRST_SECONDS * GROWTH**attempt)
         limits = replace(self.limits, seconds=seconds)
         self.solves += 1
-        low = max(least_load(problem), problem.period_of(bound))
+        low = max(pattern_load_bound(problem), problem.period_of(bound))
         high = problem.period_of(self.cost)
         found = PatternFound(None, low, True) if low >= high else _below(problem, low, high, limits)
         if found is None:
@@ -234,7 +234,7 @@ class JointSearch:
         if found.done:
             self._close(bound)
         else:
-            self._push(bound, candidate, turn + 1)
+            self._push(bound, candidate, attempt + 1)
 
     def _offer(self, stages: tuple[Stage, ...], pattern: Pattern, bound: float = 0.0) -> None:
         """Keep a plan as the best; ``bound`` is that of its allocation."""
@@ -244,11 +244,13 @@ class JointSearch:
         elapsed = perf_counter() - self.began
         self.on_progress(Progress(elapsed, self.cost, min(bound, self.bound())))
 
-    def _push(self, bound: float, item: BoundWindow | AllocationCandidate, turn: int = 0) -> None:
+    def _push(
+        self, bound: float, item: BoundWindow | AllocationCandidate, attempt: int = 0
+    ) -> None:
         if bound >= self._ceiling():
             self._close(bound)
         else:
-            heapq.heappush(self._heap, (turn, bound, next(self._number), item))
+            heapq.heappush(self._heap, (attempt, bound, next(self._number), item))
 
     def _close(self, bound: float) -> None:
         self._closed = min(self._closed, bound)

@@ -33,8 +33,8 @@ from stagewright.solvers.patterns.madpipe_program import (
     FIRST_LABELS,
     MORE_LABELS,
     STEPS_PER_SECOND,
+    AllocationProgram,
     Outcome,
-    Program,
     label_rooms,
 )
 
@@ -78,7 +78,7 @@ def allocate(
     ticks = min(round(period / question.tick), all_periods(question.tables))
     for room in label_rooms(question.tables):
         left = limits.left(time.perf_counter() - began)
-        program = Program(question.tables, room)
+        program = AllocationProgram(question.tables, room)
         outcome, placed = program.test(ticks, left * STEPS_PER_SECOND, limits)
         if outcome is Outcome.FOUND:
             return question.stages(placed)
@@ -102,11 +102,11 @@ class PeriodBracket:
 
     def __post_init__(self) -> None:
         self.begun = time.perf_counter()
-        self.low = _load_bound(self.question.tables) - 1
+        self.low = _load_ticks(self.question.tables) - 1
 
     def try_contiguous(self) -> None:
         """Take the best allocation that gives the special group one stage; a matter of moments."""
-        program = Program(contiguous(self.question.tables), 1)
+        program = AllocationProgram(contiguous(self.question.tables), 1)
         low = self.low
         self._narrow(program)
         self.low, self.infeasible = low, False
@@ -115,7 +115,7 @@ class PeriodBracket:
         """Pass after pass with more room for labels, until one leaves nothing open."""
         self.end = self.begun + (1 - PROVING) * self.limits.seconds
         for room in label_rooms(self.question.tables):
-            self._narrow(Program(self.question.tables, room))
+            self._narrow(AllocationProgram(self.question.tables, room))
             if self._done() or self._left() <= 0:
                 break
         if not self._done():
@@ -141,7 +141,7 @@ class PeriodBracket:
             self._seconds(),
         )
 
-    def _narrow(self, program: Program) -> None:
+    def _narrow(self, program: AllocationProgram) -> None:
         """Look just below what is known, and as long as that succeeds halve the bracket."""
         if self.high is None:
             self._climb(program)
@@ -154,7 +154,7 @@ class PeriodBracket:
                 if not self._test(program, middle):
                     low = middle
 
-    def _climb(self, program: Program) -> None:
+    def _climb(self, program: AllocationProgram) -> None:
         """Double the period until something is found, or nothing changes any more."""
         most = all_periods(self.question.tables)
         period = max(1, self.low)
@@ -162,7 +162,7 @@ class PeriodBracket:
             period = min(2 * period, most)
             self._test(program, period)
 
-    def _test(self, program: Program, period: int) -> bool:
+    def _test(self, program: AllocationProgram, period: int) -> bool:
         outcome, placed = program.test(period, self._left() * STEPS_PER_SECOND, self.limits)
         if outcome is Outcome.FOUND:
             self.high, self.best = self.question.evaluate(placed), placed
@@ -174,7 +174,7 @@ class PeriodBracket:
 
     def _raise_bound(self) -> None:
         """Prove with merged labels what the labels kept apart left open."""
-        program = Program(self.question.tables, FIRST_LABELS * MORE_LABELS, merging=True)
+        program = AllocationProgram(self.question.tables, FIRST_LABELS * MORE_LABELS, merging=True)
         high = self.high or all_periods(self.question.tables)
         while high - self.low > NEAR * high and self._left() > 0:
             middle = (self.low + high) // 2
@@ -194,7 +194,7 @@ class PeriodBracket:
         return 0.0 if self.limits.stopped() else self.end - time.perf_counter()
 
 
-def _load_bound(form: AllocationTables) -> int:
+def _load_ticks(form: AllocationTables) -> int:
     """No period is shorter: every layer where and as it is quickest, shared by all groups."""
     layers = np.arange(form.seconds.shape[-1] - 1)
     quickest = form.seconds[:, :, layers + 1, layers].min(axis=(0, 1))
@@ -219,4 +219,6 @@ def _shortage(question: StageAllocationProblem) -> str:
 
 def _fits_with(form: AllocationTables, more: int, period: int) -> Outcome:
     wider = form._replace(memory=form.memory + more)
-    return Program(wider, FIRST_LABELS * MORE_LABELS, merging=form.special >= 0).test(period)[0]
+    return AllocationProgram(wider, FIRST_LABELS * MORE_LABELS, merging=form.special >= 0).test(
+        period
+    )[0]

@@ -259,10 +259,10 @@ def _grid_stage(at: GridPass, k: int, l: int, state: int) -> tuple[int, int]:
         normal = ((p - 1) * raster.loads + t) * raster.memories + m
         normal = normal * raster.delays + v
     load = t * raster.load + seconds
-    held = _up(m * raster.memory + static + (flight - 1) * saved, raster.memory)
-    if load <= ceiling and held < raster.memories:
+    special_memory = _up(m * raster.memory + static + (flight - 1) * saved, raster.memory)
+    if load <= ceiling and special_memory < raster.memories:
         t = min(_up(load, raster.load), raster.loads - 1)
-        special = ((p * raster.loads + t) * raster.memories + held) * raster.delays + v
+        special = ((p * raster.loads + t) * raster.memories + special_memory) * raster.delays + v
     return normal, special
 
 

@@ -12,7 +12,7 @@ from stagewright.solvers.patterns.madpipe_labels import Label, Labels, Need, Pas
 
 SPECIAL, OPEN, CLOSED = 0, 1, 2  # owner of the stage placed last; see pass_layer
 OWNERS = 3
-DELAY, LOAD, HELD, GROUP, PEAK, PARENT, CHOICE = range(7)  # the fields of a label
+DELAY, LOAD, RESIDENT, GROUP, PEAK, PARENT, CHOICE = range(7)  # the fields of a label
 FIELDS = 7
 SHIFT = 46  # a delay is (group << SHIFT) + rest
 REST = (1 << SHIFT) - 1
@@ -106,8 +106,8 @@ def _place_normal(at: Pass, parent: int, l: int, j: int, owner: int) -> int:
             allowed = _in_time(at, group, k, l, through)
             if not (allowed and _fits(form, group, c, k, l, flight)):
                 continue
-            at_peak = before.group if flight == before.delay >> SHIFT else before.held
-            label = Label(through, before.load, before.held, at_peak, before.peak)
+            at_peak = before.group if flight == before.delay >> SHIFT else before.resident
+            label = Label(through, before.load, before.resident, at_peak, before.peak)
             if _hopeless(at, k, j, at.need.crossing[k], label):
                 continue
             o = CLOSED if _link_full(at, shared, group, k) else OPEN
@@ -142,10 +142,10 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
             saved, flight = form.saved[sort, c, l, k], through >> SHIFT
             more = form.static[sort, l, k] + (flight - 1) * saved
             # The later stages of its group reach their peak while it is at its own.
-            later = before.group - before.held if flight == before.delay >> SHIFT else 0
-            held = before.held + more
-            at_peak = held + saved + max(later, form.working[sort, c, l, k])
-            label = Label(through, load, held, at_peak, max(before.peak + more, at_peak))
+            later = before.group - before.resident if flight == before.delay >> SHIFT else 0
+            resident = before.resident + more
+            at_peak = resident + saved + max(later, form.working[sort, c, l, k])
+            label = Label(through, load, resident, at_peak, max(before.peak + more, at_peak))
             if _hopeless(at, k, p, 0, label):
                 continue
             target = _state(form, k, p, SPECIAL)
@@ -160,7 +160,7 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
 def _label(labels: Labels, number: int) -> Label:
     state, column = divmod(number, labels.rows.shape[1])
     row = labels.rows[state, column]
-    return Label(row[DELAY], row[LOAD], row[HELD], row[GROUP], row[PEAK])
+    return Label(row[DELAY], row[LOAD], row[RESIDENT], row[GROUP], row[PEAK])
 
 
 @njit(cache=True)
@@ -209,9 +209,9 @@ def _hopeless(at: Pass, k: int, p: int, crossing: int, label: Label) -> bool:
     if form.special < 0:
         return False
     memory = form.memory[form.special]
-    if label.peak + need.held[row, p, k] > memory:
+    if label.peak + need.resident[row, p, k] > memory:
         return True
-    used = label.load / period + label.held / memory
+    used = label.load / period + label.resident / memory
     return bool(used + need.both[row, p, k] > 2 + MARGIN)
 
 
@@ -223,7 +223,7 @@ def _keep(at: Pass, state: int, k: int, label: Label, parent: int, choice: int) 
     delay = label.delay
     if (delay & REST) + need.delay[k] <= period:
         delay = (delay >> SHIFT) << SHIFT
-    label = Label(delay, load, label.held, label.group, label.peak)
+    label = Label(delay, load, label.resident, label.group, label.peak)
     if _covered(labels, state, label):
         return
     _remove_worse(labels, state, label)
@@ -250,7 +250,7 @@ def _covered(labels: Labels, state: int, label: Label) -> bool:
     rows, count = labels.rows, labels.filled[state]
     for i in range(count - 1, -1, -1):
         if rows[state, i, DELAY] <= label.delay and rows[state, i, LOAD] <= label.load:
-            less = rows[state, i, HELD] <= label.held and rows[state, i, PEAK] <= label.peak
+            less = rows[state, i, RESIDENT] <= label.resident and rows[state, i, PEAK] <= label.peak
             earlier = rows[state, i, DELAY] >> SHIFT < label.delay >> SHIFT
             if less and (earlier or rows[state, i, GROUP] <= label.group):
                 labels.work[0] += count - i
@@ -268,7 +268,7 @@ def _remove_worse(labels: Labels, state: int, label: Label) -> None:
         if (
             label.delay <= rows[state, i, DELAY]
             and label.load <= rows[state, i, LOAD]
-            and label.held <= rows[state, i, HELD]
+            and label.resident <= rows[state, i, RESIDENT]
             and label.peak <= rows[state, i, PEAK]
             and (
                 label.group <= rows[state, i, GROUP]
@@ -294,7 +294,9 @@ def _merge(at: Pass, state: int, label: Label) -> None:
         delay = rows[state, i, DELAY]
         delay = (delay >> SHIFT) * period + (delay & REST)
         seconds = abs(delay - own) + abs(rows[state, i, LOAD] - label.load)
-        more = abs(rows[state, i, HELD] - label.held) + abs(rows[state, i, PEAK] - label.peak)
+        more = abs(rows[state, i, RESIDENT] - label.resident) + abs(
+            rows[state, i, PEAK] - label.peak
+        )
         if seconds / period + more / memory < least:
             least, nearest = seconds / period + more / memory, i
     for j in range(PARENT):
@@ -306,11 +308,11 @@ def needs_of(form: AllocationTables, period: int, rows: int) -> Need:
     """The tables of ``Need``, by the recurrence over the last stage of [0, l)."""
     layers, count = form.seconds.shape[-1] - 1, len(form.normal)
     shape = (rows, count + 1, layers + 1)
-    load, held = np.full(shape, FAR), np.full(shape, FAR)
+    load, resident = np.full(shape, FAR), np.full(shape, FAR)
     both = np.full(shape, np.inf)
     most = np.zeros(layers + 1, dtype=np.int64)
-    need = Need(load, held, both, most, most, _least_crossing(form))
-    load[:, :, 0] = held[:, :, 0] = 0
+    need = Need(load, resident, both, most, most, _least_crossing(form))
+    load[:, :, 0] = resident[:, :, 0] = 0
     both[:, :, 0] = 0.0
     for l in range(1, layers + 1):
         for p in range(count + 1):
@@ -358,7 +360,11 @@ def _need_of_normal(
     form: AllocationTables, period: int, need: Need, v: int, p: int, l: int
 ) -> None:
     """With normal group p - 1 unused, or for any stage [k, l) on it."""
-    load, held, both = need.load[v, p - 1, l], need.held[v, p - 1, l], need.both[v, p - 1, l]
+    load, resident, both = (
+        need.load[v, p - 1, l],
+        need.resident[v, p - 1, l],
+        need.both[v, p - 1, l],
+    )
     group = form.normal[p - 1]
     sort = form.sort[group]
     before = _delay(period, v)
@@ -370,9 +376,9 @@ def _need_of_normal(
             if _fits(form, group, c, k, l, delay >> SHIFT):
                 row = _row(need, period, _add(delay, need.crossing[k], period))
                 load = min(load, need.load[row, p - 1, k])
-                held = min(held, need.held[row, p - 1, k])
+                resident = min(resident, need.resident[row, p - 1, k])
                 both = min(both, need.both[row, p - 1, k])
-    need.load[v, p, l], need.held[v, p, l], need.both[v, p, l] = load, held, both
+    need.load[v, p, l], need.resident[v, p, l], need.both[v, p, l] = load, resident, both
 
 
 @njit(cache=True)
@@ -380,7 +386,7 @@ def _need_of_special(
     form: AllocationTables, period: int, need: Need, v: int, p: int, l: int
 ) -> None:
     """For any stage [k, l) on the special group."""
-    load, held, both = need.load[v, p, l], need.held[v, p, l], need.both[v, p, l]
+    load, resident, both = need.load[v, p, l], need.resident[v, p, l], need.both[v, p, l]
     sort, memory = form.sort[form.special], form.memory[form.special]
     before = _delay(period, v)
     for c in range(form.seconds.shape[1]):
@@ -392,6 +398,6 @@ def _need_of_special(
             row = _row(need, period, delay)
             bytes_ = form.static[sort, l, k] + ((delay >> SHIFT) - 1) * form.saved[sort, c, l, k]
             load = min(load, need.load[row, p, k] + seconds)
-            held = min(held, need.held[row, p, k] + bytes_)
+            resident = min(resident, need.resident[row, p, k] + bytes_)
             both = min(both, need.both[row, p, k] + seconds / period + bytes_ / memory)
-    need.load[v, p, l], need.held[v, p, l], need.both[v, p, l] = load, held, both
+    need.load[v, p, l], need.resident[v, p, l], need.both[v, p, l] = load, resident, both

@@ -23,13 +23,13 @@ class Labels(NamedTuple):
 class Label(NamedTuple):
     """One label: the delay, and what the special group does and keeps so far.
 
-    ``load`` in ticks; in bytes ``held``, what its stages keep at all times; ``group``, what it
+    ``load`` in ticks; in bytes ``resident``, what its stages keep at all times; ``group``, what it
     keeps while the stages of the delay's group are at their peak; ``peak``, at any time.
     """
 
     delay: int
     load: int
-    held: int
+    resident: int
     group: int
     peak: int
 
@@ -37,14 +37,14 @@ class Label(NamedTuple):
 class Need(NamedTuple):
     """What layers [0, l) on p normal groups and the special one ask of the special one at least.
 
-    ``load`` and ``held`` each at its least, ``both`` the least sum of the two as shares of the
+    ``load`` and ``resident`` each at its least, ``both`` the least sum of the two as shares of the
     period and the memory; shape (rows, N + 1, L + 1), where a row stands for delays behind [0, l)
     of one part of a period. ``delay`` and ``most`` are at most what [0, l) can add to the delay and
     the special load, ``crossing`` is C(l) at its least between two groups, shape (L + 1,).
     """
 
     load: Ints
-    held: Ints
+    resident: Ints
     both: Floats
     delay: Ints
     most: Ints

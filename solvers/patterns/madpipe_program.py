@@ -10,7 +10,7 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.allocation_tables import (
     AllocationTables,
     Placed,
-    behind,
+    longest_delays,
 )
 from stagewright.solvers.patterns.madpipe_kernels import (
     FAR,
@@ -42,7 +42,7 @@ class Outcome(Enum):
 
 
 @dataclass
-class Program:
+class AllocationProgram:
     """The exact program, with room for so many labels per state, used again by every pass."""
 
     form: AllocationTables
@@ -67,7 +67,7 @@ class Program:
         """
         # Without a special group the tables only tell what can be placed at all.
         rows = min(self.form.versions, MOST_GROUPS) * PARTS if self.form.special >= 0 else 1
-        need = needs_of(self.form, period, rows)._replace(delay=behind(self.form))
+        need = needs_of(self.form, period, rows)._replace(delay=longest_delays(self.form))
         most = int(min(steps, float(FAR)))
         label = self._reach(Pass(self.form, need, period, self.labels, self.merging, most), limits)
         if label >= 0 and not self.merging:

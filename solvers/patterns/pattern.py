@@ -12,7 +12,7 @@ from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
-from stagewright.formulations.patterns.one_f_one_b import load_bound, period_bound
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
 from stagewright.formulations.patterns.order_model import OrderModel
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import AtPeriod, ByRate, in_ticks
@@ -113,7 +113,7 @@ class _PatternSearch:
     rooms: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = load_bound(self.problem)
+        self.load = pattern_load_bound(self.problem)
         self.model, self.rooms = OrderModel(self.problem), self.problem.room_bytes
         self.relaxed = replace(self.model, relaxed=True)
 

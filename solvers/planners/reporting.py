@@ -1,4 +1,4 @@
-"""What a planner tells while it works, in terms of the whole problem."""
+"""Progress reports of a planner in terms of the whole problem."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Draw = Callable[[Any], PipelinePlan]
 def reporting(
     problem: PipelineProblem, on_progress: OnProgress, periodic: bool, draw: Draw
 ) -> OnProgress:
-    """What a planner is to report to, if anybody listens; tells at once what is known before."""
+    """The callback for a planner's progress; it reports the initial bound at once."""
     if on_progress is silent:
         return silent
     reporter = Reporter(problem, on_progress, periodic, draw)
@@ -29,15 +29,15 @@ def reporting(
 
 @dataclass
 class Reporter:
-    """Passes the best plan so far on to ``on_progress``, beside the bound on every plan.
+    """Reports the best plan so far and the bound on every plan to ``on_progress``.
 
-    Planners report one search after the other, each with its own clock and its own best plan. Their
-    own bounds are of smaller classes of plans: they stand in the certificate, not here.
+    A planner runs several searches in sequence, each with its own clock and its own best plan. Its
+    bounds are on smaller classes of plans; they are in the certificate and not reported here.
     """
 
     problem: PipelineProblem
     on_progress: OnProgress
-    periodic: bool  # whether plans of this kind are looked for
+    periodic: bool  # whether periodic plans are searched for
     draw: Draw  # makes the plan of a planner's proposal
     began: float = field(default_factory=monotonic)
     cost: float = math.inf
@@ -45,14 +45,14 @@ class Reporter:
     best: Callable[[], Any] | None = None
 
     def begin(self) -> None:
-        """Tell what is known before there is a plan."""
+        """Report the bound before there is a plan."""
         wanted = EVERY_PLAN if self.periodic else EVERY_FINITE
         known = every_plan_bounds(self.problem)
         self.bound = max(one.seconds for one in known if one.plans.contains(wanted))
         self._report()
 
     def __call__(self, step: Progress) -> None:
-        """Take a planner's step into account."""
+        """Update the best plan from a planner's report and pass it on."""
         if step.objective is not None:
             if step.best is not None and step.objective <= self.cost:
                 self.best = step.best

@@ -1,4 +1,4 @@
-"""Structures to begin a search from: pipelines of every length, folded onto the devices."""
+"""Initial structures of a search: pipelines of every length, folded onto the devices."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,15 +11,16 @@ from stagewright.formulations.plans.structure import Structure
 from stagewright.graphs.documents.arrays import Floats
 
 MOST_ROUNDS = 4  # stages that a group of devices gets
-EVERY_LENGTH = 16  # groups up to which every number of them is tried; then divisors and halves
+EVERY_LENGTH = 16  # groups up to which every number is tried; above, divisors and the half
 
 
 def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Structure]:
-    """Balanced pipelines on groups of neighbours in ``order``, in one round or several.
+    """Balanced pipelines on groups of neighbours in ``order``, in one or several rounds.
 
-    A round goes through the groups in the same direction as the one before (interleaved), or back
-    (in a V). Groups of several devices split microbatches, or take turns; in every round these may
-    begin with the next device, so that no device waits for its own microbatch.
+    A round visits the groups in the same direction as the previous one (interleaved) or in the
+    opposite one (V-shaped). Groups of several devices split microbatches or take them round-robin.
+    With round-robin, every round may start with the next device, so that no device waits for its
+    own microbatch.
     """
     layers = len(problem.chain)
     for length in _lengths(len(order), layers):
@@ -42,7 +43,7 @@ def _lengths(devices: int, layers: int) -> list[int]:
 def _folded(
     problem: PipelineProblem, groups: Sequence[tuple[int, ...]], placed: Sequence[tuple[int, ...]]
 ) -> Iterator[Structure]:
-    """Balanced stages on the groups ``placed``, once per kind of replication."""
+    """Balanced stages on the groups ``placed``, for each kind of replication."""
     several = any(len(group) > 1 for group in groups)
     again = len(placed) > len(groups)
     names = [device.name for device in problem.cluster.devices]
@@ -52,7 +53,7 @@ def _folded(
             continue
         for step in (0, 1) if turns and again else (0,):
             if len(groups) == 1 and again and step == 0:
-                continue  # the stages would be one
+                continue  # the stages would merge into one
             yield Structure.whole([
                 Stage(
                     (cuts[s], cuts[s + 1]),
@@ -92,7 +93,7 @@ def balanced_cuts(
 
 
 def _stage_seconds(problem: PipelineProblem, group: tuple[int, ...], turns: bool) -> Floats:
-    """Seconds per microbatch of layers [start, stop) on a group, inf where that cannot be."""
+    """Seconds per microbatch of layers [start, stop) on a group; inf if infeasible."""
     shares = 1 if turns else len(group)
     layers = len(problem.chain)
     kinds = {problem.cluster.devices[v].kind for v in group}

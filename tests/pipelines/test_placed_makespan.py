@@ -281,7 +281,7 @@ def test_weight_gradients_count_as_in_flight():
     ("changes", "message"),
     [
         ({"device": (0,)}, "device needs 2 values"),
-        ({"device": (1, 0)}, r"device\[0\] must be a whole number up to 0"),
+        ({"device": (1, 0)}, r"device\[0\] must be an integer from 0 to 0"),
         ({"device": (0, 2)}, "numbered in the order"),
         ({"device": (0, 0.5)}, "whole number"),
         ({"send_forward": (1.0,)}, "stages 0 and 1 must take no time"),

@@ -24,7 +24,7 @@ from stagewright.formulations.plans.plan_class import (
 )
 from stagewright.solvers.patterns import madpipe
 from stagewright.solvers.patterns.allocation_search import (
-    Moves,
+    AllocationMoves,
     disturbed,
     improve_allocation,
     interleaved,
@@ -114,7 +114,10 @@ def _by_madpipe(search: PeriodicSearch, question: StageAllocationProblem) -> Non
 def rearranged(search: PeriodicSearch, size: int) -> None:
     """Local searches in which any group may have several stages."""
     names = tuple(named_group(search.problem, group) for group in orders(search.problem, size)[0])
-    moves, end = Moves(names, search.choices.periodic_ways), search.left() * (1 - SEARCHING)
+    moves, end = (
+        AllocationMoves(names, search.choices.periodic_modes),
+        search.left() * (1 - SEARCHING),
+    )
     for attempt, start in enumerate(_starts(search, names, moves)):
         left = search.left() - end
         if left <= 0:
@@ -128,7 +131,7 @@ def rearranged(search: PeriodicSearch, size: int) -> None:
 
 
 def _starts(
-    search: PeriodicSearch, names: tuple[tuple[str, ...], ...], moves: Moves
+    search: PeriodicSearch, names: tuple[tuple[str, ...], ...], moves: AllocationMoves
 ) -> Iterator[Stages]:
     """The best plan, stages dealt out in rounds, and what random moves make of the best.
 

@@ -98,7 +98,7 @@ class PeriodicSearch:
     def __post_init__(self) -> None:
         self.figures = PatternProblems(self.problem)
         self.bounds = {
-            size: list(iteration_bounds(self.problem, size, self.choices.periodic_ways))
+            size: list(iteration_bounds(self.problem, size, self.choices.periodic_modes))
             for size in group_sizes(self.problem, self.choices)
         }
         self._require_times_and_sizes()
