@@ -1,7 +1,7 @@
-"""Local search over allocations: any number of devices with several stages, recomputation.
+"""Local search over allocations in which every device may have several stages.
 
-Where MadPipe's dynamic program has one special processor, here every device may get more stages
-than one. Allocations are compared by the iteration that loads, memory and updates allow at best
+MadPipe's dynamic program allows only one such device. Allocations are compared by a lower bound on
+the iteration from loads, memory and updates
 (:func:`~stagewright.formulations.patterns.one_f_one_b.iteration_bound`); patterns are not solved.
 """
 
@@ -24,12 +24,12 @@ Names = tuple[str, ...]
 
 STEPS = (-2, -1, 1, 2)  # layers by which a boundary moves
 MARGIN = 1e-9  # relative; less is no improvement
-LONGEST = 1e15  # seconds; an iteration in which every group is the first
+LONGEST = 1e15  # seconds; an iteration so long that every stage is in group 1
 
 
 @dataclass(frozen=True, slots=True)
 class AllocationMoves:
-    """What may be changed: the device groups, and what a stage does about what it keeps.
+    """The moves of the local search, on device groups ``groups`` and with memory modes ``modes``.
 
     ``modes`` are "none", "full" (recomputation) and "offload".
     """
@@ -38,9 +38,9 @@ class AllocationMoves:
     modes: tuple[str, ...] = ("none",)
 
     def shuffled(self, stages: Stages, dice: random.Random) -> Iterator[Stages]:
-        """Allocations that differ from ``stages`` in one thing, in random order, made one by one.
+        """Yield the neighbours of ``stages`` in random order.
 
-        There may be a great many: layers^2 / 2 times groups, and some more.
+        Their number is about layers^2 / 2 times groups.
         """
         moves = list(self._moves(stages))
         dice.shuffle(moves)
@@ -64,7 +64,7 @@ class AllocationMoves:
 
 
 def _shifted(stages: Stages, s: int, step: int) -> Stages:
-    """The boundary behind stage s moves by some layers, if it can."""
+    """Move the boundary after stage s by ``step`` layers, if possible."""
     (start, cut), (_, stop) = stages[s].layers, stages[s + 1].layers
     if not start < cut + step < stop:
         return stages
@@ -74,14 +74,14 @@ def _shifted(stages: Stages, s: int, step: int) -> Stages:
 
 
 def _reassigned(stages: Stages, start: int, stop: int, group: Names) -> Stages:
-    """A range of layers, cut out of its stages, goes to one group."""
+    """Move a range of layers to one group."""
     before, after = _cut(stages, 0, start), _cut(stages, stop, stages[-1].layers[1])
     template = next(stage for stage in stages if stage.layers[1] > start)
     return (*before, replace(template, layers=(start, stop), devices=group), *after)
 
 
 def _swapped(stages: Stages, s: int, r: int) -> Stages:
-    """Two stages change places."""
+    """Exchange the devices of two stages."""
     swapped = list(stages)
     swapped[s] = replace(stages[s], devices=stages[r].devices)
     swapped[r] = replace(stages[r], devices=stages[s].devices)
@@ -89,7 +89,7 @@ def _swapped(stages: Stages, s: int, r: int) -> Stages:
 
 
 def _treated(stages: Stages, s: int, mode: str) -> Stages:
-    """A stage does otherwise about what it keeps."""
+    """Change the memory mode of a stage."""
     recompute: Literal["none", "full"] = "full" if mode == "full" else "none"
     changed = replace(stages[s], recompute=recompute, offload=mode == "offload")
     return (*stages[:s], changed, *stages[s + 1 :])
@@ -102,10 +102,10 @@ def improve_allocation(
     target_seconds: float,
     limits: Limits,
 ) -> Iterator[tuple[Stages, PatternProblem, float]]:
-    """Allocations of ever lower bound on their iteration, beginning from ``stages``.
+    """Hill climbing from ``stages`` by the lower bound on the iteration.
 
-    First improvement in a random order; ends in a local optimum, at ``target_seconds``, or at the
-    time limit.
+    It takes the first improvement in random order and ends in a local optimum, at
+    ``target_seconds``, or at the time limit.
 
     Yields
     ------
@@ -128,7 +128,7 @@ def improve_allocation(
 
 
 def disturbed(moves: AllocationMoves, stages: Stages, times: int, dice: random.Random) -> Stages:
-    """``stages`` after so many random moves: where a local search may begin again."""
+    """Apply ``times`` random moves to ``stages``, as a start of another local search."""
     for _ in range(times):
         stages = next(moves.shuffled(stages, dice), stages)
     return stages
@@ -137,9 +137,9 @@ def disturbed(moves: AllocationMoves, stages: Stages, times: int, dice: random.R
 def interleaved(
     figures: PatternProblems, groups: Sequence[Names], rounds: int, there_and_back: bool
 ) -> Stages:
-    """Equal shares of the work, dealt out to the groups in so many rounds.
+    """Equal shares of the work, assigned to the groups cyclically in ``rounds`` rounds.
 
-    Always in the same order, or every other round backwards.
+    With ``there_and_back`` every second round is in reverse order.
     """
     layers = len(figures.problem.chain)
     whole = [Stage((layer, layer + 1), groups[0]) for layer in range(layers)]
@@ -162,13 +162,13 @@ def interleaved(
 
 
 def _cut(stages: Stages, start: int, stop: int) -> Stages:
-    """The parts of ``stages`` with layers [start, stop)."""
+    """Restrict ``stages`` to layers [start, stop)."""
     parts = ((stage, max(start, stage.layers[0]), min(stop, stage.layers[1])) for stage in stages)
     return tuple(replace(stage, layers=(low, high)) for stage, low, high in parts if low < high)
 
 
 def _merged(stages: Sequence[Stage]) -> Stages:
-    """Neighbours on the same devices become one stage."""
+    """Merge consecutive stages on the same devices."""
     found: list[Stage] = []
     for stage in stages:
         last = found[-1] if found else None

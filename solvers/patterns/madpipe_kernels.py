@@ -1,6 +1,6 @@
-"""The compiled steps of the exact program: labels, what layers need, and placing stages.
+"""Compiled kernels of the exact program: labels, lower bounds (``Need``), and stage placement.
 
-They are in one file because numba compiles a cached kernel again only if its own file changes.
+They are in one file because numba recompiles a cached kernel only if the kernel's own file changes.
 """
 
 import numpy as np
@@ -18,13 +18,13 @@ SHIFT = 46  # a delay is (group << SHIFT) + rest
 REST = (1 << SHIFT) - 1
 FAR = np.int64(1) << 60
 PARTS = 4  # rows per period
-MARGIN = 1e-9  # rounding may not refuse what just fits
-EFFORT = 4  # comparisons that take as long as looking at one stage
+MARGIN = 1e-9  # rounding must not refuse a label that just fits
+EFFORT = 4  # comparisons that take as long as examining one stage
 
 
 @njit(cache=True)
 def begin(form: AllocationTables, labels: Labels) -> None:
-    """The one label of all layers left."""
+    """Initialise the single label of the state with all layers left."""
     labels.filled[:] = 0
     labels.work[:] = 0
     start = _state(form, form.seconds.shape[-1] - 1, len(form.normal), SPECIAL)
@@ -35,12 +35,12 @@ def begin(form: AllocationTables, labels: Labels) -> None:
 
 @njit(cache=True)
 def pass_layer(at: Pass, l: int) -> int:
-    """Pass the states of ``l`` layers left; a label of 0 layers left, or -1 if none was reached.
+    """Extend the states with ``l`` layers left; returns a label of 0 layers left, or -1.
 
-    States are passed from many layers left to few. The stage placed last is the special group's,
-    or the normal group's p (the first p are left); then the special group may be in front of it
-    (``OPEN``), or may not, as their link has no time left for that beside the special group behind
-    it (``CLOSED``).
+    States are processed in decreasing order of layers left. The stage placed last is on the special
+    group (``SPECIAL``) or on normal group p (the first p are left). In the latter case the special
+    group may have the stage before it (``OPEN``), or may not, because their link has no time left
+    in addition to the transfer to the special group after it (``CLOSED``).
     """
     labels = at.labels
     for p in range(len(at.form.normal) + 1):
@@ -68,7 +68,7 @@ def _add(delay: int, ticks: int, period: int) -> int:
 
 @njit(cache=True)
 def _extend(at: Pass, state: int, column: int) -> int:
-    """Place every stage that may stand in front of a label; a label of 0 layers left, or -1."""
+    """Place every possible stage before a label; returns a label of 0 layers left, or -1."""
     form, parent = at.form, state * at.labels.rows.shape[1] + column
     left, o = divmod(state, OWNERS)
     l, p = divmod(left, len(form.normal) + 1)
@@ -141,7 +141,7 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
                 continue
             saved, flight = form.saved[sort, c, l, k], through >> SHIFT
             more = form.static[sort, l, k] + (flight - 1) * saved
-            # The later stages of its group reach their peak while it is at its own.
+            # Later stages of its group are at their peak at the same time.
             later = before.group - before.resident if flight == before.delay >> SHIFT else 0
             resident = before.resident + more
             at_peak = resident + saved + max(later, form.working[sort, c, l, k])
@@ -165,7 +165,7 @@ def _label(labels: Labels, number: int) -> Label:
 
 @njit(cache=True)
 def _in_time(at: Pass, group: int, k: int, l: int, delay: int) -> bool:
-    """Two versions of the weights suffice, the all-reduce included (rule ``versions``)."""
+    """Whether two versions of the weights suffice, including the all-reduce (``versions``)."""
     form, period = at.form, at.period
     left = form.versions + 1 - (delay >> SHIFT)
     if left < 1:
@@ -181,7 +181,7 @@ def _in_time(at: Pass, group: int, k: int, l: int, delay: int) -> bool:
 
 @njit(cache=True)
 def _fits(form: AllocationTables, group: int, c: int, k: int, l: int, flight: int) -> bool:
-    """Whether stage [k, l) alone on a group has memory for ``flight`` microbatches."""
+    """Whether stage [k, l) alone on a group fits in memory with ``flight`` microbatches."""
     sort = form.sort[group]
     kept = flight * form.saved[sort, c, l, k] + form.working[sort, c, l, k]
     return bool(form.static[sort, l, k] + kept <= form.memory[group])
@@ -189,18 +189,18 @@ def _fits(form: AllocationTables, group: int, c: int, k: int, l: int, flight: in
 
 @njit(cache=True)
 def _link_full(at: Pass, shared: int, group: int, k: int) -> bool:
-    """Whether the special group cannot stand in front of ``group`` too, at layer k.
+    """Whether the link has no time for the special group before ``group`` as well, at layer k.
 
-    ``shared`` are the ticks that it takes of their link standing behind; -1: it does not.
+    ``shared`` are the ticks of the link used with the special group after ``group``; -1: none.
     """
     return bool(shared >= 0 and shared + at.form.transfer[at.form.special, group, k] > at.period)
 
 
 @njit(cache=True)
 def _hopeless(at: Pass, k: int, p: int, crossing: int, label: Label) -> bool:
-    """Whether layers [0, k) ask for more of the special group than the label leaves of it.
+    """Whether layers [0, k) require more of the special group than the label leaves.
 
-    They come behind ``crossing`` at least.
+    ``crossing`` is a lower bound on the transfer after them.
     """
     form, need, period = at.form, at.need, at.period
     row = _row(need, period, _add(label.delay, crossing, period))
@@ -217,7 +217,7 @@ def _hopeless(at: Pass, k: int, p: int, crossing: int, label: Label) -> bool:
 
 @njit(cache=True)
 def _keep(at: Pass, state: int, k: int, label: Label, parent: int, choice: int) -> None:
-    """Add a label to a state of k layers left, unless another is as good; remove what is worse."""
+    """Add a label to a state of k layers left unless it is dominated; remove dominated labels."""
     need, period, labels = at.need, at.period, at.labels
     load = 0 if label.load + need.most[k] <= period else label.load
     delay = label.delay
@@ -242,10 +242,11 @@ def _keep(at: Pass, state: int, k: int, label: Label, parent: int, choice: int) 
 
 @njit(cache=True)
 def _covered(labels: Labels, state: int, label: Label) -> bool:
-    """Whether some label of the state is as good; the newest are the likeliest.
+    """Whether some label of the state dominates ``label``; the newest labels are compared first.
 
-    Where its delay is of an earlier group, the peak of that group says nothing: a further stage of
-    it counts a microbatch less than in the label's group, which is what it adds to the peak.
+    If a label's delay is in an earlier group, the peak of that group is not compared: a further
+    stage keeps one microbatch less than in the group of ``label``, which is what it adds to the
+    peak.
     """
     rows, count = labels.rows, labels.filled[state]
     for i in range(count - 1, -1, -1):
@@ -261,7 +262,7 @@ def _covered(labels: Labels, state: int, label: Label) -> bool:
 
 @njit(cache=True)
 def _remove_worse(labels: Labels, state: int, label: Label) -> None:
-    """Remove the state's labels than which this one is as good, see ``_covered``."""
+    """Remove the state's labels that ``label`` dominates, see ``_covered``."""
     rows, count = labels.rows, labels.filled[state]
     i = 0
     while i < count:
@@ -285,7 +286,7 @@ def _remove_worse(labels: Labels, state: int, label: Label) -> None:
 
 @njit(cache=True)
 def _merge(at: Pass, state: int, label: Label) -> None:
-    """Lower the label that differs least, in periods and in memories, to the smaller figures."""
+    """Merge ``label`` into the closest one, in periods and memories, with the smaller values."""
     labels, period = at.labels, at.period
     rows, memory = labels.rows, at.form.memory[at.form.special]
     own = (label.delay >> SHIFT) * period + (label.delay & REST)
@@ -351,7 +352,7 @@ def _row(need: Need, period: int, delay: int) -> int:
 
 @njit(cache=True)
 def _delay(period: int, row: int) -> int:
-    """The delay that a row stands for."""
+    """The delay of a row of the tables."""
     return int(((row // PARTS + 1) << SHIFT) + -(-(row % PARTS) * period // PARTS))
 
 
@@ -359,7 +360,7 @@ def _delay(period: int, row: int) -> int:
 def _need_of_normal(
     form: AllocationTables, period: int, need: Need, v: int, p: int, l: int
 ) -> None:
-    """With normal group p - 1 unused, or for any stage [k, l) on it."""
+    """Update ``Need`` with normal group p - 1 unused, or with any stage [k, l) on it."""
     load, resident, both = (
         need.load[v, p - 1, l],
         need.resident[v, p - 1, l],
@@ -385,7 +386,7 @@ def _need_of_normal(
 def _need_of_special(
     form: AllocationTables, period: int, need: Need, v: int, p: int, l: int
 ) -> None:
-    """For any stage [k, l) on the special group."""
+    """Update ``Need`` with any stage [k, l) on the special group."""
     load, resident, both = need.load[v, p, l], need.resident[v, p, l], need.both[v, p, l]
     sort, memory = form.sort[form.special], form.memory[form.special]
     before = _delay(period, v)
