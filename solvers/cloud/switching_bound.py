@@ -12,12 +12,12 @@ from stagewright.solvers.cloud.switching_times import TimeGrid
 MAX_ROUNDS = 200
 SAME_DOLLARS = 1e-12  # relative
 SAME_WORK = 1e-12  # relative
-KEPT = 2  # plans on either side of the work from which a plan is made
+KEPT = 2  # plans kept with too little work, and with enough
 
 
 @dataclass(frozen=True, slots=True)
 class PriceBound:
-    """The best bound, its lambda, and the plans met: those that do too little, and enough."""
+    """The best bound, its lambda, and the last plans with too little work and with enough."""
 
     bound: float
     work_price: float
@@ -26,11 +26,11 @@ class PriceBound:
 
 
 def best_price(problem: SwitchingProblem, grid: TimeGrid) -> PriceBound | float:
-    """The lambda of the best bound; or the most work that can be done, where that is too little.
+    """The lambda of the best bound; or the most work that can be done, if that is not enough.
 
-    The bound is concave in lambda, the least of the lines dollars + lambda * (work left) of all
-    plans. The next lambda is where the two lines cross that bracket the maximum; when no plan's
-    line is below the crossing, that is the maximum.
+    The bound is concave in lambda: the minimum of the lines dollars + lambda * (work left) over all
+    plans. The next lambda is at the intersection of the two lines that bracket the maximum; if no
+    plan's line is below the intersection, it is the maximum.
     """
     _, most = relaxed(problem, grid, 0.0, 1.0)
     if not is_enough(problem, most.work):

@@ -1,4 +1,4 @@
-"""Plans that do just enough work, made from best plans at one price of work."""
+"""Plans with exactly the required work, made from optimal plans at one price of work."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ BISECTIONS = 60
 
 
 def exact_work(problem: SwitchingProblem, found: PriceBound) -> Iterator[Plan]:
-    """Plans that do the work and no more, made of those of the relaxation; and single stays."""
+    """Plans with exactly the required work, made from the relaxed plans; and single stays."""
     for enough in reversed(found.enough):
         yield from _shortened(problem, enough.plan)
     for little in reversed(found.little):
@@ -35,7 +35,7 @@ def exact_work(problem: SwitchingProblem, found: PriceBound) -> Iterator[Plan]:
 
 
 def _single_stays(problem: SwitchingProblem) -> Iterator[Plan]:
-    """For each offer the cheapest stay that does all work, with its begin or end at a change."""
+    """For each offer the cheapest stay that does all the work, starting or ending at a change."""
     changes, prices = price_rows(problem)
     moments = np.append(changes, problem.deadline_seconds)
     for number, offer in enumerate(problem.offers):
@@ -55,7 +55,7 @@ def _single_stays(problem: SwitchingProblem) -> Iterator[Plan]:
 
 
 def _extended(problem: SwitchingProblem, plan: Plan) -> Iterator[Plan]:
-    """The plan with one stay made longer, into the time before or after it, until all is done."""
+    """The plan with one stay extended before or after until all the work is done."""
     missing = problem.work_hours - offer_path(problem, plan).work
     for number, stay in enumerate(plan):
         more = HOUR * missing / problem.offers[stay.offer].rate
@@ -71,9 +71,9 @@ def _extended(problem: SwitchingProblem, plan: Plan) -> Iterator[Plan]:
 
 
 def _spliced(problem: SwitchingProblem, first: Plan, second: Plan) -> Iterator[Plan]:
-    """``first`` until some moment and ``second`` from then on, so that the work is done.
+    """``first`` until some time and ``second`` from then on, such that the work is done.
 
-    The moment is one of a change, or between two that do too little and enough: then just enough.
+    The time is a change, or between two changes such that the work is exact.
     """
     moments = _splice_moments(problem, first, second)
     done = [_spliced_work(problem, first, second, at) for at in moments]
@@ -94,7 +94,7 @@ def _spliced(problem: SwitchingProblem, first: Plan, second: Plan) -> Iterator[P
 
 
 def _splice_moments(problem: SwitchingProblem, first: Plan, second: Plan) -> list[float]:
-    """Ends of stays, and price changes of the offers in either plan, in order."""
+    """Sorted ends of stays and price changes of the offers in either plan."""
     begin, end = problem.start_seconds, problem.deadline_seconds
     both = (*first, *second)
     moments = {at for stay in both for at in (stay.begin_seconds, stay.end_seconds)}
@@ -114,7 +114,7 @@ def _spliced_work(problem: SwitchingProblem, first: Plan, second: Plan, at: floa
 
 
 def _splice(problem: SwitchingProblem, first: Plan, second: Plan, at: float) -> Plan:
-    """``first`` until ``at``, then ``second``; stays too short for their overheads are left out."""
+    """``first`` until ``at``, then ``second``, without stays shorter than their overheads."""
     head = [
         replace(stay, end_seconds=min(stay.end_seconds, at))
         for stay in first
@@ -133,7 +133,7 @@ def _splice(problem: SwitchingProblem, first: Plan, second: Plan, at: float) -> 
 
 
 def _without_idle(problem: SwitchingProblem, plan: Plan) -> Plan:
-    """The plan without stays that do no work; a running job's first stay is kept."""
+    """Remove stays that do no work, except the first stay of a running job."""
     number = len(plan) - 1
     while number >= 0:
         stay = plan[number]
@@ -141,13 +141,13 @@ def _without_idle(problem: SwitchingProblem, plan: Plan) -> Plan:
         bound_to_stay = number == 0 and problem.running is not None
         if stay.end_seconds - stay.begin_seconds <= idle and not bound_to_stay:
             plan = (*plan[:number], *plan[number + 1 :])
-            number = len(plan)  # the stay before it may be the last now
+            number = len(plan)  # the previous stay may be the last one now
         number -= 1
     return plan
 
 
 def _shortened(problem: SwitchingProblem, plan: Plan) -> list[Plan]:
-    """The plan ended when the work is done; or with the excess cut from one stay's begin or end."""
+    """Plans without excess work: ended early, or with one stay cut at its start or end."""
     done = _ended(problem, plan)
     if done is None:
         return []
@@ -183,7 +183,7 @@ def _ended(problem: SwitchingProblem, plan: Plan) -> Plan | None:
 
 
 def _is_whole(problem: SwitchingProblem, plan: Plan) -> bool:
-    """Whether the work is done, from where the job is, in stays long enough for their overheads."""
+    """Whether the plan does the work from the initial state, with stays longer than overheads."""
     first = (plan[0].offer, plan[0].begin_seconds)
     if problem.running is not None and first != (problem.running, problem.start_seconds):
         return False

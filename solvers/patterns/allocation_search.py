@@ -37,13 +37,13 @@ class AllocationMoves:
     groups: tuple[Names, ...]
     modes: tuple[str, ...] = ("none",)
 
-    def shuffled(self, stages: Stages, dice: random.Random) -> Iterator[Stages]:
+    def shuffled(self, stages: Stages, rng: random.Random) -> Iterator[Stages]:
         """Yield the neighbours of ``stages`` in random order.
 
         Their number is about layers^2 / 2 times groups.
         """
         moves = list(self._moves(stages))
-        dice.shuffle(moves)
+        rng.shuffle(moves)
         for move in moves:
             one = _merged(move())
             offloading = [stage.devices for stage in one if stage.offload]
@@ -112,10 +112,10 @@ def improve_allocation(
     tuple
         Stages, their scheduling problem, and its bound in seconds.
     """
-    began, dice = perf_counter(), random.Random(limits.seed)
+    began, rng = perf_counter(), random.Random(limits.seed)
     best = iteration_bound(figures.of(stages))
     while best > target_seconds:
-        for one in moves.shuffled(stages, dice):
+        for one in moves.shuffled(stages, rng):
             if limits.left(perf_counter() - began) <= 0:
                 return
             asked = figures.of(one)
@@ -127,10 +127,10 @@ def improve_allocation(
             return
 
 
-def disturbed(moves: AllocationMoves, stages: Stages, times: int, dice: random.Random) -> Stages:
+def disturbed(moves: AllocationMoves, stages: Stages, times: int, rng: random.Random) -> Stages:
     """Apply ``times`` random moves to ``stages``, as a start of another local search."""
     for _ in range(times):
-        stages = next(moves.shuffled(stages, dice), stages)
+        stages = next(moves.shuffled(stages, rng), stages)
     return stages
 
 

@@ -75,7 +75,7 @@ def best_pattern(
     """
     backend = backend or limits.backend or "auto"
     if backend not in BACKENDS:
-        raise InputError(f"unknown backend {backend!r}; use one of {', '.join(BACKENDS)}")
+        raise InputError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     began = perf_counter()
     search = _PatternSearch(problem, limits, on_progress, began)
     first = sequential(problem)

@@ -115,9 +115,9 @@ class _Portfolio:
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        drawn = assemble(self.problem, name, answer.stages, answer.starts)
-        require_valid(self.problem, drawn)
-        predicted = drawn.predicted
+        plan = assemble(self.problem, name, answer.stages, answer.starts)
+        require_valid(self.problem, plan)
+        predicted = plan.predicted
         assert predicted is not None
         cost = predicted.iteration_seconds
         known = self.best.notes if self.best else ()

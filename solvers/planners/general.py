@@ -68,9 +68,9 @@ def plan_general(
     known: Sequence[Proposal] = (),
 ) -> Proposal | NoPlan:
     """The best plan found, never worse than the ``known`` ones."""
-    nowhere = why_nothing_fits(problem)
-    if nowhere is not None:
-        return NoPlan(nowhere, plans=EVERY_PLAN)
+    reason = why_nothing_fits(problem)
+    if reason is not None:
+        return NoPlan(reason, plans=EVERY_PLAN)
     asked = choices or Choices()
     if asked.recompute is None:
         asked = replace(asked, recompute="auto")
@@ -96,7 +96,7 @@ class _StructureSearch:
     wins: Counter[Rule] = field(default_factory=Counter)  # rules with more wins are tried first
 
     def __post_init__(self) -> None:
-        self.shuffle = random.Random(self.limits.seed)
+        self.rng = random.Random(self.limits.seed)
         self.moves = StructureMoves(self.problem, self.choices)
         self.enough = max(
             bound.seconds
@@ -209,7 +209,7 @@ class _StructureSearch:
                 queue = self._unseen(structure)
 
     def _unseen(self, structure: Structure) -> Iterator[Structure]:
-        for neighbour in self.moves.neighbours(structure, self.shuffle):
+        for neighbour in self.moves.neighbours(structure, self.rng):
             if neighbour not in self.scores:
                 yield neighbour
 
@@ -222,7 +222,7 @@ class _StructureSearch:
             if start is None:
                 return
             for _ in range(KICKS):
-                start = next(self.moves.neighbours(start, self.shuffle), start)
+                start = next(self.moves.neighbours(start, self.rng), start)
             self._score(start, math.inf)
             self._climb(start)
             idle = 0 if self.best.beats(before) else idle + 1

@@ -27,11 +27,11 @@ class StructureMoves:
     problem: PipelineProblem
     choices: Choices
 
-    def neighbours(self, structure: Structure, shuffle: random.Random) -> Iterator[Structure]:
+    def neighbours(self, structure: Structure, rng: random.Random) -> Iterator[Structure]:
         """Every allowed neighbour, in random order."""
-        changes = [*self._cuts(structure), *self._devices(structure, shuffle)]
+        changes = [*self._cuts(structure), *self._devices(structure, rng)]
         changes += self._flags(structure)
-        shuffle.shuffle(changes)
+        rng.shuffle(changes)
         for change in changes:
             found = change()
             if found is not None and found != structure and self.allows(found):
@@ -152,7 +152,7 @@ class StructureMoves:
         used = {name for stage in structure.stages for name in stage.devices}
         return [one.name for one in self.problem.cluster.devices if one.name not in used]
 
-    def _devices(self, structure: Structure, shuffle: random.Random) -> list[Change]:
+    def _devices(self, structure: Structure, rng: random.Random) -> list[Change]:
         """Changes that remove, add and exchange devices."""
         stages, idle = structure.stages, self._idle(structure)
         used = list(dict.fromkeys(name for stage in stages for name in stage.devices))
@@ -164,14 +164,14 @@ class StructureMoves:
                 if len(stage.devices) > 1
             ]
             busy = [one for one in used if one not in stage.devices]
-            more = [*idle[:2], *shuffle.sample(busy, min(BUSY, len(busy)))]
+            more = [*idle[:2], *rng.sample(busy, min(BUSY, len(busy)))]
             changes += [partial(self._moved, structure, s, (*stage.devices, v)) for v in more]
             if stage.turns > 1:
                 turned = (*stage.devices[1:], stage.devices[0])
                 changes.append(partial(self._moved, structure, s, turned))
         pairs = list(permutations(range(len(stages)), 2))
         if len(stages) > MANY:
-            pairs = shuffle.sample(pairs, MANY * (MANY - 1))
+            pairs = rng.sample(pairs, MANY * (MANY - 1))
         for s, t in pairs:
             changes.append(partial(self._moved, structure, s, stages[t].devices))
             changes.append(partial(self._given, structure, s, t))

@@ -13,16 +13,16 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 
-Draw = Callable[[Any], PipelinePlan]
+MakePlan = Callable[[Any], PipelinePlan]
 
 
 def reporting(
-    problem: PipelineProblem, on_progress: OnProgress, periodic: bool, draw: Draw
+    problem: PipelineProblem, on_progress: OnProgress, periodic: bool, make_plan: MakePlan
 ) -> OnProgress:
     """The callback for a planner's progress; it reports the initial bound at once."""
     if on_progress is silent:
         return silent
-    reporter = Reporter(problem, on_progress, periodic, draw)
+    reporter = Reporter(problem, on_progress, periodic, make_plan)
     reporter.begin()
     return reporter
 
@@ -38,7 +38,7 @@ class Reporter:
     problem: PipelineProblem
     on_progress: OnProgress
     periodic: bool  # whether periodic plans are searched for
-    draw: Draw  # makes the plan of a planner's proposal
+    make_plan: MakePlan  # makes the plan of a planner's proposal
     began: float = field(default_factory=monotonic)
     cost: float = math.inf
     bound: float = 0.0
@@ -66,4 +66,4 @@ class Reporter:
         self.on_progress(Progress(seconds, cost, min(self.bound, self.cost), plan))
 
     def _plan(self, made: Callable[[], Any]) -> PipelinePlan:
-        return self.draw(made())
+        return self.make_plan(made())

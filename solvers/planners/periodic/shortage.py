@@ -1,4 +1,4 @@
-"""Why no periodic plan fits: the stage that is shortest of memory in the best partition."""
+"""The stage with the most missing memory in the best partition, if no periodic plan fits."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -19,9 +19,9 @@ Stages = tuple[Stage, ...]
 def contiguous_shortage(
     problem: PipelineProblem, groups: Groups, modes: Sequence[Literal["none", "full"]]
 ) -> tuple[float, Stages, int]:
-    """The contiguous partition that comes nearest to fitting: bytes short, stages, which is short.
+    """The contiguous partition with the least missing memory: bytes, stages, index of the stage.
 
-    With one microbatch in flight; negative bytes are left over.
+    With one microbatch in flight; negative bytes are free memory.
     """
     layers = len(problem.chain)
     names = [named_group(problem, group) for group in groups]
