@@ -102,13 +102,13 @@ def _equals(tables: AllocationTables, a: int, b: int) -> bool:
     """Whether the neighbouring normal groups a and b have identical tables."""
     transfer = tables.transfer
     before = [x for x in range(len(tables.sort)) if x < a or x == tables.special]
-    behind = [x for x in range(len(tables.sort)) if x > b or x == tables.special]
+    after = [x for x in range(len(tables.sort)) if x > b or x == tables.special]
     return bool(
         tables.sort[a] == tables.sort[b]
         and tables.memory[a] == tables.memory[b]
         and np.array_equal(tables.reduce[a], tables.reduce[b])
         and np.array_equal(transfer[before, a], transfer[before, b])
-        and np.array_equal(transfer[a, behind], transfer[b, behind])
+        and np.array_equal(transfer[a, after], transfer[b, after])
     )
 
 

@@ -73,12 +73,12 @@ def _cycle(before: list[int], parent: list[int]) -> list[int]:
     done: set[int] = set()
     for root in range(len(parent)):
         job, place = root, dict[int, int]()
-        way: list[int] = []
+        path: list[int] = []
         while parent[job] >= 0 and job not in done:
             if job in place:
-                return way[place[job] :]
-            place[job] = len(way)
-            way.append(parent[job])
+                return path[place[job] :]
+            place[job] = len(path)
+            path.append(parent[job])
             job = before[parent[job]]
         done.update(place)
     return []

@@ -97,15 +97,15 @@ class PatternProblem:
             links.setdefault(frozenset(pair), count + len(links)) if len(set(pair)) > 1 else None
             for pair in pairwise(self.devices)
         ]
-        forth, behind = [], []
+        forth, backwards = [], []
         for s in range(n):
             forth.append(Job(Operation(s, F), self.forward[s], self.devices[s]))
-            behind.append(Job(Operation(s, B), self.backward[s], self.devices[s]))
+            backwards.append(Job(Operation(s, B), self.backward[s], self.devices[s]))
             link = crossed[s] if s < n - 1 else None
             if link is not None:
                 forth.append(Job(Operation(s, SEND_F), self.there[s], link))
-                behind.append(Job(Operation(s + 1, SEND_B), self.back[s], link))
-        return (*forth, *behind[::-1])
+                backwards.append(Job(Operation(s + 1, SEND_B), self.back[s], link))
+        return (*forth, *backwards[::-1])
 
     @cached_property
     def shared(self) -> tuple[tuple[int, ...], ...]:

@@ -85,13 +85,13 @@ def blocks_of(problem: MakespanProblem) -> BlockGraph:
     one device, which take no time, have their own channel.
     """
     forward, backward, weight = numbering(problem.stages)
-    way = 4 * problem.stages - 2
-    n = way + problem.stages if problem.is_split else way
+    path = 4 * problem.stages - 2
+    n = path + problem.stages if problem.is_split else path
     durations, tails, before = np.zeros(n), np.zeros(n), np.full((n, 2), NONE)
     durations[forward], durations[backward] = problem.forward, problem.backward
     durations[forward[:-1] + 1] = problem.send_forward
     durations[backward[:-1] - 1] = problem.send_backward
-    before[1:way, 0] = np.arange(way - 1)
+    before[1:path, 0] = np.arange(path - 1)
     final = backward
     if problem.is_split:
         durations[weight], before[weight, 0], final = problem.last_computation, backward, weight
@@ -118,9 +118,9 @@ def _machines(problem: MakespanProblem) -> Ints:
         if device not in of_device:
             of_device[device] = len(of_device) + len(there) // 2
         there += [of_device[device], len(of_device) + len(there) // 2]
-    way = there[:-1]
-    weight = way[::2] if problem.is_split else []
-    return np.array([*way, *reversed(way), *weight])
+    path = there[:-1]
+    weight = path[::2] if problem.is_split else []
+    return np.array([*path, *reversed(path), *weight])
 
 
 def block_starts(problem: MakespanProblem, times: Timetable) -> Floats:

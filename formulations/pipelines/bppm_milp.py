@@ -104,18 +104,18 @@ def _stage_columns(question: BalancedPartition, stages: int) -> Iterator[_StageC
 
 def _spans(total: int, stages: int, n: int) -> Iterator[tuple[int, int]]:
     """The [start, stop) of ``total`` for stage n that leave one for each stage before and after."""
-    before, behind = stages - n, n - 1
-    starts = [0] if before == 0 else range(before, total - behind)
+    before, after = stages - n, n - 1
+    starts = [0] if before == 0 else range(before, total - after)
     for start in starts:
-        stops = [total] if behind == 0 else range(start + 1, total - behind + 1)
+        stops = [total] if after == 0 else range(start + 1, total - after + 1)
         yield from ((start, stop) for stop in stops if stop > start)
 
 
 def _channel_columns(question: BalancedPartition, stages: int) -> Iterator[_ChannelColumn]:
     layers, devices = len(question.problem.chain), len(question.order)
     for n in range(stages, 1, -1):
-        before, behind = stages - n, n - 1
-        for l in range(before + 1, layers - behind + 1):
+        before, after = stages - n, n - 1
+        for l in range(before + 1, layers - after + 1):
             for h, i in _spans(devices, stages, n):
                 for _, j in (span for span in _spans(devices, stages, n - 1) if span[0] == i):
                     yield _ChannelColumn(n, l, h, i, j)

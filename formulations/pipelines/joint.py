@@ -260,11 +260,11 @@ def _can_trade(problem: PipelineProblem, ones: Sequence[int], others: Sequence[i
     swapped = np.arange(len(problem.cluster))
     swapped[list(ones)], swapped[list(others)] = others, ones
     devices, cluster = problem.cluster.devices, problem.cluster
-    alike = all(
+    identical = all(
         (devices[u].kind, devices[u].memory_bytes) == (devices[v].kind, devices[v].memory_bytes)
         for u, v in zip(ones, others, strict=True)
     )
-    return alike and all(
+    return identical and all(
         np.array_equal(matrix, matrix[np.ix_(swapped, swapped)])
         for matrix in (cluster.bandwidth, cluster.latency)
     )
@@ -306,9 +306,9 @@ def _next_stage(
     receivers = min(max(others, 1), form.forward.shape[0] - 1)
     send = form.share_bytes(form.boundary, r * receivers) * form.seconds_per_byte + form.latency
     send[-1] = 0.0
-    behind = np.maximum(2 * form.microbatches * send, 2 * send + rest.fill[others])
+    rest_fill = np.maximum(2 * form.microbatches * send, 2 * send + rest.fill[others])
     path = stages.compute + (2 * send + rest.path[others])
-    fill = np.maximum(stages.load, stages.compute + behind)
+    fill = np.maximum(stages.load, stages.compute + rest_fill)
     reduced = np.maximum(stages.reduced, stages.forward + (send + rest.reduced[others]))
     return path.min(axis=1), fill.min(axis=1), reduced.min(axis=1)
 

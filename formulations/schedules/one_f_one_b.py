@@ -24,5 +24,5 @@ def _row(stage: int, depth: int, microbatches: int) -> Row:
     forwards = [Action(stage, F, m) for m in range(microbatches)]
     backwards = [Action(stage, B, m) for m in range(microbatches)]
     steady = zip(backwards, forwards[depth:], strict=False)
-    turns = [action for pair in steady for action in pair]
-    return (*forwards[:depth], *turns, *backwards[microbatches - depth :])
+    alternating = [action for pair in steady for action in pair]
+    return (*forwards[:depth], *alternating, *backwards[microbatches - depth :])

@@ -40,17 +40,17 @@ def _single_stays(problem: SwitchingProblem) -> Iterator[Plan]:
     moments = np.append(changes, problem.deadline_seconds)
     for number, offer in enumerate(problem.offers):
         restoring = 0.0 if problem.running is not None else problem.overheads.restore_seconds
-        lasting = restoring + HOUR * problem.work_hours / offer.rate
-        begins = np.concatenate([moments, moments - lasting])
+        duration = restoring + HOUR * problem.work_hours / offer.rate
+        begins = np.concatenate([moments, moments - duration])
         if problem.running is not None:
             begins = moments[: 1 if number == problem.running else 0]
-        latest = problem.deadline_seconds - lasting
+        latest = problem.deadline_seconds - duration
         begins = begins[(begins >= problem.start_seconds) & (begins <= latest)]
         spent = np.append(0.0, np.cumsum(prices[number] * np.diff(moments)))
-        dollars = np.interp(begins + lasting, moments, spent) - np.interp(begins, moments, spent)
+        dollars = np.interp(begins + duration, moments, spent) - np.interp(begins, moments, spent)
         if len(begins):
             begin = float(begins[dollars.argmin()])
-            plan = (Stay(number, begin, min(begin + lasting, problem.deadline_seconds)),)
+            plan = (Stay(number, begin, min(begin + duration, problem.deadline_seconds)),)
             yield from (plan,) if _is_whole(problem, plan) else ()
 
 
@@ -107,9 +107,9 @@ def _spliced_work(problem: SwitchingProblem, first: Plan, second: Plan, at: floa
     plan = _splice(problem, first, second, at)
     work = 0.0
     for number, stay in enumerate(plan):
-        lasting = stay.end_seconds - stay.begin_seconds
+        duration = stay.end_seconds - stay.begin_seconds
         idle = overhead_seconds(problem, plan, number)
-        work += problem.offers[stay.offer].rate * (lasting - idle) / HOUR
+        work += problem.offers[stay.offer].rate * (duration - idle) / HOUR
     return work
 
 
@@ -155,8 +155,8 @@ def _shortened(problem: SwitchingProblem, plan: Plan) -> list[Plan]:
     excess = offer_path(problem, plan).work - problem.work_hours
     for number, stay in enumerate(plan):
         cut = HOUR * excess / problem.offers[stay.offer].rate
-        lasting = stay.end_seconds - stay.begin_seconds
-        if cut <= 0 or cut >= lasting - overhead_seconds(problem, plan, number):
+        duration = stay.end_seconds - stay.begin_seconds
+        if cut <= 0 or cut >= duration - overhead_seconds(problem, plan, number):
             continue
         later = replace(stay, begin_seconds=stay.begin_seconds + cut)
         sooner = replace(stay, end_seconds=stay.end_seconds - cut)
@@ -172,13 +172,13 @@ def _ended(problem: SwitchingProblem, plan: Plan) -> Plan | None:
     for number, stay in enumerate(plan):
         upto = plan[: number + 1]
         rate = problem.offers[stay.offer].rate / HOUR
-        lasting = stay.end_seconds - stay.begin_seconds
-        useful = rate * (lasting - overhead_seconds(problem, upto, number))
+        duration = stay.end_seconds - stay.begin_seconds
+        useful = rate * (duration - overhead_seconds(problem, upto, number))
         if is_enough(problem, work + useful):
             spare = max(0.0, (work + useful - problem.work_hours) / rate)
             end = max(stay.begin_seconds, stay.end_seconds - spare)
             return (*plan[:number], replace(stay, end_seconds=end))
-        work += rate * (lasting - overhead_seconds(problem, plan, number))
+        work += rate * (duration - overhead_seconds(problem, plan, number))
     return None
 
 

@@ -197,8 +197,8 @@ class PeriodBracket:
 def _load_ticks(form: AllocationTables) -> int:
     """A lower bound on the period: the least work of every layer, averaged over all groups."""
     layers = np.arange(form.seconds.shape[-1] - 1)
-    quickest = form.seconds[:, :, layers + 1, layers].min(axis=(0, 1))
-    return max(int(quickest.max()), -(-int(quickest.sum()) // len(form.sort)))
+    fastest = form.seconds[:, :, layers + 1, layers].min(axis=(0, 1))
+    return max(int(fastest.max()), -(-int(fastest.sum()) // len(form.sort)))
 
 
 def _shortage(question: StageAllocationProblem) -> str:

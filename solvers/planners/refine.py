@@ -42,11 +42,11 @@ def refine(
     began = monotonic()
     stages, seconds = choices_of(problem, known.stages), cost_of(problem, known)
     times: Timetable | None = None
-    steps = looked = 0
+    steps = examined = 0
     queue = _neighbours(stages)
     while (neighbour := next(queue, None)) is not None:
-        looked += 1
-        if looked > attempts or limits.left(monotonic() - began) <= 0:
+        examined += 1
+        if examined > attempts or limits.left(monotonic() - began) <= 0:
             break
         found = _schedule(problem, neighbour, seconds * (1 - WORTH_IT))
         if found is not None:

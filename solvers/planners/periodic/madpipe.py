@@ -64,7 +64,7 @@ def plan_madpipe(
     on_progress: OnProgress,
     choices: Choices,
 ) -> PeriodicProposal | NoPlan:
-    """MadPipe's allocation and pattern, or a better one found on the way."""
+    """MadPipe's allocation and pattern, or a better one found during the search."""
     search = PeriodicSearch(problem, limits, on_progress, choices)
     for step in (contiguous, with_special, rearranged, jointly):
         search.each_size(partial(step, search))
