@@ -27,11 +27,11 @@ class Leasing:
     server
         The actor that decides on leases and stores the jobs.
     programs
-        Per job, what its ranks carry out, pickled.
+        Per job, the function that its ranks call, pickled.
     records
-        Per job, what is stored of it; kept up to date here.
+        Per job, its stored record; kept up to date here.
     grace_seconds
-        What a process may overstay its lease by before it is killed.
+        How long a process may exceed its lease before it is killed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Leasing:
                     self.leased[job] = self._start(job, assignment)
 
     def _start(self, job: int, assignment: Assignment) -> LeasedJob:
-        """Begin an epoch, durably; then start its ranks."""
+        """Record a new epoch durably, then start its ranks."""
         ranks = len(assignment.accelerators)
         record, folder = call(self.server, "start", self.records[job].name, ranks)
         self.records[job] = record
@@ -88,7 +88,7 @@ class Leasing:
         return out
 
     def renew(self, following: Sequence[Assignment]) -> None:
-        """Renew the leases of jobs that stay on their accelerators with as many jobs as before."""
+        """Renew jobs that stay on the same accelerators, shared by as many jobs."""
         places = {job: place_of(assignment) for assignment in following for job in assignment.jobs}
         names = [
             self.records[job].name
@@ -98,12 +98,12 @@ class Leasing:
         call(self.server, "decide", names)
 
     def watch(self, until_seconds: float) -> None:
-        """Settle what ends until so far into the round; sooner if no job has processes."""
+        """Handle ended processes until this time of the round, or until no lease is active."""
         while self.leased and self.round.seconds < until_seconds:
             self._settle(min(until_seconds - self.round.seconds, 1.0))
 
     def await_ends(self, pause_seconds: float) -> None:
-        """Wait for processes whose lease is over; kill those that overstay it."""
+        """Wait for processes whose lease has ended; kill those that exceed it."""
         while self.leased and (overstays := call(self.server, "overstays")):
             for job in list(self.leased):
                 if overstays.get(self.records[job].name, -math.inf) > self.grace_seconds:
@@ -114,7 +114,7 @@ class Leasing:
                 self._settle(pause_seconds)
 
     def _settle(self, timeout_seconds: float) -> None:
-        """Take in what has ended, after waiting for something to."""
+        """Wait for processes to end, and handle those that have."""
         refs = [ref for out in self.leased.values() for ref in out.refs]
         self.ray.wait(refs, timeout=max(timeout_seconds, 0.0))
         ready = set(self.ray.wait(refs, num_returns=len(refs), timeout=0)[0])
@@ -130,9 +130,9 @@ class Leasing:
                     self._end(job, call(self.server, "ended", self.records[job].name, out.epoch))
 
     def _error(self, ref: Any) -> tuple[str | None, bool]:
-        """The rank's error in one line or None, and whether it is the death of its node.
+        """The rank's error in one line or None, and whether its node has died.
 
-        The list of nodes shows a death only some health checks later.
+        The list of nodes shows a death only after some health checks.
         """
         try:
             return self.ray.get(ref), False
@@ -140,7 +140,7 @@ class Leasing:
             return one_line(error), isinstance(error, self.ray.exceptions.NodeDiedError)
 
     def _fail(self, job: int, error: str, node_died: bool = False) -> None:
-        """Fence the epoch first, then end its processes; a node's death is no failure."""
+        """Fence the epoch, then end its processes; a node's death does not count as a failure."""
         out = self.leased[job]
         is_counted = not node_died and self.accelerators.are_alive(out.nodes)
         name = self.records[job].name
@@ -155,7 +155,7 @@ class Leasing:
         self.round.ran[job] = self.round.seconds
 
     def seconds(self, job: int, round_seconds: float) -> float:
-        """Seconds of the round that the job ran; all of it, if its lease goes on."""
+        """Seconds of the round that the job ran; the full round if its lease continues."""
         return round_seconds if job in self.leased else self.round.ran.get(job, 0.0)
 
     def measured(
@@ -170,6 +170,6 @@ class Leasing:
         return measurements(self.leased, rates, kinds.__getitem__)
 
     def close(self) -> None:
-        """End all processes."""
+        """End all active leases."""
         for out in self.leased.values():
             self.accelerators.cancel(out.refs)

@@ -1,12 +1,12 @@
-"""Rounds for real: the jobs of a workload as processes on Ray.
+"""Run the jobs of a workload in rounds, as processes on Ray.
 
-Narayanan, PhD thesis (2021), sections 5.5 and 5.6. :class:`Mechanism`
-says who runs where next; Ray starts the processes there; leases (:mod:`leases`) end them at the
-end of a round, with a checkpoint, unless they are renewed. A job is never lost and never counted
-twice: each start has an epoch of its own, written down before it, and only the newest can commit.
+Narayanan, PhD thesis (2021), sections 5.5 and 5.6. :class:`Mechanism` places the jobs of the next
+round; Ray starts their processes; leases (:mod:`leases`) end them at the end of a round, with a
+checkpoint, unless they are renewed. Steps are never lost after a commit and never counted twice:
+each start has a new epoch, recorded before it, and only the newest can commit.
 
-Ray knows accelerators as custom resources by the pool's names: start the nodes of a cluster with
-``ray start --resources='{"v100": 4}'``. On its own machine it is told of as many as the pool has.
+Accelerators are custom resources of Ray with the pool's names: start the nodes of a cluster with
+``ray start --resources='{"v100": 4}'``. Without a cluster, a local Ray gets those of the pool.
 """
 
 import os
@@ -55,35 +55,35 @@ def run_cluster(
     address: str | None = None,
     database: str | None = None,
 ) -> ClusterReport:
-    """Train all jobs, in rounds; returns when each is done, has failed, or waits in vain.
+    """Train all jobs in rounds until each is done, has failed, or cannot get accelerators.
 
     Parameters
     ----------
     allocate
-        The policy: asked whenever jobs come or go, nodes die or come back, or rates change.
+        The policy, called whenever jobs arrive or end, nodes die or return, or rates change.
     folder
-        Checkpoints and the store of jobs, seen by all nodes. Where it holds these jobs from
-        before, they go on from there.
+        Folder of checkpoints and of the job store, shared by all nodes. Jobs that it already
+        contains continue from their checkpoints.
     round_seconds
-        Several steps of every job should fit.
+        Length of a round; several steps of every job should fit.
     grace_seconds
-        What a process may overstay its lease by before it is killed.
+        How long a process may exceed its lease before it is killed.
     patience_seconds
-        How long to wait for accelerators when no job can run on what is left.
+        How long to wait for accelerators when no job can run on the remaining ones.
     retries
-        How often a job may fail between two commits before it is given up.
+        How often a job may fail between two commits before it is abandoned.
     feedback
-        Weight of a newly measured rate against the known one; 0 trusts ``throughputs``.
+        Weight of a newly measured rate against the known one; 0 uses ``throughputs`` unchanged.
     address
-        Of a Ray cluster; Ray is started on this machine without one, unless it is already.
+        Address of a Ray cluster; by default Ray runs on this machine, started if necessary.
     database
-        An SQLAlchemy URL of the store of jobs; a SQLite file in ``folder`` if left out.
+        An SQLAlchemy URL of the job store (default: a SQLite file in ``folder``).
 
     Raises
     ------
     InputError
-        If Ray is missing or lacks accelerators, a job's steps are no whole number, throughputs
-        are missing, or the folder is another workload's.
+        If Ray is missing or lacks accelerators, a job's steps are not a whole number, throughputs
+        are missing, or the folder belongs to another workload.
     SupersededError
         If another scheduler has taken over the folder.
     """
@@ -115,7 +115,7 @@ def run_cluster(
 
 
 class _Scheduler:
-    """One scheduler's time, from taking over the folder to the report."""
+    """The state of a running scheduler, from taking over the folder to the report."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Scheduler:
         self.accelerators.require_all()
 
     def close(self) -> None:
-        """End what still runs."""
+        """End all active leases."""
         if self.server is not None:
             self.leasing.close()
             self.ray.kill(self.server)
@@ -181,7 +181,7 @@ class _Scheduler:
     # Rounds.
 
     def loop(self) -> None:
-        """Rounds until no job can go on."""
+        """Run rounds until no job can continue."""
         leasing = self.leasing
         current = self._first_round()
         while current:
@@ -199,7 +199,7 @@ class _Scheduler:
             current = left or self._first_round()
 
     def _first_round(self) -> tuple[Assignment, ...]:
-        """The next round when none is on; waits for jobs to arrive, or nodes to come back."""
+        """The first round after none; waits for jobs to arrive or nodes to return."""
         patient_until = time.monotonic() + self.patience_seconds
         while waiting := self._waiting():
             found = self._schedule()
@@ -218,7 +218,7 @@ class _Scheduler:
         return [job for job, record in enumerate(self.records) if record.state == "active"]
 
     def _runnable(self, table: RateTable) -> list[int]:
-        """Jobs that have arrived, are not over, and run somewhere on what is left."""
+        """Jobs that have arrived, have not ended, and can run on the remaining accelerators."""
         now = call(self.server, "seconds")
         return [
             job
@@ -227,7 +227,7 @@ class _Scheduler:
         ]
 
     def _schedule(self) -> tuple[Assignment, ...]:
-        """The next round, towards a target set anew where jobs, nodes or rates have changed."""
+        """The next round, with a new target if jobs, nodes or rates have changed."""
         in_order = self.accelerators.in_order()
         for number, (count, numbers) in enumerate(zip(self.table.counts, in_order, strict=True)):
             self.mechanism.restore(number, numbers)
@@ -279,7 +279,7 @@ class _Scheduler:
             self.mechanism.account(assignment, seconds)
 
     def _note(self, current: Sequence[Assignment]) -> None:
-        """Write down the round that ends."""
+        """Record the round that ends."""
         seconds = self.round.seconds
         placed = [
             Placed(
@@ -298,6 +298,6 @@ class _Scheduler:
         self.ledger.note(placed, had, self.round.target, self.round.there, seconds)
 
     def report(self) -> ClusterReport:
-        """What became of all jobs."""
+        """The report on all jobs."""
         outcomes = map(outcome, self.jobs, self.records)
         return ClusterReport(tuple(outcomes), tuple(self.ledger.rounds), self.ledger.shares())

@@ -1,4 +1,4 @@
-"""Pattern problems of stages: their seconds and bytes, priced once per stage."""
+"""Pattern problems of given stages; times and bytes are computed once per stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from stagewright.graphs.documents.errors import InputError
 
 
 def pattern_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> PatternProblem:
-    """The scheduling problem that is left when stages and devices are chosen.
+    """The scheduling problem for given stages and devices.
 
-    Stages with the same devices, in the same order, share them; other groups are disjoint.
+    Two stages have either the same devices, in the same order, or disjoint ones.
     """
     return PatternProblems(problem).of(stages)
 
 
 class _Figures(NamedTuple):
-    """What a stage brings to a pattern, whatever the others are."""
+    """Times and bytes of a stage in any pattern problem."""
 
     forward: float
     backward: float
@@ -32,18 +32,18 @@ class _Figures(NamedTuple):
     update: float
     static_bytes: float
     kept: Kept
-    members: tuple[int, ...]  # positions of its devices
+    members: tuple[int, ...]  # indices of its devices
     least_seconds: float
 
 
 @dataclass(frozen=True)
 class PatternProblems:
-    """The scheduling problems of many choices of stages; remembers each stage's figures."""
+    """Makes pattern problems for many choices of stages; caches times and bytes per stage."""
 
     problem: PipelineProblem
 
     def of(self, stages: Sequence[Stage]) -> PatternProblem:
-        """As :func:`pattern_problem`."""
+        """The problem of ``stages``, as :func:`pattern_problem`."""
         groups = list(dict.fromkeys(stage.devices for stage in stages))
         _require_one_offload(stages)
         found = [self._of_stage(stage) for stage in stages]
@@ -67,7 +67,7 @@ class PatternProblems:
         )
 
     def seconds(self, stage: Stage) -> tuple[float, float]:
-        """Forward and backward time of a stage, with what it computes again."""
+        """Forward and backward time of a stage, including recomputation."""
         return self._of_stage(stage)[:2]
 
     def _of_stage(self, stage: Stage) -> _Figures:
@@ -119,23 +119,23 @@ class PatternProblems:
 
 
 def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
-    """What a device of a stage holds all the time: weights in two versions, gradients, buffers.
+    """Resident bytes of a stage on a device: two versions of the weights, gradients, buffers.
 
-    MadPipe section 3: 3 W + 2 (a_(k-1) + a_l); besides the optimizer's state, and, where gradients
-    wait for an all-reduce or an update while the next grow, one gradient more. With offloading, one
-    microbatch is on its way to the host and one has come back.
+    MadPipe section 3: 3 W + 2 (a_(k-1) + a_l). In addition the optimizer state and, where gradients
+    wait for an all-reduce or an update while the next ones are accumulated, one more gradient.
+    Offloading adds two microbatches: one being written to the host and one read back.
     """
-    held = stage_static_bytes(problem, stage, DOUBLE_BUFFER, overlapping=True)
-    return held + (2 * kept_bytes(problem, stage).offloaded_bytes if stage.offload else 0.0)
+    static = stage_static_bytes(problem, stage, DOUBLE_BUFFER, overlapping=True)
+    return static + (2 * kept_bytes(problem, stage).offloaded_bytes if stage.offload else 0.0)
 
 
 def _least_seconds(
     problem: PipelineProblem, stage: Stage, members: Sequence[int], longest: float
 ) -> float:
-    """The period that leaves time to offload behind the forward, and ahead of the backward.
+    """The least period with time to offload after the forward and to fetch before the backward.
 
-    Then no more than one microbatch is on its way to the host at a time, and one on its way back
-    or at work.
+    Then at most one microbatch is being written to the host at a time, and at most one is being
+    read back or used.
     """
     if not stage.offload:
         return 0.0
@@ -149,7 +149,7 @@ def _least_seconds(
 
 
 def _require_one_offload(stages: Sequence[Stage]) -> None:
-    """Stages that share a device share its link to the host; that is not planned."""
+    """Refuse two offloading stages on a device: sharing its link to the host is not modelled."""
     offloading = [stage.devices for stage in stages if stage.offload]
     if len(set(offloading)) < len(offloading):
-        raise InputError("a device can offload one of its stages only")
+        raise InputError("a device can offload only one of its stages")

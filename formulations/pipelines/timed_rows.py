@@ -1,4 +1,4 @@
-"""What each device does when, in a timetable of the makespan problem."""
+"""The timed computations of each device in a timetable of the makespan problem."""
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.actions import Action, along_way
@@ -8,7 +8,7 @@ from stagewright.formulations.schedules.order import B, F, I, Order, W
 def timed_rows(
     problem: MakespanProblem, times: Timetable
 ) -> tuple[tuple[tuple[float, Action], ...], ...]:
-    """Per device its (start, computation) by start; at one instant forwards come first."""
+    """Per device the (start, computation) pairs sorted by start; forwards come first in ties."""
     rows: list[list[tuple[float, Action]]] = [[] for _ in range(1 + max(problem.device))]
     kinds = [(F, times.forward), (I if problem.is_split else B, times.backward)]
     if times.weight_gradient is not None:

@@ -1,1 +1,1 @@
-"""The optimal way through changing prices."""
+"""Cost-optimal use of cloud instances with changing prices."""

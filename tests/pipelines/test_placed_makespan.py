@@ -287,9 +287,9 @@ def test_weight_gradients_count_as_in_flight():
     ("changes", "message"),
     [
         ({"device": (0,)}, "device needs 2 values"),
-        ({"device": (1, 0)}, r"device\[0\] must be a whole number up to 0"),
-        ({"device": (0, 2)}, "numbered in the order"),
-        ({"device": (0, 0.5)}, "whole number"),
+        ({"device": (1, 0)}, r"device\[0\] must be an integer from 0 to 0"),
+        ({"device": (0, 2)}, "in order of first use"),
+        ({"device": (0, 0.5)}, "an integer"),
         ({"send_forward": (1.0,)}, "stages 0 and 1 must take no time"),
         ({"weight_gradient": (1.0,)}, "weight_gradient needs 2 values"),
         ({"weight_gradient": (1.0, -1.0)}, "not negative"),

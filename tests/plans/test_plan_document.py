@@ -227,7 +227,7 @@ def test_a_damaged_periodic_document_is_refused(
         ("forward", "'forward' is not an operation; write for example 2F"),
         ("0F3", "'0F3' is not an operation; write for example 2F"),
         ("0USE", "0USE belongs to programs, not to plans"),
-        ("7F", "7F is of stage 7, the plan has 3 stages"),
+        ("7F", "7F has stage 7, the plan has 3 stages"),
     ],
 )
 def test_an_operation_that_is_none_is_named_with_its_place(

@@ -24,8 +24,8 @@ def plan_hetpipe(
 ) -> Proposal | NoPlan:
     """Every server is a virtual worker without replication (SPP section II).
 
-    Whole microbatches go round-robin to the servers; stage s stands on the s-th device of each,
-    and its replicas reduce their gradients when the last of them is done.
+    Whole microbatches are assigned round-robin to the servers; stage s is on the s-th device of
+    each server, and its replicas all-reduce their gradients when the last one ends.
     """
     sizes = {len(server) for server in problem.cluster.servers}
     if len(sizes) > 1:
@@ -92,7 +92,7 @@ def _with_microbatches(scheduling: MakespanProblem, share: int) -> MakespanProbl
 def _interleave(
     microbatches: int, pipelines: Sequence[tuple[MakespanProblem, Timetable]]
 ) -> Timetable:
-    """One timetable of all microbatches, microbatch m from pipeline m mod their number."""
+    """The timetable of all microbatches; microbatch m is in pipeline m modulo their number."""
     names = ("forward", "backward", "send_forward", "send_backward")
     rows = {}
     for name in names:
