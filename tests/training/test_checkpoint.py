@@ -137,7 +137,7 @@ def test_only_what_leads_to_the_goal_is_resumed(written: Path, tmp_path: Path) -
         (False, folder, {}, "step-00000010 of an earlier run; add --resume"),
         (True, tmp_path, {}, "no complete checkpoint"),
         (True, tmp_path / "nowhere", {}, "no complete checkpoint"),
-        (False, written / checkpoint.HEADER, {}, "is no folder"),
+        (False, written / checkpoint.HEADER, {}, "is not a folder"),
     ]:
         with pytest.raises(InputError, match=re.escape(complaint)):
             checkpoint.find(place, resume, replace(goal, **change))

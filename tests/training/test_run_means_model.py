@@ -484,7 +484,7 @@ def test_a_loss_with_parameters_is_refused() -> None:
                 partial(listed, linear, linear), form)  # fmt: skip
     weight = nn.Parameter(torch.ones(WIDTH).double())
     kept = [weight]
-    refused(r"the loss depends on a parameter of shape \(6,\) that is no output",
+    refused(r"the loss depends on a parameter of shape \(6,\) that is not an output",
             partial(listed, linear, linear),
             lambda out, y: F.cross_entropy(out * kept[0], y))  # fmt: skip
 
