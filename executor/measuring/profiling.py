@@ -35,7 +35,7 @@ from stagewright.executor.capture.loss_graph import (
 from stagewright.executor.capture.shapes import SavedStorages, propagate, values_of
 from stagewright.executor.measuring.machine import Machine, threads
 from stagewright.executor.training.losses import Loss, cross_entropy, read_loss
-from stagewright.executor.training.weights import MakeOptimizer, Weights
+from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost

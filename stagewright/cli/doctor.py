@@ -72,7 +72,7 @@ def _torch() -> Finding:
     if find_spec("torch") is None:
         note = "not installed; only running a plan needs it: pip install 'stagewright[executor]'"
         return Finding("torch", False, note, needed=False)
-    from stagewright.executor.training.launch import require_torch
+    from stagewright.executor.training.ranks.launch import require_torch
 
     try:
         require_torch()

@@ -53,7 +53,7 @@ def profile(
     as_json: JsonFlag = False,
 ) -> int:
     """Measure a torch module layer by layer and write its model file."""
-    from stagewright.executor.training.launch import require_torch
+    from stagewright.executor.training.ranks.launch import require_torch
 
     sizes = _read_sizes(microbatch_sizes)
     require_torch()
@@ -63,8 +63,8 @@ def profile(
     from stagewright.cli.running import parse_optimizer
     from stagewright.executor.measuring.machine import Machine
     from stagewright.executor.measuring.profiling import first_batch, measure_layers
-    from stagewright.executor.training.initialise import initialise
     from stagewright.executor.training.losses import cross_entropy
+    from stagewright.executor.training.stages.initialise import initialise
 
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no GPU here")
@@ -115,8 +115,8 @@ def profile_links(
 
     Without torchrun the ranks are processes of this machine.
     """
-    from stagewright.executor.training.joining import joined
-    from stagewright.executor.training.launch import LocalRanks, is_rank, load_for_ranks
+    from stagewright.executor.training.ranks.joining import joined
+    from stagewright.executor.training.ranks.launch import LocalRanks, is_rank, load_for_ranks
     from stagewright.graphs.documents.units import parse_bytes
 
     lengths = [round(parse_bytes(size)) for size in sizes.split(",")]

@@ -87,8 +87,8 @@ def run(
 
     Each rank computes with OMP_NUM_THREADS threads, by default one.
     """
-    from stagewright.executor.training.joining import joined
-    from stagewright.executor.training.launch import is_rank, load_for_ranks
+    from stagewright.executor.training.ranks.joining import joined
+    from stagewright.executor.training.ranks.launch import is_rank, load_for_ranks
 
     load_for_ranks()
     if not (math.isfinite(timeout) and timeout > 0):
@@ -140,7 +140,7 @@ def _start(
     """Start the ranks; what each of them would refuse is refused before, once."""
     from stagewright.cli import main
     from stagewright.executor.programs.program import plan_devices
-    from stagewright.executor.training.launch import LocalRanks
+    from stagewright.executor.training.ranks.launch import LocalRanks
     from stagewright.graphs.documents.errors import InvalidPlan
 
     with LocalRanks(len(plan_devices(parsed)), main) as ranks:
