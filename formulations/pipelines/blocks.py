@@ -1,4 +1,4 @@
-"""The blocks that every microbatch passes, with all that is fixed before they are scheduled."""
+"""The blocks of every microbatch, with the data that is fixed before scheduling."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """n blocks, numbered so that each comes after those that it waits for.
+    """n blocks in a topological order of their dependencies.
 
     Attributes
     ----------
     durations, releases, tails
-        Time of each block, before it may start at all, and after its last microbatch; shape (n,).
+        Time of each block, its earliest start, and the time after its last microbatch; shape (n,).
     machines
         The device or channel of each block, numbered from 0; shape (n,).
     before
@@ -55,7 +55,7 @@ class Blocks:
         )
 
     def after(self) -> Ints:
-        """The other way round of ``before``: what waits for each block; shape (n, 2)."""
+        """The inverse of ``before``: the blocks that wait for each block; shape (n, 2)."""
         after = np.full_like(self.before, NONE)
         for j, row in enumerate(self.before.tolist()):
             for i in row:
@@ -82,7 +82,7 @@ def blocks_of(problem: MakespanProblem) -> Blocks:
     """The 4S - 2 blocks on a microbatch's way, and S weight gradients if backwards are split.
 
     An all-reduce is the tail of its stage's last computation. The two transfers between stages on
-    one device, which take no time, have a channel to themselves.
+    one device, which take no time, have a separate channel.
     """
     forward, backward, weight = numbering(problem.stages)
     way = 4 * problem.stages - 2
@@ -136,7 +136,7 @@ def block_starts(problem: MakespanProblem, times: Timetable) -> Floats:
 
 
 def timetable_of(problem: MakespanProblem, starts: Floats) -> Timetable:
-    """The timetable of start times by block; all-reduces start as soon as they may."""
+    """The timetable of start times by block; all-reduces start as early as possible."""
     forward, backward, weight = numbering(problem.stages)
     final = weight if problem.is_split else backward
     return Timetable(

@@ -1,12 +1,11 @@
-"""Lower bounds on every schedule of fixed stages, each by a short argument of its own.
+"""Lower bounds on every schedule of fixed stages, each by a short argument.
 
 Notation: F(s, m), B(s, m) and W(s, m) are the forward, backward (or input gradient) and weight
 gradient of microbatch m on stage s, taken in the order of microbatches (see :mod:`makespan`); k is
 the in-flight limit of stage s, at most M. The *head* of a block is the time before its microbatch
-can reach it, the *tail* the time that must follow it. Where backwards are whole, W takes no time
-and ends with B. A device may have several stages: arguments about one stage leave the others out,
-which shortens no schedule's bound, and those about a device take the least head and tail of its
-stages.
+can reach it, the *tail* the time that must follow it. If backwards are whole, W takes no time
+and ends with B. A device may have several stages: arguments about one stage ignore the others,
+which keeps the bound valid, and those about a device use the smallest head and tail of its stages.
 """
 
 import heapq
@@ -26,10 +25,10 @@ ONE_MACHINE = "one-machine relaxation"
 
 
 def schedule_bounds(problem: MakespanProblem) -> tuple[Bound, ...]:
-    """All bounds, in the problem's unit of time; the largest is the one to keep."""
-    ways = _Ways.of(problem)
-    named = [(name, bound(problem, ways)) for name, bound in QUICK]
-    named.append((ONE_MACHINE, one_machine_relaxation(problem, ways)))
+    """All bounds, in the problem's unit of time; the largest is the best."""
+    times = _MicrobatchTimes.of(problem)
+    named = [(name, bound(problem, times)) for name, bound in QUICK]
+    named.append((ONE_MACHINE, one_machine_relaxation(problem, times)))
     plans = plans_of(problem)
     return tuple(Bound(seconds, name, "schedule", plans) for name, seconds in named)
 
@@ -37,8 +36,8 @@ def schedule_bounds(problem: MakespanProblem) -> tuple[Bound, ...]:
 def plans_of(problem: MakespanProblem) -> PlanClass:
     """The class of plans whose schedules are those of ``problem``.
 
-    Where backwards are split, whole ones are included that take as long as their two parts: a part
-    after the other is a schedule of the problem.
+    With split backwards the class includes whole ones that take as long as their two parts, since
+    the two parts in succession are a schedule of the problem.
     """
     return replace(
         DISJOINT_SPLIT,
@@ -48,18 +47,18 @@ def plans_of(problem: MakespanProblem) -> PlanClass:
 
 
 def quick_bound(problem: MakespanProblem) -> float:
-    """The largest of all bounds but the one-machine relaxation, which takes the most time."""
-    ways = _Ways.of(problem)
-    return max(bound(problem, ways) for _, bound in QUICK)
+    """The largest of all bounds except the one-machine relaxation, which is the slowest."""
+    times = _MicrobatchTimes.of(problem)
+    return max(bound(problem, times) for _, bound in QUICK)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ways:
-    """Per stage, shape (S,): the way of one microbatch alone.
+class _MicrobatchTimes:
+    """Times of a single microbatch relative to each stage, shape (S,).
 
     ``head`` before F(s), ``round_trip`` from the start of F(s) to the start of B(s), ``tail`` after
-    B(s): weight gradients and all-reduces of s and of the stages before it included.
-    ``weight_gradient`` is 0 where backwards are whole.
+    B(s), including weight gradients and all-reduces of s and of the stages before it.
+    ``weight_gradient`` is 0 if backwards are whole.
     """
 
     head: Floats
@@ -68,7 +67,7 @@ class _Ways:
     weight_gradient: Floats
 
     @classmethod
-    def of(cls, problem: MakespanProblem) -> "_Ways":
+    def of(cls, problem: MakespanProblem) -> "_MicrobatchTimes":
         stages = problem.stages
         weight = np.array(problem.weight_gradient or np.zeros(stages))
         head, round_trip, tail = np.zeros(stages), np.zeros(stages), weight + problem.reduce
@@ -83,97 +82,97 @@ class _Ways:
         return cls(head, round_trip, tail, weight)
 
 
-def critical_path(problem: MakespanProblem, ways: _Ways) -> float:
-    """One microbatch passes all its blocks, and an all-reduce follows where there is one.
+def critical_path(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
+    """The longest path of one microbatch through its blocks and the all-reduces.
 
-    Each block waits for the one before, and no all-reduce starts before the backward (weight
-    gradient) of its stage.
+    Each block waits for its predecessor, and no all-reduce starts before the backward (weight
+    gradient) of its stage ends.
     """
-    return float((ways.head + ways.round_trip + np.array(problem.backward) + ways.tail).max())
+    return float((times.head + times.round_trip + np.array(problem.backward) + times.tail).max())
 
 
-def busiest_device(problem: MakespanProblem, ways: _Ways) -> float:
-    """The least head of a device's stages, all their work, and the least that must follow.
+def busiest_device(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
+    """The smallest head of a device's stages, plus all their work, plus the smallest tail.
 
-    The device works on one block at a time and starts no earlier than the least head. Of forwards
-    and backwards the last is a backward, which the tail of its stage follows; of all blocks the
-    last is a weight gradient where backwards are split, and an all-reduce follows.
+    The device works on one block at a time and starts no earlier than the smallest head. Of
+    forwards and backwards the last is a backward, followed by the tail of its stage; of all blocks
+    the last is a weight gradient if backwards are split, followed by an all-reduce.
     """
-    head, tail = _least(problem, ways.head), _least(problem, ways.tail)
+    head, tail = _least(problem, times.head), _least(problem, times.tail)
     work = problem.microbatches * (np.array(problem.forward) + np.array(problem.backward))
-    weights = problem.microbatches * ways.weight_gradient
+    weights = problem.microbatches * times.weight_gradient
     load = head + np.bincount(problem.device, work)
     ends = load + np.bincount(problem.device, weights) + _least(problem, problem.reduce)
     return float(max((load + tail).max(), ends.max()))
 
 
 def _least(problem: MakespanProblem, values: ArrayLike) -> Floats:
-    """The least of the stages' values on each device."""
+    """The minimum of the stages' values on each device."""
     least = np.full(max(problem.device) + 1, np.inf)
     np.minimum.at(least, np.array(problem.device), np.asarray(values))
     return least
 
 
-def busiest_channel(problem: MakespanProblem, ways: _Ways) -> float:
+def busiest_channel(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
     """The same for the channel after a stage, which both directions share.
 
     Its first transfer follows a forward of the stage, and the backward of the stage, with its tail,
     follows the last.
     """
     sends = np.array(problem.send_forward) + np.array(problem.send_backward)
-    around = ways.head + np.array(problem.forward) + np.array(problem.backward) + ways.tail
+    around = times.head + np.array(problem.forward) + np.array(problem.backward) + times.tail
     return float((around[:-1] + problem.microbatches * sends).max(initial=0.0))
 
 
-def warm_up_and_drain(problem: MakespanProblem, ways: _Ways) -> float:
-    """Between its first forward and first backward a stage has at most k forwards to do.
+def warm_up_and_drain(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
+    """Idle time of a stage in warm-up and drain, plus its work.
 
-    Those two starts are a round trip R apart, so that the stage does nothing for R - k f at least.
-    In the mirror image, between the start of the last forward and that of the last backward lie R,
-    and in it this forward and the backwards (and weight gradients) of at most k - 1 microbatches.
-    If M > k the two spans are disjoint, since F(k) waits for W(0), and both count; otherwise the
-    longer. Up to the last backward, weight gradients may be left out of the work and of the second
-    span; up to the last weight gradient they count in both.
+    Between its first forward and first backward a stage runs at most k forwards. Their starts are
+    at least a round trip R apart, so that the stage is idle for at least R - k f. Likewise the
+    starts of its last forward and last backward are at least R apart, and between them the stage
+    runs this forward and the backwards (and weight gradients) of at most k - 1 microbatches. If
+    M > k the two spans are disjoint, since F(k) waits for W(0), and both idle times count;
+    otherwise the longer. In the bound up to the last backward, weight gradients are left out of
+    the work and of the second span; in that up to the last weight gradient they count in both.
     """
     forward, backward = np.array(problem.forward), np.array(problem.backward)
     found = []
     for last, after in (
-        (backward, ways.tail),
-        (backward + ways.weight_gradient, np.array(problem.reduce)),
+        (backward, times.tail),
+        (backward + times.weight_gradient, np.array(problem.reduce)),
     ):
         limit = _limits(problem)
-        warm_up = np.maximum(0.0, ways.round_trip - limit * forward)
-        drain = np.maximum(0.0, ways.round_trip - forward - (limit - 1) * last)
+        warm_up = np.maximum(0.0, times.round_trip - limit * forward)
+        drain = np.maximum(0.0, times.round_trip - forward - (limit - 1) * last)
         both = np.where(problem.microbatches > limit, warm_up + drain, np.maximum(warm_up, drain))
         load = problem.microbatches * (forward + last)
-        found.append(float((ways.head + load + both + after).max()))
+        found.append(float((times.head + load + both + after).max()))
     return max(found)
 
 
-def in_flight_slots(problem: MakespanProblem, ways: _Ways) -> float:
-    """With k slots, ceil(M / k) microbatches hold the same slot one after the other.
+def in_flight_slots(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
+    """With k slots in flight, ceil(M / k) microbatches use the same slot one after another.
 
     F(s, m + k) waits for the end of W(s, m), so that F(s, 0), B(s, 0), W(s, 0), F(s, k), ... form a
-    chain, and each turn takes a round trip, a backward and a weight gradient.
+    chain, and each cycle takes a round trip, a backward and a weight gradient.
     """
     turns = np.ceil(problem.microbatches / _limits(problem))
-    held = ways.round_trip + np.array(problem.backward)
-    waits = (turns - 1) * ways.weight_gradient
-    return float((ways.head + turns * held + waits + ways.tail).max())
+    held = times.round_trip + np.array(problem.backward)
+    waits = (turns - 1) * times.weight_gradient
+    return float((times.head + turns * held + waits + times.tail).max())
 
 
-def one_machine_relaxation(problem: MakespanProblem, ways: _Ways) -> float:
+def one_machine_relaxation(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
     """Jackson's preemptive schedule on each device and each channel alone.
 
-    After Carlier and Pinson (1989). The heads and tails of the blocks are longest paths over all
-    that is fixed beforehand: the order of blocks in a microbatch, the order of microbatches in a
-    block, and the in-flight limits. Every schedule keeps them, on every resource, so that the best
-    preemptive schedule of one resource is a lower bound, whichever blocks of whichever stages the
-    resource does.
+    After Carlier and Pinson (1989). The heads and tails of the blocks are longest paths over the
+    fixed precedences: the order of blocks in a microbatch, the order of microbatches in a block,
+    and the in-flight limits. Every schedule respects them, so the best preemptive schedule of a
+    single resource is a lower bound, whatever blocks and stages it serves.
     """
     blocks, count = blocks_of(problem), problem.microbatches
     head = _longest_paths(blocks, count)
-    # Time reversed, the problem has the same form: its heads are the tails.
+    # Reversed in time, the problem has the same form: its heads are the tails.
     tail = _longest_paths(blocks.reversed(), count)[::-1, ::-1]
     best = 0.0
     for own in blocks.members():
@@ -183,9 +182,9 @@ def one_machine_relaxation(problem: MakespanProblem, ways: _Ways) -> float:
 
 
 def one_machine_bound(heads: ArrayLike, durations: ArrayLike, tails: ArrayLike) -> float:
-    """The makespan of Jackson's preemptive schedule, the longest tail first.
+    """The makespan of Jackson's preemptive schedule, longest tail first.
 
-    It bounds every schedule of tasks that become available at ``heads``, take ``durations`` on one
+    It is a lower bound for tasks that become available at ``heads``, take ``durations`` on one
     machine, and are followed by ``tails``; O(n log n).
     """
     entries = zip(
@@ -238,7 +237,7 @@ def _longest_paths(blocks: Blocks, microbatches: int) -> Floats:
     return np.array(columns).T
 
 
-QUICK: tuple[tuple[str, Callable[[MakespanProblem, _Ways], float]], ...] = (
+QUICK: tuple[tuple[str, Callable[[MakespanProblem, _MicrobatchTimes], float]], ...] = (
     ("critical path", critical_path),
     ("busiest device", busiest_device),
     ("busiest channel", busiest_channel),

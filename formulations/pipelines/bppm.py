@@ -1,10 +1,10 @@
 """BPPM: balanced pipeline partition and device mapping (SPP section IV-B, Algorithm 4, PRM).
 
-Devices stand in a fixed order and every stage takes the next ones; the largest time that all
+Devices have a fixed order and every stage takes the next ones; the largest time that all
 microbatches of an iteration spend on one stage (all-reduce included) or one channel is minimised,
-for every number of stages. The recurrence W(l, xi, r, i) is read from the last layer to the first,
-which leaves its values as they are and tells every stage how many stages follow it: that decides
-how many microbatches it must hold in flight (1F1B's min(M, number of stages from the last)).
+for every number of stages. The recurrence W(l, xi, r, i) is evaluated from the last layer to the
+first, with the same values, so that the number of stages after each stage is known: it determines
+how many microbatches the stage must hold in flight (1F1B's min(M, number of stages from the last)).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from stagewright.graphs.documents.errors import InputError
 
 
 class Recurrence(NamedTuple):
-    """PRM's tables, a tuple that compiled kernels can take.
+    """PRM's tables, as a tuple for compiled kernels.
 
     Layers and devices are counted from the end of the pipeline.
     K device kinds, V devices, L layers, M microbatches. Every prefix has L + 1 entries, entry l
@@ -32,7 +32,7 @@ class Recurrence(NamedTuple):
     microbatches
         M.
     samples
-        b, of a microbatch.
+        b, the samples of a microbatch.
     held
         The n-th stage from the end must hold min(held, n) microbatches in memory.
     forward, backward
@@ -43,8 +43,8 @@ class Recurrence(NamedTuple):
     parameters
         Prefix of parameter bytes, shape (L + 1,).
     first
-        Where a stage of r devices that ends with the last l layers may begin at the earliest, so
-        that its shares of a microbatch are large enough, shape (R + 1, L + 1) by r.
+        Earliest start of a stage of r devices that ends with the last l layers, such that its
+        shares of a microbatch are large enough, shape (R + 1, L + 1) by r.
     boundary
         Bytes per microbatch that enter the last l layers, shape (L + 1,); 0 at both ends.
     saved
@@ -89,9 +89,9 @@ class Recurrence(NamedTuple):
 class BalancedPartition:
     """Partition, replication and mapping for ``problem`` with devices in ``order``.
 
-    ``order`` lists the positions of the devices to use, all of them; the first stage takes the
-    first ones. The n-th stage from the end must hold min(held, n) microbatches; None stands for
-    1F1B's min(M, n).
+    ``order`` lists the positions of the devices, which are all used; the first stage takes the
+    first ones. The n-th stage from the end must hold min(held, n) microbatches; None means 1F1B's
+    min(M, n).
     """
 
     problem: PipelineProblem

@@ -1,8 +1,7 @@
 """BPPM for a given number of stages as a mixed-integer program (SPP section IV-B), for small cases.
 
-It shares nothing with the recurrence but the question, and so is a second opinion on it. A plan is
-a path: stage, channel, stage, ..., stage. Stages are numbered n = N ... 1 by their place from the
-end of the pipeline.
+It shares only the problem with the recurrence, and so verifies it independently. A plan is a path:
+stage, channel, stage, ..., stage. Stages are numbered n = N ... 1 from the end of the pipeline.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ class _StageColumn(NamedTuple):
 
 
 class _ChannelColumn(NamedTuple):
-    """1 if the cut in front of layer ``l`` is behind stage ``n``: from order[h:i] to order[i:j]."""
+    """1 if the cut before layer ``l`` is after stage ``n``: from order[h:i] to order[i:j]."""
 
     n: int
     l: int
@@ -75,7 +74,7 @@ class ByAssignment:
             row_upper=np.r_[right, np.zeros(len(loads))],
             lower=np.zeros(size + 1),
             upper=np.r_[np.ones(size), np.inf],
-            # Whole stages leave every channel but those between them without flow.
+            # With integral stages only the channels between them have flow.
             integral=np.arange(size + 1) < len(stages),
         )
 
@@ -90,7 +89,7 @@ class ByAssignment:
 
 
 def _stage_columns(question: BalancedPartition, stages: int) -> Iterator[_StageColumn]:
-    """Every stage that leaves a layer and a device to each other one, and fits in memory.
+    """Every stage that leaves a layer and a device for each other stage, and fits in memory.
 
     The n-th stage from the end holds min(M, n) microbatches in flight, or min(held, n) if given.
     """
@@ -104,7 +103,7 @@ def _stage_columns(question: BalancedPartition, stages: int) -> Iterator[_StageC
 
 
 def _spans(total: int, stages: int, n: int) -> Iterator[tuple[int, int]]:
-    """The [start, stop) of ``total`` that stage n may take: all before it and behind it get one."""
+    """The [start, stop) of ``total`` that stage n may take, leaving one for each other stage."""
     before, behind = stages - n, n - 1
     starts = [0] if before == 0 else range(before, total - behind)
     for start in starts:
@@ -142,10 +141,10 @@ def _one_path(stages: Sequence[_StageColumn], count: int) -> Rows:
 
 
 def _links(stages: Sequence[_StageColumn], channels: Sequence[_ChannelColumn], count: int) -> Rows:
-    """What enters a place of the network leaves it.
+    """Flow conservation at the nodes of the network.
 
-    There are two kinds of places: behind stage n, where its cut and its devices decide which
-    channels may follow, and in front of stage n - 1 likewise.
+    There are two kinds of nodes: after stage n, where its cut and its devices determine which
+    channels may follow, and before stage n - 1 likewise.
     """
     out = _balance(
         stages, channels, lambda s: (s.n, s.b, s.i, s.j), lambda c: (c.n, c.l, c.h, c.i), end=1
@@ -167,7 +166,7 @@ def _balance(
     of_channel: Callable[[_ChannelColumn], Place],
     end: int,
 ) -> Rows:
-    """A row per place: its stages minus its channels. Stage ``end`` has none on that side."""
+    """A row per node: its stages minus its channels. Stage ``end`` has none on that side."""
     rows: dict[Place, dict[int, float]] = {}
     for x, stage in enumerate(stages):
         if stage.n != end:

@@ -1,13 +1,13 @@
-"""Bounds that hold for every plan that the checker accepts, or for every finite one.
+"""Bounds on every plan that the checker accepts, or on every finite plan.
 
-They rest on what no plan can avoid. A stage takes the longest of its devices' times, and a device's
-time is a sum over the stage's layers: a device is busy at least for its own times of every layer it
-has. A layer of a microbatch is on r devices at once, each with ceil(b/r) samples, or, where the
-microbatches go round, on one with all of them (r = 1). Recomputation and steps of the optimizer
-within a backward only add to that, and transfers are left out, as stages on the same devices have
-none. While a backward lasts, a device holds the states and the saved activations of its layers.
+They use only what all plans have in common. A stage takes the longest of its devices' times, and a
+device's time is a sum over the stage's layers: a device is busy at least for its times of all its
+layers. A layer runs a microbatch on r devices at once, each with ceil(b/r) samples, or, with
+round-robin replication, on one with all of them (r = 1). Recomputation and optimizer steps within
+a backward only add to that, and transfers are left out, since stages on the same devices have none.
+During a backward, a device holds the states and the saved activations of its layers.
 
-A bound is computed from tables of the least times, all of shape (..., L). The proofs are in
+Bounds are computed from tables of minimum times, all of shape (..., L). The proofs are in
 docs/certificates.md.
 """
 
@@ -38,17 +38,17 @@ MARGIN = 1e-9  # relative; what sums of bytes may exceed by rounding
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """The least that a layer takes, over the devices and their numbers that it can have.
+    """The minimum times of layers, over the devices and numbers of devices that they can have.
 
     Axes are kinds of devices K, numbers of devices R = 1 .. most, devices V, and layers L; inf
-    stands where the memory or the number of samples forbids it.
+    where the memory or the number of samples does not allow it.
     """
 
     problem: PipelineProblem
 
     @cached_property
     def numbers(self) -> range:
-        """Numbers of devices that a stage can split its microbatches among."""
+        """Numbers of devices among which a stage can split its microbatches."""
         most = int(self.problem.replicas_per_layer.max())
         return range(1, min(len(self.problem.cluster), most) + 1)
 
@@ -90,7 +90,7 @@ class LeastTimes:
     def gradient(self) -> Floats:
         """Seconds until the input's gradient is sent on, shape (K, R, L).
 
-        The whole backward where the layer does not know its parts.
+        The whole backward if the layer has no times of its parts.
         """
         known = [
             all(cost.backward_seconds is None for cost in layer.costs)
@@ -106,7 +106,7 @@ class LeastTimes:
 
     @cached_property
     def device_seconds(self) -> Floats:
-        """Device-seconds of a microbatch on kind k, split as is best there, shape (K, L)."""
+        """Device-seconds of a microbatch on kind k with the best split, shape (K, L)."""
         numbers = np.array(self.numbers)[None, :, None]
         return np.asarray((numbers * (self.forward + self.backward)).min(axis=1))
 
@@ -134,7 +134,7 @@ class LeastTimes:
         return np.asarray(volume * pace[r - 1] + 2 * (r - 1) * delay[r - 1])
 
     def slowest_of(self, r: int, seconds: Floats) -> Floats:
-        """The least that the slowest of r devices takes, shape (L,), from times per kind (K, L)."""
+        """Minimum time of the slowest of r devices, shape (L,), from times per kind (K, L)."""
         order = np.argsort(seconds, axis=0)
         so_many = np.cumsum(np.bincount(self.kind_of)[order], axis=0)
         kind = np.take_along_axis(order, np.argmax(so_many >= r, axis=0)[None, :], axis=0)
@@ -150,13 +150,13 @@ class LeastTimes:
 
 
 def load_bound(problem: PipelineProblem, prices: Floats) -> float:
-    """All devices together have only so much time; ``prices`` of a second on each kind, (K,).
+    """Bound by the total time of all devices, with ``prices`` of a second on each kind, (K,).
 
     In a plan of T seconds the n_k devices of kind k are busy for at most n_k T. On kind k a layer
-    takes e(l, k) device-seconds of a microbatch at least, or a share of that for a share of the
-    microbatches, and its optimizer's step u(l, k) once. At prices p >= 0 with sum n_k p_k = 1 all
-    the time costs T, so that T >= sum_l (M min_k p_k e(l, k) + min_k p_k u(l, k)). This holds for
-    any prices; the best are duals of a linear program (:func:`price_program`).
+    takes at least e(l, k) device-seconds per microbatch, or the same fraction of it as of the
+    microbatches, and its optimizer step u(l, k) once. At prices p >= 0 with sum n_k p_k = 1 the
+    time of all devices costs T, so T >= sum_l (M min_k p_k e(l, k) + min_k p_k u(l, k)). This holds
+    for any prices; the best are duals of a linear program (:func:`price_program`).
     """
     times = LeastTimes(problem)
     whole = float(np.bincount(times.kind_of) @ prices)
@@ -168,15 +168,15 @@ def load_bound(problem: PipelineProblem, prices: Floats) -> float:
 
 
 def price_program(problem: PipelineProblem) -> LinearProgram:
-    """The best prices for :func:`load_bound`: the columns are p_k, then what layers cost at least.
+    """The best prices for :func:`load_bound`: columns are p_k, then the minimum costs of layers.
 
-    First M times the work of every layer, then every optimizer's step.
+    First those of M times the work of every layer, then those of every optimizer step.
     """
     times = LeastTimes(problem)
     seconds = np.hstack([problem.microbatches * times.device_seconds, times.update])
     scale = float(seconds.max(initial=0.0, where=np.isfinite(seconds))) or 1.0
     kinds, costs = seconds.shape
-    # p_k e(l, k) - c_l >= 0; a kind without room for a layer asks for nothing.
+    # p_k e(l, k) - c_l >= 0; a kind without memory for a layer has no row.
     items, of_kind = np.nonzero(np.isfinite(seconds.T))
     rows = len(items)
     matrix = sparse.csr_array(
@@ -200,11 +200,11 @@ def price_program(problem: PipelineProblem) -> LinearProgram:
 
 
 def layer_bound(problem: PipelineProblem) -> float:
-    """The layer that takes longest on the devices that suit it best, and its all-reduce.
+    """The longest time of a layer on the devices that are best for it, and its all-reduce.
 
-    Split among r devices, each does all M microbatches; if they go round, one of r does at least
-    M / r of them, and then the optimizer's step. The gradients are summed once per iteration; in a
-    periodic plan next to the next one's computations, and through another iteration's step.
+    With split replication each of r devices runs all M microbatches; with round-robin one of r
+    runs at least M / r of them, and then the optimizer step. The gradients are reduced once per
+    iteration; in a periodic plan during the next iteration's computations.
     """
     times, best = LeastTimes(problem), np.full(len(problem.chain), np.inf)
     for r in range(1, len(problem.cluster) + 1):
@@ -215,11 +215,11 @@ def layer_bound(problem: PipelineProblem) -> float:
 
 
 def copies_bound(problem: PipelineProblem) -> float:
-    """The time in which so few copies of the layers can do the work that memory has room for them.
+    """The least time T at which the necessary copies of all layers fit in memory.
 
-    A device gives a layer at most T - u of its time, so that its states stand on at least
-    M e / (T - u) devices. The time is found by bisection; for all below it the memory of all
-    devices is too small. Infinite if it is too small for a single copy.
+    A device gives a layer at most T - u of its time, so its states are on at least M e / (T - u)
+    devices. T is found by bisection; below it the memory of all devices is too small. Infinite if
+    it is too small for a single copy.
     """
     times = LeastTimes(problem)
     work = problem.microbatches * times.device_seconds.min(axis=0)
@@ -250,10 +250,11 @@ def copies_bound(problem: PipelineProblem) -> float:
 
 
 def way_bound(problem: PipelineProblem, whole: bool) -> float:
-    """A microbatch passes all forwards and then all backwards, each at its quickest.
+    """The minimum time of one microbatch through all forwards and then all backwards.
 
-    ``whole``: no backward is divided. Else a stage may send the input's gradient on before it
-    computes the weights': of those only one layer's is on the way, and its optimizer's step.
+    ``whole``: no backward is split. Otherwise a stage may send the input gradient before it
+    computes the weight gradient: only one layer's weight gradient and optimizer step are on the
+    path.
     """
     times = LeastTimes(problem)
     back = _least(times.backward if whole else times.gradient)
@@ -263,16 +264,16 @@ def way_bound(problem: PipelineProblem, whole: bool) -> float:
 
 
 def layer_way_bound(problem: PipelineProblem, whole: bool) -> float:
-    """The way to a layer, all its work, and what must follow; ``whole`` as in :func:`way_bound`.
+    """Time before a layer, all its work, and time after it; ``whole`` as in :func:`way_bound`.
 
-    The way back to the first layer follows the last backward, or the last input gradient; the
-    all-reduce and the optimizer's step follow all the work.
+    The last backward, or input gradient, is followed by those of all earlier layers; all the work
+    is followed by the all-reduce and the optimizer step.
     """
     times, layers = LeastTimes(problem), len(problem.chain)
     forward, back = _least(times.forward), _least(times.backward if whole else times.gradient)
     steps = times.update.min(axis=0)
     head = np.cumsum(forward) - forward
-    # Back through the layers before l: the first one's weights and its step end it.
+    # Backward through the layers before l; it ends with the first one's weight gradient and step.
     first = float(_least(times.backward)[0] + steps[0])
     tail = np.where(np.arange(layers) > 0, first + np.cumsum(back) - back - back[0], 0.0)
     best = np.full(layers, np.inf)
@@ -286,7 +287,7 @@ def layer_way_bound(problem: PipelineProblem, whole: bool) -> float:
 
 
 def why_nothing_fits(problem: PipelineProblem) -> str | None:
-    """Why memory alone, or the samples of a microbatch, leaves no plan; None if it does not."""
+    """Why memory or the samples of a microbatch alone rule out every plan; None if they do not."""
     times = LeastTimes(problem)
     for l, layer in enumerate(problem.chain.layers):
         if not times.possible[:, l].any():
@@ -306,19 +307,19 @@ def why_nothing_fits(problem: PipelineProblem) -> str | None:
 
 
 def _least(seconds: Floats) -> Floats:
-    """The least over kinds and numbers of devices, shape (L,)."""
+    """The minimum over kinds and numbers of devices, shape (L,)."""
     return np.asarray(seconds.min(axis=(0, 1)))
 
 
 def _priced(prices: Floats, seconds: Floats) -> Floats:
-    """What ``seconds``, (K, L), cost; what is impossible costs inf even where time is free."""
+    """The cost of ``seconds``, (K, L); inf where impossible, even at a price of 0."""
     return np.where(np.isfinite(seconds), prices[:, None] * seconds, np.inf)
 
 
 def _busy(times: LeastTimes, seconds: Floats, r: int) -> list[Floats]:
     """Least seconds of all microbatches on the busiest of r devices, shape (L,).
 
-    If these take turns, and if they split the microbatches.
+    First for round-robin, then for split replication.
     """
     total, alone = times.problem.microbatches, seconds[:, 0]
     turns = -(-total // r) * times.slowest_of(1, alone)

@@ -1,4 +1,4 @@
-"""The job shop: jobs of steps in fixed order, each step on its machine, in the least makespan."""
+"""The job shop: jobs of ordered steps, each step on its machine, with minimum makespan."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -47,11 +47,11 @@ class JobShop:
 
     @property
     def total(self) -> int:
-        """The sum of all durations: the makespan of one step after the other."""
+        """The sum of all durations, the makespan of a sequential schedule."""
         return sum(duration for steps in self.jobs for _, duration in steps)
 
     def evaluate(self, starts: Starts) -> int:
-        """The makespan of ``starts``, after every constraint was checked.
+        """Check every constraint; returns the makespan of ``starts``.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Partition, replication and mapping at once, as a tree of prefixes, each with a lower bound.
+"""Joint partition, replication and mapping as a tree of prefixes, each with a lower bound.
 
 A prefix is the first stages of a plan; its children append one stage. Every contiguous partition
 and every choice of disjoint device sets (devices may stay idle, stages split their microbatches)
@@ -26,9 +26,9 @@ MARGIN = 1e-9  # relative; differences of prefix sums are rounded
 
 
 class Placed(NamedTuple):
-    """A stage of a prefix in numbers.
+    """The times of a stage of a prefix.
 
-    ``sends`` is the time of a microbatch on the channel in front, both ways; ``head``, ``tail`` and
+    ``sends`` is a microbatch's time on the channel before it, both ways; ``head``, ``tail`` and
     ``limit`` (in flight, at most M) as in :mod:`stagewright.formulations.pipelines.bounds`.
     """
 
@@ -42,7 +42,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The first stages of a plan; no plan that begins so is shorter than ``bound``.
+    """The first stages of a plan; ``bound`` is a lower bound on all plans that begin with them.
 
     ``taken[c]`` lists how many devices of class c each of the stages has.
     """
@@ -54,25 +54,25 @@ class Prefix:
 
     @property
     def layers(self) -> int:
-        """How many layers are placed."""
+        """The number of placed layers."""
         return self.stages[-1].stop if self.stages else 0
 
 
 class Rest(NamedTuple):
-    """What the layers from l on, on at most d devices, need at least; entries [d, l].
+    """Minimum times of the layers from l on, on at most d devices; entries [d, l].
 
-    All three follow one recursion over the next stage, and take the best of everything, link by
-    link and stage by stage (:mod:`relaxation`); inf if nothing fits.
+    All three follow one recursion over the next stage in the relaxed problem (:mod:`relaxation`);
+    inf if nothing fits.
 
     Attributes
     ----------
     path
-        One microbatch there and back, shape (V + 1, L + 1).
+        Forward and backward of one microbatch, shape (V + 1, L + 1).
     fill
-        Both ways through the stages before, plus M microbatches on a stage or channel, for the
-        stage or channel where that is largest.
+        Maximum over stages and channels of forward and backward through the stages before, plus M
+        microbatches on it.
     reduced
-        The way there, plus M microbatches on a stage, its all-reduce and its update.
+        Forward through the stages before, plus M microbatches on a stage, its all-reduce and step.
     """
 
     path: Floats
@@ -95,7 +95,7 @@ class JointPlanning:
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Devices that are alike: any two of a class can trade places in every plan."""
+        """Classes of equal devices: any two of a class can be exchanged in every plan."""
         classes: list[list[int]] = []
         for v in range(len(self.problem.cluster)):
             home = next((c for c in classes if _can_trade(self.problem, c[:1], [v])), None)
@@ -107,7 +107,7 @@ class JointPlanning:
 
     @cached_property
     def like(self) -> tuple[int, ...]:
-        """Per class the first class that can trade places with it as a whole (equal servers)."""
+        """Per class the first class that can be exchanged with it as a whole (equal servers)."""
         first: list[int] = []
         for c, members in enumerate(self.classes):
             pairs = (d for d in range(c) if _can_trade(self.problem, self.classes[d], members))
@@ -116,16 +116,16 @@ class JointPlanning:
 
     @cached_property
     def relaxed(self) -> Relaxation:
-        """The problem with the best link, kind and memory everywhere."""
+        """The relaxed problem: the best link, kind and memory everywhere."""
         return relax(self.problem)
 
     @cached_property
     def rest(self) -> Rest:
-        """Bounds on what follows a prefix."""
+        """Bounds on the stages after a prefix."""
         return _rest(self.relaxed, len(self.problem.cluster))
 
     def children(self, prefix: Prefix) -> Iterator[Prefix]:
-        """Prefixes with one stage more, one by one; those that cannot be completed are left out."""
+        """Prefixes with one more stage, without those that cannot be completed."""
         layers = len(self.problem.chain)
         for counts in self._counts(prefix.taken):
             taken = tuple((*c, n) for c, n in zip(prefix.taken, counts, strict=True))
@@ -136,9 +136,9 @@ class JointPlanning:
                     yield child
 
     def _counts(self, taken: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
-        """How many devices of every class the next stage takes, at least one in all.
+        """Numbers of devices of every class for the next stage, at least one in total.
 
-        Of classes that are alike and were used alike so far, an earlier one gives no fewer.
+        Of equal classes with equal use so far, an earlier class gives at least as many.
         """
         twins = [
             next((d for d in reversed(range(c)) if self._alike(taken, c, d)), None)
@@ -175,7 +175,7 @@ class JointPlanning:
     def _child(
         self, prefix: Prefix, stage: StageChoice, taken: tuple[tuple[int, ...], ...]
     ) -> Prefix | None:
-        """``prefix`` and ``stage``; None if the stage cannot hold a microbatch."""
+        """``prefix`` extended by ``stage``; None if the stage cannot hold a microbatch."""
         key = (stage.start, stage.stop, stage.devices)
         if key not in self._numbers:
             limit = in_flight_limit(self.problem, *key)
@@ -212,7 +212,7 @@ class JointPlanning:
         return {}
 
     def _bound(self, placed: Sequence[Placed], stop: int, senders: int, unused: int) -> float:
-        """The largest bound of a placed stage, of a channel, and of what follows."""
+        """The largest bound by a placed stage, a channel, or the stages after them."""
         last, total = placed[-1], self.problem.microbatches
         path = bound = 0.0
         if stop < len(self.problem.chain):
@@ -250,7 +250,7 @@ def _stage_bound(stage: Placed, trip: float, total: int) -> float:
 
 
 def _can_trade(problem: PipelineProblem, ones: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether swapping these devices, position by position, leaves the cluster as it is."""
+    """Whether swapping these devices, position by position, leaves the cluster unchanged."""
     if len(ones) != len(others):
         return False
     swapped = np.arange(len(problem.cluster))
@@ -280,7 +280,7 @@ class _Stages(NamedTuple):
 
 
 def _rest(form: Relaxation, devices: int) -> Rest:
-    """The tables, row by row: at most d devices, the next stage on r of them, up to layer l'."""
+    """The tables, row by row: at most d devices, the next stage on r of them, to layer l'."""
     replicas, layers = form.forward.shape[0] - 1, form.forward.shape[1] - 1
     stages = {r: _stages(form, r) for r in range(1, replicas + 1)}
     rest = Rest(*(np.full((devices + 1, layers + 1), np.inf) for _ in range(3)))
@@ -297,8 +297,8 @@ def _rest(form: Relaxation, devices: int) -> Rest:
 def _next_stage(
     form: Relaxation, rest: Rest, stages: _Stages, r: int, others: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Rows of :class:`Rest` if the next stage has r devices, what follows ``others`` at most."""
-    # The channel behind the stage, none behind the last layer; without devices the rest is inf.
+    """Rows of :class:`Rest` if the next stage has r devices and the later ones ``others``."""
+    # The channel after the stage, none after the last layer; without devices the rest is inf.
     receivers = min(max(others, 1), form.forward.shape[0] - 1)
     send = form.share_bytes(form.boundary, r * receivers) * form.pace + form.delay
     send[-1] = 0.0

@@ -1,10 +1,10 @@
-"""The pipeline's makespan problem for fixed stages (SPP section III-B2), in plain numbers.
+"""The pipeline's makespan problem for fixed stages (SPP section III-B2).
 
 Resources are devices, one half-duplex channel per pair of neighbouring stages on different devices,
 and one all-reduce per stage that runs in parallel to everything else. A *block* is one computation
 or transfer of a stage: forward, backward (or input gradient and weight gradient), a transfer.
 
-Microbatches are alike, so in some optimal schedule every block processes them in the order of their
+Microbatches are equal, so in some optimal schedule every block processes them in the order of their
 indices. Sort the start times of each block and give the k-th start to microbatch k; every
 constraint still holds:
 
@@ -13,7 +13,7 @@ constraint still holds:
 * If block a precedes block b in every microbatch, then b's k-th start comes after k starts of b,
   each preceded by the end of its a, hence after the k-th end of a. This covers transfers, a weight
   gradient after its input gradient, and stages on one device, between which nothing is transferred.
-* The number in flight counts starts and ends and does not ask whose they are.
+* The number in flight depends only on the numbers of starts and ends.
 * The all-reduce waits for all backwards (weight gradients) of its stage.
 """
 
@@ -36,7 +36,7 @@ from stagewright.graphs.documents.units import (
 
 @dataclass(frozen=True, slots=True)
 class MakespanProblem:
-    """Times in any one unit; S stages.
+    """The times and limits of S stages, in any common unit.
 
     Attributes
     ----------
@@ -45,8 +45,8 @@ class MakespanProblem:
     send_forward, send_backward
         Transfer times from stage s to s + 1 and back, S - 1 entries; 0 if both are on one device.
     in_flight
-        Per stage the most microbatches whose forward has started and whose backward (weight
-        gradient) has not ended.
+        Per stage the maximum number of microbatches whose forward has started and whose backward
+        (weight gradient) has not ended.
     device
         The device of each stage, numbered in the order in which the stages use them; by default
         stage s is on device s.
@@ -104,7 +104,7 @@ class MakespanProblem:
 
     @property
     def last_computation(self) -> tuple[float, ...]:
-        """Time of what ends a microbatch on each stage: the weight gradient or whole backward."""
+        """Time of a microbatch's last block on each stage: weight gradient or whole backward."""
         return self.backward if self.weight_gradient is None else self.weight_gradient
 
     def stages_on(self, device: int) -> list[int]:
@@ -112,7 +112,7 @@ class MakespanProblem:
         return [s for s, home in enumerate(self.device) if home == device]
 
     def evaluate(self, timetable: "Timetable") -> float:
-        """The makespan of ``timetable``, after every constraint was checked.
+        """Check every constraint; returns the makespan of ``timetable``.
 
         Raises
         ------
@@ -196,7 +196,7 @@ def _require_devices(problem: MakespanProblem) -> None:
 
 
 def _require_order(problem: MakespanProblem, times: Timetable, tolerance: float) -> None:
-    """Every block of a microbatch starts after the block before it (SPP's dependencies)."""
+    """Every block of a microbatch starts after its predecessor has ended (SPP's dependencies)."""
     last, back_name = problem.stages - 1, "I" if problem.is_split else "B"
     steps = [
         ("F", back_name, last, times.forward[last], problem.forward[last], times.backward[last])

@@ -1,6 +1,6 @@
 """The makespan problem as ``Intervals`` and as a mixed-integer program.
 
-Microbatches are alike, so the models fix their order in every block; see :mod:`makespan`. In-flight
+Microbatches are equal, so the models fix their order in every block; see :mod:`makespan`. In-flight
 limits become precedences: forward m + k of a stage waits for the end of its backward (weight
 gradient) m.
 """
@@ -37,10 +37,10 @@ CP_SAT = "CP-SAT"
 class ByIntervals:
     """One interval per block and microbatch: number ``block * M + m``.
 
-    Blocks are numbered as in :func:`blocks_of`. Times that are
-    multiples of a common unit are taken exactly: ties that rounding would break make the search
-    much harder. Others are rounded down, so that a bound on the form, in units, is always a bound
-    on the problem. ``incumbent``, a feasible timetable, gives the hint and the horizon.
+    Blocks are numbered as in :func:`blocks_of`. Times that are multiples of a common unit are
+    exact, since rounding would break ties and make the search much harder. Others are rounded
+    down, so that a bound on the form, in units, is always a bound on the problem. ``incumbent``, a
+    feasible timetable, gives the hint and the horizon.
     """
 
     problem: MakespanProblem
@@ -99,7 +99,7 @@ class ByIntervals:
         )
 
     def invert(self, values: Ints) -> Timetable:
-        """The order of ``values`` with its earliest times, in the problem's own numbers."""
+        """The order of ``values`` with its earliest times, in the problem's unit."""
         starts = values.reshape(-1, self.problem.microbatches).astype(float)
         return earliest(self.problem, starts, block_durations=blocks_of(self.ticks).durations)
 
@@ -121,7 +121,7 @@ class ByDisjunctions:
         return by_disjunctions(self.intervals.apply())
 
     def invert(self, values: Floats) -> Timetable:
-        """The order of ``values`` with its earliest times, in the problem's own numbers."""
+        """The order of ``values`` with its earliest times, in the problem's unit."""
         count = len(blocks_of(self.problem).durations) * self.problem.microbatches
         return self.intervals.invert(starts_of(values, count))
 

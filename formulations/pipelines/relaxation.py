@@ -28,7 +28,7 @@ class Relaxation(NamedTuple):
     microbatches
         M.
     samples
-        b, of a microbatch.
+        b, the samples of a microbatch.
     forward, backward
         Seconds per microbatch on each of r devices, prefixes, shape (R + 1, L + 1) by r; no layer
         can be split among more than R.
@@ -39,7 +39,7 @@ class Relaxation(NamedTuple):
     parameters
         Prefix of parameter bytes, shape (L + 1,).
     boundary
-        Bytes per microbatch behind layer l, shape (L + 1,).
+        Bytes per microbatch after layer l, shape (L + 1,).
     saved
         Prefixes of saved bytes, shape (R + 1, L + 1) by r.
     state_factor

@@ -18,11 +18,10 @@ THEOREM_1 = "SPP Theorem 1, (2 + (4V-4)/M) W"
 def makespan_problem(
     problem: PipelineProblem, stages: Sequence[StageChoice]
 ) -> MakespanProblem | None:
-    """The scheduling problem (section III-B2) that is left when the stages are chosen.
+    """The scheduling problem (section III-B2) of given stages.
 
-    Its ``reduce`` is all that follows a stage's last backward: the all-reduce, then the optimizer's
-    step, for which a device that has no other stage is free. None if some stage cannot hold even
-    one microbatch.
+    Its ``reduce`` is the all-reduce of a stage and the optimizer step after it, for which a device
+    without another stage is free. None if some stage cannot hold even one microbatch.
     """
     computed = [problem.compute_seconds(s.start, s.stop, s.devices) for s in stages]
     sent = [
@@ -55,9 +54,10 @@ def lemma1_seconds(problem: MakespanProblem) -> float:
 
 
 def theorem1_seconds(problem: PipelineProblem, balanced: MakespanProblem) -> float:
-    """Theorem 1's figure, from the balanced stages: (2 + (4V - 4) / M) W.
+    """Theorem 1's bound from the balanced stages: (2 + (4V - 4) / M) W.
 
-    W is the largest time of a stage, with what follows it, or of a channel over all microbatches.
+    W is the largest time of a stage, with its all-reduce and update, or of a channel over all
+    microbatches.
     """
     stages = np.add(balanced.forward, balanced.backward) * balanced.microbatches
     channels = np.add(balanced.send_forward, balanced.send_backward) * balanced.microbatches
@@ -66,7 +66,7 @@ def theorem1_seconds(problem: PipelineProblem, balanced: MakespanProblem) -> flo
 
 
 def theorem1_premise(problem: PipelineProblem) -> str:
-    """What Theorem 1 compares with, and where that holds."""
+    """The conditions of Theorem 1, and the optimum that it compares with."""
     return (
         f"at most {theorem1_factor(problem):.4g} T*, T* the least time of plans with disjoint "
         "devices and split replicas that use every device, where devices are of one kind, take "
@@ -77,7 +77,7 @@ def theorem1_premise(problem: PipelineProblem) -> str:
 def theorem1_factor(problem: PipelineProblem) -> float:
     """Theorem 1: SPP's makespan is below this factor times the optimum over all devices.
 
-    (2 + (4V - 4) / M) (1 + Phi), Phi of Lemma 2. The proof knows neither latencies nor memory,
+    (2 + (4V - 4) / M) (1 + Phi), Phi of Lemma 2. The proof assumes no latencies, no memory limits,
     and one kind of devices whose time is proportional to the share of a microbatch.
     """
     cluster, size = problem.cluster, len(problem.cluster)
@@ -95,7 +95,7 @@ def theorem1_factor(problem: PipelineProblem) -> float:
 
 
 def shortest_path_seconds(problem: PipelineProblem, stages: int) -> float:
-    """No plan of ``stages`` stages lets a microbatch pass in less time.
+    """A lower bound on the time of one microbatch in every plan of ``stages`` stages.
 
     Stage s does w_s of the work on r_s devices in w_s / r_s; sum r_s <= V. By Cauchy and Schwarz
     sum w_s / r_s >= (sum sqrt w_s)^2 / V, which is least when all stages but one have a single
