@@ -1,1 +1,1 @@
-"""The optimal way through changing prices."""
+"""Optimal plans under changing prices."""

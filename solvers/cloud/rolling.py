@@ -1,4 +1,4 @@
-"""Planning again at every price change, with no more than the prices known by then."""
+"""Replanning at every price change, with only the prices known by then."""
 
 import math
 from dataclasses import replace
@@ -18,11 +18,11 @@ from stagewright.solvers.cloud.switching_times import SAME_MOMENT, price_rows
 
 
 def solve_rolling(problem: SwitchingProblem) -> Plan | None:
-    """The plan of one who forecasts that prices stay as they are, and plans anew at every change.
+    """The plan of a user who forecasts constant prices and replans at every change.
 
     It meets the deadline whenever a plan can, as rates are known; None if no plan can.
     """
-    kept = undominated(problem)  # the others are at no time cheaper, now or later
+    kept = undominated(problem)  # the others are never cheaper
     rest = only(problem, kept)
     times, prices = price_rows(rest)
     past: Plan = ()
@@ -61,7 +61,7 @@ def _next_change(times: Floats, prices: Floats, now: float, used: set[int]) -> f
 
 
 def _forecast(problem: SwitchingProblem) -> SwitchingProblem:
-    """The problem in which every price stays what it is at the start."""
+    """The problem with all prices constant from the start."""
     begin, end = problem.start_seconds, problem.deadline_seconds
     offers = tuple(
         replace(

@@ -39,7 +39,7 @@ OPTIMAL_GAP = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class SwitchingResult:
-    """A plan and what is proved of it; plan and outcome are None exactly if there is none.
+    """A plan and its bound; plan and outcome are None if there is no plan.
 
     ``bound`` is a lower bound in dollars on all plans, ``work_price`` the lambda that gives it in
     dollars per hour of work.
@@ -65,7 +65,7 @@ class SwitchingResult:
 
 
 def solve_switching(problem: SwitchingProblem, hints: Iterable[Plan] = ()) -> SwitchingResult:
-    """The cheapest plan; it is never dearer than a plan of ``hints``, which must be valid."""
+    """The cheapest plan; it costs no more than any of the valid plans ``hints``."""
     began = perf_counter()
     kept = undominated(problem)
     smaller = only(problem, kept)
@@ -93,7 +93,7 @@ def solve_switching(problem: SwitchingProblem, hints: Iterable[Plan] = ()) -> Sw
 def _cheapest(
     problem: SwitchingProblem, plans: Iterable[Plan], bound: float
 ) -> tuple[Plan, Outcome]:
-    """The cheapest plan, of equals the one that ends first; none is looked at below the bound."""
+    """The cheapest plan, in a tie the one that ends first."""
     best: tuple[Plan, Outcome] | None = None
     for plan in plans:
         outcome = evaluate(problem, plan)
@@ -154,7 +154,7 @@ def _infeasible(problem: SwitchingProblem, most: float, seconds: float) -> Switc
 
 
 def undominated(problem: SwitchingProblem) -> list[int]:
-    """Positions of the offers that some best plan needs.
+    """Positions of the offers that are enough for some optimal plan.
 
     An offer is left out if another in the same region is never dearer and never slower: a plan
     with the one for the other is as cheap. Where leaving a region costs nothing, all are one.
@@ -184,5 +184,5 @@ def only(problem: SwitchingProblem, kept: list[int]) -> SwitchingProblem:
 
 
 def renamed(plan: Plan, kept: list[int]) -> Plan:
-    """The plan in terms of the offers that were left out too."""
+    """The plan with the positions of the offers in the original problem."""
     return tuple(replace(stay, offer=kept[stay.offer]) for stay in plan)
