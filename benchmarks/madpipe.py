@@ -26,7 +26,7 @@ from benchmarks.report import Table, percent
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.patterns.one_f_one_b import least_period
-from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
+from stagewright.formulations.patterns.pattern_problems import pattern_problem, static_bytes
 from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -34,7 +34,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.planners.madpipe import plan_madpipe
+from stagewright.solvers.planners.periodic.madpipe import plan_madpipe
 from stagewright.solvers.planners.proposal import Choices, NoPlan
 from stagewright.solvers.planners.warm_up import compile_kernels
 

@@ -16,7 +16,7 @@ from benchmarks.madpipe import NETWORKS, PROCESSES, QUICK, SWEEP, Case, problem
 from benchmarks.report import Table
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
-from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.solvers.patterns.madpipe import least_period
 from stagewright.solvers.patterns.pattern import best_pattern
 from stagewright.solvers.planners.warm_up import compile_kernels

@@ -27,7 +27,7 @@ from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.planners.spp import Searched, search_stage_counts
+from stagewright.solvers.planners.spp import StageCountSearch, search_stage_counts
 from stagewright.solvers.planning import plan
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def measure(number: int) -> Measured:
     _, ordering = _timed(lambda: recursive_device_order(asked.cluster))
     answer, searching = _timed(lambda: search_stage_counts(asked, LIMITS, silent))
     during = peak_bytes()
-    assert isinstance(answer, Searched)
+    assert isinstance(answer, StageCountSearch)
     result, planning = _timed(lambda: plan(asked, "spp", LIMITS))
     return Measured(
         ordering, searching, planning, during - before, peak_bytes() - before, result.cost,

@@ -30,8 +30,9 @@ from stagewright.formulations.patterns.allocation_tables import Placed
 from stagewright.formulations.patterns.joint_patterns import JointPatterns
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.patterns.one_f_one_b import least_period as one_f_one_b_period
-from stagewright.formulations.patterns.one_f_one_b import load_bound, period_bound
-from stagewright.formulations.patterns.pattern import PatternProblem, pattern_problem
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
+from stagewright.formulations.patterns.pattern import PatternProblem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InvalidPlan
@@ -41,7 +42,7 @@ from stagewright.solvers.patterns.joint_patterns import JointAnswer, joint_optim
 from stagewright.solvers.patterns.madpipe import AllocationAnswer, least_period
 from stagewright.solvers.patterns.madpipe_grid import by_grid
 from stagewright.solvers.patterns.pattern import PatternAnswer, best_pattern
-from stagewright.solvers.planners.madpipe import plan_madpipe
+from stagewright.solvers.planners.periodic.madpipe import plan_madpipe
 from stagewright.solvers.planners.proposal import Choices, NoPlan
 from stagewright.solvers.planners.warm_up import compile_kernels
 
@@ -424,7 +425,7 @@ def _pattern_row(outcome: PatternOutcome) -> tuple[object, ...]:
     return (
         str(outcome.case),
         outcome.least,
-        ratio(outcome.least, load_bound(problem)),
+        ratio(outcome.least, pattern_load_bound(problem)),
         ratio(outcome.least, period_bound(problem)),
         *(ratio(answer.period, answer.bound) for answer, _ in outcome.answers.values()),
     )

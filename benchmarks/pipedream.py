@@ -15,7 +15,7 @@ from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.importers import read_pipedream
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
-from stagewright.solvers.planners.pipedream import optimize, partition
+from stagewright.solvers.planners.baselines.pipedream import optimize, partition
 from stagewright.solvers.planning import plan
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "pipedream"

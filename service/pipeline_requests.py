@@ -1,6 +1,7 @@
 """Requests about plans of pipelines, and about scheduling problems."""
 
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -117,7 +118,9 @@ class CompareRequest(Request):
 class ScheduleRequest(Solve):
     """Schedule a pipeline of fixed stages: seconds (or any unit) of each stage and channel.
 
-    ``transfers`` and ``in_flight`` empty: no time, no limit.
+    ``transfers`` and ``in_flight`` empty: no time, no limit. ``device`` of each stage, numbered in
+    the order of their use, between whose own stages nothing is transferred; empty: one per stage.
+    ``weight_gradient`` empty: backwards are whole; else ``backward`` is the input gradient.
     """
 
     microbatches: int
@@ -125,6 +128,8 @@ class ScheduleRequest(Solve):
     backward: tuple[float, ...]
     transfers: tuple[float, ...] = ()
     in_flight: tuple[int, ...] = ()
+    device: tuple[int, ...] = ()
+    weight_gradient: tuple[float, ...] = ()
     kind: ScheduleKind = "optimal"
 
     @model_validator(mode="after")
@@ -137,7 +142,11 @@ class ScheduleRequest(Solve):
     def problem(self) -> MakespanProblem:
         """The scheduling problem."""
         stages = len(self.forward)
+        device = self.device or tuple(range(stages))
         sends = self.transfers or (0.0,) * (stages - 1)
+        if len(sends) == stages - 1 == len(device) - 1:
+            moves = (one != following for one, following in pairwise(device))
+            sends = tuple(time if moved else 0.0 for time, moved in zip(sends, moves, strict=True))
         return MakespanProblem(
             microbatches=self.microbatches,
             forward=self.forward,
@@ -146,6 +155,8 @@ class ScheduleRequest(Solve):
             send_backward=sends,
             reduce=(0.0,) * stages,
             in_flight=self.in_flight or (self.microbatches,) * stages,
+            device=device,
+            weight_gradient=self.weight_gradient or None,
         )
 
 

@@ -2,13 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.pipelines.timed_rows import timed_rows
 from stagewright.service.pipeline_answers import JobShopAnswer, ScheduleAnswer
 from stagewright.service.pipeline_requests import JobShopRequest, ScheduleRequest
 
 if TYPE_CHECKING:
-    from stagewright.formulations.pipelines.makespan import Timetable
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
 
 
@@ -69,38 +71,34 @@ def _plain(value: float | None) -> float | int | None:
 
 
 def _timetable_fields(problem: MakespanProblem, result: "ScheduleResult") -> dict[str, Any]:
-    """The bubble, and each stage's actions in order with their starts; or why there are none.
+    """The bubble, and each device's actions in order with their starts; or why there are none.
 
-    The bubble is the idle time of the busiest stage as a fraction of its work, which with equal
+    The bubble is the idle time of the busiest device as a fraction of its work, which with equal
     stages and no transfers is (S - 1) / M for GPipe and 1F1B (Narayanan's thesis, 4.2.2).
     """
     if result.timetable is None:
-        reason = (
-            f"{result.source} keeps all {problem.microbatches} microbatches in flight, "
-            f"the smallest limit is {min(problem.in_flight)}"
-        )
+        reason = _reason(problem, result.source)
         return {"reason": reason, "bubble": None, "order": None, "starts": None}
-    load = problem.microbatches * max(
-        forward + backward
-        for forward, backward in zip(problem.forward, problem.backward, strict=True)
-    )
-    rows = _rows(result.timetable)
+    work = np.add(problem.forward, problem.backward) + (problem.weight_gradient or 0.0)
+    load = float(problem.microbatches * np.bincount(problem.device, work).max())
+    rows = timed_rows(problem, result.timetable)
     return {
         "reason": None,
         "bubble": (result.timetable.makespan(problem) - load) / load if load else 0.0,
-        "order": [[action for _, action in row] for row in rows],
+        "order": [[str(action) for _, action in row] for row in rows],
         "starts": [[_plain(start) for start, _ in row] for row in rows],
     }
 
 
-def _rows(timetable: "Timetable") -> list[list[tuple[float, str]]]:
-    """Per stage (start, action), by start; at one instant in the order of the rounds."""
-    rows = []
-    for s, (forward, backward) in enumerate(
-        zip(timetable.forward.tolist(), timetable.backward.tolist(), strict=True)
-    ):
-        row = [(start, f"{s}F{m}", 0, m) for m, start in enumerate(forward)]
-        row += [(start, f"{s}B{m}", 1, m) for m, start in enumerate(backward)]
-        row.sort(key=lambda entry: (entry[0], entry[2], entry[3]))
-        rows.append([(start, action) for start, action, _, _ in row])
-    return rows
+def _reason(problem: MakespanProblem, kind: str) -> str:
+    """Why a rule has no schedule."""
+    if kind == "gpipe":
+        return (
+            f"gpipe keeps all {problem.microbatches} microbatches in flight, "
+            f"the smallest limit is {min(problem.in_flight)}"
+        )
+    ranks = 1 + max(problem.device)
+    return (
+        f"{kind} with several stages on a device needs them dealt out to {ranks} devices in turn, "
+        f"a multiple of {ranks} microbatches, and in-flight limits that its warm-up fits"
+    )

@@ -1,4 +1,4 @@
-"""The front of all planners: run one or the portfolio, then assemble, check and certify."""
+"""Entry point of all planners: run one or the portfolio, then assemble, check and certify."""
 
 import math
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
     iteration_bound,
+    pattern_load_bound,
 )
-from stagewright.formulations.patterns.one_f_one_b import load_bound as load_of
-from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
@@ -31,18 +31,9 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
-from stagewright.solvers.planners import (
-    auto,
-    dp,
-    exact,
-    general,
-    gpipe,
-    hetpipe,
-    madpipe,
-    one_f_one_b_star,
-    pipedream,
-    spp,
-)
+from stagewright.solvers.planners import auto, exact, general, spp
+from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
+from stagewright.solvers.planners.periodic import madpipe, one_f_one_b_star
 from stagewright.solvers.planners.planner import Planner, require_honoured, require_host_links
 from stagewright.solvers.planners.proposal import (
     Attempt,
@@ -55,7 +46,7 @@ from stagewright.solvers.planners.proposal import (
 from stagewright.solvers.planners.reporting import reporting
 from stagewright.solvers.planners.warm_up import compile_kernels
 
-OPTIMAL_GAP = 1e-6  # relative; integer ticks and sums of floats round below it
+OPTIMAL_GAP = 1e-6  # relative gap of an optimal plan; rounding of ticks and sums is below it
 
 
 PLANNERS: dict[str, Planner] = {
@@ -79,11 +70,11 @@ PLANNERS: dict[str, Planner] = {
 class Result:
     """The answer to a planning problem.
 
-    ``cost`` is the iteration in seconds, ``bound`` bounds every plan of the class ``plans`` from
-    below, ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. Of an infeasible problem
-    ``plans`` is the class that has no plan, None if that is only what the planner makes. ``reason``
-    says why there is no plan, or how the planner went; ``attempts`` what the planners of a
-    portfolio gave.
+    ``cost`` is the iteration in seconds, ``bound`` a lower bound on every plan of the class
+    ``plans``, and ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. If infeasible,
+    ``plans`` is the class that has no plan, None if only the planner's own kind of plan was
+    searched. ``reason`` says why there is no plan, or has notes of the planner; ``attempts`` are
+    the results of the planners of a portfolio.
     """
 
     status: Status
@@ -106,18 +97,18 @@ def plan(
     on_progress: OnProgress = silent,
     choices: Choices | None = None,
 ) -> Result:
-    """Plan ``problem``; infeasible, out of time and interrupted are answers, not errors.
+    """Plan ``problem``; infeasible, out of time and interrupted are statuses, not errors.
 
-    ``on_progress`` is told the best plan's iteration and the best bound on every plan so far, and
-    can ask for the plan.
+    ``on_progress`` receives the iteration of the best plan, the best bound on every plan so far,
+    and a function that returns the plan.
 
-    The first use on a machine compiles the kernels; that does not count towards the limit.
+    The first use on a machine compiles the kernels, which does not count towards the limit.
 
     Raises
     ------
     InputError
-        If ``planner`` is not one of PLANNERS, or cannot honour ``choices``, or these ask for a
-        period that no plan has.
+        If ``planner`` is not one of PLANNERS, or does not support ``choices``, or the requested
+        period is below the load bound.
     """
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
@@ -129,16 +120,16 @@ def plan(
     compile_kernels()
     began = monotonic()
     limits = limits or Limits()
-    nowhere = why_nothing_fits(problem)
-    if nowhere is not None:
-        nothing = NoPlan(nowhere, plans=EVERY_PLAN)
+    reason = why_nothing_fits(problem)
+    if reason is not None:
+        nothing = NoPlan(reason, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
-    draw = partial(_drawn, problem, planner)
-    report = reporting(problem, on_progress, proposer.options.period_seconds, draw)
+    make_plan = partial(_certified_plan, problem, planner)
+    report = reporting(problem, on_progress, proposer.options.period_seconds, make_plan)
     answer = proposer.propose(problem, asked, limits, report)
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
-    certified = draw(answer)
+    certified = make_plan(answer)
     attempts = () if isinstance(answer, PeriodicProposal) else answer.attempts
     proof = certified.certificate
     assert proof is not None
@@ -152,7 +143,7 @@ def plan(
 def _refused(
     problem: PipelineProblem, planner: str, answer: NoPlan, limits: Limits, seconds: float
 ) -> Result:
-    """No plan: the class that has none, or the best bound on those that it may have."""
+    """The result without a plan: the infeasible class, or the best bound."""
     if answer.proved:
         reason = f"{planner} has no plan: {answer.reason}"
         if answer.plans is not None:
@@ -169,7 +160,7 @@ def _refused(
     )  # fmt: skip
 
 
-def _drawn(
+def _certified_plan(
     problem: PipelineProblem, planner: str, answer: Proposal | PeriodicProposal
 ) -> PipelinePlan:
     """The certified plan of a proposal."""
@@ -181,20 +172,20 @@ def _drawn(
 def _certified_pattern(
     problem: PipelineProblem, planner: str, proposal: PeriodicProposal
 ) -> PipelinePlan:
-    drawn = assemble_pattern(problem, planner, proposal.stages, proposal.pattern)
+    assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern)
     asked = pattern_problem(problem, proposal.stages)
-    load = asked.iteration_seconds(load_of(asked))
+    load = asked.iteration_seconds(pattern_load_bound(asked))
     bounds = [
         *every_plan_bounds(problem),
         *proposal.bounds,
         Bound(load, PATTERN_LOAD, "schedule", PATTERNS),
         Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
     ]
-    return certify(problem, drawn, bounds, ())
+    return certify(problem, assembled, bounds, ())
 
 
 def _fill_and_drain(problem: PipelineProblem, plans: PlanClass, cost: float) -> tuple[Bound, ...]:
-    """The relaxation's bound on the smaller of its classes that contains ``plans``."""
+    """The relaxation's bound for the smaller of its classes that contains ``plans``."""
     for wider, name, known in (
         (False, FILL_AND_DRAIN, DISJOINT_SPLIT),
         (True, WIDE_FILL_AND_DRAIN, DISJOINT_WHOLE),
@@ -205,15 +196,15 @@ def _fill_and_drain(problem: PipelineProblem, plans: PlanClass, cost: float) -> 
 
 
 def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:
-    drawn = assemble(problem, planner, proposal.stages, proposal.starts)
-    assert drawn.predicted is not None
-    cost = drawn.predicted.iteration_seconds
+    assembled = assemble(problem, planner, proposal.stages, proposal.starts)
+    assert assembled.predicted is not None
+    cost = assembled.predicted.iteration_seconds
     bounds = [
         *every_plan_bounds(problem),
-        *_fill_and_drain(problem, class_of(drawn), cost),
+        *_fill_and_drain(problem, class_of(assembled), cost),
         *proposal.bounds,
     ]
     scheduling = scheduling_of(problem, proposal.stages)
     if scheduling is not None:
         bounds += schedule_bounds(scheduling)
-    return certify(problem, drawn, bounds, proposal.guarantees)
+    return certify(problem, assembled, bounds, proposal.guarantees)

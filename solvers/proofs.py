@@ -1,4 +1,7 @@
-"""The proofs of searches, run again: what :mod:`proofs` has to believe."""
+"""Verification of bounds from searches, by running the searches again.
+
+``formulations.checking.proofs`` verifies all other bounds.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +16,8 @@ from stagewright.formulations.checking.proofs import ROUNDING, Verdict, scheduli
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
-from stagewright.formulations.patterns.pattern import pattern_problem
 from stagewright.formulations.patterns.pattern_models import PATTERN
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
@@ -31,13 +34,13 @@ from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, is_fi
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planners.exact import exact
 
-MARGIN = 1e-6  # relative; the searches look for nothing better by less
+MARGIN = 1e-6  # relative; the searches ignore smaller improvements
 
 
 class Proof(NamedTuple):
-    """What a search proved: no plan takes less than ``bound``, and one takes ``cost`` (inf: none).
+    """The result of a search: every plan takes at least ``bound``, one takes ``cost`` (or inf).
 
-    Both in seconds of an iteration. ``complete``: the argument gives ``bound`` and no more.
+    Both are seconds of an iteration. ``complete``: the argument cannot prove more than ``bound``.
     """
 
     bound: float
@@ -51,9 +54,9 @@ Rerun = Callable[[PipelineProblem, PipelinePlan, Bound, Limits], Proof | None]
 def check_with_proofs(
     problem: PipelineProblem, plan: PipelinePlan, limits: Limits | None
 ) -> tuple[tuple[Violation, ...], tuple[Verdict, ...]]:
-    """Every broken rule, and what became of each bound and guarantee of an otherwise valid plan.
+    """Every broken rule, and the verdicts on bounds and guarantees of an otherwise valid plan.
 
-    With ``limits`` the searches behind the bounds run again.
+    With ``limits`` the searches that proved the bounds run again.
     """
     broken = check(problem, plan)
     if any(one.rule != PROOF for one in broken) or plan.certificate is None:
@@ -65,9 +68,9 @@ def check_with_proofs(
 
 
 def prove(problem: PipelineProblem, plan: PipelinePlan, limits: Limits) -> tuple[Verdict, ...]:
-    """The certificate of a valid plan with the searches' proofs run again, within ``limits``.
+    """The verdicts on the certificate of a valid plan; runs searches again within ``limits``.
 
-    A bound stays claimed if its search does not get so far in the time that is left.
+    A bound stays claimed if its search does not reach it in the remaining time.
     """
     assert plan.certificate is not None
     ends = monotonic() + limits.seconds
@@ -106,7 +109,7 @@ def _again(
 def _guarantee_again(
     problem: PipelineProblem, plan: PipelinePlan, claim: Verdict, number: int
 ) -> Verdict:
-    """Lemma 1: the cost is that of PE's schedule."""
+    """Verify Lemma 1: the cost is that of PE's schedule."""
     assert plan.certificate is not None
     stated = plan.certificate.guarantees[number]
     scheduling = scheduling_of(problem, stated.stages)
@@ -115,14 +118,14 @@ def _guarantee_again(
     times = list_schedule(scheduling, "pe")
     seconds = inf if times is None else times.makespan(scheduling)
     if abs(seconds - stated.cost_seconds) <= ROUNDING * seconds:
-        return replace(claim, verdict="verified", reason="PE's schedule made again")
+        return replace(claim, verdict="verified", reason="PE's schedule computed again")
     return replace(claim, verdict="refuted", reason=f"PE's schedule takes {seconds:.9g} s")
 
 
 def _fill_and_drain(
     problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
 ) -> Proof:
-    """One pass of the dynamic program settles it."""
+    """Verify the bound by one pass of the dynamic program."""
     wide = bound.proved_by == WIDE_FILL_AND_DRAIN
     if is_fill_and_drain_bound(problem, bound.seconds * (1 - ROUNDING), wide):
         return Proof(bound.seconds)
@@ -158,7 +161,7 @@ def _pattern(
 def _allocations(
     problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
 ) -> Proof | None:
-    """The search for every size of groups, or the cheap bounds where they are as good."""
+    """The joint search for every group size, or the cheap bounds if they suffice."""
     sizes = bound.plans.equal_groups
     if sizes is None:
         return None
@@ -183,7 +186,7 @@ def _allocations(
 
 
 def _groups(problem: PipelineProblem, size: int) -> tuple[tuple[int, ...], ...] | None:
-    """Groups of ``size`` devices; None where it matters which devices are together."""
+    """Groups of ``size`` devices; None if devices or links differ, so that the grouping matters."""
     cluster = problem.cluster
     order = recursive_device_order(cluster)
     apart = ~np.eye(len(order), dtype=bool)

@@ -6,7 +6,7 @@ from stagewright.executor.simulation.run import Run
 from stagewright.executor.simulation.waiting import edges
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.graphs.models.precedence import find_cycle
+from stagewright.graphs.models.deadlock import waiting_cycle
 
 
 class Deadlock(InvalidPlan):
@@ -39,7 +39,7 @@ def execute(run: Run) -> Outcome:
             if awaited[j] == 0:
                 order.append(j)
     if len(order) < len(run.actions):
-        raise Deadlock(_cycle(run.plan, find_cycle(followers, awaited)))
+        raise Deadlock(_cycle(run.plan, waiting_cycle(followers, awaited)))
     return Outcome(starts, ends, _slacks(followers, order, ends, run.seconds))
 
 

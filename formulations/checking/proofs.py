@@ -16,11 +16,11 @@ from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
-    load_bound,
+    pattern_load_bound,
     period_bound,
 )
-from stagewright.formulations.patterns.pattern import pattern_problem
 from stagewright.formulations.patterns.pattern_models import PATTERN
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import NAMES as OF_PERIODS
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines import every_plan
@@ -181,7 +181,7 @@ def _finite(bound_of: Callable[[PipelineProblem, bool], float]) -> Value:
 def _of_load(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
     if len(bound.witness) != len(problem.kinds):
         return None
-    return every_plan.load_bound(problem, np.array(bound.witness))
+    return every_plan.priced_load_bound(problem, np.array(bound.witness))
 
 
 def _of_schedule(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
@@ -197,7 +197,7 @@ def _of_pattern(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> f
     if not PATTERNS.contains(class_of(plan)):
         return None
     asked = pattern_problem(problem, plan.stages)
-    period = (load_bound if bound.proved_by == PATTERN_LOAD else period_bound)(asked)
+    period = (pattern_load_bound if bound.proved_by == PATTERN_LOAD else period_bound)(asked)
     return asked.iteration_seconds(period)
 
 
@@ -225,8 +225,8 @@ ARGUMENTS: dict[str, Argument] = {
     every_plan.COPIES: Argument(
         "problem", EVERY_PLAN, lambda problem, plan, bound: every_plan.copies_bound(problem)
     ),
-    every_plan.WAY: Argument("problem", EVERY_FINITE, _finite(every_plan.way_bound)),
-    every_plan.LAYER_WAY: Argument("problem", EVERY_FINITE, _finite(every_plan.layer_way_bound)),
+    every_plan.PATH: Argument("problem", EVERY_FINITE, _finite(every_plan.path_bound)),
+    every_plan.LAYER_PATH: Argument("problem", EVERY_FINITE, _finite(every_plan.layer_path_bound)),
     FILL_AND_DRAIN: Argument("problem", DISJOINT_SPLIT),
     WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),

@@ -12,15 +12,15 @@ from stagewright.graphs.documents.errors import InvalidPlan
 def delayed(group: int, rest: int, seconds: int, period: int) -> tuple[int, int]:
     """V (+) y, where V = (group - 1) period + rest (MadPipe 4.2.2).
 
-    What takes y = ``seconds`` there and back joins the group if the period has time for it beside
-    ``rest``, and else begins the next group. That is the least delay behind V in which the forward
-    and the backward of one device do not meet.
+    An item of y = ``seconds`` (both directions) joins the group if the period has time for it in
+    addition to ``rest``; otherwise it starts the next group. This is the least delay at which the
+    forward and the backward of one device do not overlap.
     """
     return (group, rest + seconds) if rest + seconds <= period else (group + 1, seconds)
 
 
 def allocation_period(tables: AllocationTables, placed: Sequence[Placed]) -> int:
-    """From the load on, through the periods at which a group of stages changes."""
+    """The least feasible period, found by raising the load bound to the next group change."""
     period = _load(tables, placed)
     while True:
         trips, change = _trips(tables, placed, period)
@@ -34,7 +34,7 @@ def allocation_period(tables: AllocationTables, placed: Sequence[Placed]) -> int
 
 
 def _load(tables: AllocationTables, placed: Sequence[Placed]) -> int:
-    """The largest load of a group or link, and what an all-reduce takes of a period."""
+    """The largest load of a group, of a link, or of an all-reduce per period."""
     loads: Counter[tuple[int, ...]] = Counter()
     for one in placed:
         loads[one.group,] += _seconds(tables, one)
@@ -48,7 +48,7 @@ def _load(tables: AllocationTables, placed: Sequence[Placed]) -> int:
 def _trips(
     tables: AllocationTables, placed: Sequence[Placed], period: int
 ) -> tuple[list[tuple[int, int]], float]:
-    """Per stage its group and rest, V (+) U; and the next period at which any group changes."""
+    """Group and rest of each stage, V (+) U, and the next period at which a group changes."""
     group, rest, owner = 1, 0, -1
     found, change = [], math.inf
     for one in reversed(placed):
@@ -65,7 +65,7 @@ def _trips(
 def _reduce_period(
     tables: AllocationTables, placed: Sequence[Placed], trips: Sequence[tuple[int, int]]
 ) -> float:
-    """The period at which the trips leave every all-reduce its time within m + 1 periods."""
+    """The least period at which every trip and its all-reduce end within m + 1 periods."""
     wanted = 0.0
     for one, (group, rest) in zip(placed, trips, strict=True):
         reduce, left = _reduce(tables, one), tables.versions + 1 - group
@@ -77,11 +77,12 @@ def _reduce_period(
 def _fits(
     tables: AllocationTables, placed: Sequence[Placed], trips: Sequence[tuple[int, int]]
 ) -> bool:
-    """Whether the memory suffices for what the trips keep in flight, and the two versions do.
+    """Whether the microbatches in flight fit in memory, with two versions of the weights.
 
-    A stage of group g keeps g microbatches at some instant, g - 1 at all times, and never less than
-    a later one: the special group keeps g - 1 of each, and at some instant one more of a stage and
-    of all earlier ones of its group. MadPipe (4.2.1) counts g - 1 alone.
+    A stage of group g keeps g microbatches at some instant, at least g - 1 at all times, and at
+    least as many as every later stage. So the special group keeps g - 1 microbatches of each of its
+    stages, and at some instant one more of a stage and of all earlier stages of the same g.
+    MadPipe (4.2.1) counts g - 1 only.
     """
     always = most = before = last = 0
     for one, (group, _) in zip(placed, trips, strict=True):

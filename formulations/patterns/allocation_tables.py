@@ -1,4 +1,4 @@
-"""An allocation of stages in whole numbers: the tables that MadPipe's programs and prices read."""
+"""The integer tables of a stage allocation problem, which MadPipe's dynamic programs read."""
 
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ from stagewright.graphs.documents.arrays import Ints
 
 RESOLUTION = 44  # all times together are at most 2**44 ticks
 BYTE_RESOLUTION = 52  # and all bytes, of all microbatches in flight, 2**52 units
-FORBIDDEN = 1 << 45  # ticks of a stage that may not be
+FORBIDDEN = 1 << 45  # ticks of an infeasible stage
 
 
 class Placed(NamedTuple):
-    """Layers [start, stop) on a group; ``choice`` is a position in the question's recompute."""
+    """Layers [start, stop) on a group; ``choice`` is an index into the problem's ``recompute``."""
 
     start: int
     stop: int
@@ -23,7 +23,7 @@ class Placed(NamedTuple):
 
 
 class AllocationTables(NamedTuple):
-    """The question in whole numbers; G groups of K sorts, R ways to recompute, L layers.
+    """The problem in integers; G groups of K types, R recomputation modes, L layers.
 
     Attributes
     ----------
@@ -31,15 +31,15 @@ class AllocationTables(NamedTuple):
         The row of ``seconds`` ... ``static`` for every group, shape (G,).
     seconds
         U(k, l): ticks of forward and backward of layers [k, l), shape (K, R, L + 1, L + 1);
-        FORBIDDEN where these can be no stage.
+        FORBIDDEN where they cannot form a stage.
     saved, working
-        Bytes per microbatch in flight, and besides during a backward, shaped likewise. They and all
-        other bytes are in units (`StageAllocationProblem.byte`).
+        Bytes per microbatch in flight, and additional bytes during a backward, in the same shape.
+        All bytes are in units (`StageAllocationProblem.byte`).
     static
-        Bytes held all the time, shape (K, L + 1, L + 1).
+        Bytes that are resident at all times, shape (K, L + 1, L + 1).
     transfer
-        C(l): ticks there and back between layer l - 1 on one group and layer l on another, shape
-        (G, G, L + 1); 0 from a group to itself.
+        C(l): ticks of the transfers in both directions between layer l - 1 on one group and layer
+        l on another, shape (G, G, L + 1); 0 within a group.
     reduce
         Ticks of the all-reduce of layers [k, l), shape (G, L + 1, L + 1).
     memory
@@ -47,12 +47,12 @@ class AllocationTables(NamedTuple):
     normal
         The normal groups in order, shape (N,).
     skips
-        Whether to look at plans that use normal group j and none of some that follow it; not where
-        the next one is its equal in everything. Shape (N,).
+        Whether plans may use normal group j and leave out groups that follow it; False where the
+        next group is identical. Shape (N,).
     special
         The special group, or -1.
     versions
-        Most microbatches in flight, m + 1.
+        The largest number of microbatches in flight, m + 1.
     """
 
     sort: Ints
@@ -70,18 +70,18 @@ class AllocationTables(NamedTuple):
 
 
 def contiguous(tables: AllocationTables) -> AllocationTables:
-    """The same question where the special group is one among the others, in its place."""
+    """The same problem with the special group as a normal group at its position."""
     everyone = tables._replace(normal=np.arange(len(tables.sort)), special=-1)
     return everyone._replace(skips=worth_skipping(everyone))
 
 
 def all_periods(tables: AllocationTables) -> int:
-    """A period above which nothing changes any more: everything in sequence, and an all-reduce."""
-    return int(behind(tables)[-1] + tables.reduce.max())
+    """A period above which feasibility is constant: all operations in sequence, an all-reduce."""
+    return int(longest_delays(tables)[-1] + tables.reduce.max())
 
 
-def behind(tables: AllocationTables) -> Ints:
-    """At most what layers [0, l) can add to a delay, shape (L + 1,): slowest, a stage each."""
+def longest_delays(tables: AllocationTables) -> Ints:
+    """Upper bounds on the delay of layers [0, l), shape (L + 1,): each a stage of slowest type."""
     layers = np.arange(tables.seconds.shape[-1] - 1)
     single = tables.seconds[:, :, layers + 1, layers]
     slowest = np.where(single < FORBIDDEN, single, 0).max(axis=(0, 1))
@@ -90,25 +90,25 @@ def behind(tables: AllocationTables) -> Ints:
 
 
 def worth_skipping(tables: AllocationTables) -> NDArray[np.bool_]:
-    """Per normal group whether it is no equal of the next one, shape (N,).
+    """Whether each normal group differs from the next one, shape (N,).
 
-    A plan that uses a group and not its equal behind it may as well use that one instead.
+    A plan that uses a group and leaves out an identical next group can use the next one instead.
     """
     pairs = pairwise(tables.normal.tolist())
     return np.array([not _equals(tables, a, b) for a, b in pairs] + [False], dtype=np.bool_)
 
 
 def _equals(tables: AllocationTables, a: int, b: int) -> bool:
-    """Whether normal groups a and b, neighbours in the order, are alike in all that counts."""
+    """Whether the neighbouring normal groups a and b have identical tables."""
     transfer = tables.transfer
     before = [x for x in range(len(tables.sort)) if x < a or x == tables.special]
-    behind = [x for x in range(len(tables.sort)) if x > b or x == tables.special]
+    after = [x for x in range(len(tables.sort)) if x > b or x == tables.special]
     return bool(
         tables.sort[a] == tables.sort[b]
         and tables.memory[a] == tables.memory[b]
         and np.array_equal(tables.reduce[a], tables.reduce[b])
         and np.array_equal(transfer[before, a], transfer[before, b])
-        and np.array_equal(transfer[a, behind], transfer[b, behind])
+        and np.array_equal(transfer[a, after], transfer[b, after])
     )
 
 

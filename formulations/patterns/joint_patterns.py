@@ -1,12 +1,12 @@
-"""Allocation and pattern at once: every way to put the layers on groups of devices, and bounds.
+"""Joint allocation and pattern: all mappings of layers to groups of devices, and their bounds.
 
-A plan gives every layer to one group; maximal runs of neighbouring layers on one group are the
-stages, any number of them on a group. Plans are built from the last stage backwards, as 1F1B*
-forms its groups (MadPipe section 4.1): what the stages behind it take tells how many microbatches
-a stage keeps at least. :class:`JointForm` holds all figures that the bounds need.
+A plan assigns every layer to one group; maximal runs of consecutive layers on one group are the
+stages, and a group may have any number of them. Plans are built from the last stage to the first,
+as 1F1B* forms its groups (MadPipe section 4.1): the times of the later stages give a lower bound on
+the microbatches that a stage keeps in flight. :class:`JointForm` holds the tables for the bounds.
 
-What is least is an iteration: a period per microbatch, and a pause in which the group with the most
-updates makes them.
+The objective is the iteration time: one period per microbatch, plus the pause, which is the longest
+time of the updates on a group.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.patterns.pattern import static_bytes
+from stagewright.formulations.patterns.pattern_problems import static_bytes
 from stagewright.formulations.plans.memory import kept_bytes, state_factor
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
@@ -41,34 +41,32 @@ AHEAD = np.dtype([(name, np.float64) for name in ("work", "update", "static", "s
 
 
 class JointForm(NamedTuple):
-    """The figures of every stage on every group, and bounds on the layers in front of stages.
+    """Costs of every stage on every group, and bounds on the layers before a stage.
 
-    G groups, R ways to recompute, L layers; times and bytes of a microbatch. Records, as compiled
-    code takes few arrays quicker than many.
+    G groups, R recomputation modes, L layers; times and bytes are per microbatch. The arrays are
+    records, as calls of compiled code are faster with few arrays.
 
     Attributes
     ----------
     stages
         Layers [k, l) on a group, shape (G, R, L + 1, L + 1): seconds of the ``forward``, of all
-        ``work`` (backward and recomputation too), of the ``reduce`` and the ``update`` once an
-        iteration; bytes that are ``static``, ``saved`` and ``working`` (as in `Kept`). Infinite
-        ``work`` where a microbatch has too few samples for the group.
+        ``work`` (forward, backward and recomputation), and of the ``reduce`` and the ``update``
+        once per iteration; ``static``, ``saved`` and ``working`` bytes (as in `Kept`). ``work`` is
+        infinite where a microbatch has too few samples for the group.
     links
-        Seconds of a transfer from one group to another in front of layer l, and of its gradient
-        back, shape (G, G, L + 1).
+        Seconds of a transfer from one group to another before layer l, and of its gradient, shape
+        (G, G, L + 1).
     groups
-        The ``memory`` of a group's smallest device, and the first group that this one is ``like``:
-        the two can trade places. Shape (G,).
+        The ``memory`` of a group's smallest device, and the first group that it is ``like``: the
+        two are interchangeable. Shape (G,).
     ahead
-        Sums over the first l layers, each on the group that is best for it, shape (L + 1,):
-        ``work`` and ``update`` seconds, ``static`` bytes without buffers, ``saved`` bytes; and
-        ``kept``, byte seconds from the forwards to the backwards if what follows layer l takes no
-        time.
+        Sums over the first l layers, each on its best group, shape (L + 1,): ``work`` and
+        ``update`` seconds, ``static`` bytes without buffers, ``saved`` bytes; and ``kept``, the
+        byte-seconds between forwards and backwards if the layers from l on take no time.
     sends
-        Seconds there and back between a group and another in front of it, at best, shape
-        (G, L + 1).
+        Least seconds of both transfers between a group and another one before it, shape (G, L + 1).
     microbatches
-        In an iteration.
+        Microbatches per iteration.
     updated
         Whether any update takes time.
     """
@@ -84,15 +82,15 @@ class JointForm(NamedTuple):
 
 @dataclass(frozen=True)
 class JointPatterns:
-    """Which stages on which groups, in which pattern, have the least period.
+    """Find the stages, their groups and the pattern of the least iteration time.
 
     Attributes
     ----------
     groups
-        Positions of devices in the cluster; those of a group split every microbatch. Groups may
+        Indices of devices in the cluster; the devices of a group split every microbatch. Groups may
         stay idle.
     recompute
-        What a stage may do: ``none``, ``full`` or both (see `Stage`).
+        Allowed recomputation of a stage: ``none``, ``full`` or both (see `Stage`).
     """
 
     problem: PipelineProblem
@@ -103,7 +101,7 @@ class JointPatterns:
         positions = [v for group in self.groups for v in group]
         size = len(self.problem.cluster)
         if not self.groups or not all(self.groups):
-            raise InputError("groups: at least one is needed, and a device in each")
+            raise InputError("groups: give at least one, each with at least one device")
         if len(set(positions)) < len(positions) or not set(positions) <= set(range(size)):
             raise InputError(
                 f"groups must be disjoint and of positions 0 to {size - 1}, got {self.groups}"
@@ -112,7 +110,7 @@ class JointPatterns:
             raise InputError(f'recompute must be of "none" and "full", got {self.recompute}')
 
     def stage(self, start: int, stop: int, group: int, mode: int) -> Stage:
-        """The stage of layers [start, stop) on a group, by its number."""
+        """The stage of layers [start, stop) on group number ``group``."""
         devices = self.problem.cluster.devices
         names = tuple(devices[v].name for v in self.groups[group])
         kind = cast(Literal["none", "full"], self.recompute[mode])
@@ -120,7 +118,7 @@ class JointPatterns:
 
     @cached_property
     def form(self) -> JointForm:
-        """The figures, for the search."""
+        """The tables for the search."""
         links = self._links()
         groups = np.zeros(len(self.groups), dtype=GROUP)
         for g, group in enumerate(self.groups):
@@ -170,7 +168,7 @@ class JointPatterns:
         return links
 
     def _ahead(self) -> Records:
-        """Sums over layers that hold however they are put into stages."""
+        """Sums over the first layers that hold for every partition into stages."""
         problem, sizes = self.problem, sorted({len(group) for group in self.groups})
         kinds = {
             (problem.cluster.devices[v].kind, len(group)) for group in self.groups for v in group
@@ -180,21 +178,21 @@ class JointPatterns:
         work = np.min([cost.forward_seconds + cost.backward_seconds for cost in costs], axis=0)
         saved = np.min([problem.saved_per_layer(size) for size in sizes], axis=0)
         if "full" in self.recompute:
-            saved = np.zeros_like(saved)  # all but a stage's input may be forgotten
+            saved = np.zeros_like(saved)  # all but a stage's input may be recomputed
         factor = min(state_factor(problem, size, DOUBLE_BUFFER, overlapping=True) for size in sizes)
         ahead = np.zeros(len(work) + 1, dtype=AHEAD)
         ahead["work"][1:] = np.cumsum(work)
         ahead["update"][1:] = np.cumsum(np.min(updates, axis=0))
         ahead["static"][1:] = np.cumsum(factor * problem.chain.parameter_bytes)
         ahead["saved"][1:] = np.cumsum(saved)
-        # Layer i keeps its bytes for the work of all layers from it to l.
+        # Layer i keeps its bytes during the work of layers i to l.
         ahead["kept"] = ahead["saved"] * ahead["work"]
         ahead["kept"][1:] -= np.cumsum(saved * ahead["work"][:-1])
         return ahead
 
 
 def _least_sends(links: Records) -> Floats:
-    """The best of all groups in front of each; 0 if there is no other."""
+    """The least transfer time from another group; 0 with a single group."""
     both = links["there"] + links["back"]
     count = len(both)
     others = np.where(np.eye(count, dtype=bool)[:, :, None], np.inf, both)
@@ -202,7 +200,7 @@ def _least_sends(links: Records) -> Floats:
 
 
 def _like(form: JointForm) -> Ints:
-    """Of each group the first that is its equal: trading the two changes no figure."""
+    """For each group the first group that is interchangeable with it."""
     like = np.arange(len(form.groups))
     for g in range(len(like)):
         like[g] = next(h for h in range(g + 1) if like[h] == h and _can_trade(form, g, h))

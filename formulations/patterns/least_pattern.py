@@ -1,4 +1,4 @@
-"""The shortest period of given orders, and patterns that are known without a search."""
+"""The least period for given orders, and the sequential pattern."""
 
 import numpy as np
 
@@ -8,10 +8,10 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 
 
 def sequential(problem: PatternProblem) -> Pattern:
-    """One microbatch after the other: no pattern keeps less, at any period.
+    """One microbatch at a time: no pattern needs less memory, at any period.
 
-    When a stage's backward starts, every stage before it on its device keeps that microbatch too;
-    here they keep no other.
+    When a backward starts, every earlier stage on its device keeps that microbatch; here they keep
+    no other.
     """
     starts = np.concatenate([[0.0], np.cumsum([job.seconds for job in problem.jobs])])
     period = max(float(starts[-1]), period_floor(problem))
@@ -19,38 +19,38 @@ def sequential(problem: PatternProblem) -> Pattern:
 
 
 def period_floor(problem: PatternProblem) -> float:
-    """What all-reduces and offloading ask of the period, whatever the orders."""
+    """A lower bound on the period from all-reduces and offloading, for any orders."""
     reduced = (sum(problem.reduce[s] for s in stages) for stages in problem.reducing)
     return max(problem.least_seconds, max(reduced) / problem.microbatches)
 
 
 def least_pattern(model: OrderModel, orders: Ints, least: float = 0.0) -> Pattern | None:
-    """The least period for ``orders``, ``least`` or more, with the earliest starts.
+    """The least period of at least ``least`` for ``orders``, with the earliest starts.
 
-    The period is the largest ratio of seconds to periods over all cycles of differences. From a
-    period that is too short, the ratio of any cycle that it breaks is the next one to try
-    (Lawler; Dasdan 2004): it is never too long, and there are finitely many.
+    The period is the maximum ratio of seconds to periods over all cycles of differences. If a
+    period is infeasible, the ratio of a violated cycle is the next candidate (Lawler; Dasdan 2004).
+    A candidate is never above the optimum, and there are finitely many.
 
-    None if the orders contradict each other at every period.
+    None if the orders are infeasible at every period.
     """
     differences = model.differences
     before = np.array([one.before for one in differences])
     after = np.array([one.after for one in differences])
     seconds = np.array([one.seconds for one in differences])
-    turns = -np.array([one.periods.at(orders) for one in differences], dtype=float)
+    periods = -np.array([one.periods.at(orders) for one in differences], dtype=float)
     slack = MARGIN * sum(job.seconds for job in model.problem.jobs)
     period = max(least, period_floor(model.problem))
     while True:
-        starts, cycle = _longest(before, after, seconds - turns * period, slack)
+        starts, cycle = _longest(before, after, seconds - periods * period, slack)
         if not cycle:
             return model.pattern(period, starts.tolist())
-        if turns[cycle].sum() <= 0:
+        if periods[cycle].sum() <= 0:
             return None
-        period = float(seconds[cycle].sum() / turns[cycle].sum())
+        period = float(seconds[cycle].sum() / periods[cycle].sum())
 
 
 def _longest(before: Ints, after: Ints, weights: Floats, slack: float) -> tuple[Floats, list[int]]:
-    """Longest ways from job 0 (Bellman-Ford), or the arcs of a cycle that is longer than 0."""
+    """Longest paths from job 0 (Bellman-Ford), or the arcs of a cycle of positive length."""
     jobs = int(after.max(initial=0)) + 1
     starts, parent = np.full(jobs, -np.inf), np.full(jobs, -1)
     starts[0] = 0.0
@@ -69,16 +69,16 @@ def _longest(before: Ints, after: Ints, weights: Floats, slack: float) -> tuple[
 
 
 def _cycle(before: list[int], parent: list[int]) -> list[int]:
-    """The arcs of a cycle of parents, if there is one."""
+    """The arcs of a cycle of parents; empty if there is none."""
     done: set[int] = set()
     for root in range(len(parent)):
         job, place = root, dict[int, int]()
-        way: list[int] = []
+        path: list[int] = []
         while parent[job] >= 0 and job not in done:
             if job in place:
-                return way[place[job] :]
-            place[job] = len(way)
-            way.append(parent[job])
+                return path[place[job] :]
+            place[job] = len(path)
+            path.append(parent[job])
             job = before[parent[job]]
         done.update(place)
     return []

@@ -1,14 +1,15 @@
-"""MadPipe's allocation: which layers stand on which devices of a periodic pipeline (MadPipe 4.2).
+"""MadPipe's allocation of layers to devices for periodic pipelines (MadPipe 4.2).
 
-Every group of devices runs one stage, but for one special group, which may run any number. Stages
-are chosen from the last to the first. Behind every one stands the delay V that a microbatch needs
-on its way to the end of the chain and back, which says how many microbatches it keeps in flight.
+Every group of devices runs at most one stage, except for one special group, which may run any
+number. Stages are chosen from the last to the first. The delay V after a stage is the time from the
+end of its forward to the start of its backward; it determines how many microbatches the stage keeps
+in flight.
 
-The model counts in whole numbers, so that sums do not depend on their order and an answer is exact
-to the last one: times in ticks, of which all times together are about 2^44, rounded to the nearest;
-bytes in shares of a byte, of which all together are about 2^52, needs rounded down and memory up.
+The model is in integers, so sums do not depend on their order and answers are exact. Times are in
+ticks, rounded to the nearest; all times sum to about 2^44 ticks. Bytes are in fractions of a byte
+such that all sum to about 2^52; requirements are rounded down and memory is rounded up.
 
-Times are those of a period: of the updates of an iteration only their limit is known here.
+Only times within a period are modelled; updates enter as an upper limit on their time.
 """
 
 import math
@@ -43,25 +44,24 @@ RECOMPUTATIONS = ("none", "full")
 
 @dataclass(frozen=True)
 class StageAllocationProblem:
-    """Place the chain of ``problem`` on ``groups`` so that the period is least.
+    """Allocate the chain of ``problem`` to ``groups`` so that the period is minimal.
 
     Attributes
     ----------
     problem
         Chain, cluster, and microbatches per iteration m.
     groups
-        Device positions of every group, in the order of the pipeline; the devices of a group share
+        Device indices of every group, in the order of the pipeline; the devices of a group split
         every microbatch. Normal groups keep this order and run at most one stage each. Any of them
-        may stay unused, wherever it stands: a slow one, or one with little memory, may be in the
-        way.
+        may stay unused, since a slow group, or one with little memory, can increase the period.
     special
-        The group that may run any number of stages anywhere in the pipeline; None: there is none,
+        The group that may run any number of stages anywhere in the pipeline. None: no group may,
         and allocations are contiguous.
     recompute
-        What a stage may do: ``none`` keep all for its backward, ``full`` keep its input alone and
-        compute the forward again.
+        Allowed recomputation of a stage: ``none`` keeps all activations for the backward, ``full``
+        keeps the stage's input only and recomputes the forward.
     most_update_seconds
-        What the updates of a stage may take.
+        Upper limit on the time of a stage's updates.
     """
 
     problem: PipelineProblem
@@ -112,7 +112,7 @@ class StageAllocationProblem:
 
     @cached_property
     def tables(self) -> AllocationTables:
-        """The question in whole numbers."""
+        """The problem in integers."""
         sorts = list(dict.fromkeys(self._sort(group) for group in self.groups))
         saved, working = np.array([[table[i] for table in map(self._kept, sorts)] for i in (0, 1)])
         tables = AllocationTables(
@@ -154,7 +154,7 @@ class StageAllocationProblem:
         Raises
         ------
         InvalidPlan
-            If it is no allocation for this question, or fits at no period.
+            If it is not an allocation of this problem, or does not fit in memory at any period.
         """
         for fault in self._broken(placed):
             raise InvalidPlan(fault)
@@ -184,7 +184,7 @@ class StageAllocationProblem:
         return np.rint(seconds / self.tick).astype(np.int64)
 
     def _compute_ticks(self, replicas: int, kinds: tuple[str, ...]) -> Ints:
-        """U(k, l) for every way to recompute, shape (R, L + 1, L + 1); the slowest kind decides."""
+        """U(k, l) per recomputation mode on the slowest kind, shape (R, L + 1, L + 1)."""
         costs = [self.problem.costs(kind, replicas) for kind in kinds]
         forward, backward = (
             np.max([range_sums(self._ticks(getattr(cost, name))) for cost in costs], axis=0)
@@ -195,20 +195,20 @@ class StageAllocationProblem:
         return np.where(self._forbidden(replicas, kinds), FORBIDDEN, ticks)
 
     def _forbidden(self, replicas: int, kinds: tuple[str, ...]) -> NDArray[np.bool_]:
-        """The stages that have too few samples for so many devices, or too long updates."""
+        """The stages with fewer samples than devices, or with too long updates."""
         updates = [range_sums(self.problem.update_per_layer(kind)) for kind in kinds]
         few = range_sums((self.problem.replicas_per_layer < replicas).astype(np.int64)) > 0
         return np.asarray(few | (np.max(updates, axis=0) > self.most_update_seconds))
 
     def _kept(self, sort: tuple[int, tuple[str, ...]]) -> tuple[Ints, Ints]:
-        """Saved and working bytes, each of shape (R, L + 1, L + 1), as ``kept_bytes`` has them."""
+        """Saved and working bytes as in ``kept_bytes``, each of shape (R, L + 1, L + 1)."""
         replicas, _ = sort
         saved = range_sums(self._units(self.problem.saved_per_layer(replicas)))
         inputs = self._units(self.problem.inputs_per_layer(replicas))
         return kept_tables(saved, inputs, self.recompute)
 
     def _static(self, replicas: int) -> Ints:
-        """Bytes held all the time, shape (L + 1, L + 1), as ``pattern.static_bytes`` has them."""
+        """Resident bytes as in ``pattern_problems.static_bytes``, shape (L + 1, L + 1)."""
         problem = self.problem
         factor = state_factor(problem, replicas, DOUBLE_BUFFER, overlapping=True)
         sides = self._units(buffers_per_boundary(problem, replicas))

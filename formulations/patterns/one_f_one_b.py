@@ -1,10 +1,10 @@
 """1F1B*: the periodic pattern that keeps the fewest microbatches (MadPipe section 4.1).
 
-Stages and the transfers between them are the items of a chain, each with the time of its forward
-and of its backward. Items are put into groups from the last one on, as many in a group as the
-period has time for. An item of the g-th group keeps g microbatches, and by Proposition 1 no pattern
-of the same period keeps fewer, even if every item had a device of its own. That makes it a schedule
-where every stage has one, and a bound on all others.
+Stages and the transfers between them are the items of a chain, each with a forward and a backward
+time. Items are put into groups from the last to the first, as many per group as fit in the period.
+An item of the g-th group keeps g microbatches in flight. By Proposition 1 no pattern of the same
+period keeps fewer, even if every item has its own device. So 1F1B* is an optimal pattern where
+every stage has its own device, and a lower bound otherwise.
 """
 
 import math
@@ -26,10 +26,10 @@ def groups(problem: PatternProblem, period: float) -> tuple[int, ...]:
 
 
 def one_f_one_b_star(problem: PatternProblem, period: float) -> Pattern:
-    """The pattern of 1F1B*: forwards one after another, each group's backwards in its own period.
+    """The pattern of 1F1B*: forwards in sequence, the backwards of each group in one period.
 
-    It is valid where every stage has a device of its own and ``period`` is at least every item's
-    time; whether it fits is for `least_period` to say.
+    It is valid if every stage has its own device and ``period`` is at least the time of every item.
+    Memory is not checked; see `least_period`.
     """
     items = _items(problem, period)
     jobs, item_of = problem.jobs, {}
@@ -41,7 +41,7 @@ def one_f_one_b_star(problem: PatternProblem, period: float) -> Pattern:
     for i in reversed(range(len(items))):
         group = items[i][0]
         if i == len(items) - 1 or items[i + 1][0] < group:
-            # The group's last item turns round at once, group - 1 periods later.
+            # The backward of the group's last item follows its forward, group - 1 periods later.
             backward[i] = item_of[i] + _seconds(problem, i)[0] + (group - 1) * period
         else:
             backward[i] = backward[i + 1] + _seconds(problem, i + 1)[1]
@@ -54,10 +54,10 @@ def one_f_one_b_star(problem: PatternProblem, period: float) -> Pattern:
     return Pattern(period, tuple(starts))
 
 
-def load_bound(problem: PatternProblem) -> float:
-    """The largest load of a device or link, and what the all-reduces of a device take of a period.
+def pattern_load_bound(problem: PatternProblem) -> float:
+    """The largest load of a device or link, or of a device's all-reduces per period.
 
-    These may go on in the pause.
+    All-reduces may overlap with the pause.
     """
     loads = [sum(problem.jobs[i].seconds for i in members) for members in problem.shared]
     reduced = max(sum(problem.reduce[s] for s in stages) for stages in problem.reducing)
@@ -66,33 +66,33 @@ def load_bound(problem: PatternProblem) -> float:
 
 
 def iteration_bound(problem: PatternProblem) -> float:
-    """What an iteration takes at least: periods of `period_bound`, and the pause."""
+    """A lower bound on the iteration: m periods of `period_bound`, plus the pause."""
     return problem.iteration_seconds(period_bound(problem))
 
 
 def allows(problem: PatternProblem, period: float) -> bool:
-    """Whether loads and memory leave room for a pattern of ``period``: ``period_bound`` <= it."""
+    """Whether loads and memory allow a pattern of ``period``, i.e. ``period_bound`` <= period."""
     return _least_load(problem) <= period and _suffices(problem, period)
 
 
 def period_bound(problem: PatternProblem) -> float:
-    """A period that no pattern undercuts, by loads and by the memory that Proposition 1 asks for.
+    """A lower bound on the period, from loads and from the memory required by Proposition 1.
 
-    At some instant a stage has all g microbatches of 1F1B*, at no instant less than g - 1, and no
-    stage has ever less than a later one: a device of several stages keeps at least g - 1 of each,
-    and at some instant one more of a stage and of all earlier ones of its group. MadPipe (4.2.1)
-    counts g - 1 for all of them. Infinite if nothing fits at any period. Where every stage has a
-    device of its own and nothing is reduced, 1F1B* reaches it.
+    At some instant a stage keeps all g microbatches of 1F1B*, at every instant at least g - 1, and
+    always at least as many as a later stage. So a device with several stages keeps at least g - 1
+    of each, and at some instant one more of a stage and of all earlier stages of its group. MadPipe
+    (4.2.1) counts g - 1 for all of them. Infinite if no period is feasible. 1F1B* attains the bound
+    if every stage has its own device and there are no all-reduces.
     """
     return _least(problem, _least_load(problem), lambda period: True, [])
 
 
 def _least_load(problem: PatternProblem) -> float:
-    """The largest load, and what a microbatch's way takes of the m + 1 periods that it may.
+    """The largest load, or the time of a microbatch's round trip divided by m + 1 periods.
 
-    Between the backward of a stage and when its weights are needed lie the all-reduces of all
-    earlier stages of its device, too: their backwards end later, and their weights are needed
-    earlier. One pause may go by meanwhile.
+    The all-reduces of all earlier stages of a device also run between the backward of a stage and
+    the next use of its weights: their backwards end later, and their weights are needed earlier.
+    One pause may lie in that interval.
     """
     seconds = [sum(_seconds(problem, i)) for i in reversed(range(_count(problem)))]
     trips = list(accumulate(seconds))[::-1][::2]
@@ -100,16 +100,16 @@ def _least_load(problem: PatternProblem) -> float:
     for stages in problem.reducing:
         for s, reduced in zip(stages, accumulate(problem.reduce[s] for s in stages), strict=True):
             through[s] += max(0.0, reduced - problem.pause_seconds)
-    return max(load_bound(problem), max(through) / (problem.microbatches + 1))
+    return max(pattern_load_bound(problem), max(through) / (problem.microbatches + 1))
 
 
 def least_period(problem: PatternProblem) -> float:
-    """The least period at which 1F1B* fits; infinite if it never does.
+    """The least period at which 1F1B* fits in memory; infinite if there is none.
 
-    Found exactly: the groups, and with them the memory, change only at sums of consecutive items,
-    and an all-reduce fits from a quotient of such a sum on.
+    The result is exact: groups, and with them memory, change only at sums of consecutive items, and
+    an all-reduce fits above a quotient of such a sum.
 
-    Every stage must have a device of its own.
+    Every stage must have its own device.
     """
     waits = _waits(problem)
     extra = [
@@ -119,14 +119,14 @@ def least_period(problem: PatternProblem) -> float:
         for total in accumulate(sum(_seconds(problem, i)) for i in range(2 * s, _count(problem)))
         for periods in range(1, problem.microbatches + 2)
     ]
-    low = max(load_bound(problem), max(problem.reduce) / problem.microbatches)
+    low = max(pattern_load_bound(problem), max(problem.reduce) / problem.microbatches)
     return _least(problem, low, lambda t: _reduces_in_time(problem, t), extra)
 
 
 def _least(
     problem: PatternProblem, low: float, fits: Callable[[float], bool], extra: list[float]
 ) -> float:
-    """The least of the breakpoints from ``low`` on at which the memory suffices, and ``fits``."""
+    """The least breakpoint of at least ``low`` at which memory suffices and ``fits`` holds."""
     seconds = [sum(_seconds(problem, i)) for i in range(_count(problem))]
     sums = {total for first in range(len(seconds)) for total in accumulate(seconds[first:])}
     points = sorted({low, *(point for point in (*sums, *extra) if point > low)})
@@ -156,13 +156,13 @@ def _suffices(problem: PatternProblem, period: float) -> bool:
 
 
 def _needed(problem: PatternProblem, in_flight: tuple[int, ...], device: int) -> float:
-    """Bytes that the stages of a device keep at least at some instant."""
+    """A lower bound on the peak bytes of a device's stages."""
     stages = problem.stages_on(device)
     kept = [(in_flight[s], problem.kept[s]) for s in stages]
     always = sum((group - 1) * one.saved_bytes for group, one in kept)
     most = before = 0.0
     for s, (group, one) in enumerate(kept):
-        # Earlier stages of this group have all its microbatches as well.
+        # Earlier stages of this group keep all of its microbatches at that instant.
         before = before if s > 0 and kept[s - 1][0] == group else 0.0
         most = max(most, before + one.saved_bytes + one.working_bytes)
         before += one.saved_bytes
@@ -170,7 +170,7 @@ def _needed(problem: PatternProblem, in_flight: tuple[int, ...], device: int) ->
 
 
 def _reduces_in_time(problem: PatternProblem, period: float) -> bool:
-    """Whether 1F1B* leaves every all-reduce its time before the next version is needed."""
+    """Whether every all-reduce of 1F1B* ends before the next version is needed."""
     limit = (problem.microbatches + 1) * period * (1 + MARGIN)
     items = _items(problem, period)[::2]
     return all(
@@ -180,9 +180,9 @@ def _reduces_in_time(problem: PatternProblem, period: float) -> bool:
 
 
 def _waits(problem: PatternProblem) -> list[float]:
-    """Per stage from when its all-reduce must be over to when its forward begins.
+    """Per stage the time from the latest end of its all-reduce to the start of its forward.
 
-    With a pause, all-reduces must be over as the first stage begins the iteration.
+    With a pause, all-reduces must end before the first stage starts the iteration.
     """
     stages = len(problem.forward)
     if problem.pause_seconds == 0:
@@ -192,7 +192,7 @@ def _waits(problem: PatternProblem) -> list[float]:
 
 
 def _items(problem: PatternProblem, period: float) -> list[tuple[int, float]]:
-    """Per item its group, and the seconds of its group from this item on."""
+    """The group of each item, and the seconds of that group from this item on."""
     found: list[tuple[int, float]] = []
     group, taken = 1, 0.0
     for i in reversed(range(_count(problem))):
@@ -209,7 +209,7 @@ def _count(problem: PatternProblem) -> int:
 
 
 def _seconds(problem: PatternProblem, item: int) -> tuple[float, float]:
-    """Forward and backward time of an item: stage i / 2, or the transfer behind it."""
+    """Forward and backward time of an item: stage i / 2, or the transfer after it."""
     s = item // 2
     if item % 2:
         return problem.there[s], problem.back[s]

@@ -1,4 +1,4 @@
-"""A pattern in terms of orders: by how many periods one job of a device runs before another."""
+"""Patterns in terms of orders: the integer number of periods between two jobs of a device."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ MARGIN = 1e-12  # relative: rounding of sums of times
 
 
 class Affine(NamedTuple):
-    """``constant + sum(factor * k[pair])``: whole periods, in terms of the orders."""
+    """``constant + sum(factor * k[pair])``: a number of periods, affine in the orders."""
 
     constant: int
     terms: tuple[tuple[int, int], ...] = ()  # (pair, factor)
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class Instant(NamedTuple):
-    """Just after the start of a job: how many microbatches each of the device's stages keeps."""
+    """The microbatches that each stage of a device keeps just after the start of a job."""
 
     device: int
     stages: tuple[int, ...]
@@ -48,9 +48,9 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True)
 class OrderModel:
-    """The problem in terms of orders: what every formulation and the exact times share.
+    """The constraints on orders, which the integer programs and the exact times share.
 
-    ``relaxed``: all-reduces may go on in pauses, and the updates may wait for the stage's forward.
+    ``relaxed``: all-reduces may run in pauses, and updates may wait for the stage's forward.
     """
 
     problem: PatternProblem
@@ -58,12 +58,12 @@ class OrderModel:
 
     @cached_property
     def summed(self) -> tuple[int, ...]:
-        """The stages whose all-reduces take turns with others; they are numbered after the jobs."""
+        """The stages whose all-reduces share a device with others; numbered after the jobs."""
         return tuple(s for stages in self.problem.reducing if len(stages) > 1 for s in stages)
 
     @property
     def columns(self) -> int:
-        """How many starts there are: of jobs, then of all-reduces."""
+        """The number of start times: of jobs, then of all-reduces."""
         return len(self.problem.jobs) + len(self.summed)
 
     @cached_property
@@ -74,16 +74,16 @@ class OrderModel:
         """
         found = (pair for members in self.problem.shared for pair in combinations(members, 2))
         place = {s: len(self.problem.jobs) + i for i, s in enumerate(self.summed)}
-        turns = (
+        reduces = (
             (place[s], place[r])
             for stages in self.problem.reducing
             for s, r in combinations(stages, 2)
         )
-        return (*sorted(found), *turns)
+        return (*sorted(found), *reduces)
 
     @cached_property
     def number(self) -> Mapping[tuple[int, int], int]:
-        """Where a pair stands in ``pairs``."""
+        """The index of each pair in ``pairs``."""
         return {pair: p for p, pair in enumerate(self.pairs)}
 
     @cached_property
@@ -92,7 +92,7 @@ class OrderModel:
         problem, jobs = self.problem, self.problem.jobs
         found = [Difference(i, i + 1, jobs[i].seconds, Affine(0)) for i in range(len(jobs) - 1)]
         for p, (i, j) in enumerate(self.pairs):
-            # All-reduces come again after an iteration.
+            # All-reduces repeat once per iteration.
             every = 1 if i < len(jobs) else problem.microbatches
             found.append(Difference(i, j, self._seconds(i), Affine(0, ((p, every),))))
             found.append(Difference(j, i, self._seconds(j), Affine(-every, ((p, -every),))))
@@ -102,28 +102,28 @@ class OrderModel:
             if problem.pause_seconds > 0 and not self.relaxed:
                 forward = 0
             if s in self.summed:
-                turn = len(jobs) + self.summed.index(s)
-                found.append(Difference(backward, turn, jobs[backward].seconds, Affine(0)))
-                found.append(Difference(turn, forward, self._seconds(turn), limit))
+                column = len(jobs) + self.summed.index(s)
+                found.append(Difference(backward, column, jobs[backward].seconds, Affine(0)))
+                found.append(Difference(column, forward, self._seconds(column), limit))
             else:
                 took = jobs[backward].seconds + self._left(reduce)
                 found.append(Difference(backward, forward, took, limit))
         return tuple(found)
 
     def _seconds(self, column: int) -> float:
-        """What a job or an all-reduce takes."""
+        """The duration of a job or an all-reduce."""
         jobs = self.problem.jobs
         if column < len(jobs):
             return jobs[column].seconds
         return self._left(self.problem.reduce[self.summed[column - len(jobs)]])
 
     def _left(self, reduce: float) -> float:
-        """What of an all-reduce is outside of pauses, at least."""
+        """A lower bound on the part of an all-reduce outside pauses."""
         return max(0.0, reduce - self.problem.pause_seconds) if self.relaxed else reduce
 
     @cached_property
     def instants(self) -> tuple[Instant, ...]:
-        """The instants at which a device may keep the most: starts of forwards, or of work."""
+        """The instants at which a device may reach its peak: starts of forwards and backwards."""
         found = []
         for device in range(len(self.problem.room_bytes)):
             stages = tuple(self.problem.stages_on(device))
@@ -140,7 +140,7 @@ class OrderModel:
     def most(self) -> Ints:
         """Upper bounds on the orders from memory and versions, shape (pairs,).
 
-        Jobs between the forward and the backward of a stage are no further apart than these two.
+        Jobs between the forward and the backward of a stage are at most as far apart as these two.
         """
         limits = []
         for s in range(len(self.problem.forward)):
@@ -157,7 +157,7 @@ class OrderModel:
         )
 
     def overfull(self, orders: Ints) -> list[int]:
-        """The devices whose memory does not suffice, in the arithmetic of ``evaluate``."""
+        """The devices whose memory is exceeded, with the arithmetic of ``evaluate``."""
         devices = {
             instant.device
             for instant in self.instants
@@ -171,7 +171,7 @@ class OrderModel:
     def orders_of(self, pattern: Pattern) -> Ints:
         """The orders of a valid pattern, shape (pairs,)."""
         starts, m = self.starts_of(pattern), self.problem.microbatches
-        # From the middle of what is allowed: no rounding counts a period too many or too few.
+        # The middle of the allowed interval, so that rounding never changes the number of periods.
         return np.array(
             [
                 round((starts[j] - starts[i] + (self._seconds(j) - self._seconds(i)) / 2)
@@ -182,12 +182,12 @@ class OrderModel:
         )  # fmt: skip
 
     def starts_of(self, pattern: Pattern) -> tuple[float, ...]:
-        """Starts of the jobs, and of the all-reduces that take turns, shape (columns,)."""
+        """Starts of the jobs, then of the all-reduces in ``summed``, shape (columns,)."""
         reduces = self.problem.reduce_starts(pattern)
         return (*pattern.starts, *(reduces[s] for s in self.summed))
 
     def pattern(self, period: float, starts: Sequence[float]) -> Pattern:
-        """The pattern with these starts, shape (columns,)."""
+        """The pattern with the given starts, shape (columns,)."""
         jobs = len(self.problem.jobs)
         if not self.summed:
             return Pattern(period, tuple(starts))
@@ -199,8 +199,8 @@ class OrderModel:
     def least_at(self, period: float) -> Ints:
         """Lower bounds on the orders of every pattern of ``period`` or less, shape (pairs,).
 
-        Between two starts lies all that a microbatch passes, and, around a stage, what 1F1B*
-        keeps at least (MadPipe, Proposition 1).
+        Two starts are at least as far apart as the operations of a microbatch between them, and for
+        the forward and backward of a stage as 1F1B* requires (MadPipe, Proposition 1).
         """
         passed = np.concatenate([[0.0], np.cumsum([job.seconds for job in self.problem.jobs])])
         least = np.array(
@@ -244,9 +244,9 @@ class OrderModel:
         return total
 
     def _most_in_flight(self, stage: int) -> int:
-        """How many microbatches ``stage`` may keep when the others of its device keep the least.
+        """The most microbatches that ``stage`` may keep if the other stages keep the fewest.
 
-        At the start of its backward, earlier stages keep this microbatch, later ones may be empty.
+        At the start of its backward, earlier stages keep this microbatch, later ones may keep none.
         """
         device = self.problem.devices[stage]
         stages, room = tuple(self.problem.stages_on(device)), self.problem.room_bytes[device]

@@ -1,32 +1,29 @@
 """Periodic scheduling: given stages and their devices, the pattern of least period (MadPipe 4.3).
 
-Every operation is done once a period, for one microbatch after the other. Devices and links do one
-thing at a time; what a device keeps for its microbatches in flight must fit at every instant. Each
-stage's gradients are summed up once per iteration, and the weights updated in a pause: the times of
-a pattern are those without pauses, which only part them (`PeriodicSchedule`).
+Every operation runs once per period, for consecutive microbatches. Devices and links run one
+operation at a time, and the activations of the microbatches in flight must fit in the memory of
+their device at every instant. The gradients of a stage are all-reduced once per iteration, and the
+weights are updated in a pause between iterations. The times of a pattern leave the pauses out; a
+pause delays everything after it (`PeriodicSchedule`).
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from stagewright.formulations.plans.actions import SEND_B, SEND_F, B, F, Operation
-from stagewright.formulations.plans.memory import Kept, kept_bytes, stage_static_bytes
-from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.timing import compute_seconds
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
+from stagewright.formulations.plans.memory import Kept
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 
 TOLERANCE = 1e-10  # of the latency: rounding of sums of float times
 
 
 class Job(NamedTuple):
-    """An operation with its seconds, and the device (``0`` ...) or link (after them) it keeps."""
+    """An operation, its duration, and the device (from 0) or link (after the devices) it uses."""
 
     operation: Operation
     seconds: float
@@ -35,34 +32,35 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class PatternProblem:
-    """Stages 0 to N - 1, which a microbatch passes in order and back.
+    """Schedule stages 0 to N - 1, which a microbatch passes forward and then backward.
 
     Attributes
     ----------
     forward, backward
-        Seconds per stage, shape (N,); the backward includes what is computed again.
+        Seconds per stage, shape (N,); the backward includes recomputation.
     there, back
         Seconds of a transfer from stage s to s + 1 and of its gradient, shape (N - 1,); both 0
         where the stages are on one device, which needs no transfer.
     devices
         The device of every stage, shape (N,): numbers from 0 without gaps. A group of devices that
-        splits every microbatch counts as one.
+        splits every microbatch is one device.
     kept
         Bytes per stage, shape (N,).
     room_bytes
-        Per device what is left for ``kept``, beside weights, gradients, optimizer, and buffers.
+        Bytes per device for ``kept``: its memory without weights, gradients, optimizer state and
+        buffers.
     reduce
-        Seconds of the all-reduce per stage, shape (N,); once per iteration. Those of one device
-        take turns.
+        Seconds of the all-reduce per stage, shape (N,); once per iteration. All-reduces of stages
+        on one device do not overlap.
     microbatches
-        In an iteration, m: weights have two versions, so that from the begin of a stage's forward
-        to the end of its backward, and of the all-reduce, no more than m + 1 periods may pass.
+        Microbatches per iteration, m. Weights have two versions, so at most m + 1 periods pass
+        from the start of a stage's forward to the end of its backward and of its all-reduce.
     least_seconds
-        A period below which what is offloaded comes too late.
+        Lower bound on the period that leaves time for offloading.
     pause_seconds
-        What the updates of an iteration take on the device where they take longest. Where there are
-        any, they begin as iteration i + 2 does on the first stage: from the begin of its forward to
-        the end of every stage's backward and all-reduce no more than m + 1 periods may pass.
+        Longest time of an iteration's updates on a device. If positive, the updates start when
+        iteration i + 2 starts on the first stage: at most m + 1 periods pass from the start of the
+        first forward to the end of the backward and all-reduce of every stage.
     """
 
     forward: tuple[float, ...]
@@ -81,15 +79,17 @@ class PatternProblem:
         n = len(self.forward)
         lengths = (len(self.backward), len(self.there) + 1, len(self.back) + 1, len(self.devices))
         if n == 0 or {n, *lengths, len(self.kept), len(self.reduce)} != {n}:
-            raise InputError("a pattern needs every figure for each of its stages")
+            raise InputError("a pattern problem needs one value per stage in every field")
         if set(self.devices) != set(range(len(self.room_bytes))):
-            raise InputError("devices must be numbered from 0 without gaps, with a room for each")
+            raise InputError(
+                "devices must be numbered from 0 without gaps, with room_bytes for each of them"
+            )
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
-        """Every operation of a period, in the order of a microbatch's way.
+        """All operations of a period, in the order in which a microbatch passes them.
 
-        Links are numbered behind the devices, one for each pair of devices that exchange anything.
+        Links are numbered after the devices, one for each pair of devices that exchange data.
         """
         n, count = len(self.forward), len(self.room_bytes)
         links: dict[frozenset[int], int] = {}
@@ -97,15 +97,15 @@ class PatternProblem:
             links.setdefault(frozenset(pair), count + len(links)) if len(set(pair)) > 1 else None
             for pair in pairwise(self.devices)
         ]
-        forth, behind = [], []
+        forth, backwards = [], []
         for s in range(n):
             forth.append(Job(Operation(s, F), self.forward[s], self.devices[s]))
-            behind.append(Job(Operation(s, B), self.backward[s], self.devices[s]))
+            backwards.append(Job(Operation(s, B), self.backward[s], self.devices[s]))
             link = crossed[s] if s < n - 1 else None
             if link is not None:
                 forth.append(Job(Operation(s, SEND_F), self.there[s], link))
-                behind.append(Job(Operation(s + 1, SEND_B), self.back[s], link))
-        return (*forth, *behind[::-1])
+                backwards.append(Job(Operation(s + 1, SEND_B), self.back[s], link))
+        return (*forth, *backwards[::-1])
 
     @cached_property
     def shared(self) -> tuple[tuple[int, ...], ...]:
@@ -117,7 +117,7 @@ class PatternProblem:
 
     @cached_property
     def position(self) -> dict[Operation, int]:
-        """Where an operation stands in ``jobs``."""
+        """The index of each operation in ``jobs``."""
         return {job.operation: i for i, job in enumerate(self.jobs)}
 
     def stages_on(self, device: int) -> list[int]:
@@ -126,22 +126,22 @@ class PatternProblem:
 
     @cached_property
     def reducing(self) -> tuple[tuple[int, ...], ...]:
-        """Per device the stages whose gradients are summed up in turns."""
+        """Per device the stages whose all-reduces must not overlap."""
         devices = range(len(self.room_bytes))
         return tuple(tuple(s for s in self.stages_on(v) if self.reduce[s] > 0) for v in devices)
 
     def iteration_seconds(self, period: float) -> float:
-        """What an iteration takes: a period per microbatch, and the pause."""
+        """Duration of an iteration: one period per microbatch, plus the pause."""
         return self.microbatches * period + self.pause_seconds
 
     def period_of(self, iteration: float) -> float:
-        """The period of an iteration that takes so many seconds."""
+        """The period of an iteration that takes ``iteration`` seconds."""
         return (iteration - self.pause_seconds) / self.microbatches
 
     def reduce_starts(self, pattern: "Pattern") -> tuple[float, ...]:
-        """When each stage's all-reduce begins, as if microbatch 0 were an iteration's last.
+        """Start of each stage's all-reduce, as if microbatch 0 were the last of an iteration.
 
-        If the pattern does not say, as its backward has ended, those of a device one after another.
+        By default it starts when the backward ends; all-reduces on one device run in sequence.
         """
         if pattern.reduces:
             return pattern.reduces
@@ -151,20 +151,20 @@ class PatternProblem:
         ]
         for stages in self.reducing:
             until = -math.inf
-            for _ in range(2):  # the second time after those of the iteration before
-                for s in reversed(stages):  # the last one's backward ends first
+            for _ in range(2):  # the second pass follows the all-reduces of the previous iteration
+                for s in reversed(stages):  # the backward of the last stage ends first
                     starts[s] = max(starts[s], until)
                     until = starts[s] + self.reduce[s]
                 until -= self.microbatches * pattern.period
         return tuple(starts)
 
     def evaluate(self, pattern: "Pattern") -> float:
-        """The period of ``pattern``, after every rule was looked at again.
+        """Check every rule and return the period of ``pattern``.
 
         Raises
         ------
         InvalidPlan
-            Naming the first broken rule.
+            If a rule is broken; the message names the first one.
         """
         for problem in self._broken(pattern):
             raise InvalidPlan(problem)
@@ -183,8 +183,8 @@ class PatternProblem:
             if starts[i] < ends[i - 1] - slack:
                 yield f"{jobs[i].operation} starts before {jobs[i - 1].operation} ends"
         for members in self.shared:
-            turns = {str(jobs[i].operation): (starts[i], jobs[i].seconds) for i in members}
-            yield from _overlaps(turns, pattern.period, slack)
+            occupied = {str(jobs[i].operation): (starts[i], jobs[i].seconds) for i in members}
+            yield from _overlaps(occupied, pattern.period, slack)
         yield from self._broken_updates(pattern, slack)
         for device, room in enumerate(self.room_bytes):
             most = self.peak_bytes(pattern, device)
@@ -206,11 +206,13 @@ class PatternProblem:
             if max(end, start + seconds) - needed > iteration + pattern.period + slack:
                 yield f"stage {s} would need a third version of its weights"
         for stages in self.reducing:
-            turns = {f"the all-reduce of stage {s}": (reduces[s], self.reduce[s]) for s in stages}
-            yield from _overlaps(turns, iteration, slack)
+            occupied = {
+                f"the all-reduce of stage {s}": (reduces[s], self.reduce[s]) for s in stages
+            }
+            yield from _overlaps(occupied, iteration, slack)
 
     def peak_bytes(self, pattern: "Pattern", device: int) -> float:
-        """The most that a device keeps for microbatches in flight at any instant."""
+        """The peak bytes of a device's microbatches in flight."""
         most = 0.0
         slack = TOLERANCE * (pattern.period + max(pattern.starts) - min(pattern.starts))
         stages = self.stages_on(device)
@@ -222,12 +224,12 @@ class PatternProblem:
         return most
 
     def _bytes_at(self, pattern: "Pattern", stage: int, instant: float, slack: float) -> float:
-        """What a stage keeps just behind ``instant``; times within ``slack`` are one instant."""
+        """Bytes that a stage keeps just after ``instant``; times within ``slack`` are equal."""
         forward, backward = (self.position[Operation(stage, kind)] for kind in (F, B))
         begins = [pattern.starts[forward], pattern.starts[backward]]
         end = pattern.starts[backward] + self.jobs[backward].seconds
         begun = [math.floor((instant - begin + slack) / pattern.period) for begin in begins]
-        # An end at or before its own begin counts with it: an operation of no length is there.
+        # An operation of zero length is in flight at its start.
         ended = math.floor((instant - end + slack) / pattern.period)
         kept = self.kept[stage]
         in_flight, at_work = begun[0] - ended, begun[1] - ended
@@ -236,11 +238,11 @@ class PatternProblem:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """When everything is done for microbatch 0, in the order of :attr:`PatternProblem.jobs`.
+    """Start times of all operations of microbatch 0, in the order of :attr:`PatternProblem.jobs`.
 
-    Starts are seconds, start = shift x period + time in the period; for microbatch k all is k
-    periods later. ``reduces`` are the starts of the stages' all-reduces after microbatch 0, if it
-    were the last of an iteration (empty: see :meth:`PatternProblem.reduce_starts`).
+    Starts are in seconds, start = shift x period + time within the period; microbatch k starts k
+    periods later. ``reduces`` are the starts of the all-reduces as if microbatch 0 were the last
+    of an iteration (empty: see :meth:`PatternProblem.reduce_starts`).
     """
 
     period: float
@@ -248,157 +250,19 @@ class Pattern:
     reduces: tuple[float, ...] = ()
 
 
-def _overlaps(turns: dict[str, tuple[float, float]], period: float, slack: float) -> Iterator[str]:
-    """Overlaps of what takes turns, each with its start and seconds, again every period."""
-    lasting = [name for name, (_, seconds) in turns.items() if seconds > 0]
-    order = sorted((turns[name][0] % period, name) for name in lasting)
+def _overlaps(
+    occupied: dict[str, tuple[float, float]], period: float, slack: float
+) -> Iterator[str]:
+    """Overlaps of intervals (start, seconds) on one resource, repeated every period."""
+    positive = [name for name, (_, seconds) in occupied.items() if seconds > 0]
+    order = sorted((occupied[name][0] % period, name) for name in positive)
     order += [(start + period, name) for start, name in order[:1]]
     for (start, name), (following, other) in pairwise(order):
-        if start + turns[name][1] > following + slack:
+        if start + occupied[name][1] > following + slack:
             yield f"{name} runs into {other}"
-    # What takes no time may be done between any others.
-    for other in turns.keys() - set(lasting):
-        for name in lasting:
-            since = (turns[other][0] - turns[name][0]) % period
-            if slack < since < turns[name][1] - slack:
+    # Operations of zero length may run between any two others.
+    for other in occupied.keys() - set(positive):
+        for name in positive:
+            since = (occupied[other][0] - occupied[name][0]) % period
+            if slack < since < occupied[name][1] - slack:
                 yield f"{name} runs into {other}"
-
-
-def pattern_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> PatternProblem:
-    """The scheduling problem that is left when stages and devices are chosen.
-
-    Stages with the same devices, in the same order, share them; other groups are disjoint.
-    """
-    return PatternProblems(problem).of(stages)
-
-
-class _Figures(NamedTuple):
-    """What a stage brings to a pattern, whatever the others are."""
-
-    forward: float
-    backward: float
-    reduce: float
-    update: float
-    static_bytes: float
-    kept: Kept
-    members: tuple[int, ...]  # positions of its devices
-    least_seconds: float
-
-
-@dataclass(frozen=True)
-class PatternProblems:
-    """The scheduling problems of many choices of stages; remembers each stage's figures."""
-
-    problem: PipelineProblem
-
-    def of(self, stages: Sequence[Stage]) -> PatternProblem:
-        """As :func:`pattern_problem`."""
-        groups = list(dict.fromkeys(stage.devices for stage in stages))
-        _require_one_offload(stages)
-        found = [self._of_stage(stage) for stage in stages]
-        sent = [self._transfer(*pair) for pair in pairwise(stages)]
-        static, updates = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0)
-        for stage, figures in zip(stages, found, strict=True):
-            static[stage.devices] += figures.static_bytes
-            updates[stage.devices] += figures.update
-        return PatternProblem(
-            tuple(figures.forward for figures in found),
-            tuple(figures.backward for figures in found),
-            tuple(there for there, _ in sent),
-            tuple(back for _, back in sent),
-            tuple(groups.index(stage.devices) for stage in stages),
-            tuple(figures.kept for figures in found),
-            tuple(self._memory(names) - total for names, total in static.items()),
-            tuple(figures.reduce for figures in found),
-            self.problem.microbatches,
-            max(figures.least_seconds for figures in found),
-            max(updates.values()),
-        )
-
-    def seconds(self, stage: Stage) -> tuple[float, float]:
-        """Forward and backward time of a stage, with what it computes again."""
-        return self._of_stage(stage)[:2]
-
-    def _of_stage(self, stage: Stage) -> _Figures:
-        if stage not in self._known:
-            problem, index = self.problem, self.problem.cluster.index
-            members = tuple(index[name] for name in stage.devices)
-            forward, backward = compute_seconds(problem, stage, members)
-            self._known[stage] = _Figures(
-                forward,
-                backward,
-                problem.reduce_seconds(*stage.layers, members),
-                problem.update_seconds(*stage.layers, members),
-                static_bytes(problem, stage),
-                kept_bytes(problem, stage),
-                members,
-                _least_seconds(problem, stage, members, max(forward, backward)),
-            )
-        return self._known[stage]
-
-    def _transfer(self, one: Stage, other: Stage) -> tuple[float, float]:
-        if one.devices == other.devices:
-            return 0.0, 0.0
-        key = (one.layers[1], one.devices, other.devices)
-        if key not in self._transfers:
-            mine, theirs = self._of_stage(one).members, self._of_stage(other).members
-            self._transfers[key] = self.problem.transfer_seconds(one.layers[1], mine, theirs)
-        return self._transfers[key]
-
-    def _memory(self, names: tuple[str, ...]) -> float:
-        if names not in self._memories:
-            index = self.problem.cluster.index
-            memory = min(float(self.problem.memory_bytes[index[name]]) for name in names)
-            self._memories[names] = memory
-        return self._memories[names]
-
-    @cached_property
-    def _known(self) -> dict[Stage, _Figures]:
-        return {}
-
-    @cached_property
-    def _transfers(
-        self,
-    ) -> dict[tuple[int, tuple[str, ...], tuple[str, ...]], tuple[float, float]]:
-        return {}
-
-    @cached_property
-    def _memories(self) -> dict[tuple[str, ...], float]:
-        return {}
-
-
-def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
-    """What a device of a stage holds all the time: weights in two versions, gradients, buffers.
-
-    MadPipe section 3: 3 W + 2 (a_(k-1) + a_l); besides the optimizer's state, and, where gradients
-    wait for an all-reduce or an update while the next grow, one gradient more. With offloading, one
-    microbatch is on its way to the host and one has come back.
-    """
-    held = stage_static_bytes(problem, stage, DOUBLE_BUFFER, overlapping=True)
-    return held + (2 * kept_bytes(problem, stage).offloaded_bytes if stage.offload else 0.0)
-
-
-def _least_seconds(
-    problem: PipelineProblem, stage: Stage, members: Sequence[int], longest: float
-) -> float:
-    """The period that leaves time to offload behind the forward, and ahead of the backward.
-
-    Then no more than one microbatch is on its way to the host at a time, and one on its way back
-    or at work.
-    """
-    if not stage.offload:
-        return 0.0
-    seconds = problem.offload_seconds(*stage.layers, members)
-    if seconds is None:
-        raise InputError(
-            f"offloading needs host_bytes_per_second of the devices {', '.join(stage.devices)} in "
-            "the cluster"
-        )
-    return longest + seconds
-
-
-def _require_one_offload(stages: Sequence[Stage]) -> None:
-    """Stages that share a device share its link to the host; that is not planned."""
-    offloading = [stage.devices for stage in stages if stage.offload]
-    if len(set(offloading)) < len(offloading):
-        raise InputError("a device can offload one of its stages only")

@@ -1,23 +1,23 @@
 """The periodic scheduling problem as integer programs, and the exact times for given orders.
 
 Notation: job i starts at tau_i for microbatch 0 and takes d_i; T is the period. For two jobs i < j
-(in the order of ``PatternProblem.jobs``) on one device or link, the *order* k_ij counts the whole
-periods between their starts, k_ij = floor((tau_j - tau_i) / T), and they exclude each other exactly
-if d_i <= tau_j - tau_i - k_ij T <= T - d_j. Everything that is kept in memory depends on the orders
-alone, and linearly: just after the start of job i its device keeps of stage s as many microbatches
-as k(F_s, i) - k(B_s, i), where k_ji = -1 - k_ij and k_ii = 0, and one more if i is B_s itself.
+(in the order of ``PatternProblem.jobs``) on one device or link, the *order* k_ij is the number of
+whole periods between their starts, k_ij = floor((tau_j - tau_i) / T). The jobs do not overlap if
+and only if d_i <= tau_j - tau_i - k_ij T <= T - d_j. The microbatches in memory are linear in the
+orders: just after the start of job i, its device keeps k(F_s, i) - k(B_s, i) microbatches of stage
+s, where k_ji = -1 - k_ij and k_ii = 0, and one more if i is B_s itself.
 
 Divided by T, the model is linear in tau / T, the rate 1 / T and the orders (:class:`ByRate`, after
 MadPipe 4.3, with exact orders in place of big M). At a given T it is a pure integer program
 (:class:`AtPeriod`). For given orders the least T is a maximum cycle ratio (:func:`least_pattern`).
-Scaling all starts with T shows that what is feasible at T is feasible at every larger period.
+A pattern that is feasible at T is feasible at every larger period, with all starts scaled by T.
 
-All-reduces that share a device take turns as well, once per iteration of m periods: behind the jobs
-they have starts sigma of their own, and their orders count whole iterations. With a pause they may
-go on in it, which the integer programs forgive (``relaxed``): what they prove holds for all plans;
-the exact times that are computed for their orders leave the pause alone.
+All-reduces that share a device do not overlap either; they run once per iteration of m periods.
+Their starts sigma are additional columns after those of the jobs, and their orders count whole
+iterations. All-reduces may overlap with a pause. The integer programs allow that (``relaxed``), so
+their bounds hold for all plans; the exact times for given orders do not use the pause.
 
-Jobs that last no time are taken one after another too, in the order of a microbatch's way.
+Jobs of zero duration are ordered too, in the order in which a microbatch passes them.
 """
 
 import math
@@ -34,17 +34,17 @@ from stagewright.formulations.patterns.order_model import MARGIN, OrderModel
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 
-BYTE_UNITS = 2**36  # in which a device's room is measured in integers
-SCALE = 2.0**10  # of rows and costs: MILP solvers allow absolute errors of 1e-6 in them
+BYTE_UNITS = 2**36  # units per available bytes of a device, for integer rows
+SCALE = 2.0**10  # factor of rows and costs: MILP solvers allow absolute errors of 1e-6 in them
 PATTERN = "integer program of the pattern"
 
 
 @dataclass(frozen=True)
 class AtPeriod:
-    """Whether there is a pattern of ``period``: a pure integer program without costs.
+    """Feasibility of a pattern of ``period``: a pure integer program without costs.
 
-    All seconds of the problem and the period must be integers, as :func:`in_ticks` makes them.
-    Columns are the starts, then the orders. Bytes are rounded down to a share of ``rooms``.
+    All times of the problem and the period must be integers, as returned by :func:`in_ticks`.
+    Columns are the starts, then the orders. Bytes are rounded down to a fraction of ``rooms``.
     """
 
     model: OrderModel
@@ -52,7 +52,7 @@ class AtPeriod:
     rooms: tuple[float, ...]
 
     def apply(self) -> LinearProgram:
-        """The form; all of it is integers."""
+        """The integer program."""
         model, period = self.model, self.period
         jobs = model.columns
         rows = _ScaledRows()
@@ -78,12 +78,12 @@ class AtPeriod:
 
 
 def in_ticks(problem: PatternProblem, unit: float) -> PatternProblem:
-    """The problem in whole ticks of ``unit`` seconds, everything rounded down.
+    """The problem in integer ticks of ``unit`` seconds, with all times rounded down.
 
-    If the problem has a pattern of period T, this one has a pattern of ceil(T / unit) ticks with
-    whole starts: for the same orders, a cycle of differences asks for no more than before, and
-    differences of whole lengths have whole solutions. What is infeasible here proves that the
-    problem's period is longer. A pattern of this one may be too short by the rounding.
+    If the problem has a pattern of period T, the rounded problem has one of ceil(T / unit) ticks
+    with integer starts: for the same orders, no cycle of differences becomes longer, and difference
+    constraints with integer lengths have integer solutions. So infeasibility in ticks is a proof
+    for the problem itself, while a pattern in ticks may be too short by the rounding.
     """
 
     def ticks(seconds: tuple[float, ...]) -> tuple[float, ...]:
@@ -103,10 +103,10 @@ def in_ticks(problem: PatternProblem, unit: float) -> PatternProblem:
 
 @dataclass(frozen=True)
 class ByRate:
-    """The largest rate at which microbatches can follow each other: a mixed-integer program.
+    """The maximum rate of microbatches, 1 / T, as a mixed-integer program.
 
-    Columns are the starts in periods, the orders, and ``shortest`` / T at most 1. ``shortest`` and
-    ``longest`` are periods between which the optimum is known to lie.
+    Columns are the starts in periods, the orders, and ``shortest`` / T <= 1. The optimal period is
+    known to be between ``shortest`` and ``longest``.
     """
 
     model: OrderModel
@@ -115,7 +115,7 @@ class ByRate:
     rooms: tuple[float, ...]
 
     def apply(self) -> LinearProgram:
-        """The form; it minimises the negative rate, times ``SCALE``."""
+        """The program, which minimises the negative rate, times ``SCALE``."""
         model = self.model
         jobs, rate = model.columns, model.columns + len(model.pairs)
         rows = _ScaledRows(SCALE)
@@ -135,7 +135,7 @@ class ByRate:
         )
 
     def period(self, objective: float) -> float:
-        """The period that a value of the objective, or a bound on it, stands for."""
+        """The period for a value of the objective, or for a bound on it."""
         return self.shortest * SCALE / -objective
 
     def hint(self, pattern: Pattern) -> Floats:
@@ -151,12 +151,12 @@ class ByRate:
 
 
 def latest_starts(model: OrderModel, period: float) -> list[float]:
-    """How late each job need start in a pattern of ``period``.
+    """Upper bounds on the start of each job in some pattern of ``period``.
 
-    No job waits a period or more for its turn: else it and all jobs after it could come a period
-    earlier, which changes but the indices of microbatches, and keeps no more of them. Where
-    all-reduces take turns, that would change their turns: then all are done within the m + 1
-    periods that weights allow, and all-reduces before the weights of a last forward are needed.
+    No job waits for a period or more: otherwise it and all later jobs could start a period earlier,
+    which only changes the indices of microbatches and keeps no more of them. Where all-reduces
+    share a device, that shift would change their order. Then all jobs end within the m + 1 periods
+    of the weight versions, and all-reduces end before the weights of a last forward are needed.
     """
     if model.summed:
         jobs, most = len(model.problem.jobs), (model.problem.microbatches + 1) * period
@@ -166,7 +166,7 @@ def latest_starts(model: OrderModel, period: float) -> list[float]:
 
 
 def order_bounds(model: OrderModel, shortest: float, longest: float) -> tuple[Ints, Ints]:
-    """Bounds on the orders of patterns, as in `latest_starts`, with a period between the two."""
+    """Bounds on the orders for periods from ``shortest`` to ``longest``; see `latest_starts`."""
     if model.summed:
         return model.least_at(longest), model.most
     latest = latest_starts(model, shortest)
@@ -182,7 +182,7 @@ def order_bounds(model: OrderModel, shortest: float, longest: float) -> tuple[In
 
 
 class _ScaledRows:
-    """Rows of a linear program, one after the other, all multiplied by ``scale``."""
+    """Collects the rows of a linear program, multiplied by ``scale``."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
@@ -201,7 +201,7 @@ class _ScaledRows:
     ) -> LinearProgram:
         row, column, value = (np.array(part) for part in zip(*self._entries, strict=True))
         shape = (len(self._lower), len(cost))
-        # Entries at one place are added up.
+        # Duplicate entries are summed.
         matrix = sparse.coo_array((self._scale * value, (row, column)), shape=shape).tocsr()
         least, most = self._scale * np.array(self._lower), self._scale * np.array(self._upper)
         return LinearProgram(cost, matrix, least, most, lower, upper, integral)
@@ -210,9 +210,10 @@ class _ScaledRows:
 def _add_memory(
     rows: _ScaledRows, model: OrderModel, rooms: tuple[float, ...], units: int = 1
 ) -> None:
-    """What the stages of a device keep fits at every instant.
+    """The activations of a device fit in its memory at every instant.
 
-    Bytes count in shares of the room, ``BYTE_UNITS`` of which are 1 / ``units``, rounded down.
+    Bytes are whole multiples of 1 / ``BYTE_UNITS`` of the available ones, rounded down; rows are
+    divided by ``units``.
     """
     jobs = model.columns
     for instant in model.instants:
@@ -232,7 +233,7 @@ def _share(size: float, room: float) -> int:
 
 
 def _add_triples(rows: _ScaledRows, model: OrderModel) -> None:
-    """Orders of three jobs agree: k_ab + k_bc <= k_ac <= k_ab + k_bc + 1."""
+    """The orders of three jobs are consistent: k_ab + k_bc <= k_ac <= k_ab + k_bc + 1."""
     jobs = model.columns
     for members in model.problem.shared:
         for a, b, c in combinations(members, 3):
@@ -241,10 +242,10 @@ def _add_triples(rows: _ScaledRows, model: OrderModel) -> None:
 
 
 def _add_nested(rows: _ScaledRows, model: OrderModel, period: float) -> None:
-    """A stage or transfer has more in flight than those behind it, as in 1F1B*.
+    """A stage or transfer has at least as many microbatches in flight as later ones, as in 1F1B*.
 
-    Between the starts of job i and of its way back lie those of j and of its way back; all that a
-    microbatch passes besides, U, takes its time: k_i >= k_j + ceil(U / T) - 1.
+    Job j and its backward are between job i and its backward. The other operations of a microbatch
+    in that interval take time U in total, so k_i >= k_j + ceil(U / T) - 1.
     """
     jobs, columns = model.problem.jobs, model.columns
     last = len(jobs) - 1

@@ -1,8 +1,8 @@
-"""Iterations that no periodic plan of a problem undercuts, by work, memory, sums and updates.
+"""Lower bounds on the iteration of periodic plans, from work, memory, all-reduces and updates.
 
-They hold for every partition, allocation and pattern in which all stages have ``size`` devices each
-that split the microbatches. An iteration takes m periods and a pause. The bounds of one and of the
-other add up.
+They hold for every partition, allocation and pattern in which every stage has ``size`` devices
+that split the microbatches. An iteration takes m periods and a pause; a bound on the period and a
+bound on the pause add up.
 """
 
 import math
@@ -32,10 +32,10 @@ NAMES = (LOAD, LAYER, REDUCTION, REDUCTIONS, AVERAGE_MEMORY, LAYER_MEMORY)
 def iteration_bounds(
     problem: PipelineProblem, size: int, recompute: tuple[str, ...] = ("none",)
 ) -> tuple[Bound, ...]:
-    """Bounds on an iteration, in seconds, if every stage has ``size`` devices.
+    """Bounds on the iteration, in seconds, if every stage has ``size`` devices.
 
-    ``recompute`` is what the stages may do; where that is anything but "none", the memory bounds
-    are left out. Infinite if nothing fits.
+    ``recompute`` lists the allowed memory modes of the stages; unless it is "none" only, the memory
+    bounds are left out. A bound is infinite if no plan fits in memory.
     """
     work = fastest_work(problem, size)
     periods = [(name, one, EVERY_PERIODIC) for name, one in work_periods(problem, size).items()]
@@ -48,7 +48,7 @@ def iteration_bounds(
     found = [
         (name, problem.microbatches * period + pause, plans) for name, period, plans in periods
     ]
-    # All-reduces go on in the pause as well.
+    # All-reduces may overlap with the pause.
     found += [
         (REDUCTION, float(reductions.max()), EVERY_PERIODIC),
         (REDUCTIONS, size * float(reductions.sum()) / len(problem.cluster), EVERY_PERIODIC),
@@ -60,13 +60,13 @@ def iteration_bounds(
 
 
 def work_periods(problem: PipelineProblem, size: int) -> dict[str, float]:
-    """Periods that are too short for the work, by the argument's name."""
+    """Lower bounds on the period from work, by name of the argument."""
     work = fastest_work(problem, size)
     return {LOAD: size * float(work.sum()) / len(problem.cluster), LAYER: float(work.max())}
 
 
 def least_pause(problem: PipelineProblem, size: int) -> float:
-    """What the updates of an iteration take at least on the device where they take longest.
+    """A lower bound on the longest time of an iteration's updates on a device.
 
     Every layer is updated on ``size`` devices.
     """
@@ -91,19 +91,19 @@ def _least_reductions(problem: PipelineProblem, size: int) -> Floats:
 
 
 def _weights(problem: PipelineProblem, size: int) -> Floats:
-    """Bytes that a device holds all the time for each of its layers, shape (L,).
+    """Resident bytes of each layer on a device, shape (L,).
 
-    As `static_bytes` of :mod:`stagewright.formulations.patterns.pattern`, without the buffers.
+    As ``pattern_problems.static_bytes``, without the buffers.
     """
     factor = state_factor(problem, size, DOUBLE_BUFFER, overlapping=True)
     return problem.chain.parameter_bytes * factor
 
 
 def _average_memory(problem: PipelineProblem, size: int, work: Floats) -> float:
-    """A layer's activations stay for all the work from its forward to its backward.
+    """A layer keeps its activations during all the work between its forward and its backward.
 
-    Over a period, each layer keeps them for (sum of the work from it on) / T microbatches on
-    average, and the devices' memory is at least that and the weights.
+    On average over a period, each layer keeps (sum of the work from it on) / T microbatches. The
+    total memory must hold these and the weights.
     """
     trips = np.cumsum(work[::-1])[::-1]
     kept = size * float(problem.saved_per_layer(size) @ trips)
@@ -113,10 +113,10 @@ def _average_memory(problem: PipelineProblem, size: int, work: Floats) -> float:
 
 
 def _layer_memory(problem: PipelineProblem, size: int, work: Floats) -> float:
-    """A layer with a whole device to itself: T g is at least the work from it to the end."""
+    """A layer with a device to itself: T g is at least the work from the layer to the end."""
     trips = np.cumsum(work[::-1])[::-1]
     saved = problem.saved_per_layer(size)
-    # Room for exactly g of them must not be taken for less by rounding.
+    # Rounding must not reduce a memory for exactly g microbatches to g - 1.
     room = float(problem.memory_bytes.max()) * (1 + MARGIN) - _weights(problem, size)
     most = np.full(len(saved), np.inf)
     np.divide(room * (1 + MARGIN), saved, out=most, where=saved > 0)

@@ -1,4 +1,4 @@
-"""The blocks of every microbatch, with the data that is fixed before scheduling."""
+"""The blocks that every microbatch passes, with their durations and precedences."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ NONE = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """n blocks in a topological order of their dependencies.
+class BlockGraph:
+    """n blocks in topological order of their precedences.
 
     Attributes
     ----------
     durations, releases, tails
-        Time of each block, its earliest start, and the time after its last microbatch; shape (n,).
+        Duration of each block, its earliest start, and the time that must follow its last
+        microbatch; shape (n,).
     machines
         The device or channel of each block, numbered from 0; shape (n,).
     before
-        The blocks that end before a block of the same microbatch starts; shape (n, 2), ``NONE``
-        where there are fewer.
+        The predecessors of a block within a microbatch; shape (n, 2), filled up with ``NONE``.
     freeing, limits
         Block j of microbatch m starts after block ``freeing[j]`` of microbatch ``m - limits[j]``
         ends, for the in-flight limit; shape (n,), ``NONE`` where there is no limit.
@@ -36,15 +36,15 @@ class Blocks:
     freeing: Ints
     limits: Ints
 
-    def reversed(self) -> "Blocks":
-        """The blocks of the problem reversed in time: n - 1 - j is block j."""
+    def reversed(self) -> "BlockGraph":
+        """The blocks of the problem reversed in time; block j becomes n - 1 - j."""
         n = len(self.durations)
         freeing, limits = np.full(n, NONE), np.full(n, NONE)
         limited = np.flatnonzero(self.freeing != NONE)
         waiting = n - 1 - self.freeing[limited]
         freeing[waiting], limits[waiting] = n - 1 - limited, self.limits[limited]
         after = self.after()[::-1]
-        return Blocks(
+        return BlockGraph(
             durations=self.durations[::-1].copy(),
             releases=self.tails[::-1].copy(),
             tails=self.releases[::-1].copy(),
@@ -55,7 +55,7 @@ class Blocks:
         )
 
     def after(self) -> Ints:
-        """The inverse of ``before``: the blocks that wait for each block; shape (n, 2)."""
+        """The successors of each block within a microbatch, shape (n, 2); inverse of ``before``."""
         after = np.full_like(self.before, NONE)
         for j, row in enumerate(self.before.tolist()):
             for i in row:
@@ -64,34 +64,34 @@ class Blocks:
         return after
 
     def members(self) -> list[Ints]:
-        """The blocks of each device and channel, ascending."""
+        """The blocks of each device and channel, in ascending order."""
         return [np.flatnonzero(self.machines == r) for r in range(self.machines.max() + 1)]
 
 
 def numbering(stages: int) -> tuple[Ints, Ints, Ints]:
-    """The numbers of the forwards, the backwards (or input gradients) and the weight gradients.
+    """The block numbers of the forwards, the backwards (input gradients) and the weight gradients.
 
     Block j < 2S - 1 is the forward of stage j/2 (j even) or the transfer after it (j odd); block
-    4S - 3 - j is the same on the way back. Weight gradients follow from 4S - 2 on.
+    4S - 3 - j is its backward counterpart. Weight gradients are numbered from 4S - 2 on.
     """
     stage = np.arange(stages)
     return 2 * stage, 4 * stages - 3 - 2 * stage, 4 * stages - 2 + stage
 
 
-def blocks_of(problem: MakespanProblem) -> Blocks:
-    """The 4S - 2 blocks on a microbatch's way, and S weight gradients if backwards are split.
+def blocks_of(problem: MakespanProblem) -> BlockGraph:
+    """The 4S - 2 blocks of a microbatch, and S weight gradients if backwards are split.
 
     An all-reduce is the tail of its stage's last computation. The two transfers between stages on
-    one device, which take no time, have a separate channel.
+    one device, which take no time, have their own channel.
     """
     forward, backward, weight = numbering(problem.stages)
-    way = 4 * problem.stages - 2
-    n = way + problem.stages if problem.is_split else way
+    path = 4 * problem.stages - 2
+    n = path + problem.stages if problem.is_split else path
     durations, tails, before = np.zeros(n), np.zeros(n), np.full((n, 2), NONE)
     durations[forward], durations[backward] = problem.forward, problem.backward
     durations[forward[:-1] + 1] = problem.send_forward
     durations[backward[:-1] - 1] = problem.send_backward
-    before[1:way, 0] = np.arange(way - 1)
+    before[1:path, 0] = np.arange(path - 1)
     final = backward
     if problem.is_split:
         durations[weight], before[weight, 0], final = problem.last_computation, backward, weight
@@ -99,7 +99,7 @@ def blocks_of(problem: MakespanProblem) -> Blocks:
     freeing, limits = np.full(n, NONE), np.full(n, NONE)
     freeing[forward] = final
     limits[forward] = np.minimum(problem.in_flight, problem.microbatches)
-    return Blocks(
+    return BlockGraph(
         durations=durations,
         releases=np.zeros(n),
         tails=tails,
@@ -118,9 +118,9 @@ def _machines(problem: MakespanProblem) -> Ints:
         if device not in of_device:
             of_device[device] = len(of_device) + len(there) // 2
         there += [of_device[device], len(of_device) + len(there) // 2]
-    way = there[:-1]
-    weight = way[::2] if problem.is_split else []
-    return np.array([*way, *reversed(way), *weight])
+    path = there[:-1]
+    weight = path[::2] if problem.is_split else []
+    return np.array([*path, *reversed(path), *weight])
 
 
 def block_starts(problem: MakespanProblem, times: Timetable) -> Floats:

@@ -1,11 +1,11 @@
-"""Lower bounds on every schedule of fixed stages, each by a short argument.
+"""Lower bounds on every schedule of fixed stages, each from a short argument.
 
 Notation: F(s, m), B(s, m) and W(s, m) are the forward, backward (or input gradient) and weight
-gradient of microbatch m on stage s, taken in the order of microbatches (see :mod:`makespan`); k is
-the in-flight limit of stage s, at most M. The *head* of a block is the time before its microbatch
-can reach it, the *tail* the time that must follow it. If backwards are whole, W takes no time
-and ends with B. A device may have several stages: arguments about one stage ignore the others,
-which keeps the bound valid, and those about a device use the smallest head and tail of its stages.
+gradient of microbatch m on stage s, in the order of microbatches (see :mod:`makespan`); k is the
+in-flight limit of stage s, at most M. The *head* of a block is the least time before its microbatch
+reaches it, the *tail* the least time after it. If backwards are whole, W takes no time and ends
+with B. A device may have several stages: arguments about one stage ignore the others, which keeps
+them valid, and arguments about a device use the least head and tail of its stages.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from stagewright.formulations.pipelines.blocks import NONE, Blocks, blocks_of
+from stagewright.formulations.pipelines.blocks import NONE, BlockGraph, blocks_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, PlanClass
@@ -26,9 +26,9 @@ ONE_MACHINE = "one-machine relaxation"
 
 def schedule_bounds(problem: MakespanProblem) -> tuple[Bound, ...]:
     """All bounds, in the problem's unit of time; the largest is the best."""
-    times = _MicrobatchTimes.of(problem)
-    named = [(name, bound(problem, times)) for name, bound in QUICK]
-    named.append((ONE_MACHINE, one_machine_relaxation(problem, times)))
+    paths = _StagePaths.of(problem)
+    named = [(name, bound(problem, paths)) for name, bound in QUICK]
+    named.append((ONE_MACHINE, one_machine_relaxation(problem, paths)))
     plans = plans_of(problem)
     return tuple(Bound(seconds, name, "schedule", plans) for name, seconds in named)
 
@@ -36,8 +36,8 @@ def schedule_bounds(problem: MakespanProblem) -> tuple[Bound, ...]:
 def plans_of(problem: MakespanProblem) -> PlanClass:
     """The class of plans whose schedules are those of ``problem``.
 
-    With split backwards the class includes whole ones that take as long as their two parts, since
-    the two parts in succession are a schedule of the problem.
+    With split backwards it includes whole ones that take as long as their two parts, since running
+    the parts in sequence is a schedule of the problem.
     """
     return replace(
         DISJOINT_SPLIT,
@@ -48,17 +48,17 @@ def plans_of(problem: MakespanProblem) -> PlanClass:
 
 def quick_bound(problem: MakespanProblem) -> float:
     """The largest of all bounds except the one-machine relaxation, which is the slowest."""
-    times = _MicrobatchTimes.of(problem)
-    return max(bound(problem, times) for _, bound in QUICK)
+    paths = _StagePaths.of(problem)
+    return max(bound(problem, paths) for _, bound in QUICK)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _MicrobatchTimes:
-    """Times of a single microbatch relative to each stage, shape (S,).
+class _StagePaths:
+    """Times of a single microbatch, per stage, shape (S,).
 
-    ``head`` before F(s), ``round_trip`` from the start of F(s) to the start of B(s), ``tail`` after
-    B(s), including weight gradients and all-reduces of s and of the stages before it.
-    ``weight_gradient`` is 0 if backwards are whole.
+    ``head`` is the time before F(s), ``round_trip`` from the start of F(s) to the start of B(s),
+    and ``tail`` after B(s), including weight gradients and all-reduces of s and earlier stages.
+    ``weight_gradient`` is 0 where backwards are whole.
     """
 
     head: Floats
@@ -67,7 +67,7 @@ class _MicrobatchTimes:
     weight_gradient: Floats
 
     @classmethod
-    def of(cls, problem: MakespanProblem) -> "_MicrobatchTimes":
+    def of(cls, problem: MakespanProblem) -> "_StagePaths":
         stages = problem.stages
         weight = np.array(problem.weight_gradient or np.zeros(stages))
         head, round_trip, tail = np.zeros(stages), np.zeros(stages), weight + problem.reduce
@@ -82,97 +82,97 @@ class _MicrobatchTimes:
         return cls(head, round_trip, tail, weight)
 
 
-def critical_path(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
-    """The longest path of one microbatch through its blocks and the all-reduces.
+def critical_path(problem: MakespanProblem, paths: _StagePaths) -> float:
+    """The time of one microbatch through all its blocks, followed by any all-reduce.
 
-    Each block waits for its predecessor, and no all-reduce starts before the backward (weight
+    Each block waits for the previous one, and no all-reduce starts before the backward (weight
     gradient) of its stage ends.
     """
-    return float((times.head + times.round_trip + np.array(problem.backward) + times.tail).max())
+    return float((paths.head + paths.round_trip + np.array(problem.backward) + paths.tail).max())
 
 
-def busiest_device(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
-    """The smallest head of a device's stages, plus all their work, plus the smallest tail.
+def busiest_device(problem: MakespanProblem, paths: _StagePaths) -> float:
+    """The least head of a device's stages, plus all their work, plus the least tail.
 
-    The device works on one block at a time and starts no earlier than the smallest head. Of
-    forwards and backwards the last is a backward, followed by the tail of its stage; of all blocks
-    the last is a weight gradient if backwards are split, followed by an all-reduce.
+    The device runs one block at a time and starts no earlier than the least head. Of its forwards
+    and backwards the last is a backward, followed by the tail of its stage; if backwards are split,
+    the last block is a weight gradient, followed by an all-reduce.
     """
-    head, tail = _least(problem, times.head), _least(problem, times.tail)
+    head, tail = _least(problem, paths.head), _least(problem, paths.tail)
     work = problem.microbatches * (np.array(problem.forward) + np.array(problem.backward))
-    weights = problem.microbatches * times.weight_gradient
+    weights = problem.microbatches * paths.weight_gradient
     load = head + np.bincount(problem.device, work)
     ends = load + np.bincount(problem.device, weights) + _least(problem, problem.reduce)
     return float(max((load + tail).max(), ends.max()))
 
 
 def _least(problem: MakespanProblem, values: ArrayLike) -> Floats:
-    """The minimum of the stages' values on each device."""
+    """The least value per device over its stages."""
     least = np.full(max(problem.device) + 1, np.inf)
     np.minimum.at(least, np.array(problem.device), np.asarray(values))
     return least
 
 
-def busiest_channel(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
-    """The same for the channel after a stage, which both directions share.
+def busiest_channel(problem: MakespanProblem, paths: _StagePaths) -> float:
+    """The same bound for the channel after a stage, which both directions share.
 
-    Its first transfer follows a forward of the stage, and the backward of the stage, with its tail,
-    follows the last.
+    A forward of the stage precedes its first transfer; the backward of the stage and its tail
+    follow the last transfer.
     """
     sends = np.array(problem.send_forward) + np.array(problem.send_backward)
-    around = times.head + np.array(problem.forward) + np.array(problem.backward) + times.tail
+    around = paths.head + np.array(problem.forward) + np.array(problem.backward) + paths.tail
     return float((around[:-1] + problem.microbatches * sends).max(initial=0.0))
 
 
-def warm_up_and_drain(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
-    """Idle time of a stage in warm-up and drain, plus its work.
+def warm_up_and_drain(problem: MakespanProblem, paths: _StagePaths) -> float:
+    """A stage is idle during warm-up and drain, as only k microbatches are in flight.
 
-    Between its first forward and first backward a stage runs at most k forwards. Their starts are
-    at least a round trip R apart, so that the stage is idle for at least R - k f. Likewise the
-    starts of its last forward and last backward are at least R apart, and between them the stage
-    runs this forward and the backwards (and weight gradients) of at most k - 1 microbatches. If
-    M > k the two spans are disjoint, since F(k) waits for W(0), and both idle times count;
-    otherwise the longer. In the bound up to the last backward, weight gradients are left out of
-    the work and of the second span; in that up to the last weight gradient they count in both.
+    Between the start of its first forward and of its first backward, a round trip R apart, a stage
+    has at most k forwards to do, so it is idle for at least R - k f. By symmetry, between the start
+    of the last forward and of the last backward, also R apart, it has this forward and the
+    backwards (and weight gradients) of at most k - 1 microbatches to do. If M > k the two intervals
+    are disjoint, since F(k) waits for W(0), and both count; otherwise the longer one counts. For a
+    bound on the last backward, weight gradients are left out of the work and of the second
+    interval; for a bound on the last weight gradient, they count in both.
     """
     forward, backward = np.array(problem.forward), np.array(problem.backward)
     found = []
     for last, after in (
-        (backward, times.tail),
-        (backward + times.weight_gradient, np.array(problem.reduce)),
+        (backward, paths.tail),
+        (backward + paths.weight_gradient, np.array(problem.reduce)),
     ):
         limit = _limits(problem)
-        warm_up = np.maximum(0.0, times.round_trip - limit * forward)
-        drain = np.maximum(0.0, times.round_trip - forward - (limit - 1) * last)
+        warm_up = np.maximum(0.0, paths.round_trip - limit * forward)
+        drain = np.maximum(0.0, paths.round_trip - forward - (limit - 1) * last)
         both = np.where(problem.microbatches > limit, warm_up + drain, np.maximum(warm_up, drain))
         load = problem.microbatches * (forward + last)
-        found.append(float((times.head + load + both + after).max()))
+        found.append(float((paths.head + load + both + after).max()))
     return max(found)
 
 
-def in_flight_slots(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
-    """With k slots in flight, ceil(M / k) microbatches use the same slot one after another.
+def in_flight_slots(problem: MakespanProblem, paths: _StagePaths) -> float:
+    """With k slots, ceil(M / k) microbatches use the same slot in sequence.
 
-    F(s, m + k) waits for the end of W(s, m), so that F(s, 0), B(s, 0), W(s, 0), F(s, k), ... form a
-    chain, and each cycle takes a round trip, a backward and a weight gradient.
+    F(s, m + k) waits for the end of W(s, m), so F(s, 0), B(s, 0), W(s, 0), F(s, k), ... form a
+    chain, and each microbatch of it takes a round trip, a backward and a weight gradient.
     """
-    turns = np.ceil(problem.microbatches / _limits(problem))
-    held = times.round_trip + np.array(problem.backward)
-    waits = (turns - 1) * times.weight_gradient
-    return float((times.head + turns * held + waits + times.tail).max())
+    rounds = np.ceil(problem.microbatches / _limits(problem))
+    slot = paths.round_trip + np.array(problem.backward)
+    waits = (rounds - 1) * paths.weight_gradient
+    return float((paths.head + rounds * slot + waits + paths.tail).max())
 
 
-def one_machine_relaxation(problem: MakespanProblem, times: _MicrobatchTimes) -> float:
-    """Jackson's preemptive schedule on each device and each channel alone.
+def one_machine_relaxation(problem: MakespanProblem, paths: _StagePaths) -> float:
+    """Jackson's preemptive schedule on each device and each channel separately.
 
     After Carlier and Pinson (1989). The heads and tails of the blocks are longest paths over the
     fixed precedences: the order of blocks in a microbatch, the order of microbatches in a block,
-    and the in-flight limits. Every schedule respects them, so the best preemptive schedule of a
-    single resource is a lower bound, whatever blocks and stages it serves.
+    and the in-flight limits. Every schedule respects them, so the optimal preemptive schedule of
+    any one resource is a lower bound.
     """
     blocks, count = blocks_of(problem), problem.microbatches
     head = _longest_paths(blocks, count)
-    # Reversed in time, the problem has the same form: its heads are the tails.
+    # The tails are the heads of the problem reversed in time, which has the same form.
     tail = _longest_paths(blocks.reversed(), count)[::-1, ::-1]
     best = 0.0
     for own in blocks.members():
@@ -182,10 +182,10 @@ def one_machine_relaxation(problem: MakespanProblem, times: _MicrobatchTimes) ->
 
 
 def one_machine_bound(heads: ArrayLike, durations: ArrayLike, tails: ArrayLike) -> float:
-    """The makespan of Jackson's preemptive schedule, longest tail first.
+    """The makespan of Jackson's preemptive schedule: longest tail first.
 
-    It is a lower bound for tasks that become available at ``heads``, take ``durations`` on one
-    machine, and are followed by ``tails``; O(n log n).
+    A lower bound on every one-machine schedule of tasks with release times ``heads``, processing
+    times ``durations`` and delivery times ``tails``; O(n log n).
     """
     entries = zip(
         np.asarray(heads).tolist(),
@@ -216,8 +216,8 @@ def _limits(problem: MakespanProblem) -> NDArray[np.int64]:
     return np.minimum(problem.in_flight, problem.microbatches)
 
 
-def _longest_paths(blocks: Blocks, microbatches: int) -> Floats:
-    """Earliest starts, shape (blocks, M), if devices and channels had no limit but the order."""
+def _longest_paths(blocks: BlockGraph, microbatches: int) -> Floats:
+    """Earliest starts with unlimited devices and channels, shape (blocks, M)."""
     work, release = blocks.durations.tolist(), blocks.releases.tolist()
     before = [[i for i in row if i != NONE] for row in blocks.before.tolist()]
     freeing, limits = blocks.freeing.tolist(), blocks.limits.tolist()
@@ -237,7 +237,7 @@ def _longest_paths(blocks: Blocks, microbatches: int) -> Floats:
     return np.array(columns).T
 
 
-QUICK: tuple[tuple[str, Callable[[MakespanProblem, _MicrobatchTimes], float]], ...] = (
+QUICK: tuple[tuple[str, Callable[[MakespanProblem, _StagePaths], float]], ...] = (
     ("critical path", critical_path),
     ("busiest device", busiest_device),
     ("busiest channel", busiest_channel),

@@ -1,10 +1,11 @@
 """BPPM: balanced pipeline partition and device mapping (SPP section IV-B, Algorithm 4, PRM).
 
-Devices have a fixed order and every stage takes the next ones; the largest time that all
-microbatches of an iteration spend on one stage (all-reduce included) or one channel is minimised,
-for every number of stages. The recurrence W(l, xi, r, i) is evaluated from the last layer to the
-first, with the same values, so that the number of stages after each stage is known: it determines
-how many microbatches the stage must hold in flight (1F1B's min(M, number of stages from the last)).
+Devices are in a fixed order and every stage takes the next ones. The objective is the bottleneck:
+the largest time that all microbatches of an iteration spend on one stage (including its all-reduce)
+or one channel; it is minimised for every number of stages. The recurrence W(l, xi, r, i) is
+evaluated from the last layer to the first. Its values are the same, and the number of later stages
+is known for every stage, which gives the microbatches that it must hold in flight (1F1B's min(M,
+number of stages from the last)).
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ from stagewright.graphs.documents.errors import InputError
 
 
 class Recurrence(NamedTuple):
-    """PRM's tables, as a tuple for compiled kernels.
+    """PRM's tables as a named tuple, which compiled kernels accept.
 
     Layers and devices are counted from the end of the pipeline.
-    K device kinds, V devices, L layers, M microbatches. Every prefix has L + 1 entries, entry l
+    K device kinds, V devices, L layers, M microbatches. Every prefix sum has L + 1 entries, entry l
     for the last l layers.
 
     Attributes
@@ -32,42 +33,41 @@ class Recurrence(NamedTuple):
     microbatches
         M.
     samples
-        b, the samples of a microbatch.
-    held
-        The n-th stage from the end must hold min(held, n) microbatches in memory.
+        Samples of a microbatch, b.
+    warm_up
+        The n-th stage from the end must hold min(warm_up, n) microbatches in memory.
     forward, backward
-        Prefixes of one replica's seconds per microbatch, shape (K, R + 1, L + 1) by kind and
-        number of replicas, of which a stage has at most R.
+        Prefix sums of a replica's seconds per microbatch, shape (K, R + 1, L + 1) by kind and
+        number of replicas; a stage has at most R replicas.
     update
-        Prefixes of the optimizer's step in seconds, shape (K, L + 1) by kind.
+        Prefix sums of the optimizer's step in seconds, shape (K, L + 1) by kind.
     parameters
-        Prefix of parameter bytes, shape (L + 1,).
+        Prefix sums of parameter bytes, shape (L + 1,).
     first
-        Earliest start of a stage of r devices that ends with the last l layers, such that its
-        shares of a microbatch are large enough, shape (R + 1, L + 1) by r.
+        The earliest start of a stage of r devices that ends before the last l layers, such that a
+        microbatch has enough samples, shape (R + 1, L + 1) by r.
     boundary
         Bytes per microbatch that enter the last l layers, shape (L + 1,); 0 at both ends.
     saved
-        Prefixes of saved bytes per microbatch, shape (R + 1, L + 1) by number of replicas.
+        Prefix sums of saved bytes per microbatch, shape (R + 1, L + 1) by number of replicas.
     state_factor
         Bytes of weights, gradients and optimizer state per parameter byte, shape (R + 1,) by number
         of replicas.
     buffers
-        Bytes of buffers where the last l layers begin, shape (R + 1, L + 1) by number of replicas.
+        Bytes of buffers before the last l layers, shape (R + 1, L + 1) by number of replicas.
     kinds
         kinds[k, i]: how many of the first i devices are of kind k, shape (K, V + 1).
     memory
         Memory bytes per device, shape (V,).
-    pace, delay
-        Seconds per byte and latency from device to device, shape (V, V).
-    group_pace, group_delay
-        The largest of these among the r devices that end before position i, shape (V + 1, V + 1)
-        by i and r.
+    seconds_per_byte, latency
+        Inverse bandwidth and latency from device to device, shape (V, V).
+    group_seconds_per_byte, group_latency
+        The largest of these among the r devices before position i, shape (V + 1, V + 1) by i and r.
     """
 
     microbatches: int
     samples: int
-    held: int
+    warm_up: int
     forward: Floats
     backward: Floats
     update: Floats
@@ -79,33 +79,33 @@ class Recurrence(NamedTuple):
     buffers: Floats
     kinds: Ints
     memory: Floats
-    pace: Floats
-    delay: Floats
-    group_pace: Floats
-    group_delay: Floats
+    seconds_per_byte: Floats
+    latency: Floats
+    group_seconds_per_byte: Floats
+    group_latency: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class BalancedPartition:
     """Partition, replication and mapping for ``problem`` with devices in ``order``.
 
-    ``order`` lists the positions of the devices, which are all used; the first stage takes the
-    first ones. The n-th stage from the end must hold min(held, n) microbatches; None means 1F1B's
-    min(M, n).
+    ``order`` lists the indices of the devices, all of which are used; the first stage takes the
+    first ones. The n-th stage from the end must hold min(warm_up, n) microbatches; None means
+    1F1B's min(M, n).
     """
 
     problem: PipelineProblem
     order: tuple[int, ...]
-    held: int | None = None
+    warm_up: int | None = None
 
     def __post_init__(self) -> None:
         if not self.order or len({*self.order}) < len(self.order):
-            raise InputError("order must list devices of the cluster, each once")
+            raise InputError("order must list devices of the cluster, each at most once")
         if not {*self.order} <= {*range(len(self.problem.cluster))}:
-            raise InputError(f"order must list positions below {len(self.problem.cluster)}")
+            raise InputError(f"order must list indices below {len(self.problem.cluster)}")
 
     def evaluate(self, stages: Sequence["StageChoice"]) -> float:
-        """W of given stages: the largest time of a stage or channel over all microbatches."""
+        """W of ``stages``: the largest time of a stage or channel over all microbatches."""
         problem, total = self.problem, self.problem.microbatches
         times = [
             total * sum(problem.compute_seconds(stage.start, stage.stop, stage.devices))
@@ -121,7 +121,7 @@ class BalancedPartition:
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Layers [start, stop) on the devices at these positions of the cluster."""
+    """Layers [start, stop) on ``devices``, given by their indices in the cluster."""
 
     start: int
     stop: int
@@ -137,8 +137,8 @@ class ByRecurrence:
         backwards = np.array(question.order[::-1])
         size = len(backwards)
         cluster = problem.cluster
-        pace = 1.0 / cluster.bandwidth[np.ix_(backwards, backwards)]
-        delay = cluster.latency[np.ix_(backwards, backwards)]
+        seconds_per_byte = 1.0 / cluster.bandwidth[np.ix_(backwards, backwards)]
+        latency = cluster.latency[np.ix_(backwards, backwards)]
         kinds = [cluster.devices[v].kind for v in backwards]
         counts = np.array([[kind == k for kind in kinds] for k in problem.kinds], dtype=np.int64)
         most = min(size, int(problem.replicas_per_layer.max()))
@@ -149,7 +149,7 @@ class ByRecurrence:
         return Recurrence(
             problem.microbatches,
             problem.chain.microbatch_size,
-            question.held or problem.microbatches,
+            question.warm_up or problem.microbatches,
             _suffix_sums(np.array([[c.forward_seconds for c in row] for row in by_share])),
             _suffix_sums(np.array([[c.backward_seconds for c in row] for row in by_share])),
             _suffix_sums(np.array([problem.update_per_layer(kind) for kind in problem.kinds])),
@@ -161,16 +161,16 @@ class ByRecurrence:
             np.array([buffers_per_boundary(problem, r)[::-1] for r in shares]),
             np.concatenate([np.zeros((len(counts), 1), np.int64), counts.cumsum(axis=1)], axis=1),
             problem.memory_bytes[backwards],
-            pace,
-            delay,
-            _largest_in_windows(pace),
-            _largest_in_windows(delay),
+            seconds_per_byte,
+            latency,
+            _largest_in_windows(seconds_per_byte),
+            _largest_in_windows(latency),
         )
 
     def invert(
         self, question: BalancedPartition, cuts: Sequence[tuple[int, int]]
     ) -> tuple[StageChoice, ...]:
-        """Stages from ``cuts``: per stage from the last, layers and devices placed so far."""
+        """The stages for ``cuts``: layers and devices placed so far, per stage from the last."""
         layers, size = len(question.problem.chain), len(question.order)
         stages = []
         taken = used = 0
@@ -182,7 +182,7 @@ class ByRecurrence:
 
 
 def prefix_sums(values: Floats) -> Floats:
-    """Entry l holds the sum of the first l values along the last axis, from l = 0 on."""
+    """Entry l is the sum of the first l values along the last axis, starting with l = 0."""
     sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
     sums[..., 1:] = np.cumsum(values, axis=-1)
     return sums
@@ -198,7 +198,7 @@ def earliest_starts(replicas: Ints, most: int) -> Ints:
 
 
 def _suffix_sums(values: Floats) -> Floats:
-    """Entry l holds the sum of the last l values along the last axis."""
+    """Entry l is the sum of the last l values along the last axis."""
     return prefix_sums(values[..., ::-1])
 
 
@@ -209,7 +209,7 @@ def _largest_in_windows(matrix: Floats) -> Floats:
     np.fill_diagonal(either, 0.0)
     out = np.zeros((size + 1, size + 1))
     for i in range(2, size + 1):
-        # Row i - 1 against the devices just before it, nearest first.
+        # Row i - 1 and the devices just before it, nearest first.
         newest = np.maximum.accumulate(either[i - 1, : i - 1][::-1])
         out[i, 2 : i + 1] = np.maximum(out[i - 1, 1:i], newest)
     return out

@@ -1,7 +1,7 @@
 """BPPM for a given number of stages as a mixed-integer program (SPP section IV-B), for small cases.
 
-It shares only the problem with the recurrence, and so verifies it independently. A plan is a path:
-stage, channel, stage, ..., stage. Stages are numbered n = N ... 1 from the end of the pipeline.
+It is independent of the recurrence and cross-checks it. A plan is a path: stage, channel, stage,
+..., stage. Stages are numbered n = N ... 1, counted from the end of the pipeline.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ Place = tuple[int, int, int, int]
 
 
 class _StageColumn(NamedTuple):
-    """1 if stage ``n`` holds layers [a, b) on the devices order[i:j]."""
+    """1 if stage ``n`` has layers [a, b) on the devices order[i:j]."""
 
     n: int
     a: int
@@ -32,7 +32,7 @@ class _StageColumn(NamedTuple):
 
 
 class _ChannelColumn(NamedTuple):
-    """1 if the cut before layer ``l`` is after stage ``n``: from order[h:i] to order[i:j]."""
+    """1 if stage ``n`` on order[h:i] ends before layer ``l`` and order[i:j] has the next stage."""
 
     n: int
     l: int
@@ -45,8 +45,8 @@ class _ChannelColumn(NamedTuple):
 class ByAssignment:
     """One binary per possible stage, one variable per possible channel, and the bottleneck W.
 
-    Columns are the stages, the channels, and W in units of the slowest stage, so that the
-    coefficients of the rows are at most 1 or so; the objective is in seconds.
+    Columns are the stages, the channels, and W in units of the slowest stage, which keeps the
+    coefficients of the rows near 1; the objective is in seconds.
     """
 
     stages: int
@@ -56,7 +56,7 @@ class ByAssignment:
             raise InputError(f"stages must be at least 1, got {self.stages}")
 
     def apply(self, question: BalancedPartition) -> LinearProgram:
-        """The form; infeasible if no partition into so many stages fits in memory."""
+        """The program; infeasible if no partition into ``stages`` stages fits in memory."""
         stages = list(_stage_columns(question, self.stages))
         channels = list(_channel_columns(question, self.stages))
         taken = np.array([_stage_seconds(question, stage) for stage in stages])
@@ -74,7 +74,7 @@ class ByAssignment:
             row_upper=np.r_[right, np.zeros(len(loads))],
             lower=np.zeros(size + 1),
             upper=np.r_[np.ones(size), np.inf],
-            # With integral stages only the channels between them have flow.
+            # With binary stages, only the channels between them have flow.
             integral=np.arange(size + 1) < len(stages),
         )
 
@@ -89,33 +89,33 @@ class ByAssignment:
 
 
 def _stage_columns(question: BalancedPartition, stages: int) -> Iterator[_StageColumn]:
-    """Every stage that leaves a layer and a device for each other stage, and fits in memory.
+    """Every stage that leaves a layer and a device for each other stage and fits in memory.
 
-    The n-th stage from the end holds min(M, n) microbatches in flight, or min(held, n) if given.
+    The n-th stage from the end holds min(M, n) microbatches in flight, or min(warm_up, n) if given.
     """
     problem = question.problem
     for n in range(stages, 0, -1):
         for a, b in _spans(len(problem.chain), stages, n):
             for i, j in _spans(len(question.order), stages, n):
                 limit = in_flight_limit(problem, a, b, question.order[i:j])
-                if limit >= min(question.held or problem.microbatches, n):
+                if limit >= min(question.warm_up or problem.microbatches, n):
                     yield _StageColumn(n, a, b, i, j)
 
 
 def _spans(total: int, stages: int, n: int) -> Iterator[tuple[int, int]]:
-    """The [start, stop) of ``total`` that stage n may take, leaving one for each other stage."""
-    before, behind = stages - n, n - 1
-    starts = [0] if before == 0 else range(before, total - behind)
+    """The [start, stop) of ``total`` for stage n that leave one for each stage before and after."""
+    before, after = stages - n, n - 1
+    starts = [0] if before == 0 else range(before, total - after)
     for start in starts:
-        stops = [total] if behind == 0 else range(start + 1, total - behind + 1)
+        stops = [total] if after == 0 else range(start + 1, total - after + 1)
         yield from ((start, stop) for stop in stops if stop > start)
 
 
 def _channel_columns(question: BalancedPartition, stages: int) -> Iterator[_ChannelColumn]:
     layers, devices = len(question.problem.chain), len(question.order)
     for n in range(stages, 1, -1):
-        before, behind = stages - n, n - 1
-        for l in range(before + 1, layers - behind + 1):
+        before, after = stages - n, n - 1
+        for l in range(before + 1, layers - after + 1):
             for h, i in _spans(devices, stages, n):
                 for _, j in (span for span in _spans(devices, stages, n - 1) if span[0] == i):
                     yield _ChannelColumn(n, l, h, i, j)
@@ -129,7 +129,7 @@ def _stage_seconds(question: BalancedPartition, stage: _StageColumn) -> float:
 
 
 def _channel_seconds(question: BalancedPartition, channel: _ChannelColumn) -> float:
-    """M times the transfers there and back: a channel's entry in W(l, xi, r, i)."""
+    """M times the transfers in both directions: a channel's entry in W(l, xi, r, i)."""
     h, i, j = channel.h, channel.i, channel.j
     sent = question.problem.transfer_seconds(channel.l, question.order[h:i], question.order[i:j])
     return question.problem.microbatches * sum(sent)
@@ -141,10 +141,10 @@ def _one_path(stages: Sequence[_StageColumn], count: int) -> Rows:
 
 
 def _links(stages: Sequence[_StageColumn], channels: Sequence[_ChannelColumn], count: int) -> Rows:
-    """Flow conservation at the nodes of the network.
+    """Flow conservation at every node of the network.
 
-    There are two kinds of nodes: after stage n, where its cut and its devices determine which
-    channels may follow, and before stage n - 1 likewise.
+    There are two kinds of nodes: after stage n and before stage n - 1. The cut and the devices of
+    the stage determine the channels at the node.
     """
     out = _balance(
         stages, channels, lambda s: (s.n, s.b, s.i, s.j), lambda c: (c.n, c.l, c.h, c.i), end=1
@@ -177,7 +177,7 @@ def _balance(
 
 
 def _loads(numbers: Sequence[int], seconds: Floats, offset: int, bottleneck: int) -> Rows:
-    """W is at least the time of the chosen column, for every n; ``numbers`` are the columns' n."""
+    """For every n, W is at least the time of the chosen column; ``numbers`` are the columns' n."""
     rows: dict[int, dict[int, float]] = {}
     for x, (n, time) in enumerate(zip(numbers, seconds.tolist(), strict=True), start=offset):
         rows.setdefault(n, {bottleneck: -1.0})[x] = time

@@ -1,11 +1,11 @@
 """Bounds on every plan that the checker accepts, or on every finite plan.
 
-They use only what all plans have in common. A stage takes the longest of its devices' times, and a
-device's time is a sum over the stage's layers: a device is busy at least for its times of all its
-layers. A layer runs a microbatch on r devices at once, each with ceil(b/r) samples, or, with
-round-robin replication, on one with all of them (r = 1). Recomputation and optimizer steps within
-a backward only add to that, and transfers are left out, since stages on the same devices have none.
-During a backward, a device holds the states and the saved activations of its layers.
+A stage takes the longest of its devices' times, and a device's time is a sum over the stage's
+layers: a device is busy at least for the times of all its layers. A layer of a microbatch is on r
+devices at once, each with ceil(b/r) samples, or, with round-robin replication, on one device with
+all samples (r = 1). Recomputation and optimizer steps within a backward only add to these times.
+Transfers are left out, as stages on the same devices have none. During a backward, a device holds
+the states and the saved activations of its layers.
 
 Bounds are computed from tables of minimum times, all of shape (..., L). The proofs are in
 docs/certificates.md.
@@ -29,19 +29,19 @@ from stagewright.graphs.documents.units import format_bytes
 LOAD = "load of all device kinds"
 LAYER = "longest layer with its all-reduce"
 COPIES = "copies of the layers that fit in memory"
-WAY = "way of one microbatch"
-LAYER_WAY = "longest layer and the way around it"
+PATH = "way of one microbatch"
+LAYER_PATH = "longest layer and the way around it"
 
 PRECISION = 1e-6  # relative width at which the bisection for the copies stops
-MARGIN = 1e-9  # relative; what sums of bytes may exceed by rounding
+MARGIN = 1e-9  # relative; rounding of sums of bytes
 
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """The minimum times of layers, over the devices and numbers of devices that they can have.
+    """The least times of each layer over all devices and numbers of devices.
 
-    Axes are kinds of devices K, numbers of devices R = 1 .. most, devices V, and layers L; inf
-    where the memory or the number of samples does not allow it.
+    Axes are kinds of devices K, numbers of devices R = 1 .. most, devices V, and layers L; entries
+    are inf if memory or the number of samples rules the combination out.
     """
 
     problem: PipelineProblem
@@ -54,18 +54,18 @@ class LeastTimes:
 
     @cached_property
     def kind_of(self) -> NDArray[np.int64]:
-        """Per device the position of its kind, shape (V,)."""
+        """The index of each device's kind, shape (V,)."""
         kinds = self.problem.kinds
         return np.array([kinds.index(one.kind) for one in self.problem.cluster.devices])
 
     @cached_property
     def state_bytes(self) -> Floats:
-        """The least of weights, gradients and optimizer state, shape (L,)."""
+        """The least bytes of weights, gradients and optimizer state, shape (L,)."""
         return self.problem.chain.parameter_bytes * least_state_factor(self.problem)
 
     @cached_property
     def needs(self) -> Floats:
-        """Bytes that a device of a layer has during a backward, shape (R, L)."""
+        """Bytes that a layer needs on a device during its backward, shape (R, L)."""
         saved = [self.problem.saved_per_layer(r) for r in self.numbers]
         return np.asarray(saved) + self.state_bytes
 
@@ -88,9 +88,9 @@ class LeastTimes:
 
     @cached_property
     def gradient(self) -> Floats:
-        """Seconds until the input's gradient is sent on, shape (K, R, L).
+        """Seconds until the input gradient can be sent, shape (K, R, L).
 
-        The whole backward if the layer has no times of its parts.
+        The whole backward if the layer has no separate times for its parts.
         """
         known = [
             all(cost.backward_seconds is None for cost in layer.costs)
@@ -112,36 +112,36 @@ class LeastTimes:
 
     @cached_property
     def ring(self) -> tuple[Floats, Floats]:
-        """Pace and delay of the best all-reduce among r devices, shapes (V,), r = 1 .. V.
+        """Seconds per byte and latency of the best ring of r devices, shapes (V,), r = 1 .. V.
 
-        A device of the group has links to r - 1 others; the (r - 1)-th best of some device is at
-        least as good as the group's worst.
+        Each device of a group has links to r - 1 others, so the (r - 1)-th best link of some device
+        is at least as good as the worst link of any group.
         """
         cluster, size = self.problem.cluster, len(self.problem.cluster)
         apart = ~np.eye(size, dtype=bool)
-        pace, delay = np.zeros(size), np.zeros(size)
+        seconds_per_byte, latency = np.zeros(size), np.zeros(size)
         if size > 1:
             width = np.minimum(cluster.bandwidth, cluster.bandwidth.T)[apart].reshape(size, -1)
             late = np.maximum(cluster.latency, cluster.latency.T)[apart].reshape(size, -1)
-            pace[1:] = 1 / np.sort(width, axis=1)[:, ::-1].max(axis=0)
-            delay[1:] = np.sort(late, axis=1).min(axis=0)
-        return pace, delay
+            seconds_per_byte[1:] = 1 / np.sort(width, axis=1)[:, ::-1].max(axis=0)
+            latency[1:] = np.sort(late, axis=1).min(axis=0)
+        return seconds_per_byte, latency
 
     def all_reduce(self, r: int) -> Floats:
         """Least seconds of a layer's all-reduce among r devices, shape (L,)."""
-        pace, delay = self.ring
+        seconds_per_byte, latency = self.ring
         volume = 2 * (r - 1) / r * self.problem.chain.parameter_bytes
-        return np.asarray(volume * pace[r - 1] + 2 * (r - 1) * delay[r - 1])
+        return np.asarray(volume * seconds_per_byte[r - 1] + 2 * (r - 1) * latency[r - 1])
 
     def slowest_of(self, r: int, seconds: Floats) -> Floats:
-        """Minimum time of the slowest of r devices, shape (L,), from times per kind (K, L)."""
+        """The least time of the slowest of r devices, shape (L,), from times per kind (K, L)."""
         order = np.argsort(seconds, axis=0)
         so_many = np.cumsum(np.bincount(self.kind_of)[order], axis=0)
         kind = np.take_along_axis(order, np.argmax(so_many >= r, axis=0)[None, :], axis=0)
         return np.asarray(np.take_along_axis(seconds, kind, axis=0)[0])
 
     def _table(self, of: Callable[[str, int], Floats]) -> Floats:
-        """``of`` a kind and a number of devices, where they have room; else inf."""
+        """Values of ``of`` per kind and number of devices; inf where a layer does not fit."""
         kinds, memory = self.problem.kinds, self.problem.memory_bytes * (1 + MARGIN)
         values = np.array([[of(kind, r) for r in self.numbers] for kind in kinds])
         largest = [memory[self.kind_of == k].max() for k in range(len(kinds))]
@@ -149,14 +149,14 @@ class LeastTimes:
         return np.where(room & self.possible, values, np.inf)
 
 
-def load_bound(problem: PipelineProblem, prices: Floats) -> float:
-    """Bound by the total time of all devices, with ``prices`` of a second on each kind, (K,).
+def priced_load_bound(problem: PipelineProblem, prices: Floats) -> float:
+    """A bound from the total load, with ``prices`` of a second on each kind of device, (K,).
 
     In a plan of T seconds the n_k devices of kind k are busy for at most n_k T. On kind k a layer
-    takes at least e(l, k) device-seconds per microbatch, or the same fraction of it as of the
-    microbatches, and its optimizer step u(l, k) once. At prices p >= 0 with sum n_k p_k = 1 the
-    time of all devices costs T, so T >= sum_l (M min_k p_k e(l, k) + min_k p_k u(l, k)). This holds
-    for any prices; the best are duals of a linear program (:func:`price_program`).
+    takes at least e(l, k) device-seconds per microbatch, or a share of that for a share of the
+    microbatches, and once the optimizer step u(l, k). At prices p >= 0 with sum n_k p_k = 1 all
+    device time costs T, so T >= sum_l (M min_k p_k e(l, k) + min_k p_k u(l, k)). This holds for any
+    prices; the best ones are duals of a linear program (:func:`price_program`).
     """
     times = LeastTimes(problem)
     whole = float(np.bincount(times.kind_of) @ prices)
@@ -168,15 +168,16 @@ def load_bound(problem: PipelineProblem, prices: Floats) -> float:
 
 
 def price_program(problem: PipelineProblem) -> LinearProgram:
-    """The best prices for :func:`load_bound`: columns are p_k, then the minimum costs of layers.
+    """The linear program of the best prices for :func:`priced_load_bound`.
 
-    First those of M times the work of every layer, then those of every optimizer step.
+    Columns are p_k, then the least costs of the layers: of M microbatches of every layer, then of
+    every optimizer step.
     """
     times = LeastTimes(problem)
     seconds = np.hstack([problem.microbatches * times.device_seconds, times.update])
     scale = float(seconds.max(initial=0.0, where=np.isfinite(seconds))) or 1.0
     kinds, costs = seconds.shape
-    # p_k e(l, k) - c_l >= 0; a kind without memory for a layer has no row.
+    # p_k e(l, k) - c_l >= 0; no row for a kind whose memory is too small for the layer.
     items, of_kind = np.nonzero(np.isfinite(seconds.T))
     rows = len(items)
     matrix = sparse.csr_array(
@@ -200,11 +201,12 @@ def price_program(problem: PipelineProblem) -> LinearProgram:
 
 
 def layer_bound(problem: PipelineProblem) -> float:
-    """The longest time of a layer on the devices that are best for it, and its all-reduce.
+    """The longest time of a layer on its best devices, with its all-reduce.
 
-    With split replication each of r devices runs all M microbatches; with round-robin one of r
-    runs at least M / r of them, and then the optimizer step. The gradients are reduced once per
-    iteration; in a periodic plan during the next iteration's computations.
+    With split replication each of r devices processes all M microbatches; with round-robin
+    replication one of r processes at least M / r of them. The optimizer step follows. Gradients are
+    all-reduced once per iteration; in a periodic plan the all-reduce may overlap with computations
+    of the next iteration and with the optimizer step of another.
     """
     times, best = LeastTimes(problem), np.full(len(problem.chain), np.inf)
     for r in range(1, len(problem.cluster) + 1):
@@ -215,11 +217,11 @@ def layer_bound(problem: PipelineProblem) -> float:
 
 
 def copies_bound(problem: PipelineProblem) -> float:
-    """The least time T at which the necessary copies of all layers fit in memory.
+    """The least time T for which the required copies of the layers fit in the total memory.
 
-    A device gives a layer at most T - u of its time, so its states are on at least M e / (T - u)
-    devices. T is found by bisection; below it the memory of all devices is too small. Infinite if
-    it is too small for a single copy.
+    A device spends at most T - u on a layer, so the states of the layer are on at least
+    M e / (T - u) devices. T is found by bisection; below it the copies exceed the total memory.
+    Infinite if a single copy of each layer does.
     """
     times = LeastTimes(problem)
     work = problem.microbatches * times.device_seconds.min(axis=0)
@@ -249,12 +251,11 @@ def copies_bound(problem: PipelineProblem) -> float:
     return low
 
 
-def way_bound(problem: PipelineProblem, whole: bool) -> float:
-    """The minimum time of one microbatch through all forwards and then all backwards.
+def path_bound(problem: PipelineProblem, whole: bool) -> float:
+    """The time of a microbatch through all forwards and backwards, each at its fastest.
 
-    ``whole``: no backward is split. Otherwise a stage may send the input gradient before it
-    computes the weight gradient: only one layer's weight gradient and optimizer step are on the
-    path.
+    ``whole``: backwards are not split. Otherwise a stage may send the input gradient before it
+    computes the weight gradient, so only one layer's weight gradient and optimizer step count.
     """
     times = LeastTimes(problem)
     back = _least(times.backward if whole else times.gradient)
@@ -263,17 +264,17 @@ def way_bound(problem: PipelineProblem, whole: bool) -> float:
     return float(_least(times.forward).sum() + last.max())
 
 
-def layer_way_bound(problem: PipelineProblem, whole: bool) -> float:
-    """Time before a layer, all its work, and time after it; ``whole`` as in :func:`way_bound`.
+def layer_path_bound(problem: PipelineProblem, whole: bool) -> float:
+    """The path to a layer, all its work, and the path after it; ``whole`` as in `path_bound`.
 
-    The last backward, or input gradient, is followed by those of all earlier layers; all the work
-    is followed by the all-reduce and the optimizer step.
+    The backward path to the first layer follows the last backward (or input gradient); the
+    all-reduce and the optimizer step follow all the work.
     """
     times, layers = LeastTimes(problem), len(problem.chain)
     forward, back = _least(times.forward), _least(times.backward if whole else times.gradient)
     steps = times.update.min(axis=0)
     head = np.cumsum(forward) - forward
-    # Backward through the layers before l; it ends with the first one's weight gradient and step.
+    # The backward path through the layers before l ends with the first layer's W and update.
     first = float(_least(times.backward)[0] + steps[0])
     tail = np.where(np.arange(layers) > 0, first + np.cumsum(back) - back - back[0], 0.0)
     best = np.full(layers, np.inf)
@@ -287,7 +288,7 @@ def layer_way_bound(problem: PipelineProblem, whole: bool) -> float:
 
 
 def why_nothing_fits(problem: PipelineProblem) -> str | None:
-    """Why memory or the samples of a microbatch alone rule out every plan; None if they do not."""
+    """Why no plan exists, if memory or the samples of a microbatch rule all out; else None."""
     times = LeastTimes(problem)
     for l, layer in enumerate(problem.chain.layers):
         if not times.possible[:, l].any():
@@ -312,19 +313,19 @@ def _least(seconds: Floats) -> Floats:
 
 
 def _priced(prices: Floats, seconds: Floats) -> Floats:
-    """The cost of ``seconds``, (K, L); inf where impossible, even at a price of 0."""
+    """The cost of ``seconds``, shape (K, L); infinite seconds cost inf even at price 0."""
     return np.where(np.isfinite(seconds), prices[:, None] * seconds, np.inf)
 
 
 def _busy(times: LeastTimes, seconds: Floats, r: int) -> list[Floats]:
     """Least seconds of all microbatches on the busiest of r devices, shape (L,).
 
-    First for round-robin, then for split replication.
+    For round-robin replication, then for split replication where that is possible.
     """
     total, alone = times.problem.microbatches, seconds[:, 0]
-    turns = -(-total // r) * times.slowest_of(1, alone)
+    alternating = -(-total // r) * times.slowest_of(1, alone)
     if total >= r:
-        turns = np.maximum(turns, total // r * times.slowest_of(r, alone))
+        alternating = np.maximum(alternating, total // r * times.slowest_of(r, alone))
     if r not in times.numbers:
-        return [turns]
-    return [turns, total * times.slowest_of(r, seconds[:, r - 1])]
+        return [alternating]
+    return [alternating, total * times.slowest_of(r, seconds[:, r - 1])]

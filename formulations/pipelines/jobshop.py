@@ -1,4 +1,4 @@
-"""The job shop: jobs of ordered steps, each step on its machine, with minimum makespan."""
+"""The job shop problem: jobs with ordered steps, each on a given machine, and least makespan."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class JobShop:
 
     @property
     def total(self) -> int:
-        """The sum of all durations, the makespan of a sequential schedule."""
+        """The sum of all durations: the makespan of all steps in sequence."""
         return sum(duration for steps in self.jobs for _, duration in steps)
 
     def evaluate(self, starts: Starts) -> int:
@@ -150,7 +150,7 @@ class ByIntervals:
     incumbent: Starts | None = None
 
     def apply(self) -> Intervals:
-        """The form; its lower bound is the best one-machine bound."""
+        """The model; its lower bound is the best one-machine bound."""
         problem = self.problem
         steps = [step for job in problem.jobs for step in job]
         machine = np.array([machine for machine, _ in steps])
@@ -186,7 +186,7 @@ class ByDisjunctions:
     problem: JobShop
 
     def apply(self) -> LinearProgram:
-        """The form; its horizon is all steps in a row."""
+        """The program; its horizon is the sum of all durations."""
         return by_disjunctions(ByIntervals(self.problem).apply())
 
     def invert(self, values: Floats) -> Starts:

@@ -1,9 +1,9 @@
-"""Joint partition, replication and mapping as a tree of prefixes, each with a lower bound.
+"""Joint partition, replication and mapping as a search tree of prefixes with lower bounds.
 
 A prefix is the first stages of a plan; its children append one stage. Every contiguous partition
-and every choice of disjoint device sets (devices may stay idle, stages split their microbatches)
-is reached once, up to symmetries of the cluster. Every bound holds for all schedules of all plans
-below the prefix. Notation as in :mod:`bounds`: head, round trip, tail.
+with every choice of disjoint device sets (devices may stay idle, stages split their microbatches)
+is reached once, up to symmetries of the cluster. A bound holds for all schedules of all plans below
+the prefix. Notation as in :mod:`bounds`: head, round trip, tail.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,11 @@ MARGIN = 1e-9  # relative; differences of prefix sums are rounded
 
 
 class Placed(NamedTuple):
-    """The times of a stage of a prefix.
+    """The times of a stage in a prefix.
 
-    ``sends`` is a microbatch's time on the channel before it, both ways; ``head``, ``tail`` and
-    ``limit`` (in flight, at most M) as in :mod:`stagewright.formulations.pipelines.bounds`.
+    ``sends`` is the time of a microbatch on the previous channel, in both directions; ``head``,
+    ``tail`` and ``limit`` (in flight, at most M) as in
+    :mod:`stagewright.formulations.pipelines.bounds`.
     """
 
     forward: float
@@ -42,9 +43,9 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The first stages of a plan; ``bound`` is a lower bound on all plans that begin with them.
+    """The first stages of a plan, and a lower ``bound`` on all plans with these first stages.
 
-    ``taken[c]`` lists how many devices of class c each of the stages has.
+    ``taken[c]`` lists the number of devices of class c in each stage.
     """
 
     stages: tuple[StageChoice, ...]
@@ -54,25 +55,25 @@ class Prefix:
 
     @property
     def layers(self) -> int:
-        """The number of placed layers."""
+        """The number of layers placed."""
         return self.stages[-1].stop if self.stages else 0
 
 
 class Rest(NamedTuple):
-    """Minimum times of the layers from l on, on at most d devices; entries [d, l].
+    """Lower bounds for the layers from l on, on at most d devices; entries [d, l].
 
-    All three follow one recursion over the next stage in the relaxed problem (:mod:`relaxation`);
-    inf if nothing fits.
+    All three follow the same recursion over the next stage of the relaxed problem
+    (:mod:`relaxation`); inf if nothing fits.
 
     Attributes
     ----------
     path
         Forward and backward of one microbatch, shape (V + 1, L + 1).
     fill
-        Maximum over stages and channels of forward and backward through the stages before, plus M
-        microbatches on it.
+        The largest, over stages and channels, of forward and backward of one microbatch through
+        the stages before, plus M microbatches on the stage or channel.
     reduced
-        Forward through the stages before, plus M microbatches on a stage, its all-reduce and step.
+        The forward path to a stage, plus M microbatches on it, its all-reduce and its update.
     """
 
     path: Floats
@@ -82,7 +83,7 @@ class Rest(NamedTuple):
 
 @dataclass(frozen=True)
 class JointPlanning:
-    """The tree of all plans of ``problem``."""
+    """The search tree of all plans of ``problem``."""
 
     problem: PipelineProblem
 
@@ -95,7 +96,7 @@ class JointPlanning:
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Classes of equal devices: any two of a class can be exchanged in every plan."""
+        """Classes of interchangeable devices."""
         classes: list[list[int]] = []
         for v in range(len(self.problem.cluster)):
             home = next((c for c in classes if _can_trade(self.problem, c[:1], [v])), None)
@@ -107,7 +108,7 @@ class JointPlanning:
 
     @cached_property
     def like(self) -> tuple[int, ...]:
-        """Per class the first class that can be exchanged with it as a whole (equal servers)."""
+        """Per class the first class that is interchangeable with it (identical servers)."""
         first: list[int] = []
         for c, members in enumerate(self.classes):
             pairs = (d for d in range(c) if _can_trade(self.problem, self.classes[d], members))
@@ -121,11 +122,11 @@ class JointPlanning:
 
     @cached_property
     def rest(self) -> Rest:
-        """Bounds on the stages after a prefix."""
+        """Bounds on the layers after a prefix."""
         return _rest(self.relaxed, len(self.problem.cluster))
 
     def children(self, prefix: Prefix) -> Iterator[Prefix]:
-        """Prefixes with one more stage, without those that cannot be completed."""
+        """Yield the prefixes with one more stage that can be completed."""
         layers = len(self.problem.chain)
         for counts in self._counts(prefix.taken):
             taken = tuple((*c, n) for c, n in zip(prefix.taken, counts, strict=True))
@@ -136,9 +137,9 @@ class JointPlanning:
                     yield child
 
     def _counts(self, taken: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
-        """Numbers of devices of every class for the next stage, at least one in total.
+        """Yield the numbers of devices of every class for the next stage, at least one in total.
 
-        Of equal classes with equal use so far, an earlier class gives at least as many.
+        Of interchangeable classes with equal use so far, an earlier class gives at least as many.
         """
         twins = [
             next((d for d in reversed(range(c)) if self._alike(taken, c, d)), None)
@@ -175,7 +176,7 @@ class JointPlanning:
     def _child(
         self, prefix: Prefix, stage: StageChoice, taken: tuple[tuple[int, ...], ...]
     ) -> Prefix | None:
-        """``prefix`` extended by ``stage``; None if the stage cannot hold a microbatch."""
+        """``prefix`` with one more stage; None if the stage cannot hold a microbatch."""
         key = (stage.start, stage.stop, stage.devices)
         if key not in self._numbers:
             limit = in_flight_limit(self.problem, *key)
@@ -212,14 +213,17 @@ class JointPlanning:
         return {}
 
     def _bound(self, placed: Sequence[Placed], stop: int, senders: int, unused: int) -> float:
-        """The largest bound by a placed stage, a channel, or the stages after them."""
+        """The largest bound from placed stages, channels, and the remaining layers."""
         last, total = placed[-1], self.problem.microbatches
         path = bound = 0.0
         if stop < len(self.problem.chain):
             if unused == 0:
                 return np.inf
             form = self.relaxed
-            send = float(form.boundary[stop]) / (senders * unused) * form.pace + form.delay
+            send = (
+                float(form.boundary[stop]) / (senders * unused) * form.seconds_per_byte
+                + form.latency
+            )
             path = 2 * send + float(self.rest.path[unused, stop])
             around = last.head + last.forward + last.backward + last.tail
             bound = max(
@@ -239,7 +243,7 @@ class JointPlanning:
 
 
 def _stage_bound(stage: Placed, trip: float, total: int) -> float:
-    """Warm-up and drain, and in-flight slots (:mod:`stagewright.formulations.pipelines.bounds`)."""
+    """The bounds by warm-up and drain and by in-flight slots, as in :mod:`bounds`."""
     limit = min(stage.limit, total)
     warm_up = max(0.0, trip - limit * stage.forward)
     drain = max(0.0, trip - stage.forward - (limit - 1) * stage.backward)
@@ -250,37 +254,37 @@ def _stage_bound(stage: Placed, trip: float, total: int) -> float:
 
 
 def _can_trade(problem: PipelineProblem, ones: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether swapping these devices, position by position, leaves the cluster unchanged."""
+    """Whether swapping these devices pairwise leaves the cluster unchanged."""
     if len(ones) != len(others):
         return False
     swapped = np.arange(len(problem.cluster))
     swapped[list(ones)], swapped[list(others)] = others, ones
     devices, cluster = problem.cluster.devices, problem.cluster
-    alike = all(
+    identical = all(
         (devices[u].kind, devices[u].memory_bytes) == (devices[v].kind, devices[v].memory_bytes)
         for u, v in zip(ones, others, strict=True)
     )
-    return alike and all(
+    return identical and all(
         np.array_equal(matrix, matrix[np.ix_(swapped, swapped)])
         for matrix in (cluster.bandwidth, cluster.latency)
     )
 
 
-class _Stages(NamedTuple):
-    """One stage of layers [l, l') on r devices, entries [l, l']; inf where it does not fit.
+class _StageTimes(NamedTuple):
+    """Times of a stage of layers [l, l') on r devices, entries [l, l']; inf where it does not fit.
 
-    ``turn`` is forward and backward, ``load`` M of them, ``reduced`` those, the all-reduce and the
-    optimizer's step.
+    ``compute`` is the time of forward and backward, ``load`` is M times ``compute``, and
+    ``reduced`` adds the all-reduce and the optimizer step to ``load``.
     """
 
     forward: Floats
-    turn: Floats
+    compute: Floats
     load: Floats
     reduced: Floats
 
 
 def _rest(form: Relaxation, devices: int) -> Rest:
-    """The tables, row by row: at most d devices, the next stage on r of them, to layer l'."""
+    """Compute the tables for d = 0 .. ``devices``; the next stage has r devices and ends at l'."""
     replicas, layers = form.forward.shape[0] - 1, form.forward.shape[1] - 1
     stages = {r: _stages(form, r) for r in range(1, replicas + 1)}
     rest = Rest(*(np.full((devices + 1, layers + 1), np.inf) for _ in range(3)))
@@ -295,30 +299,30 @@ def _rest(form: Relaxation, devices: int) -> Rest:
 
 
 def _next_stage(
-    form: Relaxation, rest: Rest, stages: _Stages, r: int, others: int
+    form: Relaxation, rest: Rest, stages: _StageTimes, r: int, others: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Rows of :class:`Rest` if the next stage has r devices and the later ones ``others``."""
-    # The channel after the stage, none after the last layer; without devices the rest is inf.
+    """Rows of :class:`Rest` for a next stage of r devices, with at most ``others`` after it."""
+    # The channel after the stage (none after the last layer); without devices the rest is inf.
     receivers = min(max(others, 1), form.forward.shape[0] - 1)
-    send = form.share_bytes(form.boundary, r * receivers) * form.pace + form.delay
+    send = form.share_bytes(form.boundary, r * receivers) * form.seconds_per_byte + form.latency
     send[-1] = 0.0
-    behind = np.maximum(2 * form.microbatches * send, 2 * send + rest.fill[others])
-    path = stages.turn + (2 * send + rest.path[others])
-    fill = np.maximum(stages.load, stages.turn + behind)
+    rest_fill = np.maximum(2 * form.microbatches * send, 2 * send + rest.fill[others])
+    path = stages.compute + (2 * send + rest.path[others])
+    fill = np.maximum(stages.load, stages.compute + rest_fill)
     reduced = np.maximum(stages.reduced, stages.forward + (send + rest.reduced[others]))
     return path.min(axis=1), fill.min(axis=1), reduced.min(axis=1)
 
 
-def _stages(form: Relaxation, r: int) -> _Stages:
+def _stages(form: Relaxation, r: int) -> _StageTimes:
     forward = _between(form.forward[r])
     parameters = _between(form.parameters)
-    held = form.state_factor[r] * parameters + _between(form.saved[r])
-    fits = np.triu(held <= form.memory * (1 + MARGIN), 1)
+    needed = form.state_factor[r] * parameters + _between(form.saved[r])
+    fits = np.triu(needed <= form.memory * (1 + MARGIN), 1)
     fits &= form.first[r][None, :] <= np.arange(len(form.parameters))[:, None]
-    turn = np.where(fits, forward + _between(form.backward[r]), np.inf)
-    load = form.microbatches * turn
-    ring = 2 * (r - 1) * (parameters / r * form.pace + form.delay)
-    return _Stages(forward, turn, load, load + ring + _between(form.update))
+    compute = np.where(fits, forward + _between(form.backward[r]), np.inf)
+    load = form.microbatches * compute
+    ring = 2 * (r - 1) * (parameters / r * form.seconds_per_byte + form.latency)
+    return _StageTimes(forward, compute, load, load + ring + _between(form.update))
 
 
 def _between(prefix: Floats) -> Floats:

@@ -1,19 +1,19 @@
-"""The pipeline's makespan problem for fixed stages (SPP section III-B2).
+"""The makespan problem of a pipeline with fixed stages (SPP section III-B2).
 
 Resources are devices, one half-duplex channel per pair of neighbouring stages on different devices,
 and one all-reduce per stage that runs in parallel to everything else. A *block* is one computation
 or transfer of a stage: forward, backward (or input gradient and weight gradient), a transfer.
 
-Microbatches are equal, so in some optimal schedule every block processes them in the order of their
-indices. Sort the start times of each block and give the k-th start to microbatch k; every
+Microbatches are identical, so in some optimal schedule every block processes them in the order of
+their indices. Sort the start times of each block and assign the k-th start to microbatch k; every
 constraint still holds:
 
-* Devices and channels are busy in the same intervals as before, since all microbatches of a block
-  take the same time; it does not matter how many blocks share a device.
+* Devices and channels are busy in the same intervals, since all microbatches of a block take the
+  same time. This holds for any number of blocks on a device.
 * If block a precedes block b in every microbatch, then b's k-th start comes after k starts of b,
   each preceded by the end of its a, hence after the k-th end of a. This covers transfers, a weight
-  gradient after its input gradient, and stages on one device, between which nothing is transferred.
-* The number in flight depends only on the numbers of starts and ends.
+  gradient after its input gradient, and stages on one device, which have no transfer between them.
+* The number in flight depends on the starts and ends only, not on the microbatches they belong to.
 * The all-reduce waits for all backwards (weight gradients) of its stage.
 """
 
@@ -36,20 +36,19 @@ from stagewright.graphs.documents.units import (
 
 @dataclass(frozen=True, slots=True)
 class MakespanProblem:
-    """The times and limits of S stages, in any common unit.
+    """The times and limits of S stages, in any unit of time.
 
     Attributes
     ----------
     forward, backward, reduce
         One time per stage; ``reduce`` is 0 for a stage that is not replicated.
     send_forward, send_backward
-        Transfer times from stage s to s + 1 and back, S - 1 entries; 0 if both are on one device.
+        Transfer times from stage s to s + 1 and back, S - 1 values; 0 if both are on one device.
     in_flight
-        Per stage the maximum number of microbatches whose forward has started and whose backward
-        (weight gradient) has not ended.
+        Limit per stage on the microbatches in flight: those whose forward has started and whose
+        backward (weight gradient) has not ended.
     device
-        The device of each stage, numbered in the order in which the stages use them; by default
-        stage s is on device s.
+        The device of each stage, numbered in order of first use; by default stage s is on device s.
     weight_gradient
         Time of each stage's weight gradient, if backwards are split: ``backward`` is then the time
         of the input gradient alone. None: backwards are whole.
@@ -99,12 +98,12 @@ class MakespanProblem:
 
     @property
     def is_split(self) -> bool:
-        """Whether backwards are input gradients and weight gradients."""
+        """Whether backwards are split into input gradients and weight gradients."""
         return self.weight_gradient is not None
 
     @property
     def last_computation(self) -> tuple[float, ...]:
-        """Time of a microbatch's last block on each stage: weight gradient or whole backward."""
+        """Time of a microbatch's last block on each stage: the weight gradient or the backward."""
         return self.backward if self.weight_gradient is None else self.weight_gradient
 
     def stages_on(self, device: int) -> list[int]:
@@ -112,16 +111,16 @@ class MakespanProblem:
         return [s for s, home in enumerate(self.device) if home == device]
 
     def evaluate(self, timetable: "Timetable") -> float:
-        """Check every constraint; returns the makespan of ``timetable``.
+        """Check every constraint and return the makespan of ``timetable``.
 
         Raises
         ------
         InvalidPlan
-            Naming the first constraint that is broken.
+            If a constraint is broken; the message names the first one.
         """
         if (timetable.weight_gradient is not None) != self.is_split:
             split = "split" if self.is_split else "whole"
-            raise InvalidPlan(f"backwards are {split}, those of the timetable are not")
+            raise InvalidPlan(f"backwards are {split}, but not in the timetable")
         tolerance = RELATIVE_TOLERANCE * max(timetable.makespan(self), 0.0)
         _require_order(self, timetable, tolerance)
         for d in range(max(self.device) + 1):
@@ -143,8 +142,8 @@ class MakespanProblem:
 class Timetable:
     """Start times: ``forward`` and ``backward`` (S, M), sends (S - 1, M), ``reduce`` (S,).
 
-    ``send_backward[s]`` is the transfer from stage s + 1 back to stage s. Where backwards are
-    split, ``backward`` are the input gradients, and ``weight_gradient`` has shape (S, M) too.
+    ``send_backward[s]`` is the transfer from stage s + 1 back to stage s. If backwards are split,
+    ``backward`` holds the input gradients, and ``weight_gradient`` has shape (S, M).
     """
 
     forward: Floats
@@ -160,7 +159,7 @@ class Timetable:
         return self.backward if self.weight_gradient is None else self.weight_gradient
 
     def makespan(self, problem: MakespanProblem) -> float:
-        """When the last backward, weight gradient or all-reduce ends (SPP equation 2)."""
+        """The end of the last backward, weight gradient or all-reduce (SPP equation 2)."""
         computed = (self.last_computation + np.array(problem.last_computation)[:, None]).max()
         return float(max(computed, (self.reduce + np.array(problem.reduce)).max()))
 
@@ -183,8 +182,8 @@ def _require_devices(problem: MakespanProblem) -> None:
     for s, d in enumerate(problem.device):
         if d not in range(used + 1):
             raise InputError(
-                f"device[{s}] must be a whole number up to {used}, got {d}: devices are numbered "
-                "in the order in which the stages use them"
+                f"device[{s}] must be an integer from 0 to {used}, got {d}: devices are numbered "
+                "in order of first use"
             )
         used = max(used, d + 1)
     for s, (one, following) in enumerate(pairwise(problem.device)):
@@ -196,7 +195,7 @@ def _require_devices(problem: MakespanProblem) -> None:
 
 
 def _require_order(problem: MakespanProblem, times: Timetable, tolerance: float) -> None:
-    """Every block of a microbatch starts after its predecessor has ended (SPP's dependencies)."""
+    """Every block of a microbatch starts after the previous block ends (SPP's dependencies)."""
     last, back_name = problem.stages - 1, "I" if problem.is_split else "B"
     steps = [
         ("F", back_name, last, times.forward[last], problem.forward[last], times.backward[last])

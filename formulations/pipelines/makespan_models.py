@@ -1,8 +1,8 @@
 """The makespan problem as ``Intervals`` and as a mixed-integer program.
 
-Microbatches are equal, so the models fix their order in every block; see :mod:`makespan`. In-flight
-limits become precedences: forward m + k of a stage waits for the end of its backward (weight
-gradient) m.
+Microbatches are identical, so the models fix their order in every block; see :mod:`makespan`.
+In-flight limits become precedences: forward m + k of a stage waits for the end of its backward
+(weight gradient) m.
 """
 
 import math
@@ -16,7 +16,7 @@ from stagewright.formulations.forms.disjunctive import by_disjunctions, starts_o
 from stagewright.formulations.forms.models import Intervals, LinearProgram
 from stagewright.formulations.pipelines.blocks import (
     NONE,
-    Blocks,
+    BlockGraph,
     block_starts,
     blocks_of,
     timetable_of,
@@ -25,9 +25,9 @@ from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
 
-TICKS = 24  # log2 of the horizon for times without a common unit; far finer ticks slow the proofs
+TICKS = 24  # log2 of the horizon for times without a common unit; finer ticks slow the proofs
 MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horizon
-MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least
+MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least time
 EXACT = 1e-12  # relative error of a time that still counts as a multiple of the unit
 
 CP_SAT = "CP-SAT"
@@ -35,12 +35,12 @@ CP_SAT = "CP-SAT"
 
 @dataclass(frozen=True)
 class ByIntervals:
-    """One interval per block and microbatch: number ``block * M + m``.
+    """One interval per block and microbatch, with index ``block * M + m``.
 
     Blocks are numbered as in :func:`blocks_of`. Times that are multiples of a common unit are
-    exact, since rounding would break ties and make the search much harder. Others are rounded
-    down, so that a bound on the form, in units, is always a bound on the problem. ``incumbent``, a
-    feasible timetable, gives the hint and the horizon.
+    exact, as rounding would break ties, which makes the search much harder. Other times are rounded
+    down, so a bound on the model, in units, is a bound on the problem. ``incumbent``, a feasible
+    timetable, gives the hint and the horizon.
     """
 
     problem: MakespanProblem
@@ -82,7 +82,7 @@ class ByIntervals:
         )
 
     def apply(self) -> Intervals:
-        """The form, with the best static bound and the incumbent's order as the hint."""
+        """The model, with the best static bound and the incumbent's order as the hint."""
         count, blocks = self.problem.microbatches, blocks_of(self.ticks)
         number = np.arange(len(blocks.durations) * count).reshape(-1, count)
         last_tails = np.zeros(number.shape, dtype=np.int64)
@@ -113,11 +113,11 @@ class ByDisjunctions:
 
     @cached_property
     def intervals(self) -> ByIntervals:
-        """The formulation whose disjunctions these are."""
+        """The interval formulation of the same problem."""
         return ByIntervals(self.problem, self.incumbent)
 
     def apply(self) -> LinearProgram:
-        """The form; its objective counts the ticks of ``intervals``."""
+        """The program; its objective is in ticks of ``intervals``."""
         return by_disjunctions(self.intervals.apply())
 
     def invert(self, values: Floats) -> Timetable:
@@ -129,14 +129,14 @@ class ByDisjunctions:
 def earliest(
     problem: MakespanProblem, starts: Floats, block_durations: Floats | None = None
 ) -> Timetable:
-    """Keep the order of ``starts`` (blocks, M) on every device and channel; start all at once.
+    """The earliest timetable with the order of ``starts`` (blocks, M) on devices and channels.
 
-    ``block_durations`` are the durations that belong to ``starts``, if not the problem's own.
+    ``block_durations`` are the durations that ``starts`` is based on, by default the problem's.
     """
     blocks, count = blocks_of(problem), problem.microbatches
     finish = starts + (blocks.durations if block_durations is None else block_durations)[:, None]
     block, m = np.divmod(np.arange(starts.size), count)
-    # An order of dependence: an empty block comes before what starts with it.
+    # A topological order: a block of zero duration precedes blocks with the same start.
     order = np.lexsort((block, m, finish.ravel(), starts.ravel()))
     times, work = np.zeros(starts.shape), blocks.durations.tolist()
     machine, freeing, limits = (
@@ -156,7 +156,7 @@ def earliest(
 
 
 def _common_unit(times: Floats) -> float:
-    """The largest unit of which all ``times`` seem to be multiples, judged by their ratios."""
+    """The largest unit of which all ``times`` are multiples, estimated from their ratios."""
     least = float(times.min())
     ratios = [Fraction(time / least).limit_denominator(MAX_DENOMINATOR) for time in times.tolist()]
     return least / math.lcm(*(ratio.denominator for ratio in ratios))
@@ -167,13 +167,13 @@ def _are_multiples(times: Floats, unit: float) -> bool:
     return bool((np.abs(ticks - np.round(ticks)) <= EXACT * ticks).all())
 
 
-def _machines(blocks: Blocks, number: Ints) -> tuple[Ints, ...]:
-    """The intervals of each device and channel; one without any work excludes nothing."""
+def _machines(blocks: BlockGraph, number: Ints) -> tuple[Ints, ...]:
+    """The intervals of each device and channel that has any work."""
     return tuple(number[own].ravel() for own in blocks.members() if blocks.durations[own].any())
 
 
-def _precedences(blocks: Blocks, number: Ints) -> Ints:
-    """Rows (before, after): along each microbatch, along each block, and in-flight slots."""
+def _precedences(blocks: BlockGraph, number: Ints) -> Ints:
+    """Rows (before, after): within each microbatch, within each block, and in-flight slots."""
     after, column = np.nonzero(blocks.before != NONE)
     first = blocks.before[after, column]
     rows = [

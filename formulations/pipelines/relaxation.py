@@ -1,10 +1,10 @@
-"""A relaxation of pipeline planning that bounds every plan: the best link, wherever it is used.
+"""A relaxation of pipeline planning that bounds every plan: the best link everywhere.
 
-Every pair of devices is given the largest bandwidth and the least latency of the cluster, every
-layer the time of its quickest device kind, and every device the largest memory. A stage that the
-first microbatch reaches after time h, and whose last backward is followed by the way back, makes
-the iteration last at least h + M x (h: both ways through the stages before it; x: forward and
-backward of one microbatch), and at least the way there plus M x plus its all-reduce and update.
+Every pair of devices gets the largest bandwidth and the least latency of the cluster, every layer
+the time of its fastest device kind, and every device the largest memory. Let h be the time of
+forward and backward of one microbatch through the stages before a stage, and x its own forward and
+backward. Then the iteration takes at least h + M x, and at least the forward path to the stage plus
+M x plus its all-reduce and update.
 """
 
 from typing import NamedTuple
@@ -21,34 +21,34 @@ WIDE_FILL_AND_DRAIN = "fill-and-drain relaxation, also of devices that take turn
 
 
 class Relaxation(NamedTuple):
-    """Tables of the relaxed problem; prefixes over the first l layers have L + 1 entries.
+    """Tables of the relaxed problem; prefix sums over the first l layers have L + 1 entries.
 
     Attributes
     ----------
     microbatches
         M.
     samples
-        b, the samples of a microbatch.
+        Samples of a microbatch, b.
     forward, backward
-        Seconds per microbatch on each of r devices, prefixes, shape (R + 1, L + 1) by r; no layer
-        can be split among more than R.
+        Prefix sums of seconds per microbatch on each of r devices, shape (R + 1, L + 1) by r; no
+        layer can be split among more than R.
     first
         The least l' such that a stage of layers l' to l may be split among r, shape (R + 1, L + 1).
     update
-        Prefix of seconds of the optimizer's step, shape (L + 1,).
+        Prefix sums of seconds of the optimizer step, shape (L + 1,).
     parameters
-        Prefix of parameter bytes, shape (L + 1,).
+        Prefix sums of parameter bytes, shape (L + 1,).
     boundary
         Bytes per microbatch after layer l, shape (L + 1,).
     saved
-        Prefixes of saved bytes, shape (R + 1, L + 1) by r.
+        Prefix sums of saved bytes, shape (R + 1, L + 1) by r.
     state_factor
         Bytes of weights, gradients and optimizer state per parameter byte, shape (V + 1,) by the
         number of a stage's devices.
     memory
-        The largest device's bytes.
-    pace, delay
-        Seconds per byte and latency of the best link.
+        Bytes of the largest device memory.
+    seconds_per_byte, latency
+        Inverse bandwidth and latency of the best link.
     """
 
     microbatches: int
@@ -62,11 +62,11 @@ class Relaxation(NamedTuple):
     saved: Floats
     state_factor: Floats
     memory: float
-    pace: float
-    delay: float
+    seconds_per_byte: float
+    latency: float
 
     def share_bytes(self, volume: Floats, shares: int) -> Floats:
-        """Bytes of the largest of ``shares`` shares of microbatches, in whole samples."""
+        """Bytes of the largest of ``shares`` shares of a microbatch, in whole samples."""
         return volume * (-(-self.samples // shares) / self.samples)
 
 

@@ -1,4 +1,4 @@
-"""Synchronous pipeline planning (SPP): from stages to their makespan problem, and its theorems."""
+"""Synchronous pipeline planning (SPP): the makespan problem of stages, and SPP's theorems."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,10 +18,10 @@ THEOREM_1 = "SPP Theorem 1, (2 + (4V-4)/M) W"
 def makespan_problem(
     problem: PipelineProblem, stages: Sequence[StageChoice]
 ) -> MakespanProblem | None:
-    """The scheduling problem (section III-B2) of given stages.
+    """The scheduling problem (section III-B2) of given stages; None if one cannot be scheduled.
 
-    Its ``reduce`` is the all-reduce of a stage and the optimizer step after it, for which a device
-    without another stage is free. None if some stage cannot hold even one microbatch.
+    Its ``reduce`` is the all-reduce of a stage followed by the optimizer step; a device without
+    other stages is idle then. None if some stage cannot hold one microbatch in memory.
     """
     computed = [problem.compute_seconds(s.start, s.stop, s.devices) for s in stages]
     sent = [
@@ -45,7 +45,7 @@ def makespan_problem(
 def lemma1_seconds(problem: MakespanProblem) -> float:
     """Lemma 1: PE ends within (1 + (4|S| - 4) / M) M C + max A, without in-flight limits.
 
-    C is the largest time of a microbatch on a stage or channel, both ways.
+    C is the largest time of a microbatch on a stage or channel, in both directions.
     """
     stages = np.add(problem.forward, problem.backward)
     channels = np.add(problem.send_forward, problem.send_backward)
@@ -54,9 +54,9 @@ def lemma1_seconds(problem: MakespanProblem) -> float:
 
 
 def theorem1_seconds(problem: PipelineProblem, balanced: MakespanProblem) -> float:
-    """Theorem 1's bound from the balanced stages: (2 + (4V - 4) / M) W.
+    """The time of Theorem 1 for the balanced stages: (2 + (4V - 4) / M) W.
 
-    W is the largest time of a stage, with its all-reduce and update, or of a channel over all
+    W is the largest time of a stage, including its ``reduce``, or of a channel, over all
     microbatches.
     """
     stages = np.add(balanced.forward, balanced.backward) * balanced.microbatches
@@ -66,7 +66,7 @@ def theorem1_seconds(problem: PipelineProblem, balanced: MakespanProblem) -> flo
 
 
 def theorem1_premise(problem: PipelineProblem) -> str:
-    """The conditions of Theorem 1, and the optimum that it compares with."""
+    """The statement and the premises of Theorem 1."""
     return (
         f"at most {theorem1_factor(problem):.4g} T*, T* the least time of plans with disjoint "
         "devices and split replicas that use every device, where devices are of one kind, take "
@@ -77,8 +77,8 @@ def theorem1_premise(problem: PipelineProblem) -> str:
 def theorem1_factor(problem: PipelineProblem) -> float:
     """Theorem 1: SPP's makespan is below this factor times the optimum over all devices.
 
-    (2 + (4V - 4) / M) (1 + Phi), Phi of Lemma 2. The proof assumes no latencies, no memory limits,
-    and one kind of devices whose time is proportional to the share of a microbatch.
+    (2 + (4V - 4) / M) (1 + Phi), with Phi of Lemma 2. The proof assumes no latencies, no memory
+    limits, and one kind of devices whose time is proportional to the share of a microbatch.
     """
     cluster, size = problem.cluster, len(problem.cluster)
     links = cluster.bandwidth[~np.eye(size, dtype=bool)]
@@ -95,11 +95,11 @@ def theorem1_factor(problem: PipelineProblem) -> float:
 
 
 def shortest_path_seconds(problem: PipelineProblem, stages: int) -> float:
-    """A lower bound on the time of one microbatch in every plan of ``stages`` stages.
+    """A lower bound on the time of a microbatch in any plan of ``stages`` stages.
 
-    Stage s does w_s of the work on r_s devices in w_s / r_s; sum r_s <= V. By Cauchy and Schwarz
-    sum w_s / r_s >= (sum sqrt w_s)^2 / V, which is least when all stages but one have a single
-    layer each, the smallest ones. Work is taken at its cheapest kind and share of a microbatch.
+    Stage s does work w_s on r_s devices in time w_s / r_s, with sum r_s <= V. By Cauchy-Schwarz,
+    sum w_s / r_s >= (sum sqrt w_s)^2 / V, which is least when all stages but one consist of a
+    single layer, the smallest ones. Work is that of the cheapest kind and share of a microbatch.
     """
     work = cheapest_work(problem)
     smallest = np.sort(work)[: stages - 1]
@@ -108,7 +108,7 @@ def shortest_path_seconds(problem: PipelineProblem, stages: int) -> float:
 
 
 def cheapest_work(problem: PipelineProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Device-seconds per layer and microbatch at the cheapest kind and share, shape (L,)."""
+    """Device-seconds per layer and microbatch for the cheapest kind and share, shape (L,)."""
     allowed = problem.replicas_per_layer
     rows = [
         np.where(

@@ -10,7 +10,8 @@ from stagewright.formulations.checking.certificates import certificate
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.checking.predictions import predicted
 from stagewright.formulations.checking.times import read_times
-from stagewright.formulations.patterns.pattern import Pattern, pattern_problem
+from stagewright.formulations.patterns.pattern import Pattern
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.actions import COMPUTE, ON_DEVICE, ActionKind, Operation
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (

@@ -1,1 +1,1 @@
-"""Orders of computations on devices, and the generators that the literature names."""
+"""Schedules as orders of computations per device, and generators of the published schedules."""

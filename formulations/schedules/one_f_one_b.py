@@ -1,4 +1,4 @@
-"""1F1B, PipeDream-Flush: a warm-up of forwards, then one forward and one backward in turn."""
+"""1F1B (PipeDream-Flush): a warm-up of forwards, then alternately one forward, one backward."""
 
 from functools import lru_cache
 
@@ -6,12 +6,12 @@ from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.schedules.order import B, F, Order, Row
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def one_f_one_b(stages: int, microbatches: int, in_flight: tuple[int, ...] | None = None) -> Order:
-    """Stage s, on device s, keeps S - s microbatches in flight (Narayanan's thesis, 4.2.2).
+    """1F1B with stage s on device s, S - s microbatches in flight (Narayanan's thesis, 4.2.2).
 
-    A lower limit ``in_flight`` shortens the warm-up, of that stage and of all stages after it: a
-    stage that waits for more forwards than its predecessor may send would wait for ever.
+    A lower limit ``in_flight`` shortens the warm-up of its stage and of all later stages: a stage
+    that waits for more forwards than its predecessor may send would deadlock.
     """
     rows, depth = [], microbatches
     for s in range(stages):
@@ -24,5 +24,5 @@ def _row(stage: int, depth: int, microbatches: int) -> Row:
     forwards = [Action(stage, F, m) for m in range(microbatches)]
     backwards = [Action(stage, B, m) for m in range(microbatches)]
     steady = zip(backwards, forwards[depth:], strict=False)
-    turns = [action for pair in steady for action in pair]
-    return (*forwards[:depth], *turns, *backwards[microbatches - depth :])
+    alternating = [action for pair in steady for action in pair]
+    return (*forwards[:depth], *alternating, *backwards[microbatches - depth :])

@@ -1,4 +1,4 @@
-"""The order of a schedule: per device the computations of its stages, one after another."""
+"""The order of a schedule: the sequence of computations on each device."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 
 Row = tuple[Action, ...]
 
-# What a stage has done for a microbatch, and what it may do next.
+# The next computations allowed for a microbatch, by those that its stage has done.
 _STEPS: dict[str, dict[str, str]] = {"": {F: "F"}, "F": {B: "FB", I: "FI"}, "FI": {W: "FIW"}}
 _DONE = ("FB", "FIW")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """``rows[d]`` are the computations of device d, any number of stages, in their order.
+    """``rows[d]`` is the sequence of computations of device d, which may have several stages.
 
     For every microbatch each stage does a forward and then either a whole backward or an input
-    gradient and a weight gradient. An order says nothing of transfers; two devices may still wait
-    for each other, which shows when the order is scheduled.
+    gradient and a weight gradient. An order has no transfers. It may still contain a deadlock
+    between devices, which is detected when the order is scheduled.
 
     Attributes
     ----------
@@ -62,15 +62,15 @@ class Order:
 
     @property
     def is_split(self) -> bool:
-        """Whether some backward is divided into input gradient and weight gradient."""
+        """Whether any backward is split into input gradient and weight gradient."""
         return any(action.kind is W for row in self.rows for action in row)
 
     def split(self) -> "Order":
-        """The order in which each whole backward is an input and a weight gradient in its place."""
+        """Replace each whole backward by an input gradient and a weight gradient."""
         return Order(tuple(tuple(_split(row)) for row in self.rows))
 
     def most_in_flight(self) -> tuple[int, ...]:
-        """Per stage the most microbatches between forward and the end of the backward."""
+        """The largest number of microbatches in flight of each stage, from F to the end of B."""
         now, most = [0] * len(self.device), [0] * len(self.device)
         for row in self.rows:
             for action in row:
@@ -81,9 +81,9 @@ class Order:
 
 
 def order_of(device: Sequence[int], actions: Iterable[Action]) -> Order:
-    """One sequence of all computations, dealt out to the ``device`` of each stage.
+    """Distribute one sequence of all computations to the ``device`` of each stage.
 
-    If every action follows those that it depends on, no two devices wait for each other.
+    If every action follows those that it depends on, the order has no deadlock.
     """
     rows: list[list[Action]] = [[] for _ in range(1 + max(device))]
     for action in actions:
@@ -103,7 +103,7 @@ def _split(row: Row) -> Iterable[Action]:
 def _refusal(action: Action, before: str) -> str:
     kind = str(action.kind)
     if kind not in (F, B, I, W):
-        return f"{action} is no computation of a microbatch"
+        return f"{action} is not a computation of a microbatch"
     if kind in before:
         return f"duplicate action {action}"
     if "B" in before or (kind == B and "I" in before):

@@ -7,12 +7,12 @@ from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.formulations.schedules.order import B, F, Order, order_of
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def pe(device: tuple[int, ...], microbatches: int, in_flight: tuple[int, ...]) -> Order:
-    """In every round each block that has a microbatch at the round's start takes one.
+    """PE's order: in every round each block with a waiting microbatch processes one.
 
-    Stage s is on ``device[s]``. The last stage's forward and backward are one block. A forward that
-    would exceed its stage's limit ``in_flight`` waits for a later round.
+    Stage s is on ``device[s]``. The last stage's forward and backward form one block. A forward
+    that would exceed its stage's limit ``in_flight`` waits for a later round.
     """
     return order_of(device, _rounds(len(device), microbatches, in_flight))
 

@@ -1,1 +1,1 @@
-"""Optimal plans under changing prices."""
+"""Cost-optimal use of cloud instances with changing prices."""

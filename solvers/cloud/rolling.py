@@ -1,4 +1,4 @@
-"""Replanning at every price change, with only the prices known by then."""
+"""Rolling horizon: replan at every price change with the prices known so far."""
 
 import math
 from dataclasses import replace
@@ -18,11 +18,11 @@ from stagewright.solvers.cloud.switching_times import SAME_MOMENT, price_rows
 
 
 def solve_rolling(problem: SwitchingProblem) -> Plan | None:
-    """The plan of a user who forecasts constant prices and replans at every change.
+    """The plan that results from replanning at every price change, with constant price forecasts.
 
-    It meets the deadline whenever a plan can, as rates are known; None if no plan can.
+    It meets the deadline if any plan can, as rates are known; None if no plan can.
     """
-    kept = undominated(problem)  # the others are never cheaper
+    kept = undominated(problem)  # the other offers are never cheaper
     rest = only(problem, kept)
     times, prices = price_rows(rest)
     past: Plan = ()
@@ -48,9 +48,9 @@ def solve_rolling(problem: SwitchingProblem) -> Plan | None:
 
 
 def _next_change(times: Floats, prices: Floats, now: float, used: set[int]) -> float:
-    """The next time at which an offer in use changes its price, or another becomes cheaper.
+    """The next time at which the price of a used offer changes, or another offer gets cheaper.
 
-    Until then the plan stays the best: what else changes is dearer than it was.
+    Until then the plan stays optimal, as all other changes are price increases.
     """
     first = int(np.searchsorted(times, now, side="right"))
     change = np.diff(prices[:, max(first - 1, 0) :], axis=1)
@@ -61,7 +61,7 @@ def _next_change(times: Floats, prices: Floats, now: float, used: set[int]) -> f
 
 
 def _forecast(problem: SwitchingProblem) -> SwitchingProblem:
-    """The problem with all prices constant from the start."""
+    """The problem with all prices constant at their initial values."""
     begin, end = problem.start_seconds, problem.deadline_seconds
     offers = tuple(
         replace(
@@ -74,7 +74,7 @@ def _forecast(problem: SwitchingProblem) -> SwitchingProblem:
 
 
 def _position(problem: SwitchingProblem, plan: Plan, change: float) -> tuple[int, float] | None:
-    """The stay that runs at ``change``, or first after it, and from when; None if the plan ends."""
+    """Index and start of the stay at ``change``, or of the next one; None if the plan ends."""
     for number, stay in enumerate(plan):
         is_last = number + 1 == len(plan)
         saving = 0.0 if is_last else problem.overheads.checkpoint_seconds
@@ -85,7 +85,7 @@ def _position(problem: SwitchingProblem, plan: Plan, change: float) -> tuple[int
 
 
 def _joined(past: Plan, plan: Plan) -> Plan:
-    """A plan after what was done, whose last stay its first one continues."""
+    """Append ``plan`` to the executed stays; its first stay continues the last one."""
     if not past:
         return plan
     return (*past[:-1], replace(plan[0], begin_seconds=past[-1].begin_seconds), *plan[1:])

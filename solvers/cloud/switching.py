@@ -1,14 +1,15 @@
 """The cheapest plan of stays on cloud instances, with a proved bound.
 
-The work requirement is relaxed with a price of lambda dollars per hour of work (Lagrange). What is
-left is a dynamic program over time: a stay's cost is linear in when it begins and ends, with kinks
-where a price changes, so some best plan leaves and takes up instances only when a price changes or
-an overhead before that (``switching_times``); ``switching_program`` is exact on those times. Its
-value plus lambda times the work bounds every plan from below, and ``switching_bound`` finds the
-lambda of the best bound. There, a best plan that does too little work and one that does enough are
-both optimal: following one until some moment and then the other does exactly the work. Without
-overheads that costs no more than the bound, so the answer is optimal; with them it costs the moves
-at the seam too, and the gap, which is reported, is small where a move is cheap beside the job.
+The work requirement is relaxed with a price of lambda dollars per hour of work (Lagrange). The
+relaxed problem is a dynamic program over time: the cost of a stay is piecewise linear in its start
+and end, with breakpoints at price changes, so some optimal plan starts and ends stays only at a
+price change or an overhead before one (``switching_times``); ``switching_program`` is exact on
+these times. Its value plus lambda times the work is a lower bound on every plan, and
+``switching_bound`` finds the lambda of the best bound. At that lambda, a plan that does too little
+work and a plan that does enough are both optimal; following one until some time and then the other
+does exactly the work. Without overheads this costs no more than the bound, so the answer is
+optimal. With overheads it also costs the moves at that time; the gap, which is reported, is small
+if a move is cheap compared with the job.
 """
 
 import itertools
@@ -39,10 +40,10 @@ OPTIMAL_GAP = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class SwitchingResult:
-    """A plan and its bound; plan and outcome are None if there is no plan.
+    """A plan with its bound; plan and outcome are None if and only if no plan exists.
 
-    ``bound`` is a lower bound in dollars on all plans, ``work_price`` the lambda that gives it in
-    dollars per hour of work.
+    ``bound`` is a lower bound in dollars on all plans, ``work_price`` its lambda in dollars per
+    hour of work.
     """
 
     status: Status
@@ -65,7 +66,7 @@ class SwitchingResult:
 
 
 def solve_switching(problem: SwitchingProblem, hints: Iterable[Plan] = ()) -> SwitchingResult:
-    """The cheapest plan; it costs no more than any of the valid plans ``hints``."""
+    """The cheapest plan; never more expensive than a plan of ``hints``, which must be valid."""
     began = perf_counter()
     kept = undominated(problem)
     smaller = only(problem, kept)
@@ -81,7 +82,7 @@ def solve_switching(problem: SwitchingProblem, hints: Iterable[Plan] = ()) -> Sw
         Status.FEASIBLE,
         best,
         outcome,
-        min(found.bound, outcome.dollars),  # above it by rounding alone
+        min(found.bound, outcome.dollars),  # the bound exceeds the cost only by rounding
         PROVED_BY,
         found.work_price,
         perf_counter() - began,
@@ -93,7 +94,7 @@ def solve_switching(problem: SwitchingProblem, hints: Iterable[Plan] = ()) -> Sw
 def _cheapest(
     problem: SwitchingProblem, plans: Iterable[Plan], bound: float
 ) -> tuple[Plan, Outcome]:
-    """The cheapest plan, in a tie the one that ends first."""
+    """The cheapest plan, ties broken by the earliest end; stops at one that attains the bound."""
     best: tuple[Plan, Outcome] | None = None
     for plan in plans:
         outcome = evaluate(problem, plan)
@@ -101,12 +102,12 @@ def _cheapest(
             best = plan, outcome
         if outcome.dollars <= bound * (1 + SAME_DOLLARS):
             break
-    assert best is not None  # a plan that does the most work does enough
+    assert best is not None  # the plan with the most work does enough
     return best
 
 
 def _tidied(problem: SwitchingProblem, plan: Plan) -> Plan:
-    """The plan without stays of no time, and waits between two stays on one offer, for nothing."""
+    """Remove stays of zero duration and waits within an offer where that costs nothing."""
     for simpler in _simpler(problem, plan):
         if _is_no_worse(problem, simpler, plan):
             return _tidied(problem, simpler)
@@ -114,7 +115,7 @@ def _tidied(problem: SwitchingProblem, plan: Plan) -> Plan:
 
 
 def _simpler(problem: SwitchingProblem, plan: Plan) -> Iterator[Plan]:
-    """The plan with one stay less: left out, or joined to the next by moving one of the two."""
+    """Plans with one stay removed, or merged with the next one by moving one of the two."""
     for number, stay in enumerate(plan):
         if stay.end_seconds - stay.begin_seconds <= SAME_MOMENT:
             yield (*plan[:number], *plan[number + 1 :])
@@ -154,16 +155,16 @@ def _infeasible(problem: SwitchingProblem, most: float, seconds: float) -> Switc
 
 
 def undominated(problem: SwitchingProblem) -> list[int]:
-    """Positions of the offers that are enough for some optimal plan.
+    """Indices of the offers that some optimal plan needs.
 
-    An offer is left out if another in the same region is never dearer and never slower: a plan
-    with the one for the other is as cheap. Where leaving a region costs nothing, all are one.
+    An offer is left out if another one in the same region is never more expensive and never slower,
+    as it can replace the offer in any plan. If leaving a region costs nothing, all regions are one.
     """
     _, prices = price_rows(problem)
     rates = np.array([offer.rate for offer in problem.offers])
     place = np.array(places(problem))
     kept: list[int] = []
-    # Cheapest first, so that of two equal offers the first is kept.
+    # Cheapest first, so that the first of two equal offers is kept.
     for i in sorted(range(len(rates)), key=lambda i: (prices[i].sum(), -rates[i], i)):
         beaten = any(
             place[j] == place[i] and rates[j] >= rates[i] and (prices[j] <= prices[i]).all()
@@ -175,7 +176,7 @@ def undominated(problem: SwitchingProblem) -> list[int]:
 
 
 def only(problem: SwitchingProblem, kept: list[int]) -> SwitchingProblem:
-    """The problem with some of its offers; :func:`renamed` takes its plans back."""
+    """The problem restricted to some offers; :func:`renamed` converts its plans."""
     return replace(
         problem,
         offers=tuple(problem.offers[i] for i in kept),
@@ -184,5 +185,5 @@ def only(problem: SwitchingProblem, kept: list[int]) -> SwitchingProblem:
 
 
 def renamed(plan: Plan, kept: list[int]) -> Plan:
-    """The plan with the positions of the offers in the original problem."""
+    """Convert a plan of :func:`only` to the offers of the original problem."""
     return tuple(replace(stay, offer=kept[stay.offer]) for stay in plan)

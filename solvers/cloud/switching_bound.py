@@ -12,12 +12,12 @@ from stagewright.solvers.cloud.switching_times import TimeGrid
 MAX_ROUNDS = 200
 SAME_DOLLARS = 1e-12  # relative
 SAME_WORK = 1e-12  # relative
-KEPT = 2  # plans on either side of the work from which a plan is made
+KEPT = 2  # plans kept with too little work, and with enough
 
 
 @dataclass(frozen=True, slots=True)
-class Relaxation:
-    """The best bound, its lambda, and the plans met: those that do too little, and enough."""
+class PriceBound:
+    """The best bound, its lambda, and the last plans with too little work and with enough."""
 
     bound: float
     work_price: float
@@ -25,12 +25,12 @@ class Relaxation:
     enough: tuple[OfferPath, ...]
 
 
-def best_price(problem: SwitchingProblem, grid: TimeGrid) -> Relaxation | float:
-    """The lambda of the best bound; or the most work that can be done, where that is too little.
+def best_price(problem: SwitchingProblem, grid: TimeGrid) -> PriceBound | float:
+    """The lambda of the best bound; or the most work that can be done, if that is not enough.
 
-    The bound is concave in lambda, the least of the lines dollars + lambda * (work left) of all
-    plans. The next lambda is where the two lines cross that bracket the maximum; when no plan's
-    line is below the crossing, that is the maximum.
+    The bound is concave in lambda: the minimum of the lines dollars + lambda * (work left) over all
+    plans. The next lambda is at the intersection of the two lines that bracket the maximum; if no
+    plan's line is below the intersection, it is the maximum.
     """
     _, most = relaxed(problem, grid, 0.0, 1.0)
     if not is_enough(problem, most.work):
@@ -49,4 +49,4 @@ def best_price(problem: SwitchingProblem, grid: TimeGrid) -> Relaxation | float:
         if value >= low.dollars - price * low.work - SAME_DOLLARS * max(1.0, high.dollars):
             break
         (enough if path.work >= problem.work_hours else little).append(path)
-    return Relaxation(bound, work_price, tuple(little[-KEPT:]), tuple(enough[-KEPT:]))
+    return PriceBound(bound, work_price, tuple(little[-KEPT:]), tuple(enough[-KEPT:]))

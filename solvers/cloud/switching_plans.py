@@ -1,4 +1,4 @@
-"""Plans that do just enough work, made from best plans at one price of work."""
+"""Plans with exactly the required work, made from optimal plans at one price of work."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from stagewright.formulations.cloud.switching import (
     overhead_seconds,
 )
 from stagewright.graphs.workloads.prices import HOUR
-from stagewright.solvers.cloud.switching_bound import Relaxation
+from stagewright.solvers.cloud.switching_bound import PriceBound
 from stagewright.solvers.cloud.switching_program import offer_path
 from stagewright.solvers.cloud.switching_times import price_rows
 
 BISECTIONS = 60
 
 
-def exact_work(problem: SwitchingProblem, found: Relaxation) -> Iterator[Plan]:
-    """Plans that do the work and no more, made of those of the relaxation; and single stays."""
+def exact_work(problem: SwitchingProblem, found: PriceBound) -> Iterator[Plan]:
+    """Plans with exactly the required work, made from the relaxed plans; and single stays."""
     for enough in reversed(found.enough):
         yield from _shortened(problem, enough.plan)
     for little in reversed(found.little):
@@ -35,27 +35,27 @@ def exact_work(problem: SwitchingProblem, found: Relaxation) -> Iterator[Plan]:
 
 
 def _single_stays(problem: SwitchingProblem) -> Iterator[Plan]:
-    """For each offer the cheapest stay that does all work, with its begin or end at a change."""
+    """For each offer the cheapest stay that does all the work, starting or ending at a change."""
     changes, prices = price_rows(problem)
     moments = np.append(changes, problem.deadline_seconds)
     for number, offer in enumerate(problem.offers):
         restoring = 0.0 if problem.running is not None else problem.overheads.restore_seconds
-        lasting = restoring + HOUR * problem.work_hours / offer.rate
-        begins = np.concatenate([moments, moments - lasting])
+        duration = restoring + HOUR * problem.work_hours / offer.rate
+        begins = np.concatenate([moments, moments - duration])
         if problem.running is not None:
             begins = moments[: 1 if number == problem.running else 0]
-        latest = problem.deadline_seconds - lasting
+        latest = problem.deadline_seconds - duration
         begins = begins[(begins >= problem.start_seconds) & (begins <= latest)]
         spent = np.append(0.0, np.cumsum(prices[number] * np.diff(moments)))
-        dollars = np.interp(begins + lasting, moments, spent) - np.interp(begins, moments, spent)
+        dollars = np.interp(begins + duration, moments, spent) - np.interp(begins, moments, spent)
         if len(begins):
             begin = float(begins[dollars.argmin()])
-            plan = (Stay(number, begin, min(begin + lasting, problem.deadline_seconds)),)
+            plan = (Stay(number, begin, min(begin + duration, problem.deadline_seconds)),)
             yield from (plan,) if _is_whole(problem, plan) else ()
 
 
 def _extended(problem: SwitchingProblem, plan: Plan) -> Iterator[Plan]:
-    """The plan with one stay made longer, into the time before or after it, until all is done."""
+    """The plan with one stay extended before or after until all the work is done."""
     missing = problem.work_hours - offer_path(problem, plan).work
     for number, stay in enumerate(plan):
         more = HOUR * missing / problem.offers[stay.offer].rate
@@ -71,9 +71,9 @@ def _extended(problem: SwitchingProblem, plan: Plan) -> Iterator[Plan]:
 
 
 def _spliced(problem: SwitchingProblem, first: Plan, second: Plan) -> Iterator[Plan]:
-    """``first`` until some moment and ``second`` from then on, so that the work is done.
+    """``first`` until some time and ``second`` from then on, such that the work is done.
 
-    The moment is one of a change, or between two that do too little and enough: then just enough.
+    The time is a change, or between two changes such that the work is exact.
     """
     moments = _splice_moments(problem, first, second)
     done = [_spliced_work(problem, first, second, at) for at in moments]
@@ -94,7 +94,7 @@ def _spliced(problem: SwitchingProblem, first: Plan, second: Plan) -> Iterator[P
 
 
 def _splice_moments(problem: SwitchingProblem, first: Plan, second: Plan) -> list[float]:
-    """Ends of stays, and price changes of the offers in either plan, in order."""
+    """Sorted ends of stays and price changes of the offers in either plan."""
     begin, end = problem.start_seconds, problem.deadline_seconds
     both = (*first, *second)
     moments = {at for stay in both for at in (stay.begin_seconds, stay.end_seconds)}
@@ -107,14 +107,14 @@ def _spliced_work(problem: SwitchingProblem, first: Plan, second: Plan, at: floa
     plan = _splice(problem, first, second, at)
     work = 0.0
     for number, stay in enumerate(plan):
-        lasting = stay.end_seconds - stay.begin_seconds
+        duration = stay.end_seconds - stay.begin_seconds
         idle = overhead_seconds(problem, plan, number)
-        work += problem.offers[stay.offer].rate * (lasting - idle) / HOUR
+        work += problem.offers[stay.offer].rate * (duration - idle) / HOUR
     return work
 
 
 def _splice(problem: SwitchingProblem, first: Plan, second: Plan, at: float) -> Plan:
-    """``first`` until ``at``, then ``second``; stays too short for their overheads are left out."""
+    """``first`` until ``at``, then ``second``, without stays shorter than their overheads."""
     head = [
         replace(stay, end_seconds=min(stay.end_seconds, at))
         for stay in first
@@ -133,7 +133,7 @@ def _splice(problem: SwitchingProblem, first: Plan, second: Plan, at: float) -> 
 
 
 def _without_idle(problem: SwitchingProblem, plan: Plan) -> Plan:
-    """The plan without stays that do no work; a running job's first stay is kept."""
+    """Remove stays that do no work, except the first stay of a running job."""
     number = len(plan) - 1
     while number >= 0:
         stay = plan[number]
@@ -141,13 +141,13 @@ def _without_idle(problem: SwitchingProblem, plan: Plan) -> Plan:
         bound_to_stay = number == 0 and problem.running is not None
         if stay.end_seconds - stay.begin_seconds <= idle and not bound_to_stay:
             plan = (*plan[:number], *plan[number + 1 :])
-            number = len(plan)  # the stay before it may be the last now
+            number = len(plan)  # the previous stay may be the last one now
         number -= 1
     return plan
 
 
 def _shortened(problem: SwitchingProblem, plan: Plan) -> list[Plan]:
-    """The plan ended when the work is done; or with the excess cut from one stay's begin or end."""
+    """Plans without excess work: ended early, or with one stay cut at its start or end."""
     done = _ended(problem, plan)
     if done is None:
         return []
@@ -155,8 +155,8 @@ def _shortened(problem: SwitchingProblem, plan: Plan) -> list[Plan]:
     excess = offer_path(problem, plan).work - problem.work_hours
     for number, stay in enumerate(plan):
         cut = HOUR * excess / problem.offers[stay.offer].rate
-        lasting = stay.end_seconds - stay.begin_seconds
-        if cut <= 0 or cut >= lasting - overhead_seconds(problem, plan, number):
+        duration = stay.end_seconds - stay.begin_seconds
+        if cut <= 0 or cut >= duration - overhead_seconds(problem, plan, number):
             continue
         later = replace(stay, begin_seconds=stay.begin_seconds + cut)
         sooner = replace(stay, end_seconds=stay.end_seconds - cut)
@@ -172,18 +172,18 @@ def _ended(problem: SwitchingProblem, plan: Plan) -> Plan | None:
     for number, stay in enumerate(plan):
         upto = plan[: number + 1]
         rate = problem.offers[stay.offer].rate / HOUR
-        lasting = stay.end_seconds - stay.begin_seconds
-        useful = rate * (lasting - overhead_seconds(problem, upto, number))
+        duration = stay.end_seconds - stay.begin_seconds
+        useful = rate * (duration - overhead_seconds(problem, upto, number))
         if is_enough(problem, work + useful):
             spare = max(0.0, (work + useful - problem.work_hours) / rate)
             end = max(stay.begin_seconds, stay.end_seconds - spare)
             return (*plan[:number], replace(stay, end_seconds=end))
-        work += rate * (lasting - overhead_seconds(problem, plan, number))
+        work += rate * (duration - overhead_seconds(problem, plan, number))
     return None
 
 
 def _is_whole(problem: SwitchingProblem, plan: Plan) -> bool:
-    """Whether the work is done, from where the job is, in stays long enough for their overheads."""
+    """Whether the plan does the work from the initial state, with stays longer than overheads."""
     first = (plan[0].offer, plan[0].begin_seconds)
     if problem.running is not None and first != (problem.running, problem.start_seconds):
         return False

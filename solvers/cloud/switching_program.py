@@ -1,4 +1,4 @@
-"""The dynamic program over price changes: the cheapest plan at a price of work, exactly."""
+"""The exact dynamic program over price changes for a given price of work."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ STOP, STAY, WAIT = -1, -2, -3
 
 @dataclass(frozen=True, slots=True)
 class OfferPath:
-    """A plan of the relaxed problem, what it costs and how much work it does."""
+    """A plan of the relaxed problem, with its cost and work."""
 
     plan: Plan
     dollars: float
@@ -32,9 +32,9 @@ class OfferPath:
 def relaxed(
     problem: SwitchingProblem, grid: TimeGrid, weight: float, work_price: float
 ) -> tuple[float, OfferPath]:
-    """The least of weight * dollars - work_price * work over all plans, and a plan of it.
+    """The minimum of weight * dollars - work_price * work over all plans, and an optimal plan.
 
-    A plan has one stay at least; one that is nothing but the cheapest restore is given as ``()``.
+    A plan has at least one stay; the plan that consists of the cheapest restore only is ``()``.
     """
     stay, save, move, begin = (
         weight * span.dollars - work_price * span.work
@@ -77,10 +77,10 @@ def _backward(
     egress: float,
     dataset: float,
 ) -> tuple[Floats, Floats, Ints, Ints]:
-    """Values and choices of being on an offer, and of waiting in a place, from each moment on.
+    """Values and choices of running on an offer and of waiting in a place, from each moment on.
 
-    Shapes: ``on`` (K, masks, n), ``off`` (K, masks, places + 1); a mask is the set of providers
-    that have the dataset, the last place is that of a job that has not begun, and has to.
+    Shapes: ``on`` (K, masks, n), ``off`` (K, masks, places + 1). A mask is the set of providers
+    that have the dataset; the last place is that of a job that has not started.
     """
     moments, offers = stay.shape
     places = place.max() + 1
@@ -93,7 +93,7 @@ def _backward(
     off[:, :, places] = np.inf
     value, target = np.empty(places + 1), np.empty(places + 1, dtype=np.int64)
     for k in range(moments - 2, -1, -1):
-        # Moves that take no time lead to this moment: first what does not move, for them to use.
+        # Moves of zero duration end at this moment, so the choices without a move come first.
         for mask in range(masks):
             off[k, mask, places] = restore[k]
             _remain(on, on_choice, off, off_choice, stay, k, mask)
@@ -113,7 +113,7 @@ def _backward(
 def _remain(
     on: Floats, on_choice: Ints, off: Floats, off_choice: Ints, stay: Floats, k: int, mask: int
 ) -> None:
-    """Stay, or wait on, until the next moment, where that is better than to stop."""
+    """Stay, or keep waiting, until the next moment, if that is better than stopping."""
     for i in range(on.shape[2]):
         if stay[k, i] + on[k + 1, mask, i] < on[k, mask, i]:
             on[k, mask, i], on_choice[k, mask, i] = stay[k, i] + on[k + 1, mask, i], STAY
@@ -133,7 +133,7 @@ def _targets(
     value: Floats,
     target: Ints,
 ) -> None:
-    """The best offer to move to in each place, and in the last entry of all, with its value."""
+    """The best offer to move to in each place, and overall in the last entry, with its value."""
     value[:] = np.inf
     last = len(value) - 1
     for j in range(len(place)):
@@ -157,7 +157,7 @@ def _leave(
     value: Floats,
     target: Ints,
 ) -> None:
-    """Write the checkpoint and move, to the same place or another, where that is better."""
+    """Write the checkpoint and move, to the same place or another, if that is better."""
     last = len(value) - 1
     for i in range(len(on)):
         p = place[i]
@@ -169,7 +169,7 @@ def _leave(
 
 @njit(cache=True)
 def _pause(on: Floats, choice: Ints, save: Floats, place: Ints, off: Floats) -> None:
-    """Write the checkpoint and wait, where that is better."""
+    """Write the checkpoint and wait, if that is better."""
     for i in range(len(on)):
         if save[i] + off[place[i]] < on[i]:
             on[i], choice[i] = save[i] + off[place[i]], WAIT
@@ -177,7 +177,7 @@ def _pause(on: Floats, choice: Ints, save: Floats, place: Ints, off: Floats) -> 
 
 @njit(cache=True)
 def _begin(off: Floats, choice: Ints, egress: float, value: Floats, target: Ints) -> None:
-    """Take up an offer, where that is better; a job that has not begun leaves no place."""
+    """Start on an offer, if that is better; a job that has not started leaves no place."""
     last = len(value) - 1
     for p in range(len(off)):
         if value[p] < off[p]:
@@ -188,10 +188,10 @@ def _begin(off: Floats, choice: Ints, egress: float, value: Floats, target: Ints
 
 
 def _read(problem: SwitchingProblem, grid: TimeGrid, on_choice: Ints, off_choice: Ints) -> Plan:
-    """The plan that the choices make, from the start."""
+    """Read the plan from the choices."""
     start, saving = problem.start_seconds, problem.overheads.checkpoint_seconds
     here, mask, k = problem.running, grid.stocked, 0
-    begun = 0.0  # when the stay began, seconds after the start
+    begun = 0.0  # start of the stay, in seconds
     place = off_choice.shape[2] - 1
     stays = []
     while True:
@@ -215,7 +215,7 @@ def _read(problem: SwitchingProblem, grid: TimeGrid, on_choice: Ints, off_choice
 
 
 def offer_path(problem: SwitchingProblem, plan: Plan) -> OfferPath:
-    """Dollars and work of a plan that may do too little or too much."""
+    """Dollars and work of a plan that need not do exactly the required work."""
     dollars = moving_dollars(problem, plan)
     work = 0.0
     for number, stay in enumerate(plan):

@@ -1,4 +1,4 @@
-"""The times at which some best plan begins, leaves and takes up instances."""
+"""The times at which some optimal plan starts and ends stays."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from stagewright.formulations.cloud.switching import (
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.workloads.prices import HOUR
 
-SAME_MOMENT = 1e-6  # seconds; times of the order of 1e9 s are not told apart better
+SAME_MOMENT = 1e-6  # seconds; the precision of floats of the order of 1e9 s
 
 
 def price_rows(problem: SwitchingProblem) -> tuple[Floats, Floats]:
-    """Moments (E,), the start and all price changes, and dollars per hour of each offer (n, E)."""
+    """The start and all price changes, shape (E,), and dollars per hour of each offer, (n, E)."""
     begin, end = problem.start_seconds, problem.deadline_seconds
     changes = {at for offer in problem.offers for at in offer.series.seconds if begin < at < end}
     times = np.array([begin, *sorted(changes)])
@@ -26,7 +26,7 @@ def price_rows(problem: SwitchingProblem) -> tuple[Floats, Floats]:
 
 
 def places(problem: SwitchingProblem) -> list[int]:
-    """A number per region (or one for all, where moving between regions costs nothing)."""
+    """The place of each offer: its region, or 0 if moving between regions costs nothing."""
     keys = [(one.instance.provider, one.instance.region) for one in problem.offers]
     if not (problem.overheads.egress_dollars or problem.overheads.dataset_dollars):
         return [0] * len(keys)
@@ -37,7 +37,7 @@ def places(problem: SwitchingProblem) -> list[int]:
 def _providers(problem: SwitchingProblem) -> tuple[Ints, int]:
     """Each offer's provider as a bit, and the bits of those that have the dataset.
 
-    No bits at all where the dataset costs nothing to copy.
+    There are no bits if copying the dataset costs nothing.
     """
     names = list(dict.fromkeys(one.instance.provider for one in problem.offers))
     if not problem.overheads.dataset_dollars:
@@ -51,9 +51,9 @@ def _providers(problem: SwitchingProblem) -> tuple[Ints, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimeSpan:
-    """Dollars and hours of work of each offer in a span of time from each moment, (K, n).
+    """Dollars and hours of work of each offer in a time span from each moment, (K, n).
 
-    ``after`` (K,) is the moment at which the span ends, K where that is past the deadline.
+    ``after`` (K,) is the index of the moment at the end of the span, K if after the deadline.
     """
 
     after: Ints
@@ -63,12 +63,12 @@ class TimeSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimeGrid:
-    """The moments of the dynamic program, seconds after the start, and what lies between them.
+    """The moments of the dynamic program, in seconds after the start, and the spans from them.
 
-    From each moment on: ``stay`` until the next; ``save`` a checkpoint on the offer that is left
-    (its end is rounded up to a moment, for one who waits then); ``move`` from the checkpoint's end
-    to the first moment after the restore; ``begin`` the same for one who has been waiting;
-    ``restore_dollars`` (K,) of the offer where a restore costs least.
+    From each moment on: ``stay`` until the next one; ``save`` a checkpoint on the current offer
+    (for a wait, its end is rounded up to a moment); ``move`` from the end of the checkpoint to the
+    first moment after the restore; ``begin`` likewise after a wait; ``restore_dollars`` (K,) of the
+    offer with the cheapest restore.
     """
 
     times: Floats
@@ -83,10 +83,10 @@ class TimeGrid:
 
     @classmethod
     def of(cls, problem: SwitchingProblem) -> "TimeGrid":
-        """All moments at which a best plan of the relaxed problem may do something.
+        """All moments at which an optimal plan of the relaxed problem may act.
 
-        A move that is begun at s touches prices at s, when the checkpoint is written and when the
-        job runs again: it is best begun where one of these meets a price change.
+        The cost of a move that starts at s depends on the prices at s, at the end of the checkpoint
+        and at the end of the restore: some optimal s has one of these at a price change.
         """
         saving = problem.overheads.checkpoint_seconds
         restoring = problem.overheads.restore_seconds
@@ -102,7 +102,7 @@ class TimeGrid:
             return np.array(rows).T.copy()
 
         def span(wait: float, idle: float) -> TimeSpan:
-            """What is paid from ``wait`` seconds on, until the first moment after ``idle`` more."""
+            """The span from ``wait`` seconds on until the first moment after ``idle`` more."""
             after = np.searchsorted(times, times + (wait + idle - SAME_MOMENT))
             begin = np.minimum(times + wait, times[-1])
             end = times[np.minimum(after, len(times) - 1)]
@@ -131,7 +131,7 @@ class TimeGrid:
 
 
 def _moments(changes: Floats, shifts: set[float]) -> Floats:
-    """The changes and the times that are a shift before one; the last is the deadline."""
+    """The changes and the times a shift before them; the last one is the deadline."""
     every = np.unique(np.concatenate([changes - shift for shift in shifts]))
     every = every[(every >= 0) & (every < changes[-1] - SAME_MOMENT)]
     apart = np.concatenate([[True], np.diff(every) > SAME_MOMENT])

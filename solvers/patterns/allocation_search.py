@@ -1,7 +1,7 @@
-"""Local search over allocations: any number of devices with several stages, recomputation.
+"""Local search over allocations in which every device may have several stages.
 
-Where MadPipe's dynamic program has one special processor, here every device may get more stages
-than one. Allocations are compared by the iteration that loads, memory and updates allow at best
+MadPipe's dynamic program allows only one such device. Allocations are compared by a lower bound on
+the iteration from loads, memory and updates
 (:func:`~stagewright.formulations.patterns.one_f_one_b.iteration_bound`); patterns are not solved.
 """
 
@@ -15,7 +15,8 @@ from typing import Literal
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.one_f_one_b import allows, iteration_bound
-from stagewright.formulations.patterns.pattern import PatternProblem, PatternProblems
+from stagewright.formulations.patterns.pattern import PatternProblem
+from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.plans.plan import Stage
 
 Stages = tuple[Stage, ...]
@@ -23,26 +24,26 @@ Names = tuple[str, ...]
 
 STEPS = (-2, -1, 1, 2)  # layers by which a boundary moves
 MARGIN = 1e-9  # relative; less is no improvement
-LONGEST = 1e15  # seconds; an iteration in which every group is the first
+LONGEST = 1e15  # seconds; an iteration so long that every stage is in group 1
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """What may be changed: the device groups, and what a stage does about what it keeps.
+class AllocationMoves:
+    """The moves of the local search, on device groups ``groups`` and with memory modes ``modes``.
 
-    ``ways`` are "none", "full" (recomputation) and "offload".
+    ``modes`` are "none", "full" (recomputation) and "offload".
     """
 
     groups: tuple[Names, ...]
-    ways: tuple[str, ...] = ("none",)
+    modes: tuple[str, ...] = ("none",)
 
-    def shuffled(self, stages: Stages, dice: random.Random) -> Iterator[Stages]:
-        """Allocations that differ from ``stages`` in one thing, in random order, made one by one.
+    def shuffled(self, stages: Stages, rng: random.Random) -> Iterator[Stages]:
+        """Yield the neighbours of ``stages`` in random order.
 
-        There may be a great many: layers^2 / 2 times groups, and some more.
+        Their number is about layers^2 / 2 times groups.
         """
         moves = list(self._moves(stages))
-        dice.shuffle(moves)
+        rng.shuffle(moves)
         for move in moves:
             one = _merged(move())
             offloading = [stage.devices for stage in one if stage.offload]
@@ -57,13 +58,13 @@ class Moves:
             yield partial(_reassigned, stages, start, stop, group)
         for s, r in combinations(range(len(stages)), 2):
             yield partial(_swapped, stages, s, r)
-        if len(self.ways) > 1:
-            for s, way in product(range(len(stages)), self.ways):
-                yield partial(_treated, stages, s, way)
+        if len(self.modes) > 1:
+            for s, mode in product(range(len(stages)), self.modes):
+                yield partial(_treated, stages, s, mode)
 
 
 def _shifted(stages: Stages, s: int, step: int) -> Stages:
-    """The boundary behind stage s moves by some layers, if it can."""
+    """Move the boundary after stage s by ``step`` layers, if possible."""
     (start, cut), (_, stop) = stages[s].layers, stages[s + 1].layers
     if not start < cut + step < stop:
         return stages
@@ -73,48 +74,48 @@ def _shifted(stages: Stages, s: int, step: int) -> Stages:
 
 
 def _reassigned(stages: Stages, start: int, stop: int, group: Names) -> Stages:
-    """A range of layers, cut out of its stages, goes to one group."""
+    """Move a range of layers to one group."""
     before, after = _cut(stages, 0, start), _cut(stages, stop, stages[-1].layers[1])
     template = next(stage for stage in stages if stage.layers[1] > start)
     return (*before, replace(template, layers=(start, stop), devices=group), *after)
 
 
 def _swapped(stages: Stages, s: int, r: int) -> Stages:
-    """Two stages change places."""
+    """Exchange the devices of two stages."""
     swapped = list(stages)
     swapped[s] = replace(stages[s], devices=stages[r].devices)
     swapped[r] = replace(stages[r], devices=stages[s].devices)
     return tuple(swapped)
 
 
-def _treated(stages: Stages, s: int, way: str) -> Stages:
-    """A stage does otherwise about what it keeps."""
-    recompute: Literal["none", "full"] = "full" if way == "full" else "none"
-    changed = replace(stages[s], recompute=recompute, offload=way == "offload")
+def _treated(stages: Stages, s: int, mode: str) -> Stages:
+    """Change the memory mode of a stage."""
+    recompute: Literal["none", "full"] = "full" if mode == "full" else "none"
+    changed = replace(stages[s], recompute=recompute, offload=mode == "offload")
     return (*stages[:s], changed, *stages[s + 1 :])
 
 
 def improve_allocation(
     figures: PatternProblems,
-    moves: Moves,
+    moves: AllocationMoves,
     stages: Stages,
     target_seconds: float,
     limits: Limits,
 ) -> Iterator[tuple[Stages, PatternProblem, float]]:
-    """Allocations of ever lower bound on their iteration, beginning from ``stages``.
+    """Hill climbing from ``stages`` by the lower bound on the iteration.
 
-    First improvement in a random order; ends in a local optimum, at ``target_seconds``, or at the
-    time limit.
+    It takes the first improvement in random order and ends in a local optimum, at
+    ``target_seconds``, or at the time limit.
 
     Yields
     ------
     tuple
         Stages, their scheduling problem, and its bound in seconds.
     """
-    began, dice = perf_counter(), random.Random(limits.seed)
+    began, rng = perf_counter(), random.Random(limits.seed)
     best = iteration_bound(figures.of(stages))
     while best > target_seconds:
-        for one in moves.shuffled(stages, dice):
+        for one in moves.shuffled(stages, rng):
             if limits.left(perf_counter() - began) <= 0:
                 return
             asked = figures.of(one)
@@ -126,26 +127,26 @@ def improve_allocation(
             return
 
 
-def disturbed(moves: Moves, stages: Stages, times: int, dice: random.Random) -> Stages:
-    """``stages`` after so many random moves: where a local search may begin again."""
+def disturbed(moves: AllocationMoves, stages: Stages, times: int, rng: random.Random) -> Stages:
+    """Apply ``times`` random moves to ``stages``, as a start of another local search."""
     for _ in range(times):
-        stages = next(moves.shuffled(stages, dice), stages)
+        stages = next(moves.shuffled(stages, rng), stages)
     return stages
 
 
 def interleaved(
     figures: PatternProblems, groups: Sequence[Names], rounds: int, there_and_back: bool
 ) -> Stages:
-    """Equal shares of the work, dealt out to the groups in so many rounds.
+    """Equal shares of the work, assigned to the groups cyclically in ``rounds`` rounds.
 
-    Always in the same order, or every other round backwards.
+    With ``there_and_back`` every second round is in reverse order.
     """
     layers = len(figures.problem.chain)
     whole = [Stage((layer, layer + 1), groups[0]) for layer in range(layers)]
     work = [sum(figures.seconds(stage)) for stage in whole]
     order: list[Names] = []
-    for turn in range(rounds):
-        order += groups[::-1] if there_and_back and turn % 2 else groups
+    for round_ in range(rounds):
+        order += groups[::-1] if there_and_back and round_ % 2 else groups
     ends = [sum(work) * (i + 1) / len(order) for i in range(len(order))]
     done, middles = 0.0, []
     for seconds in work:
@@ -161,13 +162,13 @@ def interleaved(
 
 
 def _cut(stages: Stages, start: int, stop: int) -> Stages:
-    """The parts of ``stages`` with layers [start, stop)."""
+    """Restrict ``stages`` to layers [start, stop)."""
     parts = ((stage, max(start, stage.layers[0]), min(stop, stage.layers[1])) for stage in stages)
     return tuple(replace(stage, layers=(low, high)) for stage, low, high in parts if low < high)
 
 
 def _merged(stages: Sequence[Stage]) -> Stages:
-    """Neighbours on the same devices become one stage."""
+    """Merge consecutive stages on the same devices."""
     found: list[Stage] = []
     for stage in stages:
         last = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""The compiled walk over all allocations whose bounds lie between two lengths of the iteration."""
+"""Compiled depth-first search over all allocations whose bound is in an interval."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from stagewright.formulations.patterns.joint_patterns import JointForm
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 Records = NDArray[np.void]
-MARGIN = 1e-9  # relative; rounding may not refute a period that just suffices
-CLOSE = 1e-9  # relative, of the bound of an allocation
+MARGIN = 1e-9  # relative; rounding must not refute a period that is just feasible
+CLOSE = 1e-9  # relative precision of the bound of an allocation
 ROW = np.dtype([
     ("start", np.int64), ("group", np.int64), ("mode", np.int64), ("choice", np.int64),
     ("flight", np.int64), ("rest", np.float64), ("period", np.float64),
 ])  # fmt: skip
-"""A stage of a path, which begins with the last stage, and where the walk stands.
+"""A stage on the search path, which starts with the last stage of the pipeline.
 
-``choice`` counts the children of the row before that were looked at. ``flight`` and ``rest`` are
-what 1F1B* gives the stage at the trial ``period``: its group, and the seconds of the group from it
-on.
+``choice`` counts the children of the previous row that were examined. ``flight`` and ``rest`` are
+the group of the stage in 1F1B* at the trial ``period``, and the seconds of that group from the
+stage on.
 """
 
 
@@ -33,17 +33,17 @@ def _stage(form: JointForm, path: Records, row: int) -> Any:
 
 @njit(cache=True, error_model="numpy")
 def _link(form: JointForm, path: Records, row: int) -> Any:
-    """The transfer between this stage and the one behind it."""
+    """The transfer between this stage and the next one."""
     behind = path[row - 1]
     return form.links[path[row]["group"], behind["group"], behind["start"]]
 
 
 @njit(cache=True, error_model="numpy")
 def _period(form: JointForm, path: Records, last: int, length: float) -> float:
-    """The period that an iteration of ``length`` leaves to the microbatches, at most.
+    """An upper bound on the period in an iteration of ``length`` seconds.
 
-    The pause has time for the updates of any group of the rows up to ``last``, and for those of all
-    layers when all groups share them.
+    The pause is at least the time of the updates of any group in the rows up to ``last``, and at
+    least the average update time per group over all layers.
     """
     total = form.ahead[path[last]["start"]]["update"]
     pause = 0.0
@@ -60,10 +60,10 @@ def _period(form: JointForm, path: Records, last: int, length: float) -> float:
 
 @njit(cache=True, error_model="numpy")
 def _passes(form: JointForm, path: Records, row: int, period: float, pause: float) -> bool:
-    """Whether nothing refutes ``period``, given the rows up to ``row``, of which it is the last.
+    """Whether ``period`` is not refuted by the rows up to ``row``.
 
-    Notes what 1F1B* gives this row, for which those of the rows before must be there. ``pause`` is
-    at most what all-reduces may take of the pause.
+    Stores the group of this row in 1F1B*, which requires those of the earlier rows. ``pause`` is an
+    upper bound on the part of the pause that all-reduces may use.
     """
     if period <= 0.0:
         return False
@@ -79,7 +79,7 @@ def _passes(form: JointForm, path: Records, row: int, period: float, pause: floa
 
 @njit(cache=True, error_model="numpy")
 def _join(form: JointForm, path: Records, row: int, period: float) -> None:
-    """1F1B*: the transfer behind the stage, and the stage, join a group or begin the next one."""
+    """1F1B*: add the transfer after the stage, then the stage, to the current or a new group."""
     limit = period * (1 + MARGIN)
     flight, taken = 1, 0.0
     if row > 0:
@@ -98,7 +98,7 @@ def _join(form: JointForm, path: Records, row: int, period: float) -> None:
 
 @njit(cache=True, error_model="numpy")
 def _rejoin(form: JointForm, path: Records, row: int, period: float) -> None:
-    """1F1B* for the rows before ``row``, where they were joined at another period."""
+    """Recompute 1F1B* for the rows before ``row`` if they are stored for another period."""
     if row > 0 and path[row - 1]["period"] != period:
         for r in range(row):
             _join(form, path, r, period)
@@ -106,10 +106,10 @@ def _rejoin(form: JointForm, path: Records, row: int, period: float) -> None:
 
 @njit(cache=True, error_model="numpy")
 def _in_time(form: JointForm, path: Records, row: int, period: float, pause: float) -> bool:
-    """The loads of the stage's group and link, the all-reduces, and two versions of the weights.
+    """Check the loads of the stage's group and link, all-reduces, and two weight versions.
 
-    The all-reduces of all earlier stages of a group go on between the backward of a stage and when
-    its weights are needed, or in a pause.
+    The all-reduces of all earlier stages of a group run between the backward of a stage and the
+    next use of its weights, or in a pause.
     """
     limit = period * (1 + MARGIN)
     here, behind = path[row]["group"], path[max(row - 1, 0)]["group"]
@@ -135,11 +135,11 @@ def _in_time(form: JointForm, path: Records, row: int, period: float, pause: flo
 
 @njit(cache=True, error_model="numpy")
 def _bytes_on(form: JointForm, path: Records, row: int, here: int, period: float) -> float:
-    """What group ``here`` needs at least, given the rows up to ``row``.
+    """A lower bound on the peak bytes of group ``here``, given the rows up to ``row``.
 
-    A stage in the g-th group of 1F1B* never keeps less than g - 1 microbatches, and g at least
-    during rest / T of the period. While it keeps g, so do all stages before it of group g, as a
-    stage keeps no less than any behind it. Some pairs of different groups must overlap as well.
+    A stage in the g-th group of 1F1B* always keeps at least g - 1 microbatches, and g during at
+    least rest / T of the period. While it keeps g, so do all earlier stages of group g, as a stage
+    keeps at least as many as any later stage. Some pairs of different groups must overlap as well.
     """
     always = average = most = 0.0
     for r in range(row + 1):
@@ -159,7 +159,7 @@ def _bytes_on(form: JointForm, path: Records, row: int, here: int, period: float
 
 @njit(cache=True, error_model="numpy")
 def _saved_together(form: JointForm, path: Records, first: int, row: int) -> float:
-    """One microbatch of a stage, and of those before it on its device in its group of 1F1B*."""
+    """Bytes of a microbatch of a stage and of earlier stages on its device in its 1F1B* group."""
     total = 0.0
     for r in range(first, row + 1):
         one, other = path[r], path[first]
@@ -170,16 +170,16 @@ def _saved_together(form: JointForm, path: Records, first: int, row: int) -> flo
 
 @njit(cache=True, error_model="numpy")
 def _must_overlap(form: JointForm, path: Records, r: int, q: int, period: float) -> bool:
-    """Whether stage r and a stage q behind it, of a lower group, keep their most at one instant.
+    """Whether stage r and a later stage q of a lower group must be at their peaks simultaneously.
 
-    If they keep no more than in 1F1B*, each keeps its most during its ``rest`` or more of every
-    period; if one keeps more, that takes no less memory. For these times to be disjoint with groups
-    g + 1 and g, the way from the forward of r to that of q must end before the period has no room
-    for the time of q, and the way back likewise.
+    If they keep no more than in 1F1B*, each is at its peak during at least its ``rest`` of every
+    period; if one keeps more, memory does not decrease. With groups g + 1 and g, these times are
+    disjoint only if the path from the forward of r to that of q leaves enough time of the period
+    for q's peak, and the backward path likewise.
     """
     limit = period * (1 + MARGIN)
     if path[r]["flight"] == path[q]["flight"]:
-        return False  # counted as one already
+        return False  # already counted together
     if path[r]["rest"] + path[q]["rest"] > limit:
         return True
     if path[r]["flight"] > path[q]["flight"] + 1:
@@ -194,7 +194,7 @@ def _must_overlap(form: JointForm, path: Records, r: int, q: int, period: float)
 
 @njit(cache=True, error_model="numpy")
 def _rest_passes(form: JointForm, path: Records, row: int, period: float) -> bool:
-    """Whether the layers in front can find time and memory, on average over all groups."""
+    """Whether the earlier layers fit in time and memory, averaged over all groups."""
     ahead = form.ahead[path[row]["start"]]
     idle = free = 0.0
     for one in form.groups:
@@ -215,7 +215,7 @@ def _rest_passes(form: JointForm, path: Records, row: int, period: float) -> boo
 
 @njit(cache=True, error_model="numpy")
 def _choose(form: JointForm, path: Records, row: int) -> bool:
-    """Take the next child at ``row``; False if there is none. Equal groups are used in order."""
+    """Take the next child at ``row``, identical groups in order; False if there is none."""
     groups, modes = form.stages.shape[:2]
     stop = path[row - 1]["start"] if row > 0 else len(form.ahead) - 1
     while path[row]["choice"] < stop * groups * modes:
@@ -231,7 +231,7 @@ def _choose(form: JointForm, path: Records, row: int) -> bool:
 
 @njit(cache=True, error_model="numpy")
 def _is_next(form: JointForm, path: Records, row: int) -> bool:
-    """Whether all equal groups of lower number are used by the rows before."""
+    """Whether all identical groups of lower number are used in earlier rows."""
     group = path[row]["group"]
     for g in range(group):
         used = form.groups[g]["like"] != form.groups[group]["like"]
@@ -247,10 +247,11 @@ def walk(
     form: JointForm, path: Records, row: int, low: float, high: float, steps: int,
     found: Ints, bounds: Floats,
 ) -> tuple[int, int]:  # fmt: skip
-    """Go on at ``row`` for some steps; how many were found, and the row to go on at, or -1.
+    """Continue the search at ``row`` for ``steps`` steps.
 
-    Found are the allocations that ``high`` does not refute and ``low`` does: start, group and mode
-    of every row in ``found`` (-1 behind the last), and the largest refuted length in ``bounds``.
+    Returns the number of allocations found, and the row to continue at, or -1 at the end. Found are
+    the allocations that ``low`` refutes and ``high`` does not: ``found`` gets the start, group and
+    mode of every row (-1 after the last), ``bounds`` the largest refuted length.
     """
     number = 0
     for _ in range(steps):
@@ -261,7 +262,7 @@ def walk(
             continue
         period = _period(form, path, row, high)
         _rejoin(form, path, row, period)
-        # What comes in front may make the pause longer.
+        # Earlier layers may make the pause longer.
         if _passes(form, path, row, period, high if form.updated else 0.0):
             if path[row]["start"] > 0:
                 row += 1

@@ -1,10 +1,10 @@
-"""The exact joint optimum of periodic plans: allocations by a compiled walk, patterns best-first.
+"""The exact joint optimum of periodic plans: enumerated allocations, best-first patterns.
 
-A walk goes through all allocations, from the last stage backwards, and leaves out those that a
-trial length of the iteration refutes. The pause that the updates of an allocation need leaves its
-microbatches a period each. What is feasible at some period is feasible at every longer one (scale
-all starts), so a refuted length is a lower bound. Allocations come in windows of their bounds, and
-the least bounds have their patterns solved first.
+A compiled depth-first search enumerates all allocations, from the last stage to the first, and
+prunes those that a trial length of the iteration refutes. The pause for the updates of an
+allocation determines the period for a given length. A pattern that is feasible at some period is
+feasible at every longer one (scale all starts), so a refuted length is a lower bound. Allocations
+are enumerated in windows of their bounds, and patterns are solved in order of these bounds.
 """
 
 import heapq
@@ -20,35 +20,36 @@ import numpy as np
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.patterns.joint_patterns import JointForm, JointPatterns
 from stagewright.formulations.patterns.least_pattern import least_pattern
-from stagewright.formulations.patterns.one_f_one_b import load_bound as least_load
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
 from stagewright.formulations.patterns.order_model import OrderModel
-from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, PatternProblems
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import ByRate
+from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.patterns.allocation_walk import ROW, walk
 from stagewright.solvers.patterns.pattern import SAFETY, best_pattern
 
-PRECISION = 2e-7  # relative; plans that are better by less are not looked for
-BEGINNING = 0.6  # share of the time limit in which the first window is looked for, and
-TRIAL = 0.1  # for one trial of that
-STEP = 0.005  # relative width of the first window of bounds; every further one is
-WIDER = 1.5  # times as wide
-FIRST_SECONDS = 1.0  # the first time limit for a pattern; every further turn has
-GROWTH = 4.0  # times the last one's
-STEPS = 100_000  # of a walk at a time, some tenths of a second
-BATCH = 1024  # allocations at a time
+PRECISION = 2e-7  # relative; smaller improvements are not searched for
+BEGINNING = 0.6  # share of the time limit for finding the first window
+TRIAL = 0.1  # share of the time limit for one trial of that
+STEP = 0.005  # relative width of the first window of bounds
+WIDER = 1.5  # factor of the width from one window to the next
+FIRST_SECONDS = 1.0  # time limit of the first attempt at a pattern
+GROWTH = 4.0  # factor of the time limit from one attempt to the next
+STEPS = 100_000  # of the enumeration per call, some tenths of a second
+BATCH = 1024  # allocations per call
 DONE = (Status.OPTIMAL, Status.INFEASIBLE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JointAnswer:
-    """The best plan that was found, and a proved bound on the iteration of every plan, in seconds.
+    """The best plan found, and a proved bound on the iteration of every plan, in seconds.
 
-    ``stages`` and the rest are None if nothing was found in time, or nothing fits: then ``bound``
-    is inf. ``complete`` says that the search ended by itself. ``allocations`` counts those whose
-    bound had to be compared with the best plan, ``solves`` the calls for their patterns.
+    ``stages``, ``pattern`` and ``cost`` are None if no plan was found in time, or if none fits; in
+    that case ``bound`` is inf. ``complete``: the search ended before the time limit.
+    ``allocations`` counts those compared with the best plan, ``solves`` the pattern solves.
     """
 
     stages: tuple[Stage, ...] | None
@@ -73,9 +74,9 @@ def joint_optimum(
 ) -> JointAnswer:
     """The shortest iteration over all allocations and patterns.
 
-    Every layer has one group; neighbouring layers of one group are one stage, whose forward is done
-    in one piece and its backward too (MadPipe's stages); nothing is offloaded. For short chains: 10
-    layers on 4 groups take seconds, 18 layers half a minute. ``incumbent`` is a plan that is known.
+    Every layer has one group; consecutive layers of one group form one stage, with one forward and
+    one backward (MadPipe's stages); nothing is offloaded. For short chains: 10 layers on 4 groups
+    take seconds, 18 layers half a minute. ``incumbent`` is a known plan.
 
     Raises
     ------
@@ -91,7 +92,7 @@ def joint_optimum(
 
 
 class BoundWindow(NamedTuple):
-    """All allocations whose bounds lie between two lengths of the iteration."""
+    """All allocations whose bounds are between two lengths of the iteration."""
 
     low: float
     high: float
@@ -99,16 +100,16 @@ class BoundWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllocationCandidate:
-    """An allocation that waits for its pattern: start, group and mode of the stages, shape (N, 3).
+    """An allocation without a pattern yet: start, group and mode of the stages, shape (N, 3).
 
-    From the last stage on; -1 behind the first.
+    The last stage comes first; rows after the first stage are -1.
     """
 
     rows: Ints
 
 
 class PatternFound(NamedTuple):
-    """A pattern if there is one, a bound on its period, and whether there is nothing to add."""
+    """A pattern or None, a bound on its period, and whether the solve is complete."""
 
     pattern: Pattern | None
     bound: float
@@ -116,10 +117,7 @@ class PatternFound(NamedTuple):
 
 
 class JointSearch:
-    """Windows and candidates in a heap.
-
-    First come those that have been left open least often (``turn``), then the least bounds.
-    """
+    """A heap of windows and candidates, ordered by the number of attempts, then by bound."""
 
     def __init__(
         self,
@@ -136,37 +134,37 @@ class JointSearch:
         self._problems = PatternProblems(question.problem)
         self._heap: list[tuple[int, float, int, BoundWindow | AllocationCandidate]] = []
         self._number = count()
-        self._closed = math.inf  # the least bound of all that was dismissed
+        self._closed = math.inf  # the least bound of all pruned items
         if incumbent is not None:
             self._offer(*incumbent)
         self._longest = longest_iteration(question.form)
 
     def run(self) -> bool:
-        """Search until nothing is left (True) or the time is over."""
+        """Search until the heap is empty (True) or the time limit is reached (False)."""
         self._begin()
         while self._heap:
-            turn, bound, _, item = heapq.heappop(self._heap)
+            attempt, bound, _, item = heapq.heappop(self._heap)
             if bound >= self._ceiling():
                 self._close(bound)
             elif self._left() <= 0:
-                self._push(bound, item, turn)
+                self._push(bound, item, attempt)
                 return False
             elif isinstance(item, AllocationCandidate):
-                self._solve(item, bound, turn)
+                self._solve(item, bound, attempt)
             else:
                 self._open(item, bound)
         return True
 
     def bound(self) -> float:
-        """No plan has a shorter iteration than this, up to that of the best."""
+        """A lower bound on the iteration of all plans, at most that of the best one."""
         waiting = min((entry[1] for entry in self._heap), default=math.inf)
         return min(self._closed, waiting, self.cost)
 
     def _begin(self) -> None:
-        """Push the first window in which there is any allocation, by bisection.
+        """Push the first nonempty window, found by bisection.
 
-        Where that takes too long at the longest iteration, or at one in between, shorter ones are
-        tried, each for a share of the time: what is refuted is a bound all the same.
+        If a trial takes too long, shorter lengths are tried, each for a share of the time limit: a
+        refuted length is still a lower bound.
         """
         low, high = shortest_iteration(self.question.form), min(self._longest, self._ceiling())
         in_time, known = self._first(high, TRIAL)
@@ -183,14 +181,14 @@ class JointSearch:
             else:
                 high, known = middle, known if rows is None else rows
         if known is not None and slow:
-            # The first window will take long: this is something to begin with.
+            # The first window will take long, so this allocation is the first candidate.
             self._push(low, AllocationCandidate(known))
         self._push(low, BoundWindow(0.0, high))
 
     def _first(self, length: float, share: float) -> tuple[bool, Ints | None]:
-        """An allocation that ``length`` does not refute; False if there is no time to say.
+        """An allocation that ``length`` does not refute; False if the time for it is up.
 
-        ``share`` is that of the whole time which may be used.
+        ``share`` is the share of the time limit to use.
         """
         until = max(0.0, self._left() - share * self.limits.seconds)
         for _, rows in allocations(self.question.form, 0.0, length, 1):
@@ -201,7 +199,7 @@ class JointSearch:
         return True, None
 
     def _open(self, window: BoundWindow, least: float) -> None:
-        """Push all allocations of the window, and the next window; or itself, where time is up."""
+        """Push all allocations of the window and the next window; the window itself on timeout."""
         low, high = window.low, min(window.high, self._ceiling())
         for bound, rows in allocations(self.question.form, low, high):
             if rows is not None:
@@ -214,14 +212,14 @@ class JointSearch:
             width = max(STEP * high, WIDER * (high - least))
             self._push(high, BoundWindow(high, min(high + width, self._longest)))
 
-    def _solve(self, candidate: AllocationCandidate, bound: float, turn: int) -> None:
-        """The candidate's pattern, or a proof that it is no better, for a limited time."""
+    def _solve(self, candidate: AllocationCandidate, bound: float, attempt: int) -> None:
+        """Solve the candidate's pattern, or prove that it is no better, with a time limit."""
         stages = stages_of(self.question, candidate.rows)
         problem = self._problems.of(stages)
-        seconds = min(self._left(), FIRST_SECONDS * GROWTH**turn)
+        seconds = min(self._left(), FIRST_SECONDS * GROWTH**attempt)
         limits = replace(self.limits, seconds=seconds)
         self.solves += 1
-        low = max(least_load(problem), problem.period_of(bound))
+        low = max(pattern_load_bound(problem), problem.period_of(bound))
         high = problem.period_of(self.cost)
         found = PatternFound(None, low, True) if low >= high else _below(problem, low, high, limits)
         if found is None:
@@ -233,7 +231,7 @@ class JointSearch:
         if found.done:
             self._close(bound)
         else:
-            self._push(bound, candidate, turn + 1)
+            self._push(bound, candidate, attempt + 1)
 
     def _offer(self, stages: tuple[Stage, ...], pattern: Pattern, bound: float = 0.0) -> None:
         """Keep a plan as the best; ``bound`` is that of its allocation."""
@@ -243,11 +241,13 @@ class JointSearch:
         elapsed = perf_counter() - self.began
         self.on_progress(Progress(elapsed, self.cost, min(bound, self.bound())))
 
-    def _push(self, bound: float, item: BoundWindow | AllocationCandidate, turn: int = 0) -> None:
+    def _push(
+        self, bound: float, item: BoundWindow | AllocationCandidate, attempt: int = 0
+    ) -> None:
         if bound >= self._ceiling():
             self._close(bound)
         else:
-            heapq.heappush(self._heap, (turn, bound, next(self._number), item))
+            heapq.heappush(self._heap, (attempt, bound, next(self._number), item))
 
     def _close(self, bound: float) -> None:
         self._closed = min(self._closed, bound)
@@ -260,10 +260,10 @@ class JointSearch:
 
 
 def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> PatternFound | None:
-    """The best pattern with a period between the two, ``high`` included, where there is one.
+    """The best pattern with a period above ``low`` and at most ``high``, if there is one.
 
-    None if this question says nothing: ``high`` is inf, or the pattern overstepped the memory
-    within the solver's tolerance, or is none where all-reduces leave the pause alone.
+    None if that cannot be decided: ``high`` is inf, or the pattern exceeds the memory within the
+    solver's tolerance, or it is feasible only with all-reduces in the pause.
     """
     if high == math.inf:
         return None
@@ -280,7 +280,7 @@ def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> 
         return None
     pattern = least_pattern(model, orders, low)
     if pattern is None:
-        return None  # the pause was of use to an all-reduce
+        return None  # an all-reduce needs the pause
     return PatternFound(pattern, bound, answer.status is Status.OPTIMAL)
 
 
@@ -296,20 +296,20 @@ def stages_of(question: JointPatterns, rows: Ints) -> tuple[Stage, ...]:
 
 
 def shortest_iteration(form: JointForm) -> float:
-    """All groups together do every layer once a period, and its update once an iteration."""
+    """A lower bound: the average work per group of an iteration, including updates."""
     whole = form.ahead[-1]
     return float(form.microbatches * whole["work"] + whole["update"]) / len(form.groups)
 
 
 def longest_iteration(form: JointForm) -> float:
-    """An iteration in which every allocation does one microbatch after the other."""
+    """An iteration long enough for every allocation to run microbatches one at a time."""
     layers = range(len(form.ahead) - 1)
     longest = {
         name: sum(_longest(form.stages[name][:, :, l, l + 1]) for l in layers)
         for name in ("work", "reduce", "update")
     }
     sends = form.links["there"] + form.links["back"]
-    # The latency of an all-reduce is there once for each stage, at most one for each layer.
+    # The latency of an all-reduce counts once per stage, at most once per layer.
     period = longest["work"] + float(sends.max(axis=(0, 1)).sum()) + longest["reduce"]
     return form.microbatches * period + longest["update"]
 
@@ -321,9 +321,9 @@ def _longest(seconds: Floats) -> float:
 def allocations(
     form: JointForm, low: float, high: float, batch: int = BATCH
 ) -> Iterator[tuple[float, Ints | None]]:
-    """All allocations that ``low`` refutes and ``high`` does not, with the bound of each.
+    """Yield the allocations that ``low`` refutes and ``high`` does not, with their bounds.
 
-    Now and then None in place of one, so that time can be looked at.
+    Yields None at intervals, so that the caller can check the time.
     """
     layers = len(form.ahead) - 1
     path = np.zeros(layers, dtype=ROW)

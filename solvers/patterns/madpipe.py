@@ -1,15 +1,15 @@
-"""MadPipe's dynamic program, exact (labels) and as the paper has it (a grid), and its search.
+"""The search for MadPipe's least period, by an exact dynamic program over labels.
 
-The exact program asks whether an allocation keeps a period T. It places stages from the last to the
-first and keeps, for every number of layers and of normal groups left, labels: the delay V so far,
-the special group's load, its bytes, and its bytes at the peak. (+) grows with V, so a label that is
-nowhere larger than another makes that one superfluous. Where a state has more labels than there is
-room for, either the new ones are dropped, which only overlooks allocations, or two are merged into
-one with the smaller of their figures, which only invents some: the first proves that a period can
-be kept, the second that it cannot.
+The program decides whether an allocation with period T exists. It places stages from the last to
+the first. The state is the number of layers and of normal groups left; each state has labels: the
+delay V so far, and the special group's load, resident bytes and peak bytes. (+) is increasing in V,
+so a label dominates another if none of its values is larger. If a state has more labels than fit in
+its array, either new labels are dropped, or two are merged into one with the smaller of their
+values. Dropping loses allocations, so it can only prove a period feasible; merging adds allocations
+that do not exist, so it can only prove a period infeasible.
 
-A label also goes where the layers left need more of the special group than it has left, by a table
-that knows nothing of delays (``Need``).
+A label is also removed if the remaining layers require more of the special group than is left,
+according to a table that ignores delays (``Need``).
 """
 
 import math
@@ -33,22 +33,22 @@ from stagewright.solvers.patterns.madpipe_program import (
     FIRST_LABELS,
     MORE_LABELS,
     STEPS_PER_SECOND,
+    AllocationProgram,
     Outcome,
-    Program,
     label_rooms,
 )
 
-NEAR = 1e-3  # a bracket of this ratio is narrowed by looking just below its upper end
-PROVING = 1 / 3  # of the time is kept for the bound
+NEAR = 1e-3  # below this ratio a bracket is narrowed by testing just below its upper end
+PROVING = 1 / 3  # share of the time reserved for the bound
 
 
 @dataclass(frozen=True, slots=True)
 class AllocationAnswer:
     """The least period found, ``stages`` for it, and a proved bound on it; in seconds.
 
-    ``bound`` holds for all allocations with this special group, by what their memory needs at
-    least; ``exact`` says that it equals ``period``, to a tick. ``stages`` is None, the period
-    infinite, and ``reason`` given if nothing fits, or nothing was found.
+    ``bound`` holds for all allocations with this special group, with lower bounds on their memory;
+    ``exact``: it equals ``period`` up to a tick. If no allocation fits or none was found,
+    ``stages`` is None, the period is infinite, and ``reason`` is given.
     """
 
     stages: tuple[Stage, ...] | None
@@ -62,7 +62,7 @@ class AllocationAnswer:
 def least_period(
     question: StageAllocationProblem, limits: Limits | None = None
 ) -> AllocationAnswer:
-    """The allocation of least period, by exact passes at periods that are halved between."""
+    """The allocation of least period, by bisection with the exact program."""
     search = PeriodBracket(question, limits or Limits())
     if question.special is not None:
         search.try_contiguous()
@@ -73,12 +73,12 @@ def least_period(
 def allocate(
     question: StageAllocationProblem, period: float, limits: Limits | None = None
 ) -> tuple[Stage, ...] | None:
-    """Stages that keep ``period`` seconds; None if there are none, or none found in the time."""
+    """Stages with a period of ``period`` seconds; None if none exist or none were found in time."""
     began, limits = time.perf_counter(), limits or Limits()
     ticks = min(round(period / question.tick), all_periods(question.tables))
     for room in label_rooms(question.tables):
         left = limits.left(time.perf_counter() - began)
-        program = Program(question.tables, room)
+        program = AllocationProgram(question.tables, room)
         outcome, placed = program.test(ticks, left * STEPS_PER_SECOND, limits)
         if outcome is Outcome.FOUND:
             return question.stages(placed)
@@ -89,7 +89,7 @@ def allocate(
 
 @dataclass
 class PeriodBracket:
-    """The bracket of the least period, in ticks: none at ``low`` or below, ``best`` at ``high``."""
+    """A bracket of the least period in ticks: ``low`` is infeasible, ``best`` attains ``high``."""
 
     question: StageAllocationProblem
     limits: Limits
@@ -102,20 +102,20 @@ class PeriodBracket:
 
     def __post_init__(self) -> None:
         self.begun = time.perf_counter()
-        self.low = _load_bound(self.question.tables) - 1
+        self.low = _load_ticks(self.question.tables) - 1
 
     def try_contiguous(self) -> None:
-        """Take the best allocation that gives the special group one stage; a matter of moments."""
-        program = Program(contiguous(self.question.tables), 1)
+        """Start from the best allocation in which the special group has one stage; this is fast."""
+        program = AllocationProgram(contiguous(self.question.tables), 1)
         low = self.low
         self._narrow(program)
         self.low, self.infeasible = low, False
 
     def solve(self) -> None:
-        """Pass after pass with more room for labels, until one leaves nothing open."""
+        """Run passes with more and more labels per state, until the bracket is closed."""
         self.end = self.begun + (1 - PROVING) * self.limits.seconds
         for room in label_rooms(self.question.tables):
-            self._narrow(Program(self.question.tables, room))
+            self._narrow(AllocationProgram(self.question.tables, room))
             if self._done() or self._left() <= 0:
                 break
         if not self._done():
@@ -123,13 +123,13 @@ class PeriodBracket:
             self._raise_bound()
 
     def answer(self) -> AllocationAnswer:
-        """What was found and proved."""
+        """The answer at this point."""
         tick = self.question.tick
         if self.high is None:
             reason = (
                 _shortage(self.question)
                 if self.infeasible
-                else f"{self.limits.end} came before anything was found"
+                else f"{self.limits.end} came before any allocation was found"
             )
             bound = math.inf if self.infeasible else (self.low + 1) * tick
             return AllocationAnswer(None, math.inf, bound, self.infeasible, self._seconds(), reason)
@@ -141,8 +141,8 @@ class PeriodBracket:
             self._seconds(),
         )
 
-    def _narrow(self, program: Program) -> None:
-        """Look just below what is known, and as long as that succeeds halve the bracket."""
+    def _narrow(self, program: AllocationProgram) -> None:
+        """Test just below ``high``; while that succeeds, bisect the bracket."""
         if self.high is None:
             self._climb(program)
         while self.high is not None and self.low < self.high - 1 and self._left() > 0:
@@ -154,15 +154,15 @@ class PeriodBracket:
                 if not self._test(program, middle):
                     low = middle
 
-    def _climb(self, program: Program) -> None:
-        """Double the period until something is found, or nothing changes any more."""
+    def _climb(self, program: AllocationProgram) -> None:
+        """Double the period until an allocation is found or larger periods make no difference."""
         most = all_periods(self.question.tables)
         period = max(1, self.low)
         while self.high is None and period < most and self._left() > 0:
             period = min(2 * period, most)
             self._test(program, period)
 
-    def _test(self, program: Program, period: int) -> bool:
+    def _test(self, program: AllocationProgram, period: int) -> bool:
         outcome, placed = program.test(period, self._left() * STEPS_PER_SECOND, self.limits)
         if outcome is Outcome.FOUND:
             self.high, self.best = self.question.evaluate(placed), placed
@@ -173,8 +173,8 @@ class PeriodBracket:
         return outcome is Outcome.FOUND
 
     def _raise_bound(self) -> None:
-        """Prove with merged labels what the labels kept apart left open."""
-        program = Program(self.question.tables, FIRST_LABELS * MORE_LABELS, merging=True)
+        """Raise the lower bound with merged labels, where dropped labels decide nothing."""
+        program = AllocationProgram(self.question.tables, FIRST_LABELS * MORE_LABELS, merging=True)
         high = self.high or all_periods(self.question.tables)
         while high - self.low > NEAR * high and self._left() > 0:
             middle = (self.low + high) // 2
@@ -194,15 +194,15 @@ class PeriodBracket:
         return 0.0 if self.limits.stopped() else self.end - time.perf_counter()
 
 
-def _load_bound(form: AllocationTables) -> int:
-    """No period is shorter: every layer where and as it is quickest, shared by all groups."""
+def _load_ticks(form: AllocationTables) -> int:
+    """A lower bound on the period: the least work of every layer, averaged over all groups."""
     layers = np.arange(form.seconds.shape[-1] - 1)
-    quickest = form.seconds[:, :, layers + 1, layers].min(axis=(0, 1))
-    return max(int(quickest.max()), -(-int(quickest.sum()) // len(form.sort)))
+    fastest = form.seconds[:, :, layers + 1, layers].min(axis=(0, 1))
+    return max(int(fastest.max()), -(-int(fastest.sum()) // len(form.sort)))
 
 
 def _shortage(question: StageAllocationProblem) -> str:
-    """How many bytes every group would need besides, at least, at the longest period."""
+    """The message that names the additional bytes per group that are needed at any period."""
     form = question.tables
     most, (low, high) = all_periods(form), (0, int(form.memory.max()) // 8 + 1)
     while _fits_with(form, low + high, most) is Outcome.NONE and low + high < FAR // 64:
@@ -212,11 +212,13 @@ def _shortage(question: StageAllocationProblem) -> str:
         if _fits_with(form, low + high, most) is Outcome.NONE:
             low += high
     return (
-        "even a microbatch at a time does not fit in memory: "
-        f"every group would need at least {format_bytes((low + 1) * question.byte)} more"
+        "not even one microbatch at a time fits in memory: "
+        f"every group needs at least {format_bytes((low + 1) * question.byte)} more"
     )
 
 
 def _fits_with(form: AllocationTables, more: int, period: int) -> Outcome:
     wider = form._replace(memory=form.memory + more)
-    return Program(wider, FIRST_LABELS * MORE_LABELS, merging=form.special >= 0).test(period)[0]
+    return AllocationProgram(wider, FIRST_LABELS * MORE_LABELS, merging=form.special >= 0).test(
+        period
+    )[0]

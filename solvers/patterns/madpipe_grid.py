@@ -22,7 +22,7 @@ from stagewright.solvers.patterns.madpipe_kernels import MARGIN
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How many values, from 0 on, stand for the special load, its memory, and V (MadPipe 5.1)."""
+    """Numbers of grid values for the special load, its memory, and V (MadPipe 5.1)."""
 
     loads: int = 101
     memories: int = 11
@@ -30,14 +30,14 @@ class Grid:
 
     def __post_init__(self) -> None:
         if min(self.loads, self.memories, self.delays) < 2:
-            raise InputError(f"a grid needs at least two values of each, got {self}")
+            raise InputError(f"a grid needs at least two values per dimension, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class GridAnswer:
-    """What MadPipe's first phase finds: the target period, the period expected there, in seconds.
+    """The result of MadPipe's first phase: target and expected period in seconds, and stages.
 
-    ``stages`` is None, and both are infinite, if no target had an allocation.
+    If no target period has an allocation, ``stages`` is None and both periods are infinite.
     """
 
     target: float
@@ -49,18 +49,18 @@ class GridAnswer:
 def by_grid(
     question: StageAllocationProblem, grid: Grid | None = None, passes: int = 10
 ) -> GridAnswer:
-    """MadPipe's own first phase: MadPipe-DP on a grid, and Algorithm 1 around it (MadPipe 4.2).
+    """MadPipe's first phase as published: MadPipe-DP on a grid within Algorithm 1 (MadPipe 4.2).
 
-    As printed: the special group keeps g - 1 microbatches of each stage, C is paid between its own
-    stages too, and nothing is said of versions. Loads and bytes are rounded up to the grid, from
-    0 to U(1, L) and to M; so are delays, from 0 to U(1, L) + sum C, and the last value stands for
-    all above.
+    As printed, the special group keeps g - 1 microbatches of each stage, C is also added between
+    its own stages, and weight versions are not limited. Loads and bytes are rounded up to the grid,
+    from 0 to U(1, L) and to M; delays likewise, from 0 to U(1, L) + sum C, with larger ones
+    rounded down to the last value.
 
     Raises
     ------
     InputError
-        If the question is none of the paper's: no special group, groups of several devices or
-        unequal ones, unequal links, or recomputation.
+        If the problem is not one of the paper: no special group, groups of several or different
+        devices, different links, or recomputation.
     """
     begun = time.perf_counter()
     _require_printed(question)
@@ -71,7 +71,7 @@ def by_grid(
     best: tuple[float, float, float, list[Placed]] = (math.inf, math.inf, math.inf, [])
     target = low
     for _ in range(passes):
-        # No allocation of a period above ``high`` changes what follows.
+        # Allocations with a period above ``high`` do not affect the rest.
         period, placed = _madpipe_dp(GridPass(form, raster, target, high))
         best = min(best, (max(period, target), target, period, placed))
         low = max(low, min(period, target))
@@ -87,9 +87,10 @@ def by_grid(
 def madpipe_dp(
     question: StageAllocationProblem, target: float, grid: Grid | None = None
 ) -> tuple[float, tuple[Stage, ...] | None]:
-    """MadPipe-DP: the least period on the grid where memory is counted at the ``target`` period.
+    """MadPipe-DP: the least period on the grid, with memory computed for the ``target`` period.
 
-    Both in seconds; infinite, without stages, if nothing fits. Grid and refusals as in ``by_grid``.
+    Both in seconds; the period is infinite, without stages, if nothing fits. Grid and errors as in
+    ``by_grid``.
     """
     _require_printed(question)
     form, tick = question.tables, question.tick
@@ -115,7 +116,7 @@ class Raster(NamedTuple):
 
 
 class GridPass(NamedTuple):
-    """One pass of the program: memory is counted at ``target``, no period above ``ceiling``."""
+    """One pass of the program: memory for period ``target``, no period above ``ceiling``."""
 
     form: AllocationTables
     raster: Raster
@@ -176,7 +177,7 @@ def _madpipe_dp(at: GridPass) -> tuple[float, list[Placed]]:
 
 @njit(cache=True)
 def _grid_reach(at: GridPass, start: int, reached: NDArray[np.bool_]) -> None:
-    """Mark the states that T(L, P - 1, 0, 0, 0) asks for."""
+    """Mark the states that T(L, P - 1, 0, 0, 0) depends on."""
     layers = reached.shape[0] - 1
     reached[layers, start] = True
     for l in range(layers, 0, -1):
@@ -194,7 +195,7 @@ def _grid_reach(at: GridPass, start: int, reached: NDArray[np.bool_]) -> None:
 
 @njit(cache=True)
 def _grid_solve(at: GridPass, reached: NDArray[np.bool_], periods: Floats) -> None:
-    """T of every state that is asked for, from few layers to many."""
+    """T of every marked state, in increasing order of layers."""
     states: Ints = np.flatnonzero(reached[0])
     for state in states:
         periods[0, state] = _grid_load(at.raster, state)
@@ -214,7 +215,7 @@ def _grid_load(raster: Raster, state: int) -> float:
 
 @njit(cache=True)
 def _grid_best(at: GridPass, periods: Floats, l: int, state: int) -> tuple[float, int, bool, int]:
-    """T of a state, the first layer k of its last stage, whether that is special, and what is left.
+    """T of a state, first layer k of its last stage, whether that is special, and the next state.
 
     The least of T_N(k) and T_S(k) over all k (MadPipe 4.2.2).
     """
@@ -239,9 +240,9 @@ def _grid_best(at: GridPass, periods: Floats, l: int, state: int) -> tuple[float
 
 @njit(cache=True)
 def _grid_stage(at: GridPass, k: int, l: int, state: int) -> tuple[int, int]:
-    """The states behind stage [k, l) on a normal group, and on the special one; -1: not feasible.
+    """The states after placing [k, l) on a normal group and on the special one; -1: infeasible.
 
-    Without a normal group left, the special one takes all layers (p = 0).
+    Without a normal group left (p = 0), the special one takes all layers.
     """
     form, raster, target, ceiling = at.form, at.raster, at.target, at.ceiling
     state, v = divmod(state, raster.delays)
@@ -259,16 +260,16 @@ def _grid_stage(at: GridPass, k: int, l: int, state: int) -> tuple[int, int]:
         normal = ((p - 1) * raster.loads + t) * raster.memories + m
         normal = normal * raster.delays + v
     load = t * raster.load + seconds
-    held = _up(m * raster.memory + static + (flight - 1) * saved, raster.memory)
-    if load <= ceiling and held < raster.memories:
+    special_memory = _up(m * raster.memory + static + (flight - 1) * saved, raster.memory)
+    if load <= ceiling and special_memory < raster.memories:
         t = min(_up(load, raster.load), raster.loads - 1)
-        special = ((p * raster.loads + t) * raster.memories + held) * raster.delays + v
+        special = ((p * raster.loads + t) * raster.memories + special_memory) * raster.delays + v
     return normal, special
 
 
 @njit(cache=True)
 def _printed_add(delay: float, seconds: float, target: float) -> float:
-    """V (+) y as it is printed (MadPipe 4.2.2)."""
+    """V (+) y as printed (MadPipe 4.2.2)."""
     groups = math.ceil(delay / target - MARGIN)
     if groups == math.ceil((delay + seconds) / target - MARGIN):
         return delay + seconds
@@ -277,5 +278,5 @@ def _printed_add(delay: float, seconds: float, target: float) -> float:
 
 @njit(cache=True)
 def _up(value: float, step: float) -> int:
-    """The position of the first value of the grid that is no less."""
+    """The index of the first grid value that is at least ``value``."""
     return math.ceil(value / step - MARGIN)

@@ -1,6 +1,6 @@
-"""The compiled steps of the exact program: labels, what layers need, and placing stages.
+"""Compiled kernels of the exact program: labels, lower bounds (``Need``), and stage placement.
 
-They are in one file because numba compiles a cached kernel again only if its own file changes.
+They are in one file because numba recompiles a cached kernel only if the kernel's own file changes.
 """
 
 import numpy as np
@@ -12,19 +12,19 @@ from stagewright.solvers.patterns.madpipe_labels import Label, Labels, Need, Pas
 
 SPECIAL, OPEN, CLOSED = 0, 1, 2  # owner of the stage placed last; see pass_layer
 OWNERS = 3
-DELAY, LOAD, HELD, GROUP, PEAK, PARENT, CHOICE = range(7)  # the fields of a label
+DELAY, LOAD, RESIDENT, GROUP, PEAK, PARENT, CHOICE = range(7)  # the fields of a label
 FIELDS = 7
 SHIFT = 46  # a delay is (group << SHIFT) + rest
 REST = (1 << SHIFT) - 1
 FAR = np.int64(1) << 60
 PARTS = 4  # rows per period
-MARGIN = 1e-9  # rounding may not refuse what just fits
-EFFORT = 4  # comparisons that take as long as looking at one stage
+MARGIN = 1e-9  # rounding must not refuse a label that just fits
+EFFORT = 4  # comparisons that take as long as examining one stage
 
 
 @njit(cache=True)
 def begin(form: AllocationTables, labels: Labels) -> None:
-    """The one label of all layers left."""
+    """Initialise the single label of the state with all layers left."""
     labels.filled[:] = 0
     labels.work[:] = 0
     start = _state(form, form.seconds.shape[-1] - 1, len(form.normal), SPECIAL)
@@ -35,12 +35,12 @@ def begin(form: AllocationTables, labels: Labels) -> None:
 
 @njit(cache=True)
 def pass_layer(at: Pass, l: int) -> int:
-    """Pass the states of ``l`` layers left; a label of 0 layers left, or -1 if none was reached.
+    """Extend the states with ``l`` layers left; returns a label of 0 layers left, or -1.
 
-    States are passed from many layers left to few. The stage placed last is the special group's,
-    or the normal group's p (the first p are left); then the special group may be in front of it
-    (``OPEN``), or may not, as their link has no time left for that beside the special group behind
-    it (``CLOSED``).
+    States are processed in decreasing order of layers left. The stage placed last is on the special
+    group (``SPECIAL``) or on normal group p (the first p are left). In the latter case the special
+    group may have the stage before it (``OPEN``), or may not, because their link has no time left
+    in addition to the transfer to the special group after it (``CLOSED``).
     """
     labels = at.labels
     for p in range(len(at.form.normal) + 1):
@@ -68,7 +68,7 @@ def _add(delay: int, ticks: int, period: int) -> int:
 
 @njit(cache=True)
 def _extend(at: Pass, state: int, column: int) -> int:
-    """Place every stage that may stand in front of a label; a label of 0 layers left, or -1."""
+    """Place every possible stage before a label; returns a label of 0 layers left, or -1."""
     form, parent = at.form, state * at.labels.rows.shape[1] + column
     left, o = divmod(state, OWNERS)
     l, p = divmod(left, len(form.normal) + 1)
@@ -106,8 +106,8 @@ def _place_normal(at: Pass, parent: int, l: int, j: int, owner: int) -> int:
             allowed = _in_time(at, group, k, l, through)
             if not (allowed and _fits(form, group, c, k, l, flight)):
                 continue
-            at_peak = before.group if flight == before.delay >> SHIFT else before.held
-            label = Label(through, before.load, before.held, at_peak, before.peak)
+            at_peak = before.group if flight == before.delay >> SHIFT else before.resident
+            label = Label(through, before.load, before.resident, at_peak, before.peak)
             if _hopeless(at, k, j, at.need.crossing[k], label):
                 continue
             o = CLOSED if _link_full(at, shared, group, k) else OPEN
@@ -141,11 +141,11 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
                 continue
             saved, flight = form.saved[sort, c, l, k], through >> SHIFT
             more = form.static[sort, l, k] + (flight - 1) * saved
-            # The later stages of its group reach their peak while it is at its own.
-            later = before.group - before.held if flight == before.delay >> SHIFT else 0
-            held = before.held + more
-            at_peak = held + saved + max(later, form.working[sort, c, l, k])
-            label = Label(through, load, held, at_peak, max(before.peak + more, at_peak))
+            # Later stages of its group are at their peak at the same time.
+            later = before.group - before.resident if flight == before.delay >> SHIFT else 0
+            resident = before.resident + more
+            at_peak = resident + saved + max(later, form.working[sort, c, l, k])
+            label = Label(through, load, resident, at_peak, max(before.peak + more, at_peak))
             if _hopeless(at, k, p, 0, label):
                 continue
             target = _state(form, k, p, SPECIAL)
@@ -160,12 +160,12 @@ def _place_special(at: Pass, parent: int, l: int, p: int, owner: int) -> int:
 def _label(labels: Labels, number: int) -> Label:
     state, column = divmod(number, labels.rows.shape[1])
     row = labels.rows[state, column]
-    return Label(row[DELAY], row[LOAD], row[HELD], row[GROUP], row[PEAK])
+    return Label(row[DELAY], row[LOAD], row[RESIDENT], row[GROUP], row[PEAK])
 
 
 @njit(cache=True)
 def _in_time(at: Pass, group: int, k: int, l: int, delay: int) -> bool:
-    """Two versions of the weights suffice, the all-reduce included (rule ``versions``)."""
+    """Whether two versions of the weights suffice, including the all-reduce (``versions``)."""
     form, period = at.form, at.period
     left = form.versions + 1 - (delay >> SHIFT)
     if left < 1:
@@ -181,7 +181,7 @@ def _in_time(at: Pass, group: int, k: int, l: int, delay: int) -> bool:
 
 @njit(cache=True)
 def _fits(form: AllocationTables, group: int, c: int, k: int, l: int, flight: int) -> bool:
-    """Whether stage [k, l) alone on a group has memory for ``flight`` microbatches."""
+    """Whether stage [k, l) alone on a group fits in memory with ``flight`` microbatches."""
     sort = form.sort[group]
     kept = flight * form.saved[sort, c, l, k] + form.working[sort, c, l, k]
     return bool(form.static[sort, l, k] + kept <= form.memory[group])
@@ -189,18 +189,18 @@ def _fits(form: AllocationTables, group: int, c: int, k: int, l: int, flight: in
 
 @njit(cache=True)
 def _link_full(at: Pass, shared: int, group: int, k: int) -> bool:
-    """Whether the special group cannot stand in front of ``group`` too, at layer k.
+    """Whether the link has no time for the special group before ``group`` as well, at layer k.
 
-    ``shared`` are the ticks that it takes of their link standing behind; -1: it does not.
+    ``shared`` are the ticks of the link used with the special group after ``group``; -1: none.
     """
     return bool(shared >= 0 and shared + at.form.transfer[at.form.special, group, k] > at.period)
 
 
 @njit(cache=True)
 def _hopeless(at: Pass, k: int, p: int, crossing: int, label: Label) -> bool:
-    """Whether layers [0, k) ask for more of the special group than the label leaves of it.
+    """Whether layers [0, k) require more of the special group than the label leaves.
 
-    They come behind ``crossing`` at least.
+    ``crossing`` is a lower bound on the transfer after them.
     """
     form, need, period = at.form, at.need, at.period
     row = _row(need, period, _add(label.delay, crossing, period))
@@ -209,21 +209,21 @@ def _hopeless(at: Pass, k: int, p: int, crossing: int, label: Label) -> bool:
     if form.special < 0:
         return False
     memory = form.memory[form.special]
-    if label.peak + need.held[row, p, k] > memory:
+    if label.peak + need.resident[row, p, k] > memory:
         return True
-    used = label.load / period + label.held / memory
+    used = label.load / period + label.resident / memory
     return bool(used + need.both[row, p, k] > 2 + MARGIN)
 
 
 @njit(cache=True)
 def _keep(at: Pass, state: int, k: int, label: Label, parent: int, choice: int) -> None:
-    """Add a label to a state of k layers left, unless another is as good; remove what is worse."""
+    """Add a label to a state of k layers left unless it is dominated; remove dominated labels."""
     need, period, labels = at.need, at.period, at.labels
     load = 0 if label.load + need.most[k] <= period else label.load
     delay = label.delay
     if (delay & REST) + need.delay[k] <= period:
         delay = (delay >> SHIFT) << SHIFT
-    label = Label(delay, load, label.held, label.group, label.peak)
+    label = Label(delay, load, label.resident, label.group, label.peak)
     if _covered(labels, state, label):
         return
     _remove_worse(labels, state, label)
@@ -242,15 +242,16 @@ def _keep(at: Pass, state: int, k: int, label: Label, parent: int, choice: int) 
 
 @njit(cache=True)
 def _covered(labels: Labels, state: int, label: Label) -> bool:
-    """Whether some label of the state is as good; the newest are the likeliest.
+    """Whether some label of the state dominates ``label``; the newest labels are compared first.
 
-    Where its delay is of an earlier group, the peak of that group says nothing: a further stage of
-    it counts a microbatch less than in the label's group, which is what it adds to the peak.
+    If a label's delay is in an earlier group, the peak of that group is not compared: a further
+    stage keeps one microbatch less than in the group of ``label``, which is what it adds to the
+    peak.
     """
     rows, count = labels.rows, labels.filled[state]
     for i in range(count - 1, -1, -1):
         if rows[state, i, DELAY] <= label.delay and rows[state, i, LOAD] <= label.load:
-            less = rows[state, i, HELD] <= label.held and rows[state, i, PEAK] <= label.peak
+            less = rows[state, i, RESIDENT] <= label.resident and rows[state, i, PEAK] <= label.peak
             earlier = rows[state, i, DELAY] >> SHIFT < label.delay >> SHIFT
             if less and (earlier or rows[state, i, GROUP] <= label.group):
                 labels.work[0] += count - i
@@ -261,14 +262,14 @@ def _covered(labels: Labels, state: int, label: Label) -> bool:
 
 @njit(cache=True)
 def _remove_worse(labels: Labels, state: int, label: Label) -> None:
-    """Remove the state's labels than which this one is as good, see ``_covered``."""
+    """Remove the state's labels that ``label`` dominates, see ``_covered``."""
     rows, count = labels.rows, labels.filled[state]
     i = 0
     while i < count:
         if (
             label.delay <= rows[state, i, DELAY]
             and label.load <= rows[state, i, LOAD]
-            and label.held <= rows[state, i, HELD]
+            and label.resident <= rows[state, i, RESIDENT]
             and label.peak <= rows[state, i, PEAK]
             and (
                 label.group <= rows[state, i, GROUP]
@@ -285,7 +286,7 @@ def _remove_worse(labels: Labels, state: int, label: Label) -> None:
 
 @njit(cache=True)
 def _merge(at: Pass, state: int, label: Label) -> None:
-    """Lower the label that differs least, in periods and in memories, to the smaller figures."""
+    """Merge ``label`` into the closest one, in periods and memories, with the smaller values."""
     labels, period = at.labels, at.period
     rows, memory = labels.rows, at.form.memory[at.form.special]
     own = (label.delay >> SHIFT) * period + (label.delay & REST)
@@ -294,7 +295,9 @@ def _merge(at: Pass, state: int, label: Label) -> None:
         delay = rows[state, i, DELAY]
         delay = (delay >> SHIFT) * period + (delay & REST)
         seconds = abs(delay - own) + abs(rows[state, i, LOAD] - label.load)
-        more = abs(rows[state, i, HELD] - label.held) + abs(rows[state, i, PEAK] - label.peak)
+        more = abs(rows[state, i, RESIDENT] - label.resident) + abs(
+            rows[state, i, PEAK] - label.peak
+        )
         if seconds / period + more / memory < least:
             least, nearest = seconds / period + more / memory, i
     for j in range(PARENT):
@@ -306,11 +309,11 @@ def needs_of(form: AllocationTables, period: int, rows: int) -> Need:
     """The tables of ``Need``, by the recurrence over the last stage of [0, l)."""
     layers, count = form.seconds.shape[-1] - 1, len(form.normal)
     shape = (rows, count + 1, layers + 1)
-    load, held = np.full(shape, FAR), np.full(shape, FAR)
+    load, resident = np.full(shape, FAR), np.full(shape, FAR)
     both = np.full(shape, np.inf)
     most = np.zeros(layers + 1, dtype=np.int64)
-    need = Need(load, held, both, most, most, _least_crossing(form))
-    load[:, :, 0] = held[:, :, 0] = 0
+    need = Need(load, resident, both, most, most, _least_crossing(form))
+    load[:, :, 0] = resident[:, :, 0] = 0
     both[:, :, 0] = 0.0
     for l in range(1, layers + 1):
         for p in range(count + 1):
@@ -349,7 +352,7 @@ def _row(need: Need, period: int, delay: int) -> int:
 
 @njit(cache=True)
 def _delay(period: int, row: int) -> int:
-    """The delay that a row stands for."""
+    """The delay of a row of the tables."""
     return int(((row // PARTS + 1) << SHIFT) + -(-(row % PARTS) * period // PARTS))
 
 
@@ -357,8 +360,12 @@ def _delay(period: int, row: int) -> int:
 def _need_of_normal(
     form: AllocationTables, period: int, need: Need, v: int, p: int, l: int
 ) -> None:
-    """With normal group p - 1 unused, or for any stage [k, l) on it."""
-    load, held, both = need.load[v, p - 1, l], need.held[v, p - 1, l], need.both[v, p - 1, l]
+    """Update ``Need`` with normal group p - 1 unused, or with any stage [k, l) on it."""
+    load, resident, both = (
+        need.load[v, p - 1, l],
+        need.resident[v, p - 1, l],
+        need.both[v, p - 1, l],
+    )
     group = form.normal[p - 1]
     sort = form.sort[group]
     before = _delay(period, v)
@@ -370,17 +377,17 @@ def _need_of_normal(
             if _fits(form, group, c, k, l, delay >> SHIFT):
                 row = _row(need, period, _add(delay, need.crossing[k], period))
                 load = min(load, need.load[row, p - 1, k])
-                held = min(held, need.held[row, p - 1, k])
+                resident = min(resident, need.resident[row, p - 1, k])
                 both = min(both, need.both[row, p - 1, k])
-    need.load[v, p, l], need.held[v, p, l], need.both[v, p, l] = load, held, both
+    need.load[v, p, l], need.resident[v, p, l], need.both[v, p, l] = load, resident, both
 
 
 @njit(cache=True)
 def _need_of_special(
     form: AllocationTables, period: int, need: Need, v: int, p: int, l: int
 ) -> None:
-    """For any stage [k, l) on the special group."""
-    load, held, both = need.load[v, p, l], need.held[v, p, l], need.both[v, p, l]
+    """Update ``Need`` with any stage [k, l) on the special group."""
+    load, resident, both = need.load[v, p, l], need.resident[v, p, l], need.both[v, p, l]
     sort, memory = form.sort[form.special], form.memory[form.special]
     before = _delay(period, v)
     for c in range(form.seconds.shape[1]):
@@ -392,6 +399,6 @@ def _need_of_special(
             row = _row(need, period, delay)
             bytes_ = form.static[sort, l, k] + ((delay >> SHIFT) - 1) * form.saved[sort, c, l, k]
             load = min(load, need.load[row, p, k] + seconds)
-            held = min(held, need.held[row, p, k] + bytes_)
+            resident = min(resident, need.resident[row, p, k] + bytes_)
             both = min(both, need.both[row, p, k] + seconds / period + bytes_ / memory)
-    need.load[v, p, l], need.held[v, p, l], need.both[v, p, l] = load, held, both
+    need.load[v, p, l], need.resident[v, p, l], need.both[v, p, l] = load, resident, both

@@ -1,4 +1,4 @@
-"""What the passes of MadPipe's exact program read and write."""
+"""Data of MadPipe's exact program: labels, lower bounds and passes."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 class Labels(NamedTuple):
     """The labels of every state, shape (states, room, 7), and their number, shape (states,).
 
-    State (l, p, o) has l layers and p normal groups left; o tells of the stage placed last, see
-    ``pass_layer``. A label's fields are those of ``Label``, the label that it comes from (its state
-    times the room, plus its column), and how the stage between them is recomputed. ``work`` counts
-    comparisons, and labels that found no room.
+    State (l, p, o) has l layers and p normal groups left; o describes the stage placed last, see
+    ``pass_layer``. The fields of a label are those of ``Label``, its parent (state times the room
+    plus column), and the recomputation of the stage between them. ``work`` counts comparisons and
+    labels for which there was no room.
     """
 
     rows: Ints
@@ -21,30 +21,30 @@ class Labels(NamedTuple):
 
 
 class Label(NamedTuple):
-    """One label: the delay, and what the special group does and keeps so far.
+    """One label: the delay, and the load and memory of the special group so far.
 
-    ``load`` in ticks; in bytes ``held``, what its stages keep at all times; ``group``, what it
-    keeps while the stages of the delay's group are at their peak; ``peak``, at any time.
+    ``load`` is in ticks. In bytes, ``resident`` is kept by its stages at all times, ``group`` while
+    the stages of the delay's group are at their peak, and ``peak`` is the largest at any time.
     """
 
     delay: int
     load: int
-    held: int
+    resident: int
     group: int
     peak: int
 
 
 class Need(NamedTuple):
-    """What layers [0, l) on p normal groups and the special one ask of the special one at least.
+    """Lower bounds on the special group's part of layers [0, l), with p normal groups.
 
-    ``load`` and ``held`` each at its least, ``both`` the least sum of the two as shares of the
-    period and the memory; shape (rows, N + 1, L + 1), where a row stands for delays behind [0, l)
-    of one part of a period. ``delay`` and ``most`` are at most what [0, l) can add to the delay and
-    the special load, ``crossing`` is C(l) at its least between two groups, shape (L + 1,).
+    ``load`` and ``resident`` are the least values of each, ``both`` the least sum of the two as
+    fractions of period and memory; shape (rows, N + 1, L + 1), with a row per interval of delays
+    after [0, l). ``delay`` and ``most`` are upper bounds on what [0, l) adds to the delay and to
+    the special load; ``crossing`` is the least C(l) between two groups, shape (L + 1,).
     """
 
     load: Ints
-    held: Ints
+    resident: Ints
     both: Floats
     delay: Ints
     most: Ints
@@ -52,10 +52,10 @@ class Need(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One pass of the program, on whether an allocation of ``form`` keeps the ``period``.
+    """One pass of the program, which searches for an allocation of ``form`` with ``period``.
 
-    It gives up after so many ``steps``. With ``merging`` labels that find no room are merged with
-    others, else dropped.
+    It stops after ``steps`` steps. With ``merging``, labels without room are merged with others,
+    otherwise they are dropped.
     """
 
     form: AllocationTables

@@ -1,4 +1,4 @@
-"""MadPipe's exact program: whether an allocation of stages keeps a period."""
+"""MadPipe's exact program: decides whether an allocation with a given period exists."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.allocation_tables import (
     AllocationTables,
     Placed,
-    behind,
+    longest_delays,
 )
 from stagewright.solvers.patterns.madpipe_kernels import (
     FAR,
@@ -25,7 +25,7 @@ from stagewright.solvers.patterns.madpipe_kernels import (
 )
 from stagewright.solvers.patterns.madpipe_labels import Labels, Pass
 
-MOST_GROUPS = 16  # for which Need has rows; the last one serves all above
+MOST_GROUPS = 16  # for which Need has rows; the last row is for all larger ones
 FIRST_LABELS = 32  # per state
 MORE_LABELS = 8
 LABEL_BYTES = 1e9
@@ -34,7 +34,7 @@ UNLIMITED = Limits(math.inf)
 
 
 class Outcome(Enum):
-    """Of one pass: an allocation, a proof that there is none, or neither."""
+    """Outcome of a pass: an allocation, a proof that none exists, or neither."""
 
     FOUND = 0
     NONE = 1
@@ -42,8 +42,8 @@ class Outcome(Enum):
 
 
 @dataclass
-class Program:
-    """The exact program, with room for so many labels per state, used again by every pass."""
+class AllocationProgram:
+    """The exact program with ``room`` labels per state; passes reuse its arrays."""
 
     form: AllocationTables
     room: int
@@ -61,13 +61,13 @@ class Program:
     def test(
         self, period: int, steps: float = math.inf, limits: Limits = UNLIMITED
     ) -> tuple[Outcome, list[Placed]]:
-        """Whether an allocation keeps ``period``; gives up after so many comparisons.
+        """Search for an allocation with ``period``; stops after a number of comparisons.
 
-        Of ``limits``, which are looked at between two layers, only the stop token counts.
+        Of ``limits``, only the stop token is checked, after each layer.
         """
-        # Without a special group the tables only tell what can be placed at all.
+        # Without a special group the tables only determine which layers can be placed.
         rows = min(self.form.versions, MOST_GROUPS) * PARTS if self.form.special >= 0 else 1
-        need = needs_of(self.form, period, rows)._replace(delay=behind(self.form))
+        need = needs_of(self.form, period, rows)._replace(delay=longest_delays(self.form))
         most = int(min(steps, float(FAR)))
         label = self._reach(Pass(self.form, need, period, self.labels, self.merging, most), limits)
         if label >= 0 and not self.merging:
@@ -77,7 +77,7 @@ class Program:
         return (Outcome.OPEN if open_ended or dropped else Outcome.NONE), []
 
     def _reach(self, this: Pass, limits: Limits) -> int:
-        """A label of 0 layers left with every load at most the period; -1 if none was reached."""
+        """A label of 0 layers left with all loads at most the period; -1 if none is reached."""
         begin(self.form, self.labels)
         for layer in range(self.form.seconds.shape[-1] - 1, 0, -1):
             label: int = pass_layer(this, layer)
@@ -86,7 +86,7 @@ class Program:
         return -1
 
     def _placed(self, label: int) -> list[Placed]:
-        """The stages that led to a label of 0 layers, from the first."""
+        """The stages of a label of 0 layers left, from the first stage."""
         left = len(self.form.normal) + 1
         layers, found = self.form.seconds.shape[-1] - 1, []
         state, column = divmod(label, self.room)
@@ -100,7 +100,7 @@ class Program:
 
 
 def label_rooms(form: AllocationTables) -> list[int]:
-    """Labels per state, for one try after another; without a special group one is all there is."""
+    """Labels per state for successive tries; a single one suffices without a special group."""
     if form.special < 0:
         return [1]
     states = form.seconds.shape[-1] * (len(form.normal) + 1) * OWNERS

@@ -1,8 +1,8 @@
-"""The pattern of least period for given stages, proved (MadPipe section 4.3).
+"""The pattern of least period for given stages, with a proved bound (MadPipe section 4.3).
 
-First come bounds and list schedules: where they meet, nothing is left to prove. Else a solver looks
-for the orders of the jobs, and the exact times for these orders are computed from them. Whatever a
-solver's tolerances are, a pattern keeps every rule and the reported bound is what was proved.
+Bounds and list schedules come first; if they coincide, the pattern is optimal. Otherwise a solver
+searches for the orders of the jobs, and the exact times are computed from these orders. So patterns
+satisfy every rule and reported bounds are proved, independent of a solver's tolerances.
 """
 
 import math
@@ -12,7 +12,7 @@ from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
-from stagewright.formulations.patterns.one_f_one_b import load_bound, period_bound
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
 from stagewright.formulations.patterns.order_model import OrderModel
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import AtPeriod, ByRate, in_ticks
@@ -20,20 +20,20 @@ from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import solve
 
-PROVED = 1e-6  # relative: a period that is no further above its bound is called optimal
+PROVED = 1e-6  # relative gap below which a period is called optimal
 LONGER = (1.0, 1.05, 1.2, 1.5)  # times the lower bound: periods of list schedules
 TICKS = 30  # log2 of CP-SAT's longest period
-LESS_ROOM = 1 - 1e-7  # after a solver's tolerance let orders pass that do not fit
-SAFETY = 1e-7  # relative: solvers' bounds are rounded, those that come as text the most
+LESS_ROOM = 1 - 1e-7  # factor of memory after a solver's orders exceed it within tolerance
+SAFETY = 1e-7  # relative: solvers' bounds are rounded, most of all those read as text
 MARGIN = 1e-12  # of the period: rounding in list schedules
 
 
 @dataclass(frozen=True, slots=True)
 class PatternAnswer:
-    """The best pattern that was found, checked, and what was proved.
+    """The best pattern found, checked, with its proved bound.
 
-    ``pattern`` and ``period`` are None, and ``bound`` infinite, if nothing fits at any period.
-    ``bound`` is in seconds, ``proved_by`` names the argument or the solver behind it.
+    ``pattern`` and ``period`` are None, and ``bound`` infinite, if no period is feasible. ``bound``
+    is in seconds; ``proved_by`` names the argument or the solver that proves it.
     """
 
     pattern: Pattern | None
@@ -59,12 +59,12 @@ def best_pattern(
     ----------
     backend
         ``highs``, ``pulp-highs``, ``pulp-cbc`` or ``cvxpy`` for the mixed-integer program,
-        ``cp-sat`` for a search over periods; None is that of ``limits``, else ``auto``, the
-        quickest: HiGHS.
+        ``cp-sat`` for a search over periods. None: the backend of ``limits``, or else ``auto``,
+        which is the fastest, HiGHS.
     lower_seconds
         A period that is known to be a lower bound.
     upper
-        A known pattern; the search ends as soon as nothing better is possible.
+        A known pattern; the search ends as soon as it is proved optimal.
 
     Raises
     ------
@@ -77,10 +77,10 @@ def best_pattern(
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     began = perf_counter()
-    search = _Search(problem, limits, on_progress, began)
+    search = _PatternSearch(problem, limits, on_progress, began)
     first = sequential(problem)
     if first.period <= 0:
-        raise InputError("a pattern needs an operation that takes time")
+        raise InputError("a pattern needs an operation of positive duration")
     if search.model.overfull(search.model.orders_of(first)):
         seconds = perf_counter() - began
         return PatternAnswer(None, None, math.inf, Status.INFEASIBLE, "memory", seconds)
@@ -97,8 +97,8 @@ def best_pattern(
 
 
 @dataclass
-class _Search:
-    """What is known while a search goes on."""
+class _PatternSearch:
+    """The state of a search: the best pattern and the best bound so far."""
 
     problem: PatternProblem
     limits: Limits
@@ -109,11 +109,11 @@ class _Search:
     best: Pattern | None = None
     load: float = field(init=False)
     model: OrderModel = field(init=False)
-    relaxed: OrderModel = field(init=False)  # what solvers are given, see `OrderModel`
+    relaxed: OrderModel = field(init=False)  # the model for solvers, see `OrderModel`
     rooms: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = load_bound(self.problem)
+        self.load = pattern_load_bound(self.problem)
         self.model, self.rooms = OrderModel(self.problem), self.problem.room_bytes
         self.relaxed = replace(self.model, relaxed=True)
 
@@ -124,12 +124,12 @@ class _Search:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing better is possible."""
+        """Whether the best pattern is proved optimal."""
         return self.period <= self.bound * (1 + PROVED)
 
     @property
     def left(self) -> Limits:
-        """The limits for what is still to do."""
+        """The remaining limits."""
         return replace(self.limits, seconds=self.limits.left(perf_counter() - self.began))
 
     def offer(self, pattern: Pattern) -> None:
@@ -146,9 +146,9 @@ class _Search:
                 self._report()
 
     def admit(self, orders: Ints) -> bool:
-        """Offer the exact pattern of a solver's orders; False, and less room, if none fits.
+        """Offer the exact pattern of a solver's orders; if none fits, reduce room, return False.
 
-        With less room than there is, an optimum is no bound any more; see :attr:`exact`.
+        With reduced room, an optimum is not a bound any more; see :attr:`exact`.
         """
         full = self.model.overfull(orders)
         if full:
@@ -164,7 +164,7 @@ class _Search:
 
     @property
     def exact(self) -> bool:
-        """Whether solvers are given the memory that there is."""
+        """Whether solvers use the full memory."""
         return self.rooms == self.problem.room_bytes
 
     def answer(self) -> PatternAnswer:
@@ -178,17 +178,17 @@ class _Search:
         self.on_progress(Progress(seconds, self.period, min(self.bound, self.period)))
 
 
-def _by_rate(backend: str, name: str) -> Callable[[_Search], None]:
+def _by_rate(backend: str, name: str) -> Callable[[_PatternSearch], None]:
     """A search by the mixed-integer program of the rate."""
 
-    def run(search: _Search) -> None:
+    def run(search: _PatternSearch) -> None:
         assert search.best is not None
         while not search.closed:
             model = ByRate(search.relaxed, search.bound, search.period, search.rooms)
             form = replace(model.apply(), hint=model.hint(search.best))
             answer = solve(form, backend, search.left)
             if search.exact:
-                # Nothing is as short as the best pattern: it is the shortest.
+                # No pattern is as short as the best one, so that is optimal.
                 infeasible = answer.status is Status.INFEASIBLE
                 bound = search.period if infeasible else model.period(answer.bound)
                 search.prove(bound * (1 - SAFETY), name)
@@ -198,13 +198,13 @@ def _by_rate(backend: str, name: str) -> Callable[[_Search], None]:
     return run
 
 
-def _by_periods(search: _Search) -> None:
-    """CP-SAT at one period after the other: at the lower bound, then in the middle."""
+def _by_periods(search: _PatternSearch) -> None:
+    """Bisection over periods with CP-SAT, starting at the lower bound."""
     from stagewright.solvers.backends.cpsat import run_integers  # CP-SAT is slow to import
 
     unit = math.ldexp(1.0, math.frexp(search.period)[1] - TICKS)
     model = OrderModel(in_ticks(search.problem, unit), relaxed=True)
-    # There is a pattern of ``high`` ticks and, as far as is known, none of ``low`` or less.
+    # ``high`` ticks are feasible; ``low`` ticks or less are not known to be.
     low, high = math.ceil(search.bound / unit) - 1, math.ceil(search.period / unit)
     period = low + 1
     while low + 1 < high and not search.closed:
@@ -222,13 +222,13 @@ def _by_periods(search: _Search) -> None:
 
 
 def _least_ticks(model: OrderModel, orders: Ints) -> int:
-    """The least number of ticks for ``orders``, which some number of ticks fits."""
+    """The least feasible number of ticks for ``orders``, which must be feasible at some."""
     pattern = least_pattern(model, orders)
     assert pattern is not None
     return math.ceil(pattern.period * (1 - MARGIN))
 
 
-BACKENDS: dict[str, Callable[[_Search], None]] = {
+BACKENDS: dict[str, Callable[[_PatternSearch], None]] = {
     "auto": _by_rate("highs", "HiGHS"),
     "highs": _by_rate("highs", "HiGHS"),
     "pulp-highs": _by_rate("pulp-highs", "HiGHS"),
@@ -238,8 +238,8 @@ BACKENDS: dict[str, Callable[[_Search], None]] = {
 }
 
 
-def _list_schedules(search: _Search) -> None:
-    """Offer list schedules of growing periods until one fits; longer ones are seldom better."""
+def _list_schedules(search: _PatternSearch) -> None:
+    """Offer list schedules of increasing periods until one fits; longer ones are rarely better."""
     for longer in LONGER:
         fits = False
         for backward_first in (True, False):
@@ -256,11 +256,11 @@ def _list_schedules(search: _Search) -> None:
 
 
 def list_pattern(problem: PatternProblem, period: float, backward_first: bool) -> Pattern | None:
-    """Place one operation after the other into a period, from the last stage to the first.
+    """Schedule the operations into a period one by one, from the last stage to the first.
 
-    Every forward comes as late, every backward as early as its device or link is free, so that
-    few microbatches are in flight; on a chain of devices with one stage each these are the groups
-    of 1F1B*. None if an operation finds no place; memory is not looked at.
+    Every forward is as late, every backward as early as its device or link allows, so that few
+    microbatches are in flight; with one stage per device this gives the groups of 1F1B*. None if
+    there is no place for an operation; memory is not checked.
     """
     jobs = problem.jobs
     busy: list[list[tuple[float, float]]] = [[] for _ in problem.shared]

@@ -1,4 +1,4 @@
-"""An event-driven run of a pipeline's blocks, whose devices are told what to start."""
+"""Event-driven simulation of a pipeline's blocks with a choice rule per device."""
 
 import heapq
 from collections import deque
@@ -13,16 +13,16 @@ Task = tuple[int, int]  # block and microbatch
 
 
 class EventRun:
-    """A device that falls idle or gets work starts what ``choose(device, run)`` names, if anything.
+    """Simulates devices that start the task ``choose(device, run)`` when idle; None waits.
 
-    Channels serve first come, first served; between stages on one device nothing is transferred.
+    Channels are first come, first served; stages on one device have no transfers between them.
 
     Attributes
     ----------
     ready
-        ``ready[block][m]``: the block before it has ended.
+        ``ready[block][m]``: whether the previous block has ended.
     started
-        How many microbatches each block has started.
+        Number of microbatches that each block has started.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class EventRun:
         Raises
         ------
         ValueError
-            If work is left that no device starts.
+            If the devices deadlock with work left.
         """
         self._start_device(self.machine[0], 0.0)
         while self.events:
             now, _, block, m = heapq.heappop(self.events)
             self._end(block, m, now)
         if min(self.started) < self.problem.microbatches:
-            raise ValueError("the devices wait for each other in a circle")
+            raise ValueError("deadlock: the devices wait for each other")
         return timetable_of(self.problem, np.array(self.starts))
 
     def _end(self, block: int, m: int, now: float) -> None:
@@ -74,7 +74,7 @@ class EventRun:
             self._start_device(device, now)
 
     def _arrive(self, block: int, m: int, now: float, devices: list[int]) -> None:
-        """Start a transfer, or add the device to those that have work."""
+        """Start a transfer, or add the device to ``devices``."""
         machine = self.machine[block]
         self.ready[block][m] = True
         if machine in self.device_of:
@@ -109,7 +109,7 @@ class EventRun:
 
 
 def _transfers_on_one_device(problem: MakespanProblem) -> set[int]:
-    """The blocks that are transfers between two stages on one device."""
+    """The transfer blocks between two stages on one device."""
     forward, backward, _ = (numbers.tolist() for numbers in numbering(problem.stages))
     same = [s for s in range(problem.stages - 1) if problem.device[s] == problem.device[s + 1]]
     return {forward[s] + 1 for s in same} | {backward[s] - 1 for s in same}

@@ -1,4 +1,4 @@
-"""The bounds of :mod:`every_plan`, with the best prices by HiGHS."""
+"""The bounds of :mod:`every_plan`, with the best prices computed by HiGHS."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,15 +6,15 @@ from numpy.typing import NDArray
 from stagewright.formulations.pipelines.every_plan import (
     COPIES,
     LAYER,
-    LAYER_WAY,
+    LAYER_PATH,
     LOAD,
-    WAY,
+    PATH,
     copies_bound,
     layer_bound,
-    layer_way_bound,
-    load_bound,
+    layer_path_bound,
+    path_bound,
     price_program,
-    way_bound,
+    priced_load_bound,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
@@ -25,26 +25,26 @@ from stagewright.solvers.backends.backend import solve
 def every_plan_bounds(problem: PipelineProblem) -> tuple[Bound, ...]:
     """Bounds on every plan that the checker accepts, and on every finite one.
 
-    ``problem`` must have room for every layer.
+    Every layer of ``problem`` must fit in memory.
     """
     prices = best_prices(problem)
-    load = load_bound(problem, prices)
+    load = priced_load_bound(problem, prices)
     return (
         Bound(load, LOAD, "problem", EVERY_PLAN, tuple(prices.tolist())),
         Bound(layer_bound(problem), LAYER, "problem", EVERY_PLAN),
         Bound(copies_bound(problem), COPIES, "problem", EVERY_PLAN),
         *(
             Bound(bound(problem, not plans.split_backward), name, "problem", plans)
-            for name, bound in ((WAY, way_bound), (LAYER_WAY, layer_way_bound))
+            for name, bound in ((PATH, path_bound), (LAYER_PATH, layer_path_bound))
             for plans in (EVERY_FINITE, WHOLE_FINITE)
         ),
     )
 
 
 def best_prices(problem: PipelineProblem) -> NDArray[np.float64]:
-    """Prices of a second on each kind of device, for the best load bound.
+    """Prices of a second on each kind of device for the best load bound.
 
-    The bound is computed from them in floats, whatever HiGHS's tolerances made of them.
+    The bound is recomputed from the prices in floats, so HiGHS's tolerances do not affect it.
     """
     kinds = len(problem.kinds)
     found = solve(price_program(problem), "highs").values if kinds > 1 else None

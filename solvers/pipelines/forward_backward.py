@@ -2,9 +2,8 @@
 
 After Li and Willis (1992) and Valls, Ballestin and Quintanilla (2005, "justification"): schedule
 the problem backwards in time, each block as late as possible, latest finish first; then forwards
-again, as early as possible, in the order of those latest starts; and so on, with random changes.
-The blocks of the problem reversed in time are again blocks of that form, so that one dispatcher
-serves both directions.
+again, as early as possible, in the order of those latest starts; repeat with random perturbations.
+The problem reversed in time has the same form, so one dispatcher serves both directions.
 """
 
 from time import perf_counter
@@ -16,7 +15,7 @@ from numba import njit
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.blocks import (
     NONE,
-    Blocks,
+    BlockGraph,
     block_starts,
     blocks_of,
     timetable_of,
@@ -35,9 +34,9 @@ def improve(
 ) -> Timetable:
     """The best schedule found within ``limits``, at worst ``incumbent``.
 
-    The search ends early at ``target``, or when it has run out of patience.
+    The search ends early at ``target``, or after ``PATIENCE`` passes without improvement.
     """
-    search = _Search(problem, np.random.default_rng(limits.seed))
+    search = _ScheduleSearch(problem, np.random.default_rng(limits.seed))
     best = current = block_starts(problem, incumbent)
     cost, passes, last, began = search.makespan(best), 0, 0, perf_counter()
     while cost > target and passes - last < PATIENCE and limits.left(perf_counter() - began) > 0:
@@ -54,8 +53,8 @@ def improve(
     return timetable_of(problem, best)
 
 
-class _Search:
-    """The two directions of scheduling, with their random choices."""
+class _ScheduleSearch:
+    """Forward and backward scheduling with random perturbations."""
 
     def __init__(self, problem: MakespanProblem, random: np.random.Generator) -> None:
         self.blocks = blocks_of(problem)
@@ -80,16 +79,16 @@ class _Search:
         return np.ascontiguousarray(-(mirrored + self.late.durations[:, None])[::-1, ::-1])
 
     def random_rule(self) -> Floats:
-        """Priorities between "later blocks first" and "earlier microbatches first".
+        """Random priorities between "later blocks first" and "earlier microbatches first".
 
-        Weight gradients, for which at most a reduction waits, are as urgent as the first block.
+        Weight gradients, which at most an all-reduce waits for, have the priority of block 0.
         """
         blocks = np.arange(len(self.durations))
         urgency = np.where(blocks < self.way, blocks, 0)[:, None]
         return np.asarray(10 * self.random.random() * np.arange(self.microbatches) - urgency)
 
     def _noise(self, shape: tuple[int, ...]) -> Floats:
-        """Noise by block and by entry, each of them in half of the calls."""
+        """Noise per block and noise per entry, each in half of the calls."""
         random, unit = self.random, float(self.durations.max())
         by_block = random.integers(2) * random.choice(NOISE) * random.standard_normal((shape[0], 1))
         by_entry = random.integers(2) * random.choice(NOISE) * random.standard_normal(shape)
@@ -97,10 +96,10 @@ class _Search:
 
 
 class Rules(NamedTuple):
-    """:class:`Blocks` for :func:`dispatch`; rows are filled up with ``NONE``.
+    """:class:`BlockGraph` as arrays for :func:`dispatch`; rows are filled up with ``NONE``.
 
-    ``members`` are the blocks of each device and channel; ``wakes`` the blocks whose next start may
-    change when a block is scheduled: itself, what waits for it, and what its end frees.
+    ``members`` are the blocks of each device and channel; ``wakes`` are the blocks whose next start
+    may change when a block is scheduled: itself, its successors, and those whose slot it frees.
     """
 
     durations: Floats
@@ -113,7 +112,7 @@ class Rules(NamedTuple):
     wakes: Ints
 
 
-def rules_of(blocks: Blocks) -> Rules:
+def rules_of(blocks: BlockGraph) -> Rules:
     """The arrays of ``blocks`` for the dispatcher."""
     n, own = len(blocks.durations), blocks.members()
     members = np.full((len(own), max(map(len, own))), NONE)
@@ -137,15 +136,16 @@ def rules_of(blocks: Blocks) -> Rules:
 def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
     """Schedule generation after Giffler and Thompson (1960), with bounded waiting.
 
-    The device or channel that could complete a block first takes one: of its candidates, those
-    that can start early enough, the one with the smallest ``priority``. ``eagerness`` 0 admits only
-    the earliest start (no device idles while it could work), 1 every start before that completion.
+    The device or channel with the earliest possible completion of a block is scheduled next. Its
+    candidates are the blocks that can start early enough; the smallest ``priority`` is chosen.
+    ``eagerness`` 0 admits only the earliest start (non-delay schedules), 1 every start before that
+    completion (active schedules).
 
     Returns
     -------
     Start times, shape (blocks, M).
     """
-    # Arrays go to the functions one by one: compiled code is slow with tuples of them.
+    # Arrays are passed one by one, as compiled code is slow with tuples of arrays.
     durations, releases, machines, before, freeing, limits, members, wakes = rules
     starts, done = np.zeros(priority.shape), np.zeros(len(priority), np.int64)
     ready, free, ends = np.empty(len(priority)), np.zeros(len(members)), np.empty(len(members))
@@ -171,7 +171,7 @@ def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
 
 @njit(cache=True)
 def _least(values: Floats) -> int:
-    """The first index of the least value; numpy's argmin takes longer on short arrays."""
+    """The first index of the least value; faster than numpy's argmin on short arrays."""
     least = 0
     for other in range(1, len(values)):
         if values[other] < values[least]:
@@ -183,7 +183,7 @@ def _least(values: Floats) -> int:
 def _first_end(
     machine: int, ready: Floats, free: Floats, durations: Floats, members: Ints
 ) -> float:
-    """When the next block of a device or channel can be complete first."""
+    """The earliest completion of the next block of a device or channel."""
     end = np.inf
     for k in range(members.shape[1]):
         block = members[machine, k]
@@ -231,7 +231,7 @@ def _earliest(
     freeing: Ints,
     limits: Ints,
 ) -> float:
-    """When the next microbatch of ``block`` can start for all that precedes it; inf: not yet."""
+    """Earliest start of ``block``'s next microbatch by its predecessors; inf if one is open."""
     m = done[block]
     if m == starts.shape[1]:
         return np.inf

@@ -8,7 +8,7 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress,
 from stagewright.formulations.pipelines.jobshop import ByIntervals, JobShop, Starts
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 
-# What is ahead of a job at its step k: the work left, and the duration of the step itself.
+# Priorities of a job at its step k, from its remaining work and the duration of the step.
 Rule = Callable[[int, int], float]
 RULES: tuple[Rule, ...] = (
     lambda left, duration: -left,  # most work remaining
@@ -20,7 +20,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class JobShopResult:
-    """A checked schedule, if one was found in time, and how good it is.
+    """A checked schedule, if one was found in time, with its bound.
 
     ``gap`` is (cost - bound) / cost.
     """
@@ -39,7 +39,7 @@ class JobShopResult:
 def solve_jobshop(
     problem: JobShop, limits: Limits, on_progress: OnProgress = silent
 ) -> JobShopResult:
-    """The best schedule that is found within ``limits``, with its proof.
+    """The best schedule found within ``limits``, with a proved bound.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def solve_jobshop(
         If a schedule breaks a rule of the problem.
     """
     began = perf_counter()
-    scheduler(limits)  # refused before any work
+    scheduler(limits)  # refuses an unknown backend before any work
     static = ByIntervals(problem).apply().lower_bound
     incumbent = dispatch_best(problem, limits)
     form = ByIntervals(problem, incumbent).apply()
@@ -103,7 +103,7 @@ def dispatch(problem: JobShop, rule: Rule) -> Starts:
     open_jobs = set(range(len(problem.jobs)))
     while open_jobs:
         steps = {j: earliest(j) for j in open_jobs}
-        # The machine that could complete a step first; who can start before then may have it.
+        # The machine with the earliest completion; jobs that can start before it are candidates.
         completion, machine = min((start + work, k) for start, k, work in steps.values())
         rivals = [j for j, (start, k, work) in steps.items() if k == machine]
         rivals = [

@@ -1,4 +1,4 @@
-"""List scheduling: from an order, or greedily, to the earliest start times (SPP Algorithm 1)."""
+"""List scheduling: earliest start times from an order or a greedy rule (SPP Algorithm 1)."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -18,13 +18,13 @@ from stagewright.solvers.pipelines.event_run import EventRun, Task
 ListKind = Literal["pe", "gpipe", "1f1b", "eager"]
 LIST_KINDS: tuple[ListKind, ...] = ("pe", "1f1b", "gpipe", "eager")
 
-# Warm-up depths, as multiples of 1F1B's, at which the greedy rule is tried: deeper hides slower
-# transfers, shallower lets backwards come earlier.
+# Warm-up depths of the greedy rule, as multiples of 1F1B's: a deeper one hides slower transfers, a
+# shallower one starts backwards earlier.
 EAGER_DEPTHS = (1.0, 1.5, 2.0, 3.0, np.inf)
 
 
 def list_schedule(problem: MakespanProblem, kind: ListKind) -> Timetable | None:
-    """The schedule of one rule; None if the rule does not suit the devices or in-flight limits."""
+    """The schedule of one rule; None if the rule violates the mapping or in-flight limits."""
     if kind == "eager":
         schedules = [_eager(problem, depth) for depth in EAGER_DEPTHS]
         return min(schedules, key=lambda times: times.makespan(problem))
@@ -38,7 +38,7 @@ def list_schedule(problem: MakespanProblem, kind: ListKind) -> Timetable | None:
 
 
 def best_list_schedule(problem: MakespanProblem) -> tuple[ListKind, Timetable]:
-    """The shortest of all list schedules, and the rule that made it."""
+    """The shortest of all list schedules, and its rule."""
     found = [(kind, list_schedule(problem, kind)) for kind in LIST_KINDS]
     kept = [(kind, times) for kind, times in found if times is not None]
     return min(kept, key=lambda entry: entry[1].makespan(problem))
@@ -47,15 +47,15 @@ def best_list_schedule(problem: MakespanProblem) -> tuple[ListKind, Timetable]:
 def schedule_order(problem: MakespanProblem, order: Order) -> Timetable:
     """Every device follows its order and starts each block as soon as it is ready.
 
-    Channels serve transfers first come, first served (Algorithm 1, lines 9-25). A whole backward is
-    both its parts, one after the other, where the problem's backwards are split.
+    Channels serve transfers first come, first served (Algorithm 1, lines 9-25). A whole backward in
+    the order runs both its parts in sequence if the problem's backwards are split.
 
     Raises
     ------
     InputError
-        If the order is not for this problem.
+        If the order does not match the problem.
     ValueError
-        If the devices wait for each other in a circle.
+        If the devices deadlock.
     """
     if (order.device, order.microbatches) != (problem.device, problem.microbatches):
         raise InputError(
@@ -87,7 +87,7 @@ def _gpipe(problem: MakespanProblem) -> Order | None:
 
 
 def _one_f_one_b(problem: MakespanProblem) -> Order | None:
-    """1F1B, interleaved where every device has as many stages, dealt out in turn."""
+    """1F1B; interleaved 1F1B if every device has the same number of stages, assigned cyclically."""
     stages, count, ranks = problem.stages, problem.microbatches, 1 + max(problem.device)
     if problem.is_disjoint:
         return one_f_one_b(stages, count, problem.in_flight)
@@ -110,8 +110,8 @@ def _tasks(problem: MakespanProblem, order: Order) -> list[list[Task]]:
 def _eager(problem: MakespanProblem, depth: float) -> Timetable:
     """Backwards first, then forwards up to ``depth`` times 1F1B's warm-up or the in-flight limit.
 
-    Of several stages on a device the later come first. Weight gradients fill the time in which
-    neither is possible.
+    Of several stages on a device the later ones come first. Weight gradients run when neither is
+    possible.
     """
     forward, backward, weight = (numbers.tolist() for numbers in numbering(problem.stages))
     final = weight if problem.is_split else backward
@@ -119,7 +119,7 @@ def _eager(problem: MakespanProblem, depth: float) -> Timetable:
         min(float(limit), max(1.0, np.ceil(depth * (problem.stages - s))))
         for s, limit in enumerate(problem.in_flight)
     ]
-    candidates: list[list[tuple[int, int, float]]] = []  # block, what frees a place, limit
+    candidates: list[list[tuple[int, int, float]]] = []  # block, the block that frees a slot, limit
     for device in range(1 + max(problem.device)):
         stages = problem.stages_on(device)[::-1]
         own = [(backward[s], backward[s], np.inf) for s in stages]
@@ -132,7 +132,7 @@ def _eager(problem: MakespanProblem, depth: float) -> Timetable:
         started = run.started
         for block, freeing, limit in candidates[device]:
             m = started[block]
-            # Asked only while the device is idle: every started computation has ended.
+            # Called only while the device is idle: every started computation has ended.
             if m < problem.microbatches and run.ready[block][m] and m - started[freeing] < limit:
                 return block, m
         return None

@@ -25,7 +25,7 @@ UNLIMITED = Limits(math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """A partition and its bottleneck; ``bound`` is a proved lower bound on W, equal if exact."""
+    """A partition and its bottleneck; ``bound`` is a lower bound on W, equal to it if exact."""
 
     bottleneck_seconds: float
     bound_seconds: float
@@ -36,10 +36,10 @@ class Balanced:
 class PartitionSearch:
     """Brackets of W(xi) for every number of stages xi <= ``most``, narrowed pass by pass.
 
-    Every pass tells of all numbers of stages at once whether they fit under its limit, so
-    narrowing one bracket narrows the others. W(xi) is at least ``bound[xi]``, and ``found[xi]``
-    is the best placement so far with its bottleneck. A search that is asked to stop settles nothing
-    more; how long it takes is not looked at.
+    A pass decides for all numbers of stages whether they fit under its limit, so narrowing one
+    bracket narrows the others. W(xi) is at least ``bound[xi]``, and ``found[xi]`` is the best
+    placement so far with its bottleneck. The search can be stopped by the stop token of ``limits``;
+    it ignores the time limit.
     """
 
     question: BalancedPartition
@@ -59,7 +59,7 @@ class PartitionSearch:
         self.found = {}
 
     def test(self, limit: float) -> None:
-        """One pass: which numbers of stages fit under ``limit``, and how."""
+        """Run one pass: find the numbers of stages that fit under ``limit``, with placements."""
         assert self.most is not None
         self.passes += 1
         table = recurrence.reach_under(self.form, limit, self.most)
@@ -74,10 +74,8 @@ class PartitionSearch:
     def solve(self, stages: int, ratio: float = 0.0, ceiling: float = math.inf) -> Balanced | None:
         """A partition into ``stages`` stages with W at most 1 + ``ratio`` times the least.
 
-        None if every partition (memory permitting) has a bottleneck of ``ceiling`` or more, or if
-        the search was asked to stop.
-        With ``ratio`` 0 the result is exact: no placement stays below its bottleneck by even the
-        last bit of a float.
+        None if every partition that fits in memory has a bottleneck of ``ceiling`` or more, or if
+        the search was stopped. With ``ratio`` 0 the result is exact to the last bit of a float.
         """
         self._find_one(stages, ceiling)
         narrow = FIRST_RATIO
@@ -89,7 +87,7 @@ class PartitionSearch:
                 choice = ByRecurrence().invert(self.question, cuts)
                 return Balanced(high, min(low, high), choice)
             elif high <= low * (1 + max(narrow, ratio)) or (ratio > 0 and narrow == FIRST_RATIO):
-                # The placement found may be the best already: look just below it.
+                # The placement found may already be optimal: test just below it.
                 self.test(min(math.nextafter(high, 0.0), high / (1 + ratio)))
                 narrow *= NARROWING
             else:
@@ -97,7 +95,7 @@ class PartitionSearch:
         return None
 
     def with_memory(self, factor: float) -> tuple[StageChoice, ...] | None:
-        """Some partition that would fit in ``factor`` times the devices' memory."""
+        """A partition that fits in ``factor`` times the devices' memory; None if there is none."""
         assert self.most is not None
         form = self.form._replace(memory=self.form.memory * factor)
         table = recurrence.reach_under(form, math.inf, self.most)
@@ -108,12 +106,12 @@ class PartitionSearch:
         return ByRecurrence().invert(self.question, cuts)
 
     def next_limit(self, limit: float) -> float:
-        """A wider limit to try when ``limit`` found nothing; inf asks for memory alone."""
+        """The next larger limit if ``limit`` found nothing; inf tests memory only."""
         wider = limit * WIDENING
         return wider if wider < 4 * float(recurrence.least_work(self.form)[-1]) else math.inf
 
     def _find_one(self, stages: int, ceiling: float) -> None:
-        """Raise the limit until some placement is found or the ceiling is passed."""
+        """Raise the limit until a placement is found or the ceiling is exceeded."""
         while not (stages in self.found or self.limits.stopped()) and self.bound[stages] < ceiling:
             limit = self.next_limit(self.bound[stages])
             self.test(min(limit, math.nextafter(ceiling, 0)) if ceiling < math.inf else limit)
@@ -122,7 +120,7 @@ class PartitionSearch:
 def balanced_partitions(
     problem: PipelineProblem, order: Sequence[int]
 ) -> dict[int, tuple[float, tuple[StageChoice, ...]]]:
-    """W and its partition for every number of stages that fits, devices taken in ``order``."""
+    """W and its partition for every feasible number of stages, with devices in ``order``."""
     search = PartitionSearch(BalancedPartition(problem, tuple(order)))
     solved = {stages: search.solve(stages) for stages in search.bound}
     return {

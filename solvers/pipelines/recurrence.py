@@ -1,17 +1,17 @@
 """The compiled kernel of PRM's recurrence (:class:`Recurrence` of ``bppm``).
 
-For a fixed bottleneck T the question is which states can be reached with no stage and no channel
+For a fixed bottleneck T a pass finds all states that are reachable with no stage and no channel
 above T: i devices used, r of them by the stage placed last, l layers placed. Every state holds the
-set of stage counts xi that reach it as a bitset, so one pass over the devices answers for all
-numbers of stages at once. Four facts make the pass quick:
+set of stage counts xi that reach it as a bitset, so one pass over the devices covers all numbers of
+stages. Four properties make the pass fast:
 
-* a stage's time grows with its layers, so the l' from which (l', l] stays under T are one
-  window that only moves forward with l;
-* once r r' is large enough no channel exceeds T whatever its links: all such r' are joined by
-  suffix unions, and the few smaller r' are looked at one by one;
-* work that is left over must fit under T on the devices left over, and work that is done on those
-  used, which leaves a band of l for every i;
-* whoever needs the placement reads it from the same table.
+* a stage's time grows with its layers, so the l' for which (l', l] is under T form a window that
+  only moves forward with l;
+* if r r' is large enough, no channel exceeds T for any links: all such r' are combined by suffix
+  unions, and the few smaller r' are examined one by one;
+* the remaining work must fit under T on the remaining devices, and the work done on the used ones,
+  which leaves a band of l for every i;
+* a placement is read from the same table.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ Cuts = list[tuple[int, int]]
 
 
 class Table(NamedTuple):
-    """What one pass found: ``reach`` has a row per state (see Band) and bit xi - 1 per count."""
+    """The result of a pass: ``reach`` has a row per state (see Band), bit xi - 1 per count."""
 
     limit: float
     band: Band
@@ -47,7 +47,7 @@ def reach_under(form: Recurrence, limit: float, most: int) -> Table:
     band = _band(form, limit)
     reach = np.zeros((int(band.base[-1]), (most + 63) // 64), dtype=np.uint64)
     largest_boundary = float(form.boundary.max())
-    slowest = (float(form.pace.max()), float(form.delay.max()))
+    slowest = (float(form.seconds_per_byte.max()), float(form.latency.max()))
     sweep(form, band, limit, most, largest_boundary, slowest, reach)
     return Table(limit, band, reach)
 
@@ -63,10 +63,10 @@ def complete_counts(form: Recurrence, table: Table) -> list[int]:
 
 
 def trace_back(form: Recurrence, table: Table, stages: int) -> Cuts:
-    """A placement in ``stages`` stages that the table holds.
+    """Read a placement in ``stages`` stages from the table.
 
     Per stage from the last: (layers placed, devices used) so far. Among all placements under the
-    limit, each stage from the first on is as quick as it can be.
+    limit, each stage from the first on is as fast as possible.
     """
     word, bit = divmod(stages - 1, 64)
     final = np.flatnonzero(_final(form, table)[:, word] >> np.uint64(bit) & ONE)
@@ -87,7 +87,7 @@ def trace_back(form: Recurrence, table: Table, stages: int) -> Cuts:
 
 
 def bottleneck(form: Recurrence, cuts: Cuts) -> float:
-    """The largest stage or channel time of a placement, by the kernel's own arithmetic."""
+    """The largest stage or channel time of a placement, with the kernel's arithmetic."""
     worst, taken, used, replicas = 0.0, 0, 0, 0
     for l, i in cuts:
         worst = max(worst, stage_time(form, taken, l, used, i - used))
@@ -98,7 +98,7 @@ def bottleneck(form: Recurrence, cuts: Cuts) -> float:
 
 
 def least_work(form: Recurrence) -> Floats:
-    """Prefix over the last l layers of M times device-seconds at the cheapest kind and share.
+    """Prefix sums over the last l layers of M device-seconds at the cheapest kind and share.
 
     A stage on r devices under T does at most r T of this work.
     """

@@ -1,6 +1,6 @@
-"""The compiled steps of the recurrence: which states of devices and layers are reached.
+"""Compiled kernels of the recurrence: reachable states of devices and layers.
 
-They are in one file because numba compiles a cached kernel again only if its own file changes.
+They are in one file because numba recompiles a cached kernel only if the kernel's own file changes.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,9 @@ MARGIN = 1e-9  # rounding may not cut a state that just fits
 
 
 class Band(NamedTuple):
-    """Which l are looked at with i devices: ``low[i] <= l <= high[i]``.
+    """The range of l that is examined with i devices: ``low[i] <= l <= high[i]``.
 
-    State (i, r, l) stands in row ``base[i] + (r - 1) * (high[i] - low[i] + 1) + l - low[i]``.
+    State (i, r, l) is in row ``base[i] + (r - 1) * (high[i] - low[i] + 1) + l - low[i]``.
     """
 
     low: Ints
@@ -32,7 +32,7 @@ class Band(NamedTuple):
 
 @njit(cache=True, error_model="numpy")
 def stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
-    """Time of layers (before, l] on the r devices behind the first ``used``."""
+    """Time of layers (before, l] on the r devices after the first ``used``."""
     f = b = u = 0.0
     for k in range(form.kinds.shape[0]):
         if form.kinds[k, used + r] > form.kinds[k, used]:
@@ -54,8 +54,8 @@ def _reduce(form: Recurrence, used: int, r: int) -> tuple[float, float]:
     """An all-reduce's seconds per byte of parameters, and its latency."""
     if r == 1:
         return 0.0, 0.0
-    per_byte = 2.0 * (r - 1) / r * form.group_pace[used + r, r]
-    return per_byte, 2.0 * (r - 1) * form.group_delay[used + r, r]
+    per_byte = 2.0 * (r - 1) / r * form.group_seconds_per_byte[used + r, r]
+    return per_byte, 2.0 * (r - 1) * form.group_latency[used + r, r]
 
 
 @njit(cache=True, error_model="numpy")
@@ -64,7 +64,7 @@ def _window_starts(
 ) -> None:
     """starts[l] for l = first ... last: the least l' >= low with (l', l] under the limit, or l.
 
-    No window reaches over layers that cannot be split among r.
+    No window contains layers that cannot be split among r devices.
     """
     per_byte, once = _reduce(form, used, r)
     forward, backward, parameters = form.forward[0, r], form.backward[0, r], form.parameters
@@ -92,16 +92,16 @@ def _window_starts(
 
 @njit(cache=True, error_model="numpy")
 def channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
-    """Time of all transfers between the ``later`` devices before ``used`` and the r behind."""
-    there = back = there_delay = back_delay = 0.0
+    """Time of all transfers between the ``later`` devices before ``used`` and the next r."""
+    there = back = there_latency = back_latency = 0.0
     for k in range(used, used + r):
         for j in range(used - later, used):
-            there = max(there, form.pace[k, j])
-            back = max(back, form.pace[j, k])
-            there_delay = max(there_delay, form.delay[k, j])
-            back_delay = max(back_delay, form.delay[j, k])
+            there = max(there, form.seconds_per_byte[k, j])
+            back = max(back, form.seconds_per_byte[j, k])
+            there_latency = max(there_latency, form.latency[k, j])
+            back_latency = max(back_latency, form.latency[j, k])
     share = _share(form, form.boundary[l], r * later)
-    once: float = share * (there + back) + there_delay + back_delay
+    once: float = share * (there + back) + there_latency + back_latency
     return form.microbatches * once
 
 
@@ -114,15 +114,15 @@ def _share(form: Recurrence, volume: float, shares: int) -> float:
 
 @njit(cache=True, error_model="numpy")
 def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float) -> int:
-    """How many microbatches of layers (before, l] each of r devices can hold, up to form.held."""
+    """Microbatches of layers (before, l] that fit on each of r devices, at most form.warm_up."""
     free = memory
     free -= form.state_factor[r] * (form.parameters[l] - form.parameters[before])
     free -= form.buffers[r, before] + form.buffers[r, l]
     saved = form.saved[r, l] - form.saved[r, before]
     if free < 0.0:
         return 0
-    if saved * form.held <= free:
-        return form.held
+    if saved * form.warm_up <= free:
+        return form.warm_up
     return int(free // saved)
 
 
@@ -150,11 +150,11 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
     front = np.zeros(layers + 1, dtype=np.uint64)
     starts = np.zeros(layers + 1, dtype=np.int64)
     replicas = form.forward.shape[1] - 1
-    needed = np.zeros(replicas + 1)  # bytes that any stage on r devices can do with
+    needed = np.zeros(replicas + 1)  # bytes sufficient for any stage on r devices
     for r in range(1, replicas + 1):
         needed[r] = form.state_factor[r] * form.parameters[layers]
         needed[r] += 2.0 * form.buffers[r].max()
-        needed[r] += min(form.held, most) * form.saved[r, layers]
+        needed[r] += min(form.warm_up, most) * form.saved[r, layers]
     for used in range(size):
         low, high = band.low[used], band.high[used]
         if used > 0:
@@ -188,7 +188,7 @@ def sweep(  # noqa: C901 - one flat pass, its steps are the functions below
 
 @njit(cache=True, error_model="numpy")
 def _join(band: Band, used: int, reach: Words, joined: Words) -> tuple[int, int]:
-    """joined[r', l] = states with r' or more replicas; returns the least and largest l reached."""
+    """joined[r', l]: union of states with at least r' replicas; returns least and largest l."""
     low, high = band.low[used], band.high[used]
     joined[used + 1, low : high + 1] = 0
     for later in range(used, 0, -1):
@@ -212,12 +212,12 @@ def _unconstrained(
     used: int,
     r: int,
 ) -> int:
-    """From how many replicas of the later stage on no channel exceeds the limit."""
+    """The least number of replicas of the later stage such that no channel exceeds the limit."""
     slack = limit / form.microbatches - 2.0 * slowest[1]
     whole = largest_boundary * 2.0 * slowest[0]  # seconds of a microbatch in one share
     if slack <= 0.0:
         return used + 1
-    # So many samples may a share have.
+    # The largest number of samples in a share.
     samples = np.floor(slack * form.samples / whole * (1 - 1e-12)) if whole > 0.0 else np.inf
     if samples < 1.0:
         return used + 1
@@ -227,19 +227,19 @@ def _unconstrained(
 
 @njit(cache=True, error_model="numpy")
 def _collect_links(form: Recurrence, used: int, r: int, free: int, worst: Floats) -> None:
-    """Take the newest of the r devices behind ``used`` into account.
+    """Add the links of the newest of the r devices after ``used`` to ``worst``.
 
-    ``worst[:, r']`` is the slowest link (pace there and back, delay there and back) between the
-    r'-th device before ``used`` and the devices behind it. ``free`` never grows with r, so that
-    rows beyond it are not missed later.
+    ``worst[:, r']`` has the seconds per byte in both directions, then the latencies, of the slowest
+    link between the r'-th device before ``used`` and the devices after it. ``free`` does not
+    increase with r, so rows beyond it are never needed later.
     """
     newest = used + r - 1
     for later in range(1, free):
         j = used - later
-        worst[0, later] = max(worst[0, later], form.pace[newest, j])
-        worst[1, later] = max(worst[1, later], form.pace[j, newest])
-        worst[2, later] = max(worst[2, later], form.delay[newest, j])
-        worst[3, later] = max(worst[3, later], form.delay[j, newest])
+        worst[0, later] = max(worst[0, later], form.seconds_per_byte[newest, j])
+        worst[1, later] = max(worst[1, later], form.seconds_per_byte[j, newest])
+        worst[2, later] = max(worst[2, later], form.latency[newest, j])
+        worst[3, later] = max(worst[3, later], form.latency[j, newest])
 
 
 @njit(cache=True, error_model="numpy")
@@ -256,17 +256,17 @@ def _through_narrow(
     worst: Floats,
     source: Words,
 ) -> None:
-    """Add to ``source`` the states of fewer than ``free`` replicas with a quick channel."""
-    there = back = there_delay = back_delay = 0.0
+    """Add to ``source`` the states of fewer than ``free`` replicas whose channel is fast enough."""
+    there = back = there_latency = back_latency = 0.0
     for later in range(1, free):
         there = max(there, worst[0, later])
         back = max(back, worst[1, later])
-        there_delay = max(there_delay, worst[2, later])
-        back_delay = max(back_delay, worst[3, later])
+        there_latency = max(there_latency, worst[2, later])
+        back_latency = max(back_latency, worst[3, later])
         at = _row(band, used, later, low) - low
         for l in range(low, high + 1):
             share = _share(form, form.boundary[l], r * later)
-            once = share * (there + back) + there_delay + back_delay
+            once = share * (there + back) + there_latency + back_latency
             if form.microbatches * once <= limit:
                 for w in range(reach.shape[1]):
                     source[l, w] |= reach[at + l, w]
@@ -276,10 +276,10 @@ def _through_narrow(
 def _place(
     starts: Ints, first: int, last: int, high: int, source: Words, front: Words, out: Words
 ) -> None:
-    """A stage behind ``source``: for every l the union over its window of l', one count more.
+    """Place a stage after ``source``: for every l the union over its window, one more stage.
 
     ``out`` has a row per l from ``first`` on. The window is a queue of two stacks with running
-    unions: ``front[k]`` is the union of source[k ... border - 1], ``back`` of what came since.
+    unions: ``front[k]`` is the union of source[k ... border - 1], ``back`` that of newer entries.
     """
     for w in range(source.shape[1]):
         border = tail = starts[first]
@@ -323,13 +323,13 @@ def _place_in_memory(
     source: Words,
     out: Words,
 ) -> None:
-    """As ``_place``, where the n-th stage from the end must also hold min(held, n) microbatches."""
+    """As ``_place``; the n-th stage from the end must hold min(warm_up, n) microbatches."""
     for l in range(first, last + 1):
         for before in range(starts[l], min(l, high + 1)):
             if not source[before].any():
                 continue
-            held = _most_in_flight(form, before, l, r, memory)
-            counts = most if held >= form.held else min(held, most)
+            possible = _most_in_flight(form, before, l, r, memory)
+            counts = most if possible >= form.warm_up else min(possible, most)
             carry = np.uint64(0)
             for w in range(source.shape[1]):
                 allowed = min(max(counts - 64 * w, 0), 64)
@@ -342,7 +342,7 @@ def _place_in_memory(
 def _place_first(
     form: Recurrence, starts: Ints, first: int, last: int, r: int, memory: float, out: Words
 ) -> None:
-    """The stage at the very end: nothing stands behind it."""
+    """Place the last stage of the pipeline."""
     for l in range(first, last + 1):
         if starts[l] == 0 and _most_in_flight(form, 0, l, r, memory) > 0:
             out[l - first, 0] |= ONE
@@ -352,7 +352,7 @@ def _place_first(
 def predecessor(
     form: Recurrence, band: Band, reach: Words, limit: float, stages: int, l: int, i: int, r: int
 ) -> tuple[float, int, int]:
-    """(time, l', r') of the quickest stage (l', l] on r devices that ends ``stages`` stages."""
+    """(time, l', r') of the fastest stage (l', l] on r devices that ends ``stages`` stages."""
     used = i - r
     memory = form.memory[used:i].min() if used < i else 0.0
     best = (np.inf, 0, 0)
@@ -363,7 +363,7 @@ def predecessor(
         time = stage_time(form, before, l, used, r)
         if time > limit or time >= best[0]:
             continue
-        if _most_in_flight(form, before, l, r, memory) < min(stages, form.held):
+        if _most_in_flight(form, before, l, r, memory) < min(stages, form.warm_up):
             continue
         for later in range(1, used + 1):
             if reach[_row(band, used, later, before), word] >> bit & ONE == np.uint64(0):

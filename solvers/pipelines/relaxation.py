@@ -1,4 +1,4 @@
-"""The bound of :mod:`relaxation`, by bisection over a dynamic program."""
+"""The bound of :mod:`relaxation`, computed by bisection over a dynamic program."""
 
 import numpy as np
 from numba import njit
@@ -9,24 +9,23 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats
 
 PRECISION = 1e-3  # relative width at which the bisection stops
-STEPS = 2e9  # pairs of states beyond which only the load is looked at
+STEPS = 2e9  # pairs of states above which only the load bound is used
 MARGIN = 1e-9
 
 
-def load_bound(problem: PipelineProblem) -> float:
-    """All devices together do at least this much per iteration: M sum(work) / V."""
+def relaxed_load_bound(problem: PipelineProblem) -> float:
+    """The load bound M sum(work) / V: every iteration does at least this work."""
     total = float(cheapest_work(problem).sum())
     return problem.microbatches * total / len(problem.cluster)
 
 
 def fill_and_drain_bound(problem: PipelineProblem, incumbent: float, wide: bool = False) -> float:
-    """A time that no plan of the class undercuts, up to ``incumbent`` (any known time).
+    """A lower bound on all plans of the class, at most ``incumbent`` (any known time).
 
-    Proved by the relaxation for every number of stages, replication and order at once; the load
-    bound where the tables would be too large. The class is DISJOINT_SPLIT, or if ``wide``
-    DISJOINT_WHOLE.
+    The relaxation covers every number of stages, replication and order. If its tables would be too
+    large, the load bound is returned. The class is DISJOINT_SPLIT, or DISJOINT_WHOLE if ``wide``.
     """
-    low = load_bound(problem)
+    low = relaxed_load_bound(problem)
     if not _is_small(problem) or low >= incumbent:
         return low
     form, size = relax(problem), len(problem.cluster)
@@ -44,7 +43,7 @@ def fill_and_drain_bound(problem: PipelineProblem, incumbent: float, wide: bool 
 
 def is_fill_and_drain_bound(problem: PipelineProblem, seconds: float, wide: bool = False) -> bool:
     """Whether the relaxation proves that no plan of the class takes less than ``seconds``."""
-    if seconds <= load_bound(problem):
+    if seconds <= relaxed_load_bound(problem):
         return True
     return _is_small(problem) and not _fits_under(
         relax(problem), len(problem.cluster), seconds, wide
@@ -57,11 +56,11 @@ def _is_small(problem: PipelineProblem) -> bool:
 
 @njit(cache=True, error_model="numpy")
 def _fits_under(form: Relaxation, size: int, limit: float, wide: bool) -> bool:
-    """Whether some relaxed plan on ``size`` devices lasts no longer than ``limit``, rounding aside.
+    """Whether some relaxed plan on ``size`` devices takes at most ``limit``, up to rounding.
 
-    way[k, i, l] is the least time there and back through stages that hold the first l layers on i
-    devices, there[k, i, l] the least time there alone; both are kept apart, which only relaxes
-    more. The last stage splits its microbatches (k = 0), or its devices take turns (k = 1).
+    way[k, i, l] is the least time of forward and backward through stages with the first l layers on
+    i devices, there[k, i, l] that of the forward. The two are minimised separately, which is a
+    further relaxation. The last stage is split (k = 0) or round-robin (k = 1).
     """
     layers, replicas = form.forward.shape[1] - 1, form.forward.shape[0] - 1
     way = np.full((2, size + 1, layers + 1), np.inf)
@@ -94,35 +93,35 @@ def _place(
     way: Floats,
     there: Floats,
 ) -> None:
-    """Every stage that starts after layer ``before`` on r devices and stays under the limit.
+    """Place every stage on r devices that starts after layer ``before`` and is under the limit.
 
-    ``kind`` is that of the stage, ``last`` that of the one before it. Devices that take turns have
-    whole microbatches, ceil(M / r) of them at least one; from or to them there are several
-    channels, each of which has one microbatch at least.
+    ``kind`` is that of the stage, ``last`` that of the previous one: 0 split, 1 round-robin. Some
+    device of a round-robin stage has ceil(M / r) whole microbatches; it has several channels, each
+    with at least one microbatch.
     """
     M = form.microbatches
     shares, rounds, crossing = (r, M, M) if kind == 0 else (1, -(-M // r), 1)
-    # The channel in front: at best every device used so far sends.
+    # The channel before the stage: at best every device used so far sends.
     once = 0.0
     if used > 0:
         pieces = shares * (used if last == 0 else 1)
         share = -(-form.samples // pieces) / form.samples
-        once = form.boundary[before] * share * form.pace + form.delay
+        once = form.boundary[before] * share * form.seconds_per_byte + form.latency
     if last == 1:
         crossing = 1
     if 2 * crossing * once + there[last, used, before] > limit:
         return
     head, forth = way[last, used, before] + 2 * once, there[last, used, before] + once
-    ring = 2.0 * (r - 1) / r * form.pace
-    ring_delay = 2.0 * (r - 1) * form.delay
+    ring = 2.0 * (r - 1) / r * form.seconds_per_byte
+    ring_latency = 2.0 * (r - 1) * form.latency
     largest = 0.0
     for l in range(before + 1, way.shape[2]):
         f = form.forward[shares, l] - form.forward[shares, before]
         x = f + form.backward[shares, l] - form.backward[shares, before]
         weights = form.parameters[l] - form.parameters[before]
-        finish = ring * weights + ring_delay + form.update[l] - form.update[before]
+        finish = ring * weights + ring_latency + form.update[l] - form.update[before]
         saved = form.saved[shares, l] - form.saved[shares, before]
-        if wide:  # a stage that recomputes layer by layer holds one layer's at a time
+        if wide:  # layer-wise recomputation keeps the activations of one layer at a time
             largest = max(largest, form.saved[shares, l] - form.saved[shares, l - 1])
             saved = largest * (1 - MARGIN)
         if (

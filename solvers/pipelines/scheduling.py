@@ -22,12 +22,12 @@ IMPROVEMENT = 0.2  # share of the time limit after which CP-SAT takes over
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduleResult:
-    """A checked schedule and how good it is; times in the problem's unit.
+    """A checked schedule with its bound and gap; times in the problem's unit.
 
-    ``timetable``, ``cost`` and ``gap`` are None if the kind of schedule does not suit the devices
-    or the in-flight limits. ``bound`` is the largest of ``bounds``, ``gap`` is (cost - bound) /
-    cost. ``source`` names the method that found the timetable. ``rounding`` is by how much CP-SAT's
-    ticks understate the schedule that it answered.
+    ``timetable``, ``cost`` and ``gap`` are None if the kind of schedule is not possible with the
+    mapping or the in-flight limits. ``bound`` is the largest of ``bounds``, ``gap`` is (cost -
+    bound) / cost. ``source`` names the method that found the timetable. ``rounding`` is the time
+    by which CP-SAT's ticks underestimate its schedule.
     """
 
     timetable: Timetable | None
@@ -51,11 +51,11 @@ def solve_schedule(
     on_progress: OnProgress = silent,
     incumbent: Timetable | None = None,
 ) -> ScheduleResult:
-    """The schedule of one rule, or the best that can be found and proved within ``limits``.
+    """The schedule of one rule, or the best schedule found within ``limits``.
 
-    An ``"optimal"`` schedule is never worse than any list schedule, nor than ``incumbent``: they
-    are tried and checked first. The search ends as soon as a bound is met. CP-SAT searches unless
-    ``limits`` names another backend, which is for small cases.
+    An ``"optimal"`` schedule is never worse than any list schedule or ``incumbent``, which are
+    checked first. The search ends when its cost equals a bound. It uses CP-SAT unless ``limits``
+    names another backend; the others are for small cases.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def solve_schedule(
         If a schedule breaks a rule of the problem.
     """
     began = perf_counter()
-    scheduler(limits)  # refused before any work
+    scheduler(limits)  # refuses an unknown backend before any work
     bounds = schedule_bounds(problem)
     if kind != "optimal":
         timetable = list_schedule(problem, kind)
@@ -90,7 +90,7 @@ def solve_schedule(
 def _first(
     problem: MakespanProblem, incumbent: Timetable | None, bounds: tuple[Bound, ...], began: float
 ) -> ScheduleResult:
-    """The best list schedule, or the incumbent if that is better."""
+    """The best list schedule, or the incumbent if it is better."""
     source: str
     source, timetable = best_list_schedule(problem)
     if incumbent is not None and problem.evaluate(incumbent) < timetable.makespan(problem):
@@ -101,7 +101,7 @@ def _first(
 def _improved(
     problem: MakespanProblem, found: ScheduleResult, limits: Limits, began: float
 ) -> ScheduleResult:
-    """Forward-backward improvement, for its share of the time."""
+    """Improve the schedule forward and backward for a share of the time limit."""
     assert found.timetable is not None
     target = found.bound * (1 + RELATIVE_TOLERANCE)
     share = replace(limits, seconds=IMPROVEMENT * limits.seconds)
@@ -118,7 +118,7 @@ def _proved(
     began: float,
     note: OnProgress,
 ) -> ScheduleResult:
-    """A solver for the rest of the time: a better schedule, a better bound, or both."""
+    """Run a solver for the remaining time, for a better schedule, a better bound, or both."""
     assert found.timetable is not None
     model = ByIntervals(problem, found.timetable)
     form = model.apply()
@@ -170,7 +170,7 @@ def _result(
     if best.seconds > cost * (1 + RELATIVE_TOLERANCE):
         raise InvalidPlan(f"the schedule takes {cost}, below the bound {best}")
     bound = min(best.seconds, cost)  # sums of the same numbers in different orders
-    met = cost - bound <= rounding + RELATIVE_TOLERANCE * cost
+    is_tight = cost - bound <= rounding + RELATIVE_TOLERANCE * cost
     return ScheduleResult(
         timetable=timetable,
         cost=cost,
@@ -178,7 +178,7 @@ def _result(
         proved_by=best.proved_by,
         bounds=bounds,
         gap=(cost - bound) / cost if cost > 0 else 0.0,
-        status=Status.OPTIMAL if met else Status.FEASIBLE,
+        status=Status.OPTIMAL if is_tight else Status.FEASIBLE,
         source=source,
         seconds=seconds,
         rounding=rounding,

@@ -1,4 +1,4 @@
-"""Rules of list schedules: how urgent computations are, and how much is in flight."""
+"""Rules of list schedules: priorities of computations and in-flight limits."""
 
 import math
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ FIRST_RULES = 6
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How urgent computations are, and how many microbatches may be in flight.
+    """Priorities of computations, and the limit on microbatches in flight.
 
-    ``depth`` counts in what it takes to keep the busiest device busy: 1 is 1F1B's warm-up.
-    ``urgency`` puts the kinds in order, the most urgent first. Within a kind ``forward`` and
-    ``backward`` decide: by microbatch (oldest or newest first), by the last stage (deepest) or the
-    first (broad), or round after round of as many microbatches as there are devices (chunks).
+    ``depth`` is a multiple of the microbatches that keep the busiest device busy; 1 is 1F1B's
+    warm-up. ``urgency`` orders the kinds of computations, the most urgent first. Within a kind
+    ``forward`` and ``backward`` decide: by microbatch (oldest or newest first), by stage (deepest:
+    last first, broad: first first), or in rounds of one microbatch per device (chunks).
     """
 
     depth: float = math.inf
@@ -36,10 +36,10 @@ DEPTHS = (1.0, 1.5, 2.0, 3.0, math.inf)
 
 
 def rules_for(work: Work) -> list[Rule]:
-    """The rules that are worth trying for a structure.
+    """The rules to try for a structure.
 
-    The first ``FIRST_RULES`` are of all sorts: where they come nowhere near, the others do not
-    either.
+    The first ``FIRST_RULES`` cover all types of rules: if they are far from a good schedule, so are
+    the others.
     """
     shared = max(map(len, work.places)) > 1
     urgencies: list[Urgency] = ["BFW", "BWF", "WBF"] if work.split.any() else ["BFW"]
@@ -58,7 +58,7 @@ def rules_for(work: Work) -> list[Rule]:
 
 
 def flight_limits(work: Work, rule: Rule, scale: Floats) -> list[int]:
-    """How many microbatches may be in flight on every lane."""
+    """The in-flight limit of every lane."""
     count = work.lane.shape[1]
     if rule.depth == math.inf:
         return [count] * len(work.stage)
@@ -67,7 +67,7 @@ def flight_limits(work: Work, rule: Rule, scale: Floats) -> list[int]:
 
 
 def latencies(work: Work) -> Floats:
-    """How many microbatches are in flight at a stage when the busiest device never waits, (S,)."""
+    """Microbatches in flight at each stage when the busiest device is never idle, shape (S,)."""
     stages, microbatches = work.lane.shape
     per_stage = work.seconds[[0, 1, 3]].mean(axis=2).sum(axis=0)
     per_stage[1:] += work.seconds[4, 1:].mean(axis=1)
@@ -77,7 +77,7 @@ def latencies(work: Work) -> Floats:
 
 
 def urgency_keys(work: Work, rule: Rule) -> Floats:
-    """The urgency of F, B or I, and W, shape (3, S, M); the least comes first."""
+    """Priorities of F, B or I, and W, shape (3, S, M); the least value comes first."""
     stages, count = work.lane.shape
     s, m = np.arange(stages)[:, None], np.arange(count)[None, :]
     depth = max(map(len, work.places))

@@ -1,4 +1,4 @@
-"""An event-driven run that puts the actions of a structure in order, within memory."""
+"""Event-driven simulation that schedules the actions of a structure within memory."""
 
 import heapq
 import math
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from stagewright.formulations.plans.structure import Work
 
-# Kinds of events; the first five are also rows of `Work.seconds`, the first three of queues.
+# Kinds of events; the first five index rows of `Work.seconds`, the first three rows of queues.
 FORWARD, BACKWARD, WEIGHTS, SEND_F, SEND_B, WRITTEN, READ, WAKE = range(8)
 READ_ROW = 3  # a lane's queue of reads from the host
 
 
 @dataclass(frozen=True, slots=True)
 class WorkLists:
-    """A structure's work as lists, which are quicker than arrays entry by entry."""
+    """A structure's work as lists, which have faster element access than arrays."""
 
     seconds: list[list[list[float]]]
     split: list[bool]
@@ -29,7 +29,7 @@ class WorkLists:
     offloaded: list[float]
     offload: list[float]
     room: list[float]
-    spare: list[float]  # of every device, for others than its leader
+    spare: list[float]  # bytes of every device for microbatches other than its leader
 
     @classmethod
     def of(cls, work: Work) -> "WorkLists":
@@ -43,9 +43,9 @@ class WorkLists:
 
 
 class ListRun:
-    """An event-driven run: what has started, what waits, what is free, what is held in memory.
+    """State of the simulation: started actions, queues, idle resources and bytes in memory.
 
-    Every lane has queues for F, B or I, W, and for reads from the host: heaps by urgency. Channels
+    Every lane has queues for F, B or I, W, and for reads from the host: heaps by priority. Channels
     are first come, first served.
     """
 
@@ -62,20 +62,20 @@ class ListRun:
         self.sending: list[deque[tuple[int, int, int]]] = [deque() for _ in range(channels)]
         self.free = [True] * channels
         self.idle = [True] * devices
-        self.left = [[0] * count for _ in range(devices)]  # stages that are not done
+        self.left = [[0] * count for _ in range(devices)]  # stages that are not finished
         for row in work.lane:
             for m, n in enumerate(row):
                 for v in work.members[n]:
                     self.left[v][m] += 1
         self.leader = [0] * devices
-        self.held = [[0.0] * count for _ in range(stages)]
-        self.others = [0.0] * devices  # bytes held for other microbatches than the leader
+        self.kept = [[0.0] * count for _ in range(stages)]
+        self.others = [0.0] * devices  # bytes of microbatches other than the leader
         self.total, self.peak = [0.0] * devices, [0.0] * devices
         self.in_flight = [0] * lanes
         self.write_free = [0.0] * devices
         self.last_read = [-math.inf] * devices
         self.written: set[tuple[int, int]] = set()
-        self.waiting: set[tuple[int, int]] = set()  # backwards whose activations are not written
+        self.waiting: set[tuple[int, int]] = set()  # backwards with activations still being written
         self.dirty: set[int] = set()  # lanes for which something may have changed
         self.events: list[tuple[float, int, int, int, int]] = []
         self.number = 0
@@ -85,7 +85,7 @@ class ListRun:
     def finish(self, ceiling: float) -> list[list[list[float]]] | None:
         """Start times of computations and transfers by kind, stage and microbatch.
 
-        None as soon as it is clear that the last one ends after ``ceiling``.
+        None if the last one ends after ``ceiling``; the simulation stops as soon as that is known.
         """
         for m in range(self.count):
             self._offer(FORWARD, 0, m)
@@ -109,13 +109,13 @@ class ListRun:
         heapq.heappush(self.events, (time, self.number, kind, s, m))
 
     def _offer(self, row: int, s: int, m: int) -> None:
-        """Microbatch m may do this at stage s."""
+        """Queue microbatch m at stage s."""
         n = self.work.lane[s][m]
         self.dirty.add(n)
         heapq.heappush(self.queues[n][row], (self.keys[row][s][m], m))
 
     def _offer_backward(self, s: int, m: int) -> None:
-        """B or I is due; activations that are offloaded must be read first."""
+        """Queue B or I; offloaded activations must be read first."""
         if self.work.offload[self.work.lane[s][m]] < 0:
             self._offer(BACKWARD, s, m)
         elif (s, m) in self.written:
@@ -123,7 +123,7 @@ class ListRun:
         else:
             self.waiting.add((s, m))
 
-    # What follows the end of an action.
+    # Handlers of the end of an action.
 
     def _forwarded(self, now: float, s: int, m: int) -> None:
         n = self._released(s, m)
@@ -177,7 +177,7 @@ class ListRun:
         self.dirty.add(n)
 
     def _released(self, s: int, m: int) -> int:
-        """The runners are idle again; gives their lane."""
+        """Mark the runners as idle; returns their lane."""
         n = self.work.lane[s][m]
         for v in self.work.members[n]:
             self.idle[v] = True
@@ -200,7 +200,7 @@ class ListRun:
     # Memory.
 
     def _lead(self, v: int) -> None:
-        """The next leader of a device, if the present one is done; its bytes no longer count."""
+        """Choose the next leader of a device if the current one has finished."""
         left, m = self.left[v], self.leader[v]
         while m < self.count and left[m] == 0:
             m += 1
@@ -209,13 +209,13 @@ class ListRun:
             for n in self.work.places[v]:
                 s = self.work.stage[n]
                 if self.work.lane[s][m] == n:
-                    self.others[v] -= self.held[s][m]
+                    self.others[v] -= self.kept[s][m]
 
     def _hold(self, s: int, m: int, more: float) -> None:
-        """What is held for microbatch m at stage s grows by ``more`` bytes."""
+        """Add ``more`` bytes to those kept for microbatch m at stage s."""
         if more == 0:
             return
-        self.held[s][m] += more
+        self.kept[s][m] += more
         for v in self.work.members[self.work.lane[s][m]]:
             self.total[v] += more
             self.peak[v] = max(self.peak[v], self.total[v])
@@ -223,9 +223,9 @@ class ListRun:
                 self.others[v] += more
 
     def _forget(self, s: int, m: int) -> None:
-        """The backward of m has ended at stage s."""
+        """Free the bytes of microbatch m at stage s after its backward."""
         n = self.work.lane[s][m]
-        self._hold(s, m, -self.held[s][m])
+        self._hold(s, m, -self.kept[s][m])
         self.in_flight[n] -= 1
         for v in self.work.members[n]:
             self.left[v][m] -= 1
@@ -233,11 +233,11 @@ class ListRun:
                 self._lead(v)
 
     def _fits(self, n: int, need: float, m: int, limited: bool) -> bool:
-        """Whether memory, and the limit in flight, let m start on lane n."""
+        """Whether memory and the in-flight limit allow m to start on lane n."""
         leads = True
         for v in self.work.members[n]:
             if need > 0 and self.total[v] + need > self.work.room[v]:
-                return False  # until a W, or a transfer to the host, is done
+                return False  # until a W or a transfer to the host ends
             if self.leader[v] != m:
                 leads = False
                 if need > 0 and self.others[v] + need > self.work.spare[v]:
@@ -247,7 +247,7 @@ class ListRun:
     # Starts.
 
     def _start_all(self, now: float) -> None:
-        """Start what can start, the most urgent first."""
+        """Start all actions that can start, the most urgent first."""
         found: dict[int, tuple[float, int, int, int]] = {}
         changed = [*self.dirty]
         self.dirty.clear()
@@ -267,7 +267,7 @@ class ListRun:
                 return
 
     def _most_urgent(self, n: int, now: float) -> tuple[float, int, int, int] | None:
-        """What lane n would start now: urgency, lane, row and microbatch."""
+        """The action that lane n can start now: priority, lane, row and microbatch."""
         if self.work.offload[n] >= 0:
             self._read(n, now)
         idle = self.idle
@@ -283,7 +283,7 @@ class ListRun:
         return best
 
     def _candidate(self, n: int, row: int, now: float) -> int:
-        """The microbatch that a queue may start now, -1 if there is none."""
+        """The microbatch that can start now from a queue, -1 if there is none."""
         if row == WEIGHTS:
             return self.queues[n][row][0][1]
         work = self.work
@@ -293,7 +293,7 @@ class ListRun:
             return m
         seconds = work.seconds[FORWARD][work.stage[n]][m]
         earliest = max(
-            # What ends is written at once; what is read comes one after the other.
+            # Writes to the host start when the forward ends; reads are sequential.
             self.write_free[v] - seconds if row == FORWARD else self.last_read[v] + work.offload[n]
             for v in work.members[n]
         )
@@ -303,7 +303,7 @@ class ListRun:
         return -1
 
     def _first_fit(self, n: int, row: int, need: float) -> int:
-        """The most urgent microbatch of a queue if it fits, else the leader if it waits there."""
+        """The most urgent microbatch of a queue if it fits, else the leader if it is queued."""
         m = self.queues[n][row][0][1]
         if self._fits(n, need, m, row == FORWARD):
             return m
@@ -320,7 +320,7 @@ class ListRun:
             heapq.heapify(queue)
 
     def _read(self, n: int, now: float) -> None:
-        """Read activations from the host for the next backwards, as far as there is memory."""
+        """Read activations from the host for the next backwards while memory allows."""
         work = self.work
         while (
             self.queues[n][READ_ROW] and (m := self._first_fit(n, READ_ROW, work.offloaded[n])) >= 0

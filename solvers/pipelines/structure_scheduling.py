@@ -1,9 +1,9 @@
-"""List schedules of any finite structure: greedy, in time, by priorities, within memory.
+"""Greedy list schedules of any finite structure, by priorities and within memory.
 
-Whatever falls idle starts the most urgent computation that is ready and fits in memory. It never
-gets stuck: on every device the first unfinished microbatch, its leader, may always go on, for
-enough memory to finish it is kept free of the others. As the first unfinished microbatch of all is
-the leader wherever it still has to go, something can always be done.
+An idle device starts the most urgent computation that is ready and fits in memory. There is no
+deadlock: on every device the first unfinished microbatch, its leader, can always continue, because
+enough memory to finish it is reserved. The first unfinished microbatch of the pipeline is the
+leader on every device that it has not passed, so some action can always start.
 """
 
 import math
@@ -38,7 +38,7 @@ EQUAL = 1e-9  # relative; schedules that differ by less are equally long
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StructureSchedule:
-    """Start times of all actions, and when the last one ends."""
+    """Start times of all actions, and the end of the last one."""
 
     starts: Blocks
     seconds: float
@@ -57,9 +57,8 @@ def best_schedule(
 ) -> StructureSchedule | None:
     """The shortest schedule of ``rules`` if it is below ``ceiling``, else None.
 
-    Of schedules that are equally long the one that needs less memory. A schedule that meets
-    ``bound`` ends the search; so do the first rules, if none of theirs is below ``near``, and the
-    time, if it is ``over``.
+    Ties are broken by the least memory. The search ends if a schedule attains ``bound``, if none of
+    the first rules is below ``near``, or if ``over`` returns True.
     """
     best: StructureSchedule | None = None
     lists, scale = WorkLists.of(work), latencies(work)
@@ -92,10 +91,10 @@ def _fullest(work: Work, peaks: Sequence[float]) -> float:
 
 
 def _finish(work: Work, endings: Endings, starts: Floats) -> tuple[Floats, Floats, float]:
-    """When all-reduces and optimizer's steps start, and when the last action ends.
+    """Starts of all-reduces and optimizer steps, and the end of the last action.
 
-    All-reduces begin in the order in which their backwards are done, steps in that of their
-    all-reduces, behind all other computations of a device.
+    All-reduces start in the order in which their backwards end, optimizer steps in the order of
+    their all-reduces, after all other computations of the device.
     """
     ends = starts + work.seconds
     backwards = np.where(work.split[:, None], ends[WEIGHTS], ends[BACKWARD])

@@ -1,4 +1,4 @@
-"""The portfolio: every planner within the limit, then the best plan's stages and schedule."""
+"""The portfolio: run every planner within the limit, then improve the best plan."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -17,26 +17,26 @@ from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.plans.starts import starts_of, timetable_of
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.planners.dp import plan_dp
+from stagewright.solvers.planners.baselines.dp import plan_dp
+from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
+from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
+from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.gpipe import plan_gpipe
-from stagewright.solvers.planners.hetpipe import plan_hetpipe
-from stagewright.solvers.planners.pipedream import plan_pipedream
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import (
     Attempt,
     Choices,
-    MemoryWay,
+    MemoryMode,
     NoPlan,
     Proposal,
     scheduling_of,
 )
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
-from stagewright.solvers.planners.uniform import Search, plan_alike
+from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
 
-HEURISTICS: tuple[tuple[str, Search], ...] = (
+HEURISTICS: tuple[tuple[str, PlanFunction], ...] = (
     ("spp", plan_spp),
     ("dp", plan_dp),
     ("gpipe", plan_gpipe),
@@ -44,7 +44,7 @@ HEURISTICS: tuple[tuple[str, Search], ...] = (
     ("hetpipe", plan_hetpipe),
 )
 GOOD_ENOUGH = 1e-6  # relative gap
-FULL = 0.5  # of a device's memory; from there on recomputation may pay
+FULL = 0.5  # share of a device's memory above which recomputation may pay off
 EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
 
 
@@ -56,9 +56,9 @@ def plan_auto(
 ) -> Proposal | NoPlan:
     """The best checked plan of the portfolio within ``limits.seconds``.
 
-    SPP comes first and may use half of the time, the baselines take little. What is left goes to a
-    local search on the stages of the best plan of disjoint split stages, to CP-SAT on its schedule,
-    to the search over all finite plans, and to the joint reference.
+    SPP runs first and may use half of the time; the baselines are fast. The rest of the time is for
+    a local search on the stages of the best plan of disjoint split stages, CP-SAT on its schedule,
+    the search over all finite plans, and the exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     for name, run in HEURISTICS:
@@ -79,7 +79,7 @@ def plan_auto(
 
 @dataclass
 class _Portfolio:
-    """The best plan so far and how every planner went."""
+    """The best plan so far, and the attempts of all planners."""
 
     problem: PipelineProblem
     limits: Limits
@@ -106,7 +106,7 @@ class _Portfolio:
             and fill_and_drain_bound(self.problem, self.cost) < self.cost * (1 - GOOD_ENOUGH)
         )
 
-    def consider(self, name: str, run: Search, seconds: float) -> None:
+    def consider(self, name: str, run: PlanFunction, seconds: float) -> None:
         since = monotonic()
         answer = run(self.problem, replace(self.limits, seconds=seconds), self.on_progress)
         spent = monotonic() - since
@@ -115,15 +115,15 @@ class _Portfolio:
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        drawn = assemble(self.problem, name, answer.stages, answer.starts)
-        require_valid(self.problem, drawn)
-        predicted = drawn.predicted
+        plan = assemble(self.problem, name, answer.stages, answer.starts)
+        require_valid(self.problem, plan)
+        predicted = plan.predicted
         assert predicted is not None
         cost = predicted.iteration_seconds
         known = self.best.notes if self.best else ()
         notes = "; ".join(note for note in answer.notes if note not in known)
         self.attempts.append(Attempt(name, Status.FEASIBLE, cost, spent, notes))
-        # A bound on plans holds for its class whoever proved it, one on schedules for its stages.
+        # A bound on a class of plans is valid for any plan; one on schedules only for its stages.
         worse = answer
         fullest = fullest_share(self.problem, predicted)
         self.proposals.append(answer)
@@ -138,9 +138,9 @@ class _Portfolio:
         self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
 
     def _wins(self, answer: Proposal, cost: float, fullest: float) -> bool:
-        """Whether ``answer`` is shorter; or as short with less memory, or then with fewer stages.
+        """Whether ``answer`` is faster; ties are broken by memory, then by the number of stages.
 
-        What was best and only got further bounds replaces itself.
+        A full tie replaces the best plan, as the same plan may have further bounds.
         """
         assert self.best is not None
         if abs(cost - self.cost) > EQUAL * self.cost:
@@ -150,27 +150,27 @@ class _Portfolio:
         return len(answer.stages) <= len(self.best.stages)
 
     def is_unsettled(self) -> bool:
-        """Whether the joint reference may find a better plan, or a first one, or none."""
+        """Whether the exact joint planner may find a better plan, or prove that there is none."""
         return self.is_open() or (self.best is None and self.has_time())
 
     def has_time(self) -> bool:
         return self.left() > 0
 
     def has_much_time(self) -> bool:
-        """Whether the joint reference had nothing to look for, or was soon done."""
+        """Whether the exact joint planner was skipped or ended early."""
         return self.best is not None and self.left() > self.limits.seconds / 4
 
     def is_short_of_memory(self) -> bool:
-        """Whether stages may recompute, and the best plan needs much of some device's memory."""
+        """Whether recomputation is allowed and the best plan nearly fills some device's memory."""
         allowed = self.choices.recompute != "none" and self.has_time()
         return allowed and (self.best is None or self.fullest > FULL)
 
     def recompute(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
-        """SPP's plan where every stage recomputes, for the general search to begin with."""
-        way: MemoryWay = "layer" if self.choices.recompute == "layer" else "full"
-        return plan_alike(plan_spp, problem, limits, on_progress, (way,))
+        """SPP's plan with recomputation in every stage, as a start for the general search."""
+        mode: MemoryMode = "layer" if self.choices.recompute == "layer" else "full"
+        return plan_uniformly(plan_spp, problem, limits, on_progress, (mode,))
 
     def search(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
@@ -204,7 +204,7 @@ class _Portfolio:
         return improve_exactly(problem, self.plain, limits, on_progress)
 
     def _is_plain(self, answer: Proposal) -> bool:
-        """Whether the plan is of disjoint split stages with whole backwards."""
+        """Whether the plan has disjoint split stages and whole backwards."""
         whole = np.isnan(answer.starts[ActionKind.INPUT_GRADIENT]).all()
         return bool(whole) and scheduling_of(self.problem, answer.stages) is not None
 
@@ -212,7 +212,7 @@ class _Portfolio:
         attempts = tuple(self.attempts)
         if self.best is not None:
             return replace(self.best, attempts=attempts)
-        # Only these two speak of a class; a baseline's refusal is about its own kind of plan.
+        # Only these two cover a class of plans; a baseline refuses only its own kind of plan.
         general = [self.refusals[name] for name in ("spp", "exact") if name in self.refusals]
         for refusal in general:
             if refusal.proved:

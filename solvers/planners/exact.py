@@ -1,4 +1,4 @@
-"""The exact joint reference: best-first branch and bound over plans, CP-SAT for their schedules."""
+"""The exact joint planner: best-first branch and bound over plans, CP-SAT for their schedules."""
 
 import heapq
 import math
@@ -21,7 +21,7 @@ from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
-from stagewright.solvers.pipelines.relaxation import load_bound
+from stagewright.solvers.pipelines.relaxation import relaxed_load_bound
 from stagewright.solvers.planners.proposal import (
     NoPlan,
     Proposal,
@@ -32,20 +32,20 @@ from stagewright.solvers.planners.proposal import (
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import UniformPlanner
 
-PRECISION = 2e-7  # relative; plans that are better by less are not looked for
-FIRST_SECONDS = 1.0  # CP-SAT's first time limit for a schedule; every further turn has
-GROWTH = 4.0  # times the last one's
-STEPS = 2e7  # entries of the tables of bounds beyond which only the load is looked at
-TELLING_SECONDS = 0.5  # between two reports of the bound
+PRECISION = 2e-7  # relative; smaller improvements are not searched for
+FIRST_SECONDS = 1.0  # time limit of CP-SAT's first attempt at a schedule
+GROWTH = 4.0  # factor of the time limit from one attempt to the next
+STEPS = 2e7  # entries of the tables of bounds above which only the load bound is used
+REPORT_SECONDS = 0.5  # between two reports of the bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactAnswer:
-    """The best plan that was found, and a proved bound on every plan.
+    """The best plan found, and a proved bound on every plan.
 
-    ``stages`` is None if no plan beats the given incumbent (or none fits), or none was found in
-    time. ``complete`` says that the search ended by itself: nothing is better than the best plan,
-    or the incumbent, by more than the gap to ``bound_seconds``, which is inf if nothing fits.
+    ``stages`` is None if no plan is better than the given incumbent, none fits, or none was found
+    in time. If ``complete``, the search ended before the time limit: no plan improves on the best
+    one, or the incumbent, by more than the gap to ``bound_seconds``, which is inf if none fits.
     """
 
     stages: tuple[StageChoice, ...] | None
@@ -65,11 +65,11 @@ def exact(
 ) -> ExactAnswer:
     """The least iteration time over all partitions, mappings and schedules.
 
-    ``incumbent_seconds`` is the time of a plan that is known already.
+    ``incumbent_seconds`` is the time of a known plan.
     """
     if (len(problem.chain) * len(problem.cluster)) ** 2 / 4 > STEPS:
-        return ExactAnswer(None, None, None, load_bound(problem), False)
-    search = _Search(problem, limits, on_progress, incumbent_seconds)
+        return ExactAnswer(None, None, None, relaxed_load_bound(problem), False)
+    search = _PlanSearch(problem, limits, on_progress, incumbent_seconds)
     complete = search.run()
     stages, timetable = search.best or (None, None)
     cost = search.cost if search.best else None
@@ -81,7 +81,7 @@ def exact(
 def plan_exact(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
-    """The exact joint reference; begins from SPP's plan and never returns a worse one."""
+    """The exact joint plan; starts from SPP's plan and never returns a worse one."""
     began = perf_counter()
     first = plan_spp(problem, limits, on_progress)
     left = limits.left(perf_counter() - began)
@@ -110,18 +110,17 @@ def improve_exactly(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Candidate:
-    """A complete plan that waits for its schedule."""
+class _CompletePlan:
+    """A complete plan that is not scheduled yet."""
 
     stages: tuple[StageChoice, ...]
     scheduling: MakespanProblem
 
 
-class _Search:
-    """Prefixes and candidates in a heap.
+class _PlanSearch:
+    """A heap of prefixes and complete plans.
 
-    First come those that CP-SAT has left open least often (``turn``), then the least bounds, then
-    those nearest to a schedule.
+    It is ordered by the number of CP-SAT attempts, then by bound, then by depth, deepest first.
     """
 
     def __init__(
@@ -133,25 +132,25 @@ class _Search:
         self.best: tuple[tuple[StageChoice, ...], Timetable] | None = None
         self.plans = self.proofs = 0
         self._tree = JointPlanning(problem)
-        self._heap: list[tuple[int, float, int, int, Prefix | _Candidate]] = []
+        self._heap: list[tuple[int, float, int, int, Prefix | _CompletePlan]] = []
         self._number = count()
-        self._closed = math.inf  # the least bound of all that was dismissed
-        self._told = 0.0  # when the bound was last reported
+        self._closed = math.inf  # the least bound of all pruned items
+        self._reported = 0.0  # time of the last report of the bound
         self._seen: set[MakespanProblem] = set()
         self._done: dict[int, list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {}
         self._push(self._tree.root.bound, self._tree.root)
 
     def run(self) -> bool:
-        """Search until nothing is left (True) or the time is over."""
+        """Search until the heap is empty (True) or the time limit is reached (False)."""
         while self._heap:
             if self._left() <= 0:
                 return False
-            turn, bound, *_, item = heapq.heappop(self._heap)
-            self._tell(bound)
+            attempt, bound, *_, item = heapq.heappop(self._heap)
+            self._report(bound)
             if bound >= self._ceiling():
                 self._close(bound)
-            elif isinstance(item, _Candidate):
-                self._schedule(item, bound, turn)
+            elif isinstance(item, _CompletePlan):
+                self._schedule(item, bound, attempt)
             elif item.layers == len(self.problem.chain):
                 self._complete(item)
             elif not self._expand(item):
@@ -159,20 +158,20 @@ class _Search:
                 return False
         return True
 
-    def _tell(self, bound: float) -> None:
-        """Report the bound now and then; ``bound`` is that of the item in hand."""
+    def _report(self, bound: float) -> None:
+        """Report the bound at intervals; ``bound`` is that of the current item."""
         elapsed = perf_counter() - self.began
-        if elapsed > self._told + TELLING_SECONDS:
-            self._told = elapsed
+        if elapsed > self._reported + REPORT_SECONDS:
+            self._reported = elapsed
             self.on_progress(Progress(elapsed, None, min(bound, self.bound())))
 
     def bound(self) -> float:
-        """No plan is shorter than this, up to the time of the best."""
+        """A lower bound on all plans, at most the time of the best one."""
         waiting = min((entry[1] for entry in self._heap), default=math.inf)
         return min(self._closed, waiting, self.cost)
 
     def _expand(self, prefix: Prefix) -> bool:
-        """Push the children; False if the time is over before all are there."""
+        """Push the children; False if the time limit is reached before the last one."""
         for child in self._tree.children(prefix):
             if self._left() <= 0:
                 return False
@@ -180,40 +179,40 @@ class _Search:
         return True
 
     def _complete(self, prefix: Prefix) -> None:
-        """A whole plan: push it with the bounds on its schedule, unless it cannot win."""
+        """Push a complete plan with the bounds on its schedule, unless it is dominated."""
         scheduling = makespan_problem(self.problem, prefix.stages)
-        assert scheduling is not None  # the tree leaves out stages that do not fit
+        assert scheduling is not None  # the tree has no stages that do not fit
         if scheduling in self._seen or self._dominated(scheduling):
             return
         self._seen.add(scheduling)
         bound = max(prefix.bound, *(bound.seconds for bound in schedule_bounds(scheduling)))
-        self._push(bound, _Candidate(prefix.stages, scheduling))
+        self._push(bound, _CompletePlan(prefix.stages, scheduling))
 
-    def _schedule(self, candidate: _Candidate, bound: float, turn: int) -> None:
-        """List schedules, then CP-SAT for a limited time."""
+    def _schedule(self, candidate: _CompletePlan, bound: float, attempt: int) -> None:
+        """Try list schedules, then CP-SAT with a time limit."""
         scheduling = candidate.scheduling
         _, times = best_list_schedule(scheduling)
-        self.plans += turn == 0
+        self.plans += attempt == 0
         self._offer(candidate, times, bound)
-        open_, bound = self._prove(candidate, times, bound, turn)
+        open_, bound = self._prove(candidate, times, bound, attempt)
         if open_:
-            self._push(bound, candidate, turn + 1)
+            self._push(bound, candidate, attempt + 1)
         else:
             self._close(bound)
             self._done.setdefault(scheduling.stages, []).append(_row(scheduling))
 
     def _prove(
-        self, candidate: _Candidate, times: Timetable, bound: float, turn: int
+        self, candidate: _CompletePlan, times: Timetable, bound: float, attempt: int
     ) -> tuple[bool, float]:
-        """Whether the candidate may still beat the best plan, and a bound on its schedules."""
+        """Whether the candidate may still be better than the best plan, and a bound for it."""
         if bound >= self._ceiling():
             return False, bound
         self.proofs += 1
         model = ByIntervals(candidate.scheduling, times)
-        # A schedule below the ceiling is no longer in ticks, which are rounded down.
+        # Ticks are rounded down, so a schedule below the ceiling fits in the horizon.
         horizon = math.floor(self._ceiling() / model.unit)
         form = replace(model.apply(), horizon=horizon, hint=None)
-        seconds = min(self._left(), FIRST_SECONDS * GROWTH**turn)
+        seconds = min(self._left(), FIRST_SECONDS * GROWTH**attempt)
         answer = solve(form, "cp-sat", replace(self.limits, seconds=seconds))
         if answer.status is Status.INFEASIBLE:
             return False, (horizon + 1) * model.unit
@@ -222,7 +221,7 @@ class _Search:
         bound = max(bound, answer.bound * model.unit)
         return answer.status is not Status.OPTIMAL and bound < self._ceiling(), bound
 
-    def _offer(self, candidate: _Candidate, times: Timetable, bound: float) -> None:
+    def _offer(self, candidate: _CompletePlan, times: Timetable, bound: float) -> None:
         """Keep a schedule if it is the best; ``bound`` is that of its candidate."""
         seconds = candidate.scheduling.evaluate(times)
         if seconds < self.cost:
@@ -233,16 +232,16 @@ class _Search:
             self.on_progress(Progress(elapsed, seconds, min(bound, self.bound()), made))
 
     def _dominated(self, scheduling: MakespanProblem) -> bool:
-        """Whether a plan that is done with is nowhere slower and holds no fewer in flight."""
+        """Whether a closed plan has no larger times and no lower in-flight limits."""
         done = self._done.get(scheduling.stages)
         return done is not None and bool((np.array(done) <= _row(scheduling)).all(axis=1).any())
 
-    def _push(self, bound: float, item: Prefix | _Candidate, turn: int = 0) -> None:
+    def _push(self, bound: float, item: Prefix | _CompletePlan, attempt: int = 0) -> None:
         if bound >= self._ceiling():
             self._close(bound)
         else:
             depth = item.layers if isinstance(item, Prefix) else len(self.problem.chain) + 1
-            heapq.heappush(self._heap, (turn, bound, -depth, next(self._number), item))
+            heapq.heappush(self._heap, (attempt, bound, -depth, next(self._number), item))
 
     def _close(self, bound: float) -> None:
         self._closed = min(self._closed, bound)
@@ -255,7 +254,7 @@ class _Search:
 
 
 def _row(scheduling: MakespanProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The problem as one row of numbers that are the better the smaller."""
+    """The problem as one row of numbers, of which smaller ones are better."""
     limits = -np.minimum(scheduling.in_flight, scheduling.microbatches)
     return np.concatenate([
         scheduling.forward, scheduling.backward, scheduling.send_forward,

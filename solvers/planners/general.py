@@ -1,8 +1,8 @@
-"""Search over all finite plans: stages anywhere, any replication, I and W, less memory.
+"""Search over all finite plans: any mapping and replication, split backwards, memory savings.
 
-Structures come from the plans that are known and from balanced pipelines; the best of them are
-varied, then improved by hill climbing with restarts. A structure is scheduled only if a bound says
-that it may win.
+Initial structures are those of known plans and balanced pipelines. The best of them are varied,
+then improved by hill climbing with restarts. A structure is scheduled only if its lower bound is
+below the best cost.
 """
 
 import math
@@ -26,22 +26,22 @@ from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
 from stagewright.solvers.pipelines.structure_scheduling import EQUAL, best_schedule
-from stagewright.solvers.planners.moves import Moves
+from stagewright.solvers.planners.moves import StructureMoves
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.seeds import pipelines
 
-STARTS = 6  # structures that hill climbing begins from
+STARTS = 6  # structures that hill climbing starts from
 KICKS = 3  # random moves between a local optimum and the next start
-RESTARTS = 12  # without improvement, then the search ends
-SLACK = 1.25  # a seed that costs so many times the best is not varied
-ACTIONS_SECONDS = 5e-5  # about what it takes to schedule a microbatch at a stage
-NEAR = 1.03  # times the best cost: nearer ones are scheduled by all rules
+RESTARTS = 12  # restarts without improvement after which the search ends
+SLACK = 1.25  # seeds that cost more than this times the best are not varied
+ACTIONS_SECONDS = 5e-5  # approximate time to schedule a microbatch at a stage
+NEAR = 1.03  # structures below this times the best cost are scheduled by all rules
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How good a structure is, the least is best: bytes short, seconds, memory, stages."""
+    """The quality of a structure, smaller is better: missing bytes, seconds, memory, stages."""
 
     short: float
     seconds: float
@@ -67,22 +67,22 @@ def plan_general(
     choices: Choices | None = None,
     known: Sequence[Proposal] = (),
 ) -> Proposal | NoPlan:
-    """The best plan found that is not worse than the ``known`` ones."""
-    nowhere = why_nothing_fits(problem)
-    if nowhere is not None:
-        return NoPlan(nowhere, plans=EVERY_PLAN)
+    """The best plan found, never worse than the ``known`` ones."""
+    reason = why_nothing_fits(problem)
+    if reason is not None:
+        return NoPlan(reason, plans=EVERY_PLAN)
     asked = choices or Choices()
     if asked.recompute is None:
         asked = replace(asked, recompute="auto")
     if asked.offload is None:
         asked = replace(asked, offload=True)
-    search = _Search(problem, limits, on_progress, asked)
+    search = _StructureSearch(problem, limits, on_progress, asked)
     search.run(known)
     return search.answer()
 
 
 @dataclass
-class _Search:
+class _StructureSearch:
     problem: PipelineProblem
     limits: Limits
     on_progress: OnProgress
@@ -93,11 +93,11 @@ class _Search:
     starts: Blocks | None = None
     reason: str = "no structure was tried"
     scores: dict[Structure, Score] = field(default_factory=dict)
-    wins: Counter[Rule] = field(default_factory=Counter)  # those that won often come first
+    wins: Counter[Rule] = field(default_factory=Counter)  # rules with more wins are tried first
 
     def __post_init__(self) -> None:
-        self.shuffle = random.Random(self.limits.seed)
-        self.moves = Moves(self.problem, self.choices)
+        self.rng = random.Random(self.limits.seed)
+        self.moves = StructureMoves(self.problem, self.choices)
         self.enough = max(
             bound.seconds
             for bound in every_plan_bounds(self.problem)
@@ -121,7 +121,7 @@ class _Search:
     def answer(self) -> Proposal | NoPlan:
         if self.structure is None or self.starts is None:
             return NoPlan(self.reason, proved=False)
-        notes = (f"{len(self.scores)} structures looked at",)
+        notes = (f"{len(self.scores)} structures examined",)
         return Proposal(self.structure.stages, self.starts, notes=notes)
 
     def _begin_with(self, known: Sequence[Proposal]) -> None:
@@ -156,7 +156,7 @@ class _Search:
             self._score(structure, self.best.seconds * SLACK)
 
     def _promising(self, count: int) -> list[Structure]:
-        """The best structures so far."""
+        """The ``count`` best structures so far."""
         ranked = sorted(
             self.scores, key=lambda one: (self.scores[one].short, self.scores[one].seconds)
         )
@@ -199,7 +199,7 @@ class _Search:
         return score
 
     def _climb(self, structure: Structure) -> None:
-        """To a structure that no neighbour beats."""
+        """Climb to a local optimum."""
         score = self.scores.get(structure, NOTHING)
         queue = self._unseen(structure)
         while not self._over() and (neighbour := next(queue, None)) is not None:
@@ -209,12 +209,12 @@ class _Search:
                 queue = self._unseen(structure)
 
     def _unseen(self, structure: Structure) -> Iterator[Structure]:
-        for neighbour in self.moves.neighbours(structure, self.shuffle):
+        for neighbour in self.moves.neighbours(structure, self.rng):
             if neighbour not in self.scores:
                 yield neighbour
 
     def _restart(self) -> None:
-        """Climb from random places near the best, until that no longer helps."""
+        """Climb from random structures near the best, until there is no more improvement."""
         idle = 0
         while idle < RESTARTS and not self._over():
             before = self.best
@@ -222,14 +222,14 @@ class _Search:
             if start is None:
                 return
             for _ in range(KICKS):
-                start = next(self.moves.neighbours(start, self.shuffle), start)
+                start = next(self.moves.neighbours(start, self.rng), start)
             self._score(start, math.inf)
             self._climb(start)
             idle = 0 if self.best.beats(before) else idle + 1
 
 
 class GeneralPlanner:
-    """The search over all finite plans; it tries every way to save memory unless told."""
+    """The search over all finite plans; by default it tries every memory mode."""
 
     name = "general"
     summary = (

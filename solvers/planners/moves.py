@@ -1,4 +1,4 @@
-"""Neighbours of a structure: one change to its cuts, devices, replication, or memory."""
+"""Neighbours of a structure: one change to its cuts, devices, replication or memory mode."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -10,54 +10,54 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.plan_class import REPLICATION
 from stagewright.formulations.plans.structure import Structure
-from stagewright.solvers.planners.proposal import Choices, MemoryWay, with_way
+from stagewright.solvers.planners.proposal import Choices, MemoryMode, with_memory_mode
 
 SHIFTS = (1, -1, 2, -2)
-BUSY = 2  # devices of other stages that a stage may get as well
-MANY = 8  # stages; of more only some pairs exchange devices
+BUSY = 2  # devices of other stages to try as additional devices of a stage
+MANY = 8  # stages; with more, only a sample of pairs exchanges devices
 
 Stages = tuple[Stage, ...]
 Change = Callable[[], "Structure | None"]
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class StructureMoves:
     """The neighbours that ``choices`` allow."""
 
     problem: PipelineProblem
     choices: Choices
 
-    def neighbours(self, structure: Structure, shuffle: random.Random) -> Iterator[Structure]:
-        """Every neighbour that the rules allow, in a random order."""
-        changes = [*self._cuts(structure), *self._devices(structure, shuffle)]
+    def neighbours(self, structure: Structure, rng: random.Random) -> Iterator[Structure]:
+        """Every allowed neighbour, in random order."""
+        changes = [*self._cuts(structure), *self._devices(structure, rng)]
         changes += self._flags(structure)
-        shuffle.shuffle(changes)
+        rng.shuffle(changes)
         for change in changes:
             found = change()
             if found is not None and found != structure and self.allows(found):
                 yield found
 
     def variants(self, structure: Structure) -> Iterator[Structure]:
-        """The same stages with other replication, split backwards or less memory, all alike."""
+        """The stages with replication, split backwards or memory mode changed in all of them."""
         for turned in self._turned(structure):
             for split in (False, True):
-                for way in self._ways():
-                    found = self._everywhere(turned, split, way)
+                for mode in self._modes():
+                    found = self._everywhere(turned, split, mode)
                     if found != structure and self.allows(found):
                         yield found
 
     def allows(self, structure: Structure) -> bool:
-        """Whether every stage has enough samples, and devices once."""
+        """Whether every stage has enough samples and no duplicate device."""
         return all(
             len(stage.runners(0)) <= self.problem.most_replicas(*stage.layers)
             and len({*stage.devices}) == len(stage.devices)
             for stage in structure.stages
         )
 
-    def _ways(self) -> list[MemoryWay]:
+    def _modes(self) -> list[MemoryMode]:
         hosts = [one.host_bytes_per_second for one in self.problem.cluster.devices]
         offload = self.choices.offload and None not in hosts
-        known: list[MemoryWay] = [*self.choices.recomputations]
+        known: list[MemoryMode] = [*self.choices.recomputations]
         return [*known, "offload"] if offload else known
 
     def _turned(self, structure: Structure) -> Iterator[Stages]:
@@ -69,8 +69,8 @@ class Moves:
                     for one in structure.stages
                 )
 
-    def _everywhere(self, stages: Stages, split: bool, way: MemoryWay) -> Structure:
-        changed = tuple(with_way(stage, way) for stage in stages)
+    def _everywhere(self, stages: Stages, split: bool, mode: MemoryMode) -> Structure:
+        changed = tuple(with_memory_mode(stage, mode) for stage in stages)
         return Structure(changed, tuple(split and self._splits(stage) for stage in changed))
 
     def _splits(self, stage: Stage) -> bool:
@@ -79,7 +79,7 @@ class Moves:
         return whole is None and not stage.offload
 
     def _with(self, structure: Structure, s: int, *stages: Stage, gone: int = 1) -> Structure:
-        """The structure with ``stages`` in place of ``gone`` ones from s on."""
+        """Replace ``gone`` stages from s on by ``stages``."""
         wanted = structure.split[s]
         split = tuple(wanted and self._splits(stage) for stage in stages)
         return Structure(
@@ -127,7 +127,7 @@ class Moves:
     def _halves(
         self, structure: Structure, stage: Stage
     ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Devices for two halves of a stage: halves of its own, or idle ones beside its own."""
+        """Devices for two halves of a stage: half of its devices each, or others for one half."""
         half = len(stage.devices) // 2
         found = [(stage.devices[:half], stage.devices[half:])] if half else []
         found += [(stage.devices, (name,)) for name in self._idle(structure)[:1]]
@@ -152,8 +152,8 @@ class Moves:
         used = {name for stage in structure.stages for name in stage.devices}
         return [one.name for one in self.problem.cluster.devices if one.name not in used]
 
-    def _devices(self, structure: Structure, shuffle: random.Random) -> list[Change]:
-        """Give, take and exchange devices."""
+    def _devices(self, structure: Structure, rng: random.Random) -> list[Change]:
+        """Changes that remove, add and exchange devices."""
         stages, idle = structure.stages, self._idle(structure)
         used = list(dict.fromkeys(name for stage in stages for name in stage.devices))
         changes: list[Change] = []
@@ -164,14 +164,14 @@ class Moves:
                 if len(stage.devices) > 1
             ]
             busy = [one for one in used if one not in stage.devices]
-            more = [*idle[:2], *shuffle.sample(busy, min(BUSY, len(busy)))]
+            more = [*idle[:2], *rng.sample(busy, min(BUSY, len(busy)))]
             changes += [partial(self._moved, structure, s, (*stage.devices, v)) for v in more]
             if stage.turns > 1:
                 turned = (*stage.devices[1:], stage.devices[0])
                 changes.append(partial(self._moved, structure, s, turned))
         pairs = list(permutations(range(len(stages)), 2))
         if len(stages) > MANY:
-            pairs = shuffle.sample(pairs, MANY * (MANY - 1))
+            pairs = rng.sample(pairs, MANY * (MANY - 1))
         for s, t in pairs:
             changes.append(partial(self._moved, structure, s, stages[t].devices))
             changes.append(partial(self._given, structure, s, t))
@@ -183,7 +183,7 @@ class Moves:
         return self._with(structure, s, _on(structure.stages[s], tuple(names)))
 
     def _given(self, structure: Structure, s: int, t: int) -> Structure | None:
-        """Stage s hands its last device to stage t."""
+        """Move the last device of stage s to stage t."""
         names, taken = structure.stages[s].devices, structure.stages[t].devices
         if len(names) == 1 or names[-1] in taken:
             return None
@@ -204,7 +204,8 @@ class Moves:
             if self._splits(stage):
                 changes.append(partial(_toggled, structure, s))
             changes += [
-                partial(self._with, structure, s, with_way(stage, way)) for way in self._ways()
+                partial(self._with, structure, s, with_memory_mode(stage, mode))
+                for mode in self._modes()
             ]
         variants = list(self.variants(structure))
         changes += [partial(_same, one) for one in variants]

@@ -1,4 +1,4 @@
-"""What a planner is: a name, the choices that it honours, and one method."""
+"""The planner protocol: a name, the supported choices, and one method."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ ANY_RECOMPUTATION: tuple[Recomputation, ...] = get_args(Recomputation)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Which of the :class:`Choices` a planner honours, under the same names."""
+    """The :class:`Choices` that a planner supports, under the same names."""
 
     recompute: tuple[Recomputation, ...] = ("none",)
     offload: bool = False
@@ -29,15 +29,15 @@ class Options:
 
 
 class Planner(Protocol):
-    """The extension point: what :data:`stagewright.solvers.planning.PLANNERS` lists."""
+    """The extension point: the type of :data:`stagewright.solvers.planning.PLANNERS`' values."""
 
     @property
     def name(self) -> str:
-        """What the user calls the planner."""
+        """The name of the planner."""
 
     @property
     def summary(self) -> str:
-        """What it does, in a line."""
+        """A summary in one line."""
 
     @property
     def source(self) -> str:
@@ -45,34 +45,34 @@ class Planner(Protocol):
 
     @property
     def options(self) -> Options:
-        """The choices that it honours; all others are refused before it is called."""
+        """The supported choices; all others are refused before the planner is called."""
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
     ) -> Proposal | PeriodicProposal | NoPlan:
-        """The best plan that it finds within ``limits``."""
+        """The best plan found within ``limits``."""
 
 
 def require_honoured(planner: Planner, choices: Choices, every: Iterable[Planner]) -> None:
-    """Refuse what ``planner`` does not honour, and name those of ``every`` that do."""
+    """Refuse choices that ``planner`` does not support, and name those of ``every`` that do."""
     for what, honours in _asked(choices):
         if not honours(planner.options):
             able = " or ".join(one.name for one in every if honours(one.options))
-            raise InputError(f"planner {planner.name!r} does not know {what}: use {able}")
+            raise InputError(f"planner {planner.name!r} does not support {what}: use {able}")
 
 
 def require_host_links(problem: PipelineProblem) -> None:
-    """Refuse offloading where a device's link to the host is not known."""
+    """Refuse offloading if a device has no host_bytes_per_second."""
     for device in problem.cluster.devices:
         if device.host_bytes_per_second is None:
             raise InputError(
-                f"offloading needs the devices' host_bytes_per_second in the cluster file; "
-                f"{device.name!r} has none"
+                f"offloading needs host_bytes_per_second of every device in the cluster file; "
+                f"device {device.name!r} has none"
             )
 
 
 def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
-    """What is asked for, and whether options honour it."""
+    """The requested choices by name, each with a test whether options support it."""
     if choices.recompute is not None:
         yield f"recompute {choices.recompute!r}", lambda one: choices.recompute in one.recompute
     if choices.offload:

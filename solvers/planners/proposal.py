@@ -1,4 +1,4 @@
-"""What a planner hands back, before it is assembled, checked and certified."""
+"""A planner's answer, before it is assembled, checked and certified."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, requir
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one planner of a portfolio gave."""
+    """The result of one planner of a portfolio."""
 
     planner: str
     status: Status
@@ -36,7 +36,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """Stages, start times, and what the planner proved on the way; ``notes`` say how it went.
+    """Stages, start times, and what the planner proved on the mode; ``notes`` say how it went.
 
     Backwards are split where ``starts`` has their input gradients.
     """
@@ -50,32 +50,32 @@ class Proposal:
 
 
 Recomputation = Literal["none", "full", "layer", "auto"]
-MemoryWay = Literal["none", "full", "layer", "offload"]
-"""What a stage does about what it keeps: nothing, recomputation, or offloading."""
+MemoryMode = Literal["none", "full", "layer", "offload"]
+"""How a stage saves activation memory: not at all, by recomputation, or by offloading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a plan may use, and what is asked of it.
+    """Options of the requested plan.
 
     Attributes
     ----------
     recompute
-        ``none``: nothing is recomputed. ``full``, ``layer``: stages keep their input alone, or the
-        input of every layer, and recompute the rest; with ``auto``, ``general``, ``madpipe`` and
-        ``1f1b-star`` those stages where it helps, with the other planners all. ``auto``: any of
-        these, whatever is best. None: ``auto`` for the planners ``auto`` and ``general``, where
-        it is faster or nothing fits without; ``none`` for the others.
+        ``none``: nothing is recomputed. ``full``, ``layer``: stages keep their input only, or the
+        input of every layer, and recompute the rest. The planners ``auto``, ``general``,
+        ``madpipe`` and ``1f1b-star`` choose the stages that recompute; with the others all stages
+        do. ``auto``: the best of these. None: ``auto`` for the planners ``auto`` and ``general``,
+        ``none`` for the others.
     offload
-        Stages may keep activations in the host's memory: with ``auto``, ``general``, ``madpipe``
-        and ``1f1b-star`` those where it helps, with the other planners all (or, if they may
-        recompute too, whatever is faster). None: with the planners ``auto`` and ``general``, on
-        devices whose link to the host is known.
+        Stages may keep activations in host memory. The planners ``auto``, ``general``, ``madpipe``
+        and ``1f1b-star`` choose the stages that offload; with the others all stages do (or
+        recompute, if that is allowed and faster). None: allowed with the planners ``auto`` and
+        ``general`` on devices with host_bytes_per_second.
     group_size
-        Periodic planners: so many devices share every stage and split its microbatches (None:
-        whatever is best).
+        Periodic planners: the number of devices that split the microbatches of every stage (None:
+        the best number).
     period_seconds
-        Periodic planners: a plan of exactly this period (None: of the least).
+        Periodic planners: the exact period of the plan (None: the least).
     """
 
     recompute: Recomputation | None = None
@@ -97,13 +97,15 @@ class Choices:
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
-        """What stages may recompute."""
-        return tuple(way for way in RECOMPUTE if way == "none" or self.recompute in (way, "auto"))
+        """The allowed values of ``Stage.recompute``."""
+        return tuple(
+            mode for mode in RECOMPUTE if mode == "none" or self.recompute in (mode, "auto")
+        )
 
     @property
-    def uniform_ways(self) -> tuple[MemoryWay, ...]:
-        """What all stages of a plan may do, where they all do the same."""
-        known: tuple[MemoryWay, ...] = () if self.offload else ("none",)
+    def uniform_modes(self) -> tuple[MemoryMode, ...]:
+        """The memory modes for plans whose stages all have the same one."""
+        known: tuple[MemoryMode, ...] = () if self.offload else ("none",)
         if self.recompute == "auto":
             known = RECOMPUTE
         elif self.recompute in ("full", "layer"):
@@ -112,22 +114,21 @@ class Choices:
 
     @property
     def periodic_recomputations(self) -> tuple[Literal["none", "full"], ...]:
-        """What the stages of periodic plans may recompute: no planner of them knows ``layer``."""
+        """The recomputation of stages of periodic plans, without ``layer``."""
         return ("none", "full") if self.recompute in ("full", "auto") else ("none",)
 
     @property
-    def periodic_ways(self) -> tuple[MemoryWay, ...]:
-        """What the stages of periodic plans may do about what they keep."""
+    def periodic_modes(self) -> tuple[MemoryMode, ...]:
+        """The memory modes of stages of periodic plans."""
         known = self.periodic_recomputations
         return (*known, "offload") if self.offload else known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeriodicProposal:
-    """Stages and their pattern, and what was proved of the iteration.
+    """Stages with their pattern, and proved bounds on the iteration.
 
-    ``predicted_seconds`` is the period that the allocation seemed to allow before its pattern was
-    found.
+    ``predicted_seconds`` is the period estimated from the allocation, before its pattern was found.
     """
 
     stages: tuple[Stage, ...]
@@ -139,10 +140,10 @@ class PeriodicProposal:
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """No plan, and why: ``proved`` if there is none, else the limit came first.
+    """No plan was found: ``proved`` if none exists, otherwise a limit was reached.
 
-    ``plans`` is the class that is proved to have no plan; None where only the planner's own kind of
-    plans was looked at.
+    ``plans`` is the class of plans that is proved to be empty; None if only the planner's own kind
+    of plan was searched.
     """
 
     reason: str
@@ -159,31 +160,31 @@ def proposal_of(
     bounds: tuple[Bound, ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Proposal:
-    """The proposal of a timetable, as planners of whole backwards make them."""
+    """The proposal of a timetable with whole backwards."""
     starts = starts_of(problem, stages, times)
     return Proposal(tuple(stages), starts, bounds, notes=notes)
 
 
 def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:
-    """When the last action of a proposal ends."""
+    """The end of the last action of a proposal."""
     split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
-    lasting = durations(problem, proposal.stages, split)
+    seconds_by_kind = durations(problem, proposal.stages, split)
     return max(
         float(np.nanmax(proposal.starts[kind] + seconds))
-        for kind, seconds in lasting.items()
+        for kind, seconds in seconds_by_kind.items()
         if not np.isnan(seconds).all()
     )
 
 
-def with_way(stage: Stage, way: MemoryWay) -> Stage:
-    """The stage that saves memory in this way and no other."""
-    if way == "offload":
+def with_memory_mode(stage: Stage, mode: MemoryMode) -> Stage:
+    """The stage with memory mode ``mode``."""
+    if mode == "offload":
         return replace(stage, recompute="none", offload=True)
-    return replace(stage, recompute=way, offload=False)
+    return replace(stage, recompute=mode, offload=False)
 
 
 def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tuple[Stage, ...]:
-    """Split stages with device names in place of positions."""
+    """Split stages with device names in place of indices."""
     devices = problem.cluster.devices
     return tuple(
         Stage((c.start, c.stop), tuple(devices[v].name for v in c.devices)) for c in choices
@@ -191,9 +192,9 @@ def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tu
 
 
 def scheduling_of(problem: PipelineProblem, stages: Sequence[Stage]) -> MakespanProblem | None:
-    """The makespan problem of plain stages, None if they are others.
+    """The makespan problem of plain stages; None if a stage is not plain.
 
-    Plain stages are split, on disjoint devices, and keep what they save.
+    Plain stages have split replication and disjoint devices, and keep all activations.
     """
     devices = [name for stage in stages for name in stage.devices]
     plain = all(
@@ -206,17 +207,17 @@ def scheduling_of(problem: PipelineProblem, stages: Sequence[Stage]) -> Makespan
 
 
 def choices_of(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[StageChoice, ...]:
-    """Stages with device positions in place of names."""
+    """Stages with device indices in place of names."""
     index = problem.cluster.index
     return tuple(
         StageChoice(*stage.layers, tuple(index[name] for name in stage.devices)) for stage in stages
     )
 
 
-def shortage(problem: PipelineProblem, stages: Sequence[StageChoice], held: int = 1) -> str:
-    """Which stage cannot hold ``held`` microbatches: on which device, and how many bytes short.
+def shortage(problem: PipelineProblem, stages: Sequence[StageChoice], in_flight: int = 1) -> str:
+    """Describe the first stage that cannot hold ``in_flight`` microbatches, with missing bytes.
 
-    Or else which stage has more devices than a microbatch can be split among.
+    Or the first stage with more devices than a microbatch can be split among.
     """
     for s, stage in enumerate(stages):
         most = problem.most_replicas(stage.start, stage.stop)
@@ -226,16 +227,16 @@ def shortage(problem: PipelineProblem, stages: Sequence[StageChoice], held: int 
                 f"{problem.chain.microbatch_size} samples among {len(stage.devices)} devices, "
                 f"{most} are the most: plan larger microbatches"
             )
-        if in_flight_limit(problem, stage.start, stage.stop, stage.devices) >= held:
+        if in_flight_limit(problem, stage.start, stage.stop, stage.devices) >= in_flight:
             continue
         shares = len(stage.devices)
         need = static_bytes(problem, stage.start, stage.stop, shares)
-        need += held * problem.saved_bytes(stage.start, stage.stop, shares)
+        need += in_flight * problem.saved_bytes(stage.start, stage.stop, shares)
         tightest = min(stage.devices, key=lambda v: problem.memory_bytes[v])
         memory = float(problem.memory_bytes[tightest])
         return (
-            f"stage {s} (layers {stage.start} to {stage.stop - 1}) with {held} microbatches in "
-            f"flight needs {format_bytes(need)}, device "
+            f"stage {s} (layers {stage.start} to {stage.stop - 1}) with {in_flight} microbatches "
+            f"in flight needs {format_bytes(need)}, device "
             f"{problem.cluster.devices[tightest].name!r} has {format_bytes(memory)}: "
             f"{need - memory:.0f} bytes short"
         )

@@ -1,4 +1,4 @@
-"""Local search on the stages of a plan: what SPP's device order and bottleneck cannot see."""
+"""Local search on the stages of a plan, with the makespan as objective instead of SPP's W."""
 
 import math
 from collections.abc import Iterator
@@ -35,18 +35,18 @@ def refine(
 ) -> Proposal:
     """Hill climbing until no neighbour has a shorter list schedule, or a limit comes.
 
-    ``known`` must consist of split stages; ``attempts`` limits the neighbours that are looked at.
-    Neighbours move layers or a device across one border, join two stages, cut one in two, or leave
-    a device of a stage idle. Most of them are dismissed by a bound on their schedules.
+    ``known`` must consist of split stages; ``attempts`` limits the number of neighbours examined. A
+    neighbour moves layers or a device across one border, merges two stages, splits one into two, or
+    leaves a device of a stage idle. Most of them are pruned by a bound on their schedules.
     """
     began = monotonic()
     stages, seconds = choices_of(problem, known.stages), cost_of(problem, known)
     times: Timetable | None = None
-    steps = looked = 0
+    steps = examined = 0
     queue = _neighbours(stages)
     while (neighbour := next(queue, None)) is not None:
-        looked += 1
-        if looked > attempts or limits.left(monotonic() - began) <= 0:
+        examined += 1
+        if examined > attempts or limits.left(monotonic() - began) <= 0:
             break
         found = _schedule(problem, neighbour, seconds * (1 - WORTH_IT))
         if found is not None:
@@ -88,7 +88,7 @@ def _neighbours(stages: Stages) -> Iterator[Stages]:
 
 
 def _across(one: StageChoice, other: StageChoice) -> Iterator[Stages]:
-    """Two neighbouring stages with their border elsewhere, or joined."""
+    """Two neighbouring stages with their border moved, or merged."""
     for shift in (1, -1, 2, -2):
         border = one.stop + shift
         if one.start < border < other.stop:
@@ -101,7 +101,7 @@ def _across(one: StageChoice, other: StageChoice) -> Iterator[Stages]:
 
 
 def _cuts(stage: StageChoice) -> Iterator[Stages]:
-    """The stage as two, about evenly in layers and devices."""
+    """The stage split into two, about evenly in layers and devices."""
     middle, half = (stage.start + stage.stop) // 2, len(stage.devices) // 2
     if middle > stage.start and half > 0:
         for border in {middle, middle + 1} & set(range(stage.start + 1, stage.stop)):

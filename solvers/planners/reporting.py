@@ -1,4 +1,4 @@
-"""What a planner tells while it works, in terms of the whole problem."""
+"""Progress reports of a planner in terms of the whole problem."""
 
 import math
 from collections.abc import Callable
@@ -13,46 +13,46 @@ from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 
-Draw = Callable[[Any], PipelinePlan]
+MakePlan = Callable[[Any], PipelinePlan]
 
 
 def reporting(
-    problem: PipelineProblem, on_progress: OnProgress, periodic: bool, draw: Draw
+    problem: PipelineProblem, on_progress: OnProgress, periodic: bool, make_plan: MakePlan
 ) -> OnProgress:
-    """What a planner is to report to, if anybody listens; tells at once what is known before."""
+    """The callback for a planner's progress; it reports the initial bound at once."""
     if on_progress is silent:
         return silent
-    reporter = Reporter(problem, on_progress, periodic, draw)
+    reporter = Reporter(problem, on_progress, periodic, make_plan)
     reporter.begin()
     return reporter
 
 
 @dataclass
 class Reporter:
-    """Passes the best plan so far on to ``on_progress``, beside the bound on every plan.
+    """Reports the best plan so far and the bound on every plan to ``on_progress``.
 
-    Planners report one search after the other, each with its own clock and its own best plan. Their
-    own bounds are of smaller classes of plans: they stand in the certificate, not here.
+    A planner runs several searches in sequence, each with its own clock and its own best plan. Its
+    bounds are on smaller classes of plans; they are in the certificate and not reported here.
     """
 
     problem: PipelineProblem
     on_progress: OnProgress
-    periodic: bool  # whether plans of this kind are looked for
-    draw: Draw  # makes the plan of a planner's proposal
+    periodic: bool  # whether periodic plans are searched for
+    make_plan: MakePlan  # makes the plan of a planner's proposal
     began: float = field(default_factory=monotonic)
     cost: float = math.inf
     bound: float = 0.0
     best: Callable[[], Any] | None = None
 
     def begin(self) -> None:
-        """Tell what is known before there is a plan."""
+        """Report the bound before there is a plan."""
         wanted = EVERY_PLAN if self.periodic else EVERY_FINITE
         known = every_plan_bounds(self.problem)
         self.bound = max(one.seconds for one in known if one.plans.contains(wanted))
         self._report()
 
     def __call__(self, step: Progress) -> None:
-        """Take a planner's step into account."""
+        """Update the best plan from a planner's report and pass it on."""
         if step.objective is not None:
             if step.best is not None and step.objective <= self.cost:
                 self.best = step.best
@@ -66,4 +66,4 @@ class Reporter:
         self.on_progress(Progress(seconds, cost, min(self.bound, self.cost), plan))
 
     def _plan(self, made: Callable[[], Any]) -> PipelinePlan:
-        return self.draw(made())
+        return self.make_plan(made())

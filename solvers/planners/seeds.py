@@ -1,4 +1,4 @@
-"""Structures to begin a search from: pipelines of every length, folded onto the devices."""
+"""Initial structures of a search: pipelines of every length, folded onto the devices."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,15 +11,16 @@ from stagewright.formulations.plans.structure import Structure
 from stagewright.graphs.documents.arrays import Floats
 
 MOST_ROUNDS = 4  # stages that a group of devices gets
-EVERY_LENGTH = 16  # groups up to which every number of them is tried; then divisors and halves
+EVERY_LENGTH = 16  # groups up to which every number is tried; above, divisors and the half
 
 
 def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Structure]:
-    """Balanced pipelines on groups of neighbours in ``order``, in one round or several.
+    """Balanced pipelines on groups of neighbours in ``order``, in one or several rounds.
 
-    A round goes through the groups in the same direction as the one before (interleaved), or back
-    (in a V). Groups of several devices split microbatches, or take turns; in every round these may
-    begin with the next device, so that no device waits for its own microbatch.
+    A round visits the groups in the same direction as the previous one (interleaved) or in the
+    opposite one (V-shaped). Groups of several devices split microbatches or take them round-robin.
+    With round-robin, every round may start with the next device, so that no device waits for its
+    own microbatch.
     """
     layers = len(problem.chain)
     for length in _lengths(len(order), layers):
@@ -42,22 +43,22 @@ def _lengths(devices: int, layers: int) -> list[int]:
 def _folded(
     problem: PipelineProblem, groups: Sequence[tuple[int, ...]], placed: Sequence[tuple[int, ...]]
 ) -> Iterator[Structure]:
-    """Balanced stages on the groups ``placed``, once per kind of replication."""
+    """Balanced stages on the groups ``placed``, for each kind of replication."""
     several = any(len(group) > 1 for group in groups)
     again = len(placed) > len(groups)
     names = [device.name for device in problem.cluster.devices]
-    for turns in (False, True) if several else (False,):
-        cuts = balanced_cuts(problem, placed, turns)
+    for round_robin in (False, True) if several else (False,):
+        cuts = balanced_cuts(problem, placed, round_robin)
         if cuts is None:
             continue
-        for step in (0, 1) if turns and again else (0,):
+        for step in (0, 1) if round_robin and again else (0,):
             if len(groups) == 1 and again and step == 0:
-                continue  # the stages would be one
+                continue  # the stages would merge into one
             yield Structure.whole([
                 Stage(
                     (cuts[s], cuts[s + 1]),
                     tuple(names[v] for v in _rotated(group, step * (s // len(groups)))),
-                    "round-robin" if turns and len(group) > 1 else "split",
+                    "round-robin" if round_robin and len(group) > 1 else "split",
                 )
                 for s, group in enumerate(placed)
             ])  # fmt: skip
@@ -69,7 +70,7 @@ def _rotated(group: tuple[int, ...], by: int) -> tuple[int, ...]:
 
 
 def balanced_cuts(
-    problem: PipelineProblem, placed: Sequence[tuple[int, ...]], turns: bool
+    problem: PipelineProblem, placed: Sequence[tuple[int, ...]], round_robin: bool
 ) -> list[int] | None:
     """Cuts that minimise the slowest stage; None if a group is too large for a microbatch."""
     layers = len(problem.chain)
@@ -79,7 +80,7 @@ def balanced_cuts(
     for group in placed:
         key = tuple(sorted(problem.cluster.devices[v].kind for v in group))
         if key not in tables:
-            tables[key] = _stage_seconds(problem, group, turns)
+            tables[key] = _stage_seconds(problem, group, round_robin)
         through = np.maximum(best[:, None], tables[key])
         choices.append(through.argmin(axis=0))
         best = through.min(axis=0)
@@ -91,9 +92,9 @@ def balanced_cuts(
     return cuts[::-1]
 
 
-def _stage_seconds(problem: PipelineProblem, group: tuple[int, ...], turns: bool) -> Floats:
-    """Seconds per microbatch of layers [start, stop) on a group, inf where that cannot be."""
-    shares = 1 if turns else len(group)
+def _stage_seconds(problem: PipelineProblem, group: tuple[int, ...], round_robin: bool) -> Floats:
+    """Seconds per microbatch of layers [start, stop) on a group; inf if infeasible."""
+    shares = 1 if round_robin else len(group)
     layers = len(problem.chain)
     kinds = {problem.cluster.devices[v].kind for v in group}
     tables = []
@@ -101,7 +102,7 @@ def _stage_seconds(problem: PipelineProblem, group: tuple[int, ...], turns: bool
         costs = problem.costs(kind, shares)
         work = np.append(0.0, np.cumsum(costs.forward_seconds + costs.backward_seconds))
         tables.append(work[None, :] - work[:, None])
-    seconds = np.max(tables, axis=0) / (len(group) if turns else 1)
+    seconds = np.max(tables, axis=0) / (len(group) if round_robin else 1)
     too_many = np.append(0, np.cumsum(problem.replicas_per_layer < shares))
     possible = too_many[None, :] == too_many[:, None]
     return np.where(possible & ~np.tri(layers + 1, dtype=bool), seconds, np.inf)

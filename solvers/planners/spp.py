@@ -1,4 +1,4 @@
-"""SPP: device order, then for every number of stages partition and schedule (Algorithm 3)."""
+"""SPP: device order, then partition and schedule for every number of stages (Algorithm 3)."""
 
 import math
 from collections.abc import Sequence
@@ -44,15 +44,15 @@ from stagewright.solvers.planners.uniform import UniformPlanner
 # its last bit: a pass of the kernel then takes seconds.
 EXACT_UP_TO = 50_000
 COARSE_RATIO = 0.02
-# The partition of the least bottleneck is not always the one of the least makespan: so many of its
-# neighbours are looked at, for the best few; a number and not a time, so that answers repeat.
+# The partition of the least bottleneck does not always have the least makespan, so this many of its
+# neighbours are examined. A number and not a time, for reproducible answers.
 REFINING_ATTEMPTS = 300
 REFINED_STARTS = 3
-MEMORY_PRECISION = 1e-3  # relative; of the memory that the message about its lack names
+MEMORY_PRECISION = 1e-3  # relative; of the missing memory in the message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Candidate:
+class _ScheduledPartition:
     """A partition with its schedule; ``pe_seconds`` is the makespan of PE alone."""
 
     stages: tuple[StageChoice, ...]
@@ -63,22 +63,22 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Searched:
-    """What the search over stage counts found: all candidates, the best, and how it went."""
+class StageCountSearch:
+    """The result of the search over stage counts: all candidates, the best one, and notes."""
 
     search: PartitionSearch
-    candidates: tuple[_Candidate, ...]
-    best: _Candidate
+    candidates: tuple[_ScheduledPartition, ...]
+    best: _ScheduledPartition
     notes: tuple[str, ...]
 
 
 def plan_spp(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
-    """SPP's plan (:func:`search_stage_counts`), and two things that the paper lacks.
+    """SPP's plan (:func:`search_stage_counts`), with two additions to the paper.
 
-    SPP uses every device, which is bad where all-reduces cost more than they save: half of the
-    devices are tried too, and half of these, and so on. Then follows a short local search.
+    SPP uses every device, which is slow if all-reduces cost more than they save. So half of the
+    devices are tried too, then a quarter, and so on. A short local search follows.
     """
     began = monotonic()
     found = search_stage_counts(problem, limits, on_progress)
@@ -96,17 +96,17 @@ def plan_spp(
 
 
 def _on_fewer_devices(
-    problem: PipelineProblem, found: Searched, limits: Limits, on_progress: OnProgress
-) -> list[_Candidate]:
-    """Candidates on the first half of the order, its first half, and so on, while one may win."""
+    problem: PipelineProblem, found: StageCountSearch, limits: Limits, on_progress: OnProgress
+) -> list[_ScheduledPartition]:
+    """Candidates on the first half of the order, the first quarter, ..., while one may win."""
     began, best = monotonic(), found.best
     work = problem.microbatches * float(cheapest_work(problem).sum())
-    candidates: list[_Candidate] = []
+    candidates: list[_ScheduledPartition] = []
     size = len(found.search.question.order) // 2
     while size >= 1 and work / size < best.seconds and limits.left(monotonic() - began) > 0:
         left = replace(limits, seconds=limits.left(monotonic() - began))
         fewer = search_stage_counts(problem, left, on_progress, size, best)
-        if isinstance(fewer, Searched):
+        if isinstance(fewer, StageCountSearch):
             candidates += fewer.candidates
             best = fewer.best
         size //= 2
@@ -118,18 +118,18 @@ def search_stage_counts(
     limits: Limits,
     on_progress: OnProgress,
     size: int | None = None,
-    known: _Candidate | None = None,
-) -> Searched | NoPlan:
+    known: _ScheduledPartition | None = None,
+) -> StageCountSearch | NoPlan:
     """Order the devices, then partition and schedule for every stage count that can still win.
 
-    A number of stages is dismissed when its bottleneck W, or the least time in which a microbatch
-    passes so many stages, is at least the best makespan found. Every partition is scheduled by PE
-    and by the other list rules, and the shortest schedule is kept, so that Lemma 1 and Theorem 1
-    hold for it. ``size`` asks for the first devices of the order only, ``known`` is a candidate
-    that has to be beaten.
+    A number of stages is pruned when its bottleneck W, or the least time of a microbatch through
+    that many stages, is at least the best makespan found. Every partition is scheduled by PE and by
+    the other list rules, and the shortest schedule is kept, so Lemma 1 and Theorem 1 hold for it.
+    ``size`` limits the search to the first devices of the order; ``known`` is a candidate that must
+    be improved on.
     """
     began = monotonic()
-    # Every device of the order gets a stage; beyond these no layer can be split among more.
+    # Every device of the order gets a stage; no layer can be split among more devices than these.
     usable = int(problem.replicas_per_layer.sum())
     order = recursive_device_order(problem.cluster)[: min(usable, size or usable)]
     if limits.left(monotonic() - began) <= 0:
@@ -138,8 +138,8 @@ def search_stage_counts(
     ratio = COARSE_RATIO if len(order) * len(problem.chain) > EXACT_UP_TO else 0.0
     candidates = _first_candidates(problem, search)
     if not search.found:
-        # 1F1B's warm-up does not fit in memory: a single microbatch in flight may, at some loss.
-        search = PartitionSearch(BalancedPartition(problem, order, held=1), limits=limits)
+        # 1F1B's warm-up does not fit in memory; a single microbatch in flight may, but is slower.
+        search = PartitionSearch(BalancedPartition(problem, order, warm_up=1), limits=limits)
         candidates = _first_candidates(problem, search)
     best = min([*candidates, *([known] if known else [])], key=_seconds, default=None)
     paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
@@ -150,7 +150,7 @@ def search_stage_counts(
         ceiling = best.seconds if best else math.inf
         if late or max(search.bound[count], paths[count]) >= ceiling:
             continue
-        search.most = count  # larger numbers of stages are settled: passes need not follow them
+        search.most = count  # larger numbers of stages are settled, so passes skip them
         balanced = search.solve(count, ratio, ceiling)
         solved += [count] if balanced else []
         candidate = _schedule(problem, balanced.stages, ceiling) if balanced else None
@@ -159,23 +159,23 @@ def search_stage_counts(
         candidates.append(candidate)
         if candidate.seconds < ceiling:
             best = candidate
-            # Bottlenecks bound the plans of this order of devices alone.
+            # Bottlenecks bound the plans of this order of devices only.
             stages = named_stages(problem, best.stages)
             made = partial(proposal_of, problem, stages, best.times)
             on_progress(Progress(monotonic() - began, best.seconds, 0.0, made))
     if best is None:
         return _nothing_found(search)
     notes = _notes(search, paths, solved, best, ratio, late)
-    return Searched(search, tuple(candidates), best, notes)
+    return StageCountSearch(search, tuple(candidates), best, notes)
 
 
 def _refined(
     problem: PipelineProblem,
-    starts: Sequence[_Candidate],
+    starts: Sequence[_ScheduledPartition],
     limits: Limits,
     on_progress: OnProgress,
 ) -> Proposal:
-    """The best end of a short local search from every start."""
+    """The best result of a short local search from each start."""
     ends = [
         refine(
             problem,
@@ -197,9 +197,9 @@ def _nothing_found(search: PartitionSearch) -> NoPlan:
 
 
 def _is_proof(problem: PipelineProblem) -> bool:
-    """Whether no stages fit at all if none fit on all the devices in their order.
+    """Whether no plan fits if none fits on all devices in their order.
 
-    So it is where devices have the same memory and more devices in a stage never need more of it.
+    This holds if devices have the same memory and more devices in a stage never need more of it.
     """
     size = len(problem.cluster)
     saved = [problem.saved_per_layer(r) for r in range(1, size + 1)]
@@ -211,9 +211,9 @@ def _is_proof(problem: PipelineProblem) -> bool:
 
 
 def _why_nothing_fits(search: PartitionSearch) -> str:
-    """The stage that is short of memory in the partition that comes nearest to fitting."""
+    """The stage that exceeds its memory in the partition that is closest to fitting."""
     problem = search.question.problem
-    enough, scarce = 2.0, 1.0  # how many times the devices' memory fits, and does not
+    enough, scarce = 2.0, 1.0  # multiples of the memory that are sufficient and insufficient
     while (stages := search.with_memory(enough)) is None:
         enough, scarce = 2 * enough, enough
     while enough > scarce * (1 + MEMORY_PRECISION):
@@ -223,14 +223,16 @@ def _why_nothing_fits(search: PartitionSearch) -> str:
             scarce = middle
         else:
             enough, stages = middle, found
-    return f"in the partition that comes nearest {shortage(problem, stages)}"
+    return f"in the partition that is closest to fitting, {shortage(problem, stages)}"
 
 
-def _seconds(candidate: _Candidate) -> float:
+def _seconds(candidate: _ScheduledPartition) -> float:
     return candidate.seconds
 
 
-def _first_candidates(problem: PipelineProblem, search: PartitionSearch) -> list[_Candidate]:
+def _first_candidates(
+    problem: PipelineProblem, search: PartitionSearch
+) -> list[_ScheduledPartition]:
     """Widen the limit until partitions are found; schedule the most promising of them."""
     limit = min(search.bound.values())
     while not (search.found or search.limits.stopped()) and min(search.bound.values()) < math.inf:
@@ -244,7 +246,7 @@ def _first_candidates(problem: PipelineProblem, search: PartitionSearch) -> list
 
 
 def _promise(problem: PipelineProblem, search: PartitionSearch, count: int) -> float:
-    """A guess of the makespan, for the order in which stage counts are tried."""
+    """An estimate of the makespan, for the order in which stage counts are tried."""
     if count not in search.found:
         return math.inf
     return search.found[count][0] * (1 + (count - 1) / problem.microbatches)
@@ -252,8 +254,8 @@ def _promise(problem: PipelineProblem, search: PartitionSearch, count: int) -> f
 
 def _schedule(
     problem: PipelineProblem, stages: tuple[StageChoice, ...], ceiling: float = math.inf
-) -> _Candidate | None:
-    """The stages with their best list schedule; None if no schedule can end before ``ceiling``."""
+) -> _ScheduledPartition | None:
+    """Schedule the stages by list rules; None if no schedule can end before ``ceiling``."""
     scheduling = makespan_problem(problem, stages)
     if scheduling is None:
         return None
@@ -264,18 +266,20 @@ def _schedule(
     assert pe is not None  # PE keeps every limit
     pe_seconds = pe.makespan(scheduling)
     times = pe if pe_seconds <= bound else best_list_schedule(scheduling)[1]
-    return _Candidate(stages, scheduling, times, times.makespan(scheduling), pe_seconds)
+    return _ScheduledPartition(stages, scheduling, times, times.makespan(scheduling), pe_seconds)
 
 
-def _guarantees(problem: PipelineProblem, found: Searched, cost: float) -> tuple[Guarantee, ...]:
-    """Lemma 1 and Theorem 1, where memory does not limit what is in flight: the paper's setting."""
+def _guarantees(
+    problem: PipelineProblem, found: StageCountSearch, cost: float
+) -> tuple[Guarantee, ...]:
+    """Lemma 1 and Theorem 1, if memory does not limit the microbatches in flight."""
     best = found.best
     if len(found.search.question.order) < len(problem.cluster):
         return ()  # no partition uses every device
     _, cuts = min(found.search.found.values())
     balanced_stages = ByRecurrence().invert(found.search.question, cuts)
     balanced = makespan_problem(problem, balanced_stages)
-    assert balanced is not None  # the recurrence places no stage that cannot hold a microbatch
+    assert balanced is not None  # in the recurrence every stage can hold a microbatch
     if min(*best.scheduling.in_flight, *balanced.in_flight) < problem.microbatches:
         return ()
     lemma, theorem = lemma1_seconds(best.scheduling), theorem1_seconds(problem, balanced)
@@ -303,7 +307,7 @@ def _notes(
     search: PartitionSearch,
     paths: dict[int, float],
     solved: list[int],
-    best: _Candidate,
+    best: _ScheduledPartition,
     ratio: float,
     late: bool,
 ) -> tuple[str, ...]:
@@ -313,7 +317,7 @@ def _notes(
     exactness = "exactly" if ratio == 0 else f"within {ratio:.0%}"
     return (
         f"of {len(paths)} stage counts: W solved {exactness} for {len(solved)} "
-        f"in {search.passes} passes, {by_bottleneck} dismissed by their bottleneck, "
+        f"in {search.passes} passes, {by_bottleneck} pruned by their bottleneck, "
         f"{by_path} by the shortest path of a microbatch",
         *([f"stopped by {search.limits.end}"] if late else []),
     )

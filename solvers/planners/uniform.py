@@ -1,4 +1,4 @@
-"""Planners of stages that keep everything, asked for plans whose stages all keep less."""
+"""Planners without memory savings, extended to plans with one memory mode for all stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from stagewright.solvers.pipelines.structure_scheduling import best_schedule
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import (
     Choices,
-    MemoryWay,
+    MemoryMode,
     NoPlan,
     Proposal,
     cost_of,
-    with_way,
+    with_memory_mode,
 )
 
-Search = Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
+PlanFunction = Callable[[PipelineProblem, Limits, OnProgress], Proposal | NoPlan]
 
 UNIFORM_OPTIONS = Options(ANY_RECOMPUTATION, offload=True)
 RULES = (Rule(1.0), Rule(1.5), Rule(2.0), Rule())
@@ -29,40 +29,40 @@ RULES = (Rule(1.0), Rule(1.5), Rule(2.0), Rule())
 
 @dataclass(frozen=True, slots=True)
 class UniformPlanner:
-    """A planner whose stages keep everything; asked to keep less, all of them do so alike."""
+    """A planner without memory savings, which is extended to one memory mode for all stages."""
 
     name: str
     summary: str
     source: str
-    search: Search
+    search: PlanFunction
     options: Options = UNIFORM_OPTIONS
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
-        """The fastest of the plans whose stages all keep less in one of the ways of ``choices``."""
-        return plan_alike(self.search, problem, limits, on_progress, choices.uniform_ways)
+        """The fastest of the plans with the same memory mode of ``choices`` in all stages."""
+        return plan_uniformly(self.search, problem, limits, on_progress, choices.uniform_modes)
 
 
-def plan_alike(
-    search: Search,
+def plan_uniformly(
+    search: PlanFunction,
     problem: PipelineProblem,
     limits: Limits,
     on_progress: OnProgress,
-    ways: tuple[MemoryWay, ...],
+    modes: tuple[MemoryMode, ...],
 ) -> Proposal | NoPlan:
-    """The plan of ``search`` whose stages all save memory in one of ``ways``, the fastest."""
+    """The fastest plan of ``search`` with the same mode of ``modes`` in all stages."""
     began = monotonic()
-    attempts = [(way, priced) for way in ways for priced in _priced(problem, way)]
+    attempts = [(mode, priced) for mode in modes for priced in _priced(problem, mode)]
     answers = []
-    for i, (way, priced) in enumerate(attempts):
+    for i, (mode, priced) in enumerate(attempts):
         left = limits.left(monotonic() - began)
         share = replace(limits, seconds=left / (len(attempts) - i))
-        if way == "none":
+        if mode == "none":
             answers.append(search(problem, share, on_progress))
             continue
-        # What the search reports are costs of another problem: only the final plan's is told.
-        answer = _with_less(problem, search(priced, share, silent), way)
+        # The search has the costs of another problem, so only the final plan is reported.
+        answer = _with_less(problem, search(priced, share, silent), mode)
         if isinstance(answer, Proposal):
             seconds = cost_of(problem, answer)
             on_progress(Progress(monotonic() - began, seconds, 0.0, partial(replace, answer)))
@@ -71,40 +71,40 @@ def plan_alike(
     return min(found, key=lambda one: cost_of(problem, one)) if found else answers[0]
 
 
-def _priced(problem: PipelineProblem, way: MemoryWay) -> tuple[PipelineProblem, ...]:
-    """Problems of stages that keep everything whose plans suit stages that keep less.
+def _priced(problem: PipelineProblem, mode: MemoryMode) -> tuple[PipelineProblem, ...]:
+    """Problems without memory savings that approximate stages with mode ``mode``.
 
-    Between its forward and its backward an offloaded microbatch takes no memory, during them as
-    much as one that is kept: stages are planned as if they kept nothing, and as if everything.
+    An offloaded microbatch takes no memory between its forward and its backward, and as much as a
+    kept one during them. So stages are planned as if they kept nothing, and as if everything.
     """
-    if way == "none":
+    if mode == "none":
         return (problem,)
-    if way == "offload":
+    if mode == "offload":
         return (unsaved_layers(problem), problem)
     return (recomputed_layers(problem),)
 
 
 def _with_less(
-    problem: PipelineProblem, answer: Proposal | NoPlan, way: MemoryWay
+    problem: PipelineProblem, answer: Proposal | NoPlan, mode: MemoryMode
 ) -> Proposal | NoPlan:
-    """The stages of ``answer``, all in the way given, in an order that fits."""
-    name = "offloading" if way == "offload" else "recomputation"
+    """The stages of ``answer``, all with mode ``mode``, in an order that fits in memory."""
+    name = "offloading" if mode == "offload" else "recomputation"
     if isinstance(answer, NoPlan):
         return NoPlan(f"with {name}: {answer.reason}", proved=False)
-    stages = tuple(with_way(stage, way) for stage in answer.stages)
+    stages = tuple(with_memory_mode(stage, mode) for stage in answer.stages)
     structure = Structure.whole(stages)
     work, endings, _ = work_of(problem, structure)
     short = misfit(problem, structure, work)
     if short is not None:
         return NoPlan(f"with {name}: {short}", proved=False)
-    # Memory is not quite the planner's: the order is made again, 1F1B where that is shorter.
+    # The planner's memory model is approximate, so the stages are scheduled again.
     found = best_schedule(work, endings, RULES)
-    assert found is not None  # whatever fits has a schedule
+    assert found is not None  # every structure that fits has a schedule
     return Proposal(stages, found.starts, notes=answer.notes)
 
 
 def recomputed_layers(problem: PipelineProblem) -> PipelineProblem:
-    """The problem whose layers keep their input alone, and compute the rest again in B or I."""
+    """The problem whose layers keep only their input and recompute the rest in B or I."""
     chain = problem.chain
     return _with_costs(problem, lambda i, cost: _recomputed(chain, i, cost))
 
@@ -129,14 +129,14 @@ def _recomputed(chain: Chain, i: int, cost: LayerCost) -> LayerCost:
     again = cost.forward_seconds
     if cost.backward_seconds is not None:
         return replace(cost, saved_bytes=kept, backward_seconds=cost.backward_seconds + again)
-    assert cost.input_gradient_seconds is not None  # the one or the other
+    assert cost.input_gradient_seconds is not None  # a layer has either time
     return replace(
         cost, saved_bytes=kept, input_gradient_seconds=cost.input_gradient_seconds + again
     )
 
 
 def _output_bytes(layer: Layer, like: LayerCost) -> float:
-    """Bytes that ``layer`` hands on at the microbatch size of ``like``, in proportion."""
+    """Output bytes of ``layer``, scaled to the microbatch size of ``like``."""
     return max(
         cost.output_bytes * like.microbatch_size / cost.microbatch_size for cost in layer.costs
     )

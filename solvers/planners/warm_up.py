@@ -1,4 +1,4 @@
-"""Compiling the kernels before the clock of a time limit starts."""
+"""Compilation of the kernels before a time limit starts."""
 
 from functools import cache
 
@@ -10,17 +10,17 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.madpipe import least_period
 from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+from stagewright.solvers.planners.baselines.pipedream import partition
 from stagewright.solvers.planners.exact import exact
-from stagewright.solvers.planners.pipedream import partition
 from stagewright.solvers.planners.spp import plan_spp
 
 
 @cache
 def compile_kernels() -> None:
-    """Run every kernel once on a tiny problem, at most once per process.
+    """Run every kernel on a tiny problem, at most once per process.
 
-    Numba compiles on the first use on a machine (about ten seconds) and reads its cache on disk
-    later (under a second).
+    Numba compiles on the first use on a machine (about ten seconds) and loads the kernels from its
+    cache on disk later (under a second).
     """
     cost = LayerCost(4, 1.0, 1e6, 1e6, backward_seconds=1.0)
     chain = Chain("tiny", "analytic: for compilation", 4, tuple(

@@ -53,7 +53,8 @@ def schedule(
     times: Annotated[
         list[str],
         typer.Option(
-            help="Forward and backward time: one pair, or one per stage as '1,2;2,3' or repeated.",
+            help="Forward and backward time; or F,I,W: forward, input gradient, weight gradient. "
+            "Once for all stages, or per stage as '1,2;2,3' or repeated.",
             metavar="F,B",
         ),
     ],
@@ -64,6 +65,14 @@ def schedule(
         str | None,
         typer.Option(
             help="Maximum number of microbatches in flight: one, or one per stage.", metavar="N,..."
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="The device of each stage, from 0 in the order of their use, such as 0,1,0,1; "
+            "one per stage if left out. Nothing is transferred between stages on one device.",
+            metavar="D,...",
         ),
     ] = None,
     kind: Annotated[Kind, typer.Option(help="The rule, or the optimum.")] = Kind.OPTIMAL,
@@ -81,6 +90,7 @@ def schedule(
     request = ask(
         ScheduleRequest,
         **_read_times(stages, microbatches, times, transfer, in_flight),
+        device=_read_devices(devices, stages),
         kind=kind.value,
         time_limit=limits.seconds,
         threads=limits.threads,
@@ -144,11 +154,13 @@ def _read_times(
 
     require_count(stages, "--stages", MAX_LAYERS)
     require_count(microbatches, "--microbatches", MAX_MICROBATCHES)
-    pairs = [_numbers("--times", pair) for text in times for pair in text.replace(";", " ").split()]
-    for pair in pairs:
-        if len(pair) != 2:
-            raise InputError(f"--times: {len(pair)} numbers are no pair; write F,B")
-    pairs = _per_place("--times", pairs, stages, "stage")
+    rows = [_numbers("--times", row) for text in times for row in text.replace(";", " ").split()]
+    for row in rows:
+        if len(row) not in (2, 3) or len(row) != len(rows[0]):
+            raise InputError(
+                f"--times: {len(row)} numbers; write F,B for every stage or F,I,W for every stage"
+            )
+    columns = list(zip(*_per_place("--times", rows, stages, "stage"), strict=True))
     sends = tuple(_per_place("--transfer", _numbers("--transfer", transfer), stages - 1, "channel"))
     flights = [float(microbatches)] if in_flight is None else _numbers("--in-flight", in_flight)
     for limit in flights:
@@ -156,11 +168,24 @@ def _read_times(
             raise InputError(f"--in-flight must be whole numbers from 1, got {limit:g}")
     return {
         "microbatches": microbatches,
-        "forward": tuple(forward for forward, _ in pairs),
-        "backward": tuple(backward for _, backward in pairs),
+        "forward": columns[0],
+        "backward": columns[1],
+        "weight_gradient": columns[2] if len(columns) == 3 else (),
         "transfers": sends,
         "in_flight": tuple(int(n) for n in _per_place("--in-flight", flights, stages, "stage")),
     }
+
+
+def _read_devices(text: str | None, stages: int) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    devices = _numbers("--devices", text)
+    for device in devices:
+        if not (device.is_integer() and device >= 0):
+            raise InputError(f"--devices must be whole numbers from 0, got {device:g}")
+    if len(devices) != stages:
+        raise InputError(f"--devices needs {stages} values, one per stage; got {len(devices)}")
+    return tuple(map(int, devices))
 
 
 def _numbers(option: str, text: str) -> list[float]:
@@ -199,34 +224,53 @@ def _print_schedule(answer: "ScheduleAnswer") -> None:
 
 
 def _drawing(problem: "MakespanProblem", timetable: "Timetable", width: int) -> "list[Text]":
-    """The stages' rows to scale, if the shortest block is at least one column wide."""
+    """The devices' rows to scale, if the shortest block is at least one column wide."""
     from rich.text import Text
 
-    durations = [*problem.forward, *problem.backward]
+    durations = [*problem.forward, *problem.backward, *(problem.weight_gradient or ())]
     shortest = min((duration for duration in durations if duration > 0), default=0.0)
     if shortest == 0:
         return []
-    left = len(f"stage {problem.stages - 1}  ")
+    place = "stage" if problem.is_disjoint else "device"
+    left = len(f"{place} {max(problem.device)}  ")
     makespan = timetable.makespan(problem)
     scale = (width - left) // makespan if makespan <= width - left else (width - left) / makespan
     if shortest * scale < 1:
         return [Text(f"a drawing to scale needs more than {width} columns")]
     lines = []
-    for s in range(problem.stages):
-        line = Text(f"stage {s}".ljust(left))
-        blocks = [
-            (start, problem.forward[s], f"F{m}", "white on blue")
-            for m, start in enumerate(timetable.forward[s].tolist())
-        ] + [
-            (start, problem.backward[s], f"B{m}", "black on green")
-            for m, start in enumerate(timetable.backward[s].tolist())
-        ]
-        for start, duration, label, style in sorted(blocks):
+    for d, row in enumerate(_drawn_blocks(problem, timetable)):
+        line = Text(f"{place} {d}".ljust(left))
+        for start, duration, label, style in sorted(row):
             begin, end = (left + round(time * scale) for time in (start, start + duration))
             line.append("·" * (begin - len(line)))
             line.append(_label(label, end - begin), style)
         lines.append(line)
     return lines
+
+
+_Block = tuple[float, float, str, str]  # start, duration, label, style
+
+
+def _drawn_blocks(problem: "MakespanProblem", timetable: "Timetable") -> list[list[_Block]]:
+    """The blocks of each device; the stage is named where a device has several."""
+    from stagewright.formulations.pipelines.timed_rows import timed_rows
+
+    weight = problem.weight_gradient or ()
+    known = {
+        "F": (problem.forward, "white on blue"),
+        "B": (problem.backward, "black on green"),
+        "I": (problem.backward, "black on green"),
+        "W": (weight, "black on yellow"),
+    }
+    rows = []
+    for row in timed_rows(problem, timetable):
+        blocks = []
+        for start, action in row:
+            durations, style = known[action.kind]
+            name = str(action) if not problem.is_disjoint else f"{action.kind}{action.microbatch}"
+            blocks.append((start, durations[action.stage], name, style))
+        rows.append(blocks)
+    return rows
 
 
 def _label(label: str, columns: int) -> str:

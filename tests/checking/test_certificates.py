@@ -166,7 +166,7 @@ class TestVerdicts:
         found = [verdict.verdict for verdict in verdicts(problem, one)]
         assert found == ["verified", "verified", "claimed", "claimed"]
 
-    @pytest.mark.parametrize("name", [every_plan.LOAD, every_plan.LAYER, every_plan.WAY, "nobody"])
+    @pytest.mark.parametrize("name", [every_plan.LOAD, every_plan.LAYER, every_plan.PATH, "nobody"])
     def test_a_bound_equal_to_the_cost_is_refuted(self, name):
         problem, one = certified("round-robin")
         assert one.certificate is not None

@@ -15,7 +15,7 @@ from ranks import Ranks
 from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
 from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.patterns.pattern import static_bytes
+from stagewright.formulations.patterns.pattern_problems import static_bytes
 from stagewright.formulations.plans.actions import COMPUTE
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -56,6 +56,7 @@ def test_simulated_cluster_keeps_the_printed_ranges_and_the_seed():
     assert spp.simulated_cluster() == cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", spp.PRINTED, ids="-".join)
 def test_spp_is_never_slower_than_a_baseline(case: tuple[str, str]):
     assert spp.slower_than(spp.compare(spp.table3_problem(case))) == []

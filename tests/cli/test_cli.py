@@ -424,6 +424,26 @@ def test_gpipe_cannot_keep_an_in_flight_limit() -> None:
     assert "infeasible" in answered(*arguments, code=1)
 
 
+def test_schedule_takes_several_stages_on_a_device_and_split_backwards() -> None:
+    arguments = ["schedule", "--stages", 4, "--microbatches", 4, "--transfer", 1]
+    arguments += ["--times", "1,1,1", "--devices", "0,1,1,0"]
+    document = answered_json(*arguments)
+    assert document["status"] == "optimal"
+    everything = {f"{s}{kind}{m}" for s in range(4) for kind in "FIW" for m in range(4)}
+    assert [len(row) for row in document["order"]] == [24, 24]
+    assert {one for row in document["order"] for one in row} == everything
+    assert "device 1" in answered(*arguments)
+
+
+def test_1f1b_is_interleaved_on_several_stages_of_a_device() -> None:
+    arguments = ["schedule", "--stages", 4, "--times", "1,2", "--devices", "0,1,0,1"]
+    arguments += ["--kind", "1f1b"]
+    document = answered_json(*arguments, "--microbatches", 4)
+    assert (document["makespan"], document["bubble"]) == (27, pytest.approx(1 / 8))
+    refusal = answered_json(*arguments, "--microbatches", 3, code=1)
+    assert "a multiple of 2 microbatches" in refusal["reason"]
+
+
 def test_schedule_draws_the_rows() -> None:
     text = answered(
         "schedule", "--stages", 2, "--microbatches", 2, "--times", "1,1", "--kind", "gpipe"
@@ -440,7 +460,11 @@ def test_schedule_draws_the_rows() -> None:
         (["--stages", 0, "--times", "1,2"], "--stages must be at least 1"),
         (["--microbatches", 0, "--times", "1,2"], "--microbatches must be at least 1"),
         (["--times", "1"], "write F,B"),
-        (["--times", "1,2,3"], "write F,B"),
+        (["--times", "1,2,3,4"], "write F,B"),
+        (["--times", "1,2;1,2,3;1,2"], "write F,B for every stage or F,I,W"),
+        (["--times", "1,2", "--devices", "0,1"], "--devices needs 3 values"),
+        (["--times", "1,2", "--devices", "0,1,-1"], "--devices must be whole numbers from 0"),
+        (["--times", "1,2", "--devices", "1,0,1"], "devices are numbered in the order"),
         (["--times", "1,two"], "no list of numbers"),
         (["--times", "1,2;1,2"], "--times needs one value or 3"),
         (["--times", "-1,2"], "must be finite and not negative"),

@@ -15,8 +15,9 @@ from strategies import random_problem
 from stagewright.formulations.forms.answers import Limits, Progress
 from stagewright.formulations.patterns.joint_patterns import JointPatterns
 from stagewright.formulations.patterns.least_pattern import sequential
-from stagewright.formulations.patterns.one_f_one_b import load_bound
-from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
@@ -94,8 +95,8 @@ def exact_period(problem: PatternProblem) -> float:
 def least_of_all(question: JointPatterns) -> float:
     problems = {pattern_problem(question.problem, stages) for stages in every_plan(question)}
     least = inf
-    for problem in sorted(problems, key=load_bound):
-        if load_bound(problem) < least:
+    for problem in sorted(problems, key=pattern_load_bound):
+        if pattern_load_bound(problem) < least:
             least = min(least, exact_period(problem))
     return least
 

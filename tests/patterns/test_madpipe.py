@@ -21,7 +21,7 @@ from stagewright.formulations.patterns import one_f_one_b
 from stagewright.formulations.patterns.allocation_period import delayed
 from stagewright.formulations.patterns.allocation_tables import Placed, all_periods, contiguous
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
-from stagewright.formulations.patterns.pattern import pattern_problem, static_bytes
+from stagewright.formulations.patterns.pattern_problems import pattern_problem, static_bytes
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
@@ -30,7 +30,7 @@ from stagewright.graphs.machines.cluster import Device, Link, from_matrix, unifo
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.madpipe import allocate, least_period
 from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid, madpipe_dp
-from stagewright.solvers.patterns.madpipe_program import Outcome, Program
+from stagewright.solvers.patterns.madpipe_program import AllocationProgram, Outcome
 from stagewright.solvers.planners.warm_up import compile_kernels
 
 UNIT = 1 / 1024  # seconds
@@ -276,10 +276,10 @@ def test_little_room_for_labels_overlooks_or_invents_but_does_not_lie(data, prob
     least = all_periods(question.tables) if best == math.inf else round(best / tick)
     period = data.draw(st.sampled_from((least - 1, least, least + round(UNIT / tick))))
     keeps = best < math.inf and period >= least
-    found, placed = Program(question.tables, room).test(period)
+    found, placed = AllocationProgram(question.tables, room).test(period)
     assert found is not (Outcome.NONE if keeps else Outcome.FOUND)
     assert not placed or question.evaluate(placed) <= period
-    merged, _ = Program(question.tables, room, merging=True).test(period)
+    merged, _ = AllocationProgram(question.tables, room, merging=True).test(period)
     assert merged is Outcome.OPEN or (merged is Outcome.NONE and not keeps)
 
 
@@ -288,10 +288,10 @@ def test_one_label_per_state_is_not_enough():
     problem = long_chain(30, memory=60)
     question = StageAllocationProblem(problem, singles(problem), 0)
     below = round(least_period(question).period / question.tick) - 1
-    assert Program(question.tables, 1).test(below)[0] is Outcome.OPEN
-    assert Program(question.tables, 1, merging=True).test(below)[0] is Outcome.OPEN
-    assert Program(question.tables, 2).test(below)[0] is Outcome.OPEN
-    assert Program(question.tables, 2, merging=True).test(below)[0] is Outcome.NONE
+    assert AllocationProgram(question.tables, 1).test(below)[0] is Outcome.OPEN
+    assert AllocationProgram(question.tables, 1, merging=True).test(below)[0] is Outcome.OPEN
+    assert AllocationProgram(question.tables, 2).test(below)[0] is Outcome.OPEN
+    assert AllocationProgram(question.tables, 2, merging=True).test(below)[0] is Outcome.NONE
 
 
 def long_chain(layers, memory=60):

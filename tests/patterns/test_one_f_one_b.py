@@ -34,7 +34,8 @@ from stagewright.formulations.patterns.one_f_one_b import (
     one_f_one_b_star,
     period_bound,
 )
-from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -14,10 +14,15 @@ from scipy.optimize import linprog
 from stagewright.formulations.forms.answers import Limits, Progress, Status
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.formulations.patterns.least_pattern import least_pattern, sequential
-from stagewright.formulations.patterns.one_f_one_b import least_period, load_bound, period_bound
+from stagewright.formulations.patterns.one_f_one_b import (
+    least_period,
+    pattern_load_bound,
+    period_bound,
+)
 from stagewright.formulations.patterns.order_model import OrderModel
-from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import AtPeriod, ByRate, in_ticks
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
@@ -214,7 +219,7 @@ def test_on_devices_of_their_own_1f1b_star_is_optimal(problem):
 @given(problems(), st.floats(1.0, 3.0), st.booleans())
 def test_memory_by_orders_is_memory_by_times(problem, longer, backward_first):
     problem = replace(problem, microbatches=50)  # list schedules do not look at versions
-    pattern = list_pattern(problem, load_bound(problem) * longer, backward_first)
+    pattern = list_pattern(problem, pattern_load_bound(problem) * longer, backward_first)
     if pattern is None:
         return
     model, easy = OrderModel(problem), replace(problem, room_bytes=(1e9,) * len(problem.room_bytes))
@@ -338,7 +343,7 @@ def test_without_time_there_is_still_a_pattern_and_an_honest_bound(monkeypatch):
 def test_bad_input_is_one_clear_line():
     with pytest.raises(InputError, match="unknown backend 'gurobi'; there are auto, highs"):
         best_pattern(SMALL["one stage"], LIMITS, backend="gurobi")
-    with pytest.raises(InputError, match="an operation that takes time"):
+    with pytest.raises(InputError, match="an operation of positive duration"):
         best_pattern(stages([0], [0], [0], [1]), LIMITS)
 
 

@@ -18,12 +18,12 @@ from stagewright.formulations.patterns.one_f_one_b import (
     one_f_one_b_star,
     period_bound,
 )
-from stagewright.formulations.patterns.pattern import PatternProblems, pattern_problem
+from stagewright.formulations.patterns.pattern_problems import PatternProblems, pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.patterns.allocation_search import Moves, improve_allocation
+from stagewright.solvers.patterns.allocation_search import AllocationMoves, improve_allocation
 
 NAMES = tuple(f"g{v}" for v in range(6))
 
@@ -96,7 +96,7 @@ def test_search_only_improves_and_keeps_every_layer():
     figures = PatternProblems(problem)
     last = iteration_bound(figures.of(stages))
     groups = tuple((name,) for name in NAMES)
-    found = list(improve_allocation(figures, Moves(groups), stages, 0.0, Limits(5)))
+    found = list(improve_allocation(figures, AllocationMoves(groups), stages, 0.0, Limits(5)))
     assert found
     for one, asked, bound in found:
         assert [layer for stage in one for layer in range(*stage.layers)] == list(range(6))
@@ -108,7 +108,7 @@ def test_search_ends_at_its_target():
     problem = small_problem()
     stages = (Stage((0, 6), ("g0",)),)
     figures = PatternProblems(problem)
-    moves = Moves(tuple((name,) for name in NAMES))
+    moves = AllocationMoves(tuple((name,) for name in NAMES))
     assert list(improve_allocation(figures, moves, stages, 1e9, Limits(5))) == []
 
 
@@ -120,7 +120,7 @@ def test_offloading_and_recomputation_save_memory():
 
     def best(ways: tuple[str, ...]) -> float:
         start = iteration_bound(figures.of(stages))
-        steps = improve_allocation(figures, Moves(groups, ways), stages, 0.0, Limits(5))
+        steps = improve_allocation(figures, AllocationMoves(groups, ways), stages, 0.0, Limits(5))
         return min((bound for _, _, bound in steps), default=start)
 
     plain = best(("none",))

@@ -22,7 +22,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.structure_rules import rules_for
 from stagewright.solvers.pipelines.structure_scheduling import best_schedule
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.moves import Moves
+from stagewright.solvers.planners.moves import StructureMoves
 from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
 
 PROOFS = Path(__file__).parents[3] / "shared" / "data" / "proofs"
@@ -136,7 +136,7 @@ def test_replaying_a_found_plan_takes_no_longer(data: st.DataObject) -> None:
 @given(problems(), numbers(0, 5))
 @examples(20, phases=UNSHRUNK)
 def test_neighbours_keep_the_rules(problem: PipelineProblem, seed: int) -> None:
-    moves = Moves(problem, Choices(recompute="auto", offload=True))
+    moves = StructureMoves(problem, Choices(recompute="auto", offload=True))
     device = problem.cluster.devices[0].name
     structure = Structure.whole([Stage((0, len(problem.chain)), (device,))])
     shuffle = random.Random(seed)

@@ -17,7 +17,7 @@ from stagewright.cli import app
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.one_f_one_b import least_period
-from stagewright.formulations.patterns.pattern import pattern_problem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, Stage
 from stagewright.graphs.documents import documents
@@ -226,7 +226,7 @@ def test_a_period_may_be_much_longer_than_the_least(period: float):
 
 def test_a_period_out_of_all_proportion_is_refused():
     problem = problem_of(chain_of([1e-6] * 4, [1e6] * 4, output=1e3), 2, 4e9)
-    with pytest.raises(InputError, match="are these seconds"):
+    with pytest.raises(InputError, match="is it in seconds"):
         plan(problem, "madpipe", choices=replace(ALONE, period_seconds=1e5))
 
 
@@ -234,7 +234,7 @@ def test_models_without_time_and_absurd_sizes_are_refused():
     with pytest.raises(InputError, match="take no time"):
         plan(problem_of(rows_of((0, 0, 1e6, 1e6, 1e6)), 2, 1e9), "madpipe", choices=ALONE)
     chain = rows_of((1, 1, 1e24, 1e24, 1e6))
-    with pytest.raises(InputError, match="are these bytes"):
+    with pytest.raises(InputError, match="are the sizes in bytes"):
         plan(problem_of(chain, 2, 1e30), "madpipe", choices=ALONE)
 
 

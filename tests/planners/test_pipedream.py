@@ -11,7 +11,7 @@ from benchmarks.pipedream import (
     reference_problem,
     thesis_seconds,
 )
-from stagewright.solvers.planners.pipedream import partition
+from stagewright.solvers.planners.baselines.pipedream import partition
 
 pytestmark = pytest.mark.skipif(
     not DATA.is_dir(), reason="the public profiles are not beside the checkout"

@@ -19,8 +19,8 @@ from stagewright.graphs.machines.cluster import Device, Link, from_matrix, unifo
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.partition import balanced_partitions
-from stagewright.solvers.planners.gpipe import plan_gpipe
-from stagewright.solvers.planners.pipedream import plan_pipedream
+from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
+from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.proposal import Proposal, cost_of, scheduling_of
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp

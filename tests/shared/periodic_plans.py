@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from plans import small_problem
 
 from stagewright.formulations.checking.check import check, require_valid
-from stagewright.formulations.patterns.pattern import Pattern, PatternProblem, pattern_problem
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
+from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.assembly import assemble_pattern
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage

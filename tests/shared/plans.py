@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from stagewright.formulations.checking.certificates import certificate
-from stagewright.formulations.pipelines.every_plan import LOAD, load_bound
+from stagewright.formulations.pipelines.every_plan import LOAD, priced_load_bound
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -31,7 +31,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 def made_up_certificate(problem: PipelineProblem, plan: PipelinePlan, cost: float) -> Certificate:
     """A certificate of a third of the load bound, the load bound, and a claim on the schedules."""
     prices = np.ones(len(problem.kinds))
-    load = load_bound(problem, prices)
+    load = priced_load_bound(problem, prices)
     bounds = (
         Bound(load / 3, LOAD, "problem", EVERY_PLAN, tuple(prices)),
         Bound(load, LOAD, "problem", EVERY_PLAN, tuple(prices)),

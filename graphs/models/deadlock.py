@@ -1,10 +1,10 @@
-"""Find the cycle that makes precedence constraints infeasible."""
+"""Why no order obeys the precedences: nodes that wait for each other."""
 
 from collections.abc import Sequence
 
 
-def find_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
-    """Nodes of a cycle, each waiting for the next; the first is repeated at the end.
+def waiting_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
+    """Nodes that wait for each other in a circle, each for the next; the first is repeated last.
 
     Parameters
     ----------
@@ -15,7 +15,7 @@ def find_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> li
 
     Examples
     --------
-    >>> find_cycle([[1], [2], [1]], [0, 1, 1])
+    >>> waiting_cycle([[1], [2], [1]], [0, 1, 1])
     [1, 2, 1]
     """
     waits_for = {

@@ -17,11 +17,16 @@ from stagewright.formulations.patterns.periodic_bounds import (
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.solvers.patterns.madpipe import least_period as least_allocation_period
-from stagewright.solvers.planners.device_groups import Groups, distinct, longest_update, orders
-from stagewright.solvers.planners.periodic_search import (
+from stagewright.solvers.planners.periodic.device_groups import (
+    Groups,
+    distinct,
+    longest_update,
+    orders,
+)
+from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
-    PERIODIC_OPTIONS,
     FoundPattern,
+    PeriodicPlanner,
     PeriodicSearch,
 )
 from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
@@ -33,7 +38,7 @@ def plan_one_f_one_b_star(
     on_progress: OnProgress,
     choices: Choices,
 ) -> PeriodicProposal | NoPlan:
-    """The shortest iteration over all contiguous partitions, a stage on every group of devices."""
+    """The shortest iteration over all contiguous partitions, with one stage per group."""
     search = PeriodicSearch(problem, limits, on_progress, choices)
     search.each_size(partial(contiguous, search))
     return search.answer("with one stage on every device")
@@ -42,8 +47,8 @@ def plan_one_f_one_b_star(
 def contiguous(search: PeriodicSearch, size: int) -> None:
     """1F1B* on the best contiguous partitions.
 
-    First of the least period with any pause; then with ever shorter pauses, until these cannot
-    make up for the longer periods.
+    The first has the least period with any pause. Further ones have shorter and shorter pauses,
+    until these cannot compensate for the longer periods.
     """
     floor = max(least_pause(search.problem, size), longest_update(search.problem))
     for groups in orders(search.problem, size):
@@ -65,7 +70,7 @@ def contiguous(search: PeriodicSearch, size: int) -> None:
 
 
 def _one_f_one_b(search: PeriodicSearch, stages: tuple[Stage, ...]) -> float:
-    """Take the pattern of 1F1B* for stages with a group each; the pause that they need."""
+    """Consider the pattern of 1F1B* for stages with a group each; returns their pause."""
     asked = search.figures.of(stages)
     period = least_period(asked)
     if period < math.inf:
@@ -76,26 +81,14 @@ def _one_f_one_b(search: PeriodicSearch, stages: tuple[Stage, ...]) -> float:
 
 
 def is_plain(search: PeriodicSearch, groups: Groups) -> bool:
-    """Whether the groups are all there are, in their only order."""
+    """Whether ``groups`` is the only possible order of groups, without offloading."""
     return not search.choices.offload and len(distinct(search.problem, groups)) == 1
 
 
-class OneFOneBStar:
-    """1F1B* on the best contiguous partition."""
-
-    name = "1f1b-star"
-    summary = (
-        "the best periodic plan with a stage on every device; asynchronous, two versions of the "
-        "weights"
-    )
-    source = "MadPipe 4.1"
-    options = PERIODIC_OPTIONS
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> PeriodicProposal | NoPlan:
-        """The plan of the shortest iteration."""
-        return plan_one_f_one_b_star(problem, limits, on_progress, choices)
-
-
-PLANNER = OneFOneBStar()
+PLANNER = PeriodicPlanner(
+    "1f1b-star",
+    "the best periodic plan with a stage on every device; asynchronous, two versions of the "
+    "weights",
+    "MadPipe 4.1",
+    plan_one_f_one_b_star,
+)

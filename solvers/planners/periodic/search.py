@@ -1,4 +1,4 @@
-"""The search for periodic plans: the best plan so far, and what is proved for every group size."""
+"""The search for periodic plans: the best plan so far, and bounds for every group size."""
 
 import math
 from collections.abc import Callable
@@ -11,12 +11,9 @@ from stagewright.formulations.patterns.least_pattern import sequential
 from stagewright.formulations.patterns.one_f_one_b import (
     period_bound,
 )
-from stagewright.formulations.patterns.pattern import (
-    Pattern,
-    PatternProblem,
-    PatternProblems,
-)
+from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import PATTERN
+from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.patterns.periodic_bounds import (
     fastest_work,
     iteration_bounds,
@@ -32,28 +29,46 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.solvers.patterns.pattern import best_pattern
-from stagewright.solvers.planners.device_groups import group_sizes, orders
+from stagewright.solvers.planners.periodic.device_groups import group_sizes, orders
+from stagewright.solvers.planners.periodic.shortage import contiguous_shortage
 from stagewright.solvers.planners.planner import Options, require_host_links
 from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
-from stagewright.solvers.planners.shortage import contiguous_shortage
 
 Stages = tuple[Stage, ...]
 
 PERIODIC_OPTIONS = Options(
     ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True
 )
-"""What the periodic planners honour."""
+"""The choices that periodic planners support."""
 OPTIMAL_GAP = 1e-6  # relative
 MOST_BYTES = 1e17
-LONGEST_WAIT = 1e4  # beyond it the times of a run lose the digits of short operations
-PATTERN_SECONDS = 5.0  # for one allocation's pattern
+LONGEST_WAIT = 1e4  # times the sequential period; above it short operations lose precision
+PATTERN_SECONDS = 5.0  # time limit of one pattern
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicPlanner:
+    """A planner of periodic plans."""
+
+    name: str
+    summary: str
+    source: str
+    plan: Callable[[PipelineProblem, Limits, OnProgress, Choices], PeriodicProposal | NoPlan]
+    options: Options = PERIODIC_OPTIONS
+
+    def propose(
+        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
+    ) -> PeriodicProposal | NoPlan:
+        """The plan of the shortest iteration found."""
+        return self.plan(problem, limits, on_progress, choices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundPattern:
-    """An allocation with its pattern; ``predicted_seconds`` is the period it allowed before that.
+    """An allocation with its pattern.
 
-    ``bound_seconds`` is a bound on the period of all patterns of these stages.
+    ``predicted_seconds`` is the period estimated from the allocation, ``bound_seconds`` a lower
+    bound on the period of all patterns of these stages.
     """
 
     stages: Stages
@@ -70,7 +85,7 @@ class FoundPattern:
 
 @dataclass
 class PeriodicSearch:
-    """The best plan so far, and what is proved for every group size."""
+    """The best plan so far, and bounds for every group size."""
 
     problem: PipelineProblem
     limits: Limits
@@ -79,12 +94,12 @@ class PeriodicSearch:
     began: float = field(default_factory=perf_counter)
     best: FoundPattern | None = None
     seen: set[Stages] = field(default_factory=set)
-    settled: bool = True  # what was asked of the dynamic program was answered for good
+    settled: bool = True  # whether all answers of the dynamic program are exact
 
     def __post_init__(self) -> None:
         self.figures = PatternProblems(self.problem)
         self.bounds = {
-            size: list(iteration_bounds(self.problem, size, self.choices.periodic_ways))
+            size: list(iteration_bounds(self.problem, size, self.choices.periodic_modes))
             for size in group_sizes(self.problem, self.choices)
         }
         self._require_times_and_sizes()
@@ -93,16 +108,16 @@ class PeriodicSearch:
             require_host_links(self.problem)
 
     def each_size(self, step: Callable[[int], None]) -> None:
-        """Take a step for every group size of which some plan may be better than the best.
+        """Run ``step`` for every group size that may have a better plan.
 
-        The most promising first.
+        Sizes are in order of their bounds.
         """
         for size in sorted(self.bounds, key=self.bound):
             if self.bound(size) < self.ceiling():
                 step(size)
 
     def answer(self, kind: str) -> PeriodicProposal | NoPlan:
-        """The best plan with the bounds on all others, or why there is none."""
+        """The best plan with bounds on all plans, or why there is none."""
         if self.best is None:
             return self.no_plan(kind)
         best, asked = self.best, self.choices.period_seconds
@@ -125,7 +140,7 @@ class PeriodicSearch:
         return PeriodicProposal(best.stages, pattern, best.predicted_seconds, bounds, notes)
 
     def schedule(self, stages: Stages) -> None:
-        """Solve the pattern of ``stages``, if it may be better than the best."""
+        """Solve the pattern of ``stages`` if it may be better than the best plan."""
         if stages in self.seen:
             return
         self.seen.add(stages)
@@ -139,7 +154,7 @@ class PeriodicSearch:
             self.consider(FoundPattern(stages, asked, answer.pattern, low, answer.bound))
 
     def ceiling(self) -> float:
-        """What a plan must undercut to be better than the best."""
+        """The cost below which a plan is an improvement."""
         return math.inf if self.best is None else self.best.cost * (1 - OPTIMAL_GAP)
 
     def best_period(self) -> float:
@@ -147,13 +162,13 @@ class PeriodicSearch:
         return math.inf if self.best is None else self.best.pattern.period
 
     def consider(self, found: FoundPattern) -> None:
-        """Take a pattern into account."""
+        """Check a pattern and keep it if it is the best."""
         found.asked.evaluate(found.pattern)
         if self.best is None or found.cost < self.best.cost:
             self.best = found
             least = min(self.bound(size) for size in self.bounds)
             elapsed = perf_counter() - self.began
-            # A period that is asked for is that of the answer alone.
+            # A requested period applies to the final answer only.
             made = partial(self._proposal, found) if self.choices.period_seconds is None else None
             self.on_progress(Progress(elapsed, found.cost, least, made))
 
@@ -163,7 +178,7 @@ class PeriodicSearch:
         )
 
     def left(self) -> float:
-        """Seconds that are left."""
+        """Remaining seconds."""
         return self.limits.left(perf_counter() - self.began)
 
     def limits_left(self) -> Limits:
@@ -171,13 +186,13 @@ class PeriodicSearch:
         return replace(self.limits, seconds=max(0.1, self.left()))
 
     def bound(self, size: int) -> float:
-        """The best bound on all plans of one group size."""
+        """The best bound on all plans of a group size."""
         return max(bound.seconds for bound in self.bounds[size])
 
     def overall(self) -> tuple[Bound, ...]:
-        """Bounds that hold whatever the group size: the best of each size, the least of these.
+        """Bounds for all group sizes: the least, over sizes, of the best bound of each size.
 
-        One for every class that some bound is proved for.
+        There is one for every class that has a bound.
         """
         if len(self.bounds) == 1:
             (bounds,) = self.bounds.values()
@@ -203,30 +218,30 @@ class PeriodicSearch:
         return tuple(overall)
 
     def _require_times_and_sizes(self) -> None:
-        """Refuse a model without work, and bytes that whole numbers of 64 bits cannot count."""
+        """Refuse a model without work, and sizes that overflow 64-bit integers."""
         if not any(fastest_work(self.problem, 1)):
-            raise InputError("the layers take no time: a periodic plan has no period then")
+            raise InputError("the layers take no time: a periodic plan needs a positive period")
         kept = float(
             self.problem.saved_per_layer(1).sum() + self.problem.chain.parameter_bytes.sum()
         )
         if kept * (self.problem.microbatches + 2) > MOST_BYTES:
             raise InputError(
-                f"the layers hold {format_bytes(kept)}, times microbatches more than "
-                f"{format_bytes(MOST_BYTES)}: are these bytes?"
+                f"the layers keep {format_bytes(kept)} per microbatch, in total more than "
+                f"{format_bytes(MOST_BYTES)}: are the sizes in bytes?"
             )
 
     def _require_period(self) -> None:
-        """Refuse a period that no plan can have."""
+        """Refuse a period below the load bound."""
         asked = self.choices.period_seconds
         loads = [max(work_periods(self.problem, size).values()) for size in self.bounds]
         if asked is not None and asked < min(loads) * (1 - OPTIMAL_GAP):
             raise InputError(
                 f"the period {asked:.9g} s is below the load bound of {min(loads):.9g} s: "
-                "ask for a longer one, or for the least by leaving it out"
+                "give a longer one, or leave it out for the least period"
             )
 
     def no_plan(self, kind: str) -> NoPlan:
-        """Infeasible: the stage that is shortest of memory in the best contiguous partition."""
+        """The refusal, which names the stage with most missing memory in the best partition."""
         shortages = [
             contiguous_shortage(self.problem, groups, self.choices.periodic_recomputations)
             for size in self.bounds
@@ -249,7 +264,7 @@ class PeriodicSearch:
         )
 
     def _without_plan(self, proved: bool) -> PlanClass | None:
-        """The class that is proved to have no plan: by its bounds, or by the contiguous search."""
+        """The class that is proved to have no plan, by bounds or by the contiguous search."""
         if proved:
             empty = [bound.plans for bound in self.overall() if bound.seconds == math.inf]
             return next(
@@ -268,15 +283,15 @@ class PeriodicSearch:
 
 
 def _stretched(asked: PatternProblem, pattern: Pattern, period: float) -> Pattern:
-    """``pattern`` at a longer period; one microbatch after the other where there is time for it.
+    """``pattern`` stretched to a longer period, or the sequential pattern if that is possible.
 
-    Gaps grow in proportion, so that nothing overlaps, and nothing keeps more.
+    Starts are scaled, so that nothing overlaps and no stage keeps more microbatches.
     """
     alone = sequential(asked)
     if period > LONGEST_WAIT * alone.period:
         raise InputError(
             f"the period {period:.9g} s is more than {LONGEST_WAIT:g} times the "
-            f"{format_seconds(alone.period)} that a microbatch takes: are these seconds?"
+            f"{format_seconds(alone.period)} that a microbatch takes: is it in seconds?"
         )
     if period >= alone.period:
         return Pattern(period, alone.starts)

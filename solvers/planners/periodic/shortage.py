@@ -1,4 +1,4 @@
-"""Why no periodic plan fits: the stage that is shortest of memory in the best partition."""
+"""The stage with the most missing memory in the best partition, if no periodic plan fits."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -7,28 +7,28 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.formulations.patterns.pattern import static_bytes
+from stagewright.formulations.patterns.pattern_problems import static_bytes
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.solvers.planners.device_groups import Groups, named_group
+from stagewright.solvers.planners.periodic.device_groups import Groups, named_group
 
 Stages = tuple[Stage, ...]
 
 
 def contiguous_shortage(
-    problem: PipelineProblem, groups: Groups, ways: Sequence[Literal["none", "full"]]
+    problem: PipelineProblem, groups: Groups, modes: Sequence[Literal["none", "full"]]
 ) -> tuple[float, Stages, int]:
-    """The contiguous partition that comes nearest to fitting: bytes short, stages, which is short.
+    """The contiguous partition with the least missing memory: bytes, stages, index of the stage.
 
-    With one microbatch in flight; negative bytes are left over.
+    With one microbatch in flight; negative bytes are free memory.
     """
     layers = len(problem.chain)
     names = [named_group(problem, group) for group in groups]
     need = np.full((layers, layers + 1), np.inf)
     for start, stop in combinations(range(layers + 1), 2):
         need[start, stop] = min(
-            _needed(problem, one) for one in _ways((start, stop), names[0], ways)
+            _needed(problem, one) for one in _modes((start, stop), names[0], modes)
         )
     # best[l]: the least shortage of the first l layers on the groups so far.
     best = np.append(-np.inf, np.full(layers, np.inf))
@@ -50,10 +50,10 @@ def contiguous_shortage(
     return float(best[layers]), tuple(stage for _, stage in found), short.index(max(short))
 
 
-def _ways(
-    layers: tuple[int, int], names: tuple[str, ...], ways: Sequence[Literal["none", "full"]]
+def _modes(
+    layers: tuple[int, int], names: tuple[str, ...], modes: Sequence[Literal["none", "full"]]
 ) -> list[Stage]:
-    return [Stage(layers, names, recompute=way) for way in ways]
+    return [Stage(layers, names, recompute=mode) for mode in modes]
 
 
 def _needed(problem: PipelineProblem, stage: Stage) -> float:

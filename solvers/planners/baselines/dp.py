@@ -16,9 +16,9 @@ from stagewright.solvers.planners.uniform import UniformPlanner
 
 
 def plan_dp(problem: PipelineProblem, limits: Limits, on_progress: OnProgress) -> Proposal | NoPlan:
-    """One stage: each microbatch is split among all devices, then one all-reduce.
+    """One stage on all devices, which split each microbatch, followed by one all-reduce.
 
-    Devices for which a microbatch has no sample left stay idle.
+    If there are more devices than samples in a microbatch, the surplus devices stay idle.
     """
     layers = len(problem.chain)
     devices = range(min(len(problem.cluster), problem.most_replicas(0, layers)))

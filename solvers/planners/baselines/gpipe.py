@@ -29,7 +29,7 @@ def plan_gpipe(
     scheduling = makespan_problem(problem, stages)
     times = list_schedule(scheduling, "gpipe") if scheduling else None
     if times is None:
-        return NoPlan(shortage(problem, stages, held=problem.microbatches))
+        return NoPlan(shortage(problem, stages, in_flight=problem.microbatches))
     return proposal_of(problem, named_stages(problem, stages), times)
 
 

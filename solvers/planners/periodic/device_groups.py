@@ -1,4 +1,4 @@
-"""Groups of devices for the stages of periodic plans: all stages have equally many devices."""
+"""Groups of devices for the stages of periodic plans; all groups have the same size."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def group_sizes(problem: PipelineProblem, choices: Choices) -> list[int]:
-    """Numbers of devices that a stage may have: all stages have the same number."""
+    """The possible numbers of devices per stage, which is the same for all stages."""
     devices, layers = len(problem.cluster), len(problem.chain)
     most = min(devices, problem.most_replicas(0, layers))
     if choices.group_size is None:
@@ -27,12 +27,12 @@ def group_sizes(problem: PipelineProblem, choices: Choices) -> list[int]:
 
 
 def longest_update(problem: PipelineProblem) -> float:
-    """What the update of one layer takes at most."""
+    """The longest update time of a layer."""
     return max(float(problem.update_per_layer(kind).max()) for kind in problem.kinds)
 
 
 def orders(problem: PipelineProblem, size: int) -> list[Groups]:
-    """Groups of neighbouring devices, in the order of the recursive cuts; and the other way."""
+    """Groups of neighbouring devices in the order of the recursive cuts, and reversed."""
     order = recursive_device_order(problem.cluster)
     last = len(order) - len(order) % size
     groups = tuple(tuple(sorted(order[i : i + size])) for i in range(0, last, size))
@@ -40,7 +40,7 @@ def orders(problem: PipelineProblem, size: int) -> list[Groups]:
 
 
 def distinct(problem: PipelineProblem, groups: Groups) -> list[int]:
-    """One group of each sort: all where links differ, else by their devices."""
+    """One group of each type: all groups if links differ, else one per type of devices."""
     cluster = problem.cluster
     apart = ~np.eye(len(cluster), dtype=bool)
     links = np.stack([cluster.bandwidth[apart], cluster.latency[apart]])

@@ -1,6 +1,7 @@
 """HetPipe with a synchronous barrier: a pipeline in every server, data parallelism among them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,8 +24,8 @@ def plan_hetpipe(
 ) -> Proposal | NoPlan:
     """Every server is a virtual worker without replication (SPP section II).
 
-    Whole microbatches go round-robin to the servers; stage s stands on the s-th device of each,
-    and its replicas reduce their gradients when the last of them is done.
+    Whole microbatches are assigned round-robin to the servers; stage s is on the s-th device of
+    each server, and its replicas all-reduce their gradients when the last one ends.
     """
     sizes = {len(server) for server in problem.cluster.servers}
     if len(sizes) > 1:
@@ -84,21 +85,14 @@ def _stage_times(problem: PipelineProblem, device: int) -> Floats:
 
 
 def _with_microbatches(scheduling: MakespanProblem, share: int) -> MakespanProblem:
-    return MakespanProblem(
-        share,
-        scheduling.forward,
-        scheduling.backward,
-        scheduling.send_forward,
-        scheduling.send_backward,
-        scheduling.reduce,
-        tuple(min(limit, share) for limit in scheduling.in_flight),
-    )
+    limits = tuple(min(limit, share) for limit in scheduling.in_flight)
+    return replace(scheduling, microbatches=share, in_flight=limits)
 
 
 def _interleave(
     microbatches: int, pipelines: Sequence[tuple[MakespanProblem, Timetable]]
 ) -> Timetable:
-    """One timetable of all microbatches, microbatch m from pipeline m mod their number."""
+    """The timetable of all microbatches; microbatch m is in pipeline m modulo their number."""
     names = ("forward", "backward", "send_forward", "send_backward")
     rows = {}
     for name in names:

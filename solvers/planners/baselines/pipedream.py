@@ -24,8 +24,8 @@ from stagewright.solvers.planners.uniform import UniformPlanner
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Layers [start, stop) on ``workers`` components of one level."""
+class LevelStage:
+    """A stage of one level: layers [start, stop) on ``workers`` components."""
 
     start: int
     stop: int
@@ -33,8 +33,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Level:
-    """A[i, j, m]: the slowest stage of layers [i, j) on m components; and how it came about.
+class LevelTables:
+    """A[i, j, m], the time of the slowest stage of layers [i, j) on m components, with choices.
 
     ``split[i, j, m]`` is the first layer of the last stage (i for a single stage) and
     ``last[i, j, m]`` the components of that stage.
@@ -48,10 +48,10 @@ class Level:
 def plan_pipedream(
     problem: PipelineProblem, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
-    """PipeDream's partition and replication, scheduled by 1F1B, flushed after every iteration.
+    """PipeDream's partition and replication, scheduled by 1F1B with a flush per iteration.
 
-    Devices are taken in the order of the cluster, as the paper's homogeneous levels have it. Where
-    a stage has more of them than a microbatch can be split among, the last ones stay idle.
+    Devices are used in the order of the cluster, as in the paper's homogeneous levels. If a stage
+    has more devices than a microbatch can be split among, the last ones stay idle.
     """
     stages = tuple(
         replace(one, devices=one.devices[: problem.most_replicas(one.start, one.stop)])
@@ -72,39 +72,41 @@ def partition(problem: PipelineProblem) -> tuple[StageChoice, ...]:
     servers = problem.cluster.servers
     if len(levels) == 1:
         every = [v for server in servers for v in server]
-        outer = [(part, [[v] for v in every]) for part in _parts(levels[0], 0, layers, len(every))]
+        outer = [
+            (part, [[v] for v in every]) for part in _level_stages(levels[0], 0, layers, len(every))
+        ]
         return _place(outer)
     stages: list[StageChoice] = []
     used = 0
-    for wide in _parts(levels[1], 0, layers, len(servers)):
+    for wide in _level_stages(levels[1], 0, layers, len(servers)):
         group = servers[used : used + wide.workers]
         used += wide.workers
         columns = [list(column) for column in zip(*group, strict=True)]
-        inner = _parts(levels[0], wide.start, wide.stop, len(columns))
+        inner = _level_stages(levels[0], wide.start, wide.stop, len(columns))
         stages += _place([(part, columns) for part in inner])
     return tuple(stages)
 
 
-def optimize(problem: PipelineProblem) -> tuple[Level, ...]:
+def optimize(problem: PipelineProblem) -> tuple[LevelTables, ...]:
     """The tables A^k, from the lowest level: devices of a server, then servers."""
     costs = [problem.costs(kind, 1) for kind in problem.kinds]
     work = np.max([c.forward_seconds + c.backward_seconds for c in costs], axis=0)
     compute = _spans(work)
     weights = _spans(problem.chain.parameter_bytes)
     activations = np.array([problem.boundary_bytes(s + 1) for s in range(len(work))])
-    levels: list[Level] = []
+    levels: list[LevelTables] = []
     for workers, bandwidth in _hierarchy(problem.cluster):
         highest = len(levels) + 1 == len(_hierarchy(problem.cluster))
         tables = _solve_level(
             compute, weights, activations / bandwidth, bandwidth, workers, highest
         )
-        levels.append(Level(*tables))
+        levels.append(LevelTables(*tables))
         compute = np.ascontiguousarray(levels[-1].slowest[:, :, workers])
     return tuple(levels)
 
 
 def _hierarchy(cluster: Cluster) -> list[tuple[int, float]]:
-    """(components, bandwidth) per level; unequal servers are read as one level of all devices."""
+    """(components, bandwidth) per level; unequal servers form one level of all devices."""
     servers = cluster.servers
     slowest = float(cluster.bandwidth.min()) if len(cluster) > 1 else np.inf
     if len(servers) == 1 or len({len(server) for server in servers}) > 1:
@@ -121,18 +123,18 @@ def _spans(values: Floats) -> Floats:
     return np.asarray(np.subtract.outer(sums, sums).T)
 
 
-def _parts(level: Level, start: int, stop: int, workers: int) -> list[Part]:
-    found: list[Part] = []
+def _level_stages(level: LevelTables, start: int, stop: int, workers: int) -> list[LevelStage]:
+    found: list[LevelStage] = []
     while True:
         split, last = int(level.split[start, stop, workers]), int(level.last[start, stop, workers])
-        found.append(Part(split, stop, last))
+        found.append(LevelStage(split, stop, last))
         if split == start:
             return found[::-1]
         stop, workers = split, workers - last
 
 
-def _place(parts: Sequence[tuple[Part, list[list[int]]]]) -> tuple[StageChoice, ...]:
-    """Each part takes the next columns (devices of equal place in every server)."""
+def _place(parts: Sequence[tuple[LevelStage, list[list[int]]]]) -> tuple[StageChoice, ...]:
+    """Each stage takes the next columns (devices with the same index in every server)."""
     stages, used = [], 0
     for part, columns in parts:
         taken = columns[used : used + part.workers]

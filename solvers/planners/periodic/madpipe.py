@@ -1,9 +1,9 @@
-"""Periodic planners: 1F1B* on the best contiguous partition, and MadPipe.
+"""MadPipe (Beaumont, Eyraud-Dubois, Shilova), with a local search and a joint search.
 
-MadPipe (Beaumont, Eyraud-Dubois, Shilova): a dynamic program finds an allocation with one special
-device that may have several stages; then its pattern is solved exactly. Here the contiguous optimum
-is a candidate too, so that the answer is never worse; a local search lets any device have several
-stages; and the joint search settles small cases, and bounds the others.
+A dynamic program finds an allocation with one special device that may have several stages; then its
+pattern is solved exactly. In addition to the paper, the best contiguous partition is a candidate, a
+local search allows several stages on any device, and the joint search solves small cases exactly
+and gives bounds for others.
 """
 
 import random
@@ -24,33 +24,38 @@ from stagewright.formulations.plans.plan_class import (
 )
 from stagewright.solvers.patterns import madpipe
 from stagewright.solvers.patterns.allocation_search import (
-    Moves,
+    AllocationMoves,
     disturbed,
     improve_allocation,
     interleaved,
 )
 from stagewright.solvers.patterns.joint_patterns import joint_optimum
-from stagewright.solvers.planners.device_groups import distinct, longest_update, named_group, orders
-from stagewright.solvers.planners.one_f_one_b_star import contiguous
-from stagewright.solvers.planners.periodic_search import (
+from stagewright.solvers.planners.periodic.device_groups import (
+    distinct,
+    longest_update,
+    named_group,
+    orders,
+)
+from stagewright.solvers.planners.periodic.one_f_one_b_star import contiguous
+from stagewright.solvers.planners.periodic.search import (
     OPTIMAL_GAP,
-    PERIODIC_OPTIONS,
     FoundPattern,
+    PeriodicPlanner,
     PeriodicSearch,
 )
 from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
 
 Stages = tuple[Stage, ...]
 
-JOINT_STAGES = 20_000  # stages and groups for them, up to which the joint search may begin
-# Periods between what an allocation allows and the best so far, at which others are asked for.
+JOINT_STAGES = 20_000  # pairs of stages and groups up to which the joint search is run
+# Further allocations are computed at these fractions between the allocation's period and the best.
 SHARES = (0.1, 0.25, 0.5, 0.75)
-LONGEST = 2.0  # times what the allocation allows, where there is no plan yet
-ROUNDS = (2, 3)  # in which stages are dealt out
+LONGEST = 2.0  # times the allocation's period, as the upper end if there is no plan yet
+ROUNDS = (2, 3)  # of cyclically assigned stages
 SEARCHES = 12  # further local searches, each from MOVES random moves away from the best plan
 MOVES = 3
-SEARCHING = 0.5  # of the time that is left, if they take so long
-SCHEDULED = 4  # of each local search, the last allocations
+SEARCHING = 0.5  # share of the remaining time for local searches
+SCHEDULED = 4  # last allocations of each local search that are scheduled
 
 
 def plan_madpipe(
@@ -59,7 +64,7 @@ def plan_madpipe(
     on_progress: OnProgress,
     choices: Choices,
 ) -> PeriodicProposal | NoPlan:
-    """MadPipe's allocation and pattern, or a better one found on the way."""
+    """MadPipe's allocation and pattern, or a better one found during the search."""
     search = PeriodicSearch(problem, limits, on_progress, choices)
     for step in (contiguous, with_special, rearranged, jointly):
         search.each_size(partial(step, search))
@@ -67,9 +72,9 @@ def plan_madpipe(
 
 
 def with_special(search: PeriodicSearch, size: int) -> None:
-    """MadPipe: every group that differs from the others is the special one in turn.
+    """MadPipe with each distinct group as the special one.
 
-    With any pause, and with none longer than that of the best plan.
+    First with any pause, then with pauses no longer than that of the best plan.
     """
     for groups in orders(search.problem, size):
         for special in distinct(search.problem, groups):
@@ -83,10 +88,10 @@ def with_special(search: PeriodicSearch, size: int) -> None:
 
 
 def _by_madpipe(search: PeriodicSearch, question: StageAllocationProblem) -> None:
-    """The pattern of the best allocation.
+    """Schedule the best allocation, and others at longer periods.
 
-    What the allocation allows is not always reached; then so is what others allow at periods
-    between that and the best.
+    The period of an allocation is a lower bound that its pattern may not attain, so allocations at
+    periods between this bound and the best plan are scheduled as well.
     """
     if search.left() <= 0:
         search.settled = False
@@ -109,7 +114,10 @@ def _by_madpipe(search: PeriodicSearch, question: StageAllocationProblem) -> Non
 def rearranged(search: PeriodicSearch, size: int) -> None:
     """Local searches in which any group may have several stages."""
     names = tuple(named_group(search.problem, group) for group in orders(search.problem, size)[0])
-    moves, end = Moves(names, search.choices.periodic_ways), search.left() * (1 - SEARCHING)
+    moves, end = (
+        AllocationMoves(names, search.choices.periodic_modes),
+        search.left() * (1 - SEARCHING),
+    )
     for attempt, start in enumerate(_starts(search, names, moves)):
         left = search.left() - end
         if left <= 0:
@@ -123,13 +131,13 @@ def rearranged(search: PeriodicSearch, size: int) -> None:
 
 
 def _starts(
-    search: PeriodicSearch, names: tuple[tuple[str, ...], ...], moves: Moves
+    search: PeriodicSearch, names: tuple[tuple[str, ...], ...], moves: AllocationMoves
 ) -> Iterator[Stages]:
-    """The best plan, stages dealt out in rounds, and what random moves make of the best.
+    """The best plan, cyclically assigned stages, and random perturbations of the best plan.
 
-    A number of them and not a time, so that answers repeat.
+    Their number is fixed, for reproducible answers.
     """
-    dice = random.Random(search.limits.seed)
+    rng = random.Random(search.limits.seed)
     if search.best is not None and len(search.best.stages[0].devices) == len(names[0]):
         yield search.best.stages
     for rounds in ROUNDS:
@@ -137,11 +145,11 @@ def _starts(
             yield interleaved(search.figures, names, rounds, there_and_back)
     for _ in range(SEARCHES):
         if search.best is not None and len(search.best.stages[0].devices) == len(names[0]):
-            yield disturbed(moves, search.best.stages, MOVES, dice)
+            yield disturbed(moves, search.best.stages, MOVES, rng)
 
 
 def jointly(search: PeriodicSearch, size: int) -> None:
-    """The joint search: small cases are settled, for larger ones it gives a bound."""
+    """The joint search, which solves small cases exactly and gives a bound for larger ones."""
     groups = orders(search.problem, size)[0]
     stages = (
         len(groups)
@@ -158,29 +166,17 @@ def jointly(search: PeriodicSearch, size: int) -> None:
         asked = search.figures.of(answer.stages)
         low = period_bound(asked)
         search.consider(FoundPattern(answer.stages, asked, answer.pattern, low, low))
-    # Groups of devices that differ could be made up in other ways.
+    # With different devices, other partitions into groups are possible, so the bound is not valid.
     if not search.choices.offload and (size == 1 or len(distinct(search.problem, groups)) == 1):
         recompute = search.choices.periodic_recomputations
         plans = replace(SEARCHED_ALLOCATIONS, recompute=recompute, equal_groups=(size,))
         search.bounds[size].append(Bound(answer.bound, ALLOCATIONS, "problem", plans))
 
 
-class MadPipePlanner:
-    """MadPipe, with a local and a joint search."""
-
-    name = "madpipe"
-    summary = (
-        "periodic plans for little memory: some devices have several stages; asynchronous, two "
-        "versions of the weights"
-    )
-    source = "Beaumont et al., ScaDL 2022"
-    options = PERIODIC_OPTIONS
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> PeriodicProposal | NoPlan:
-        """The best plan found."""
-        return plan_madpipe(problem, limits, on_progress, choices)
-
-
-PLANNER = MadPipePlanner()
+PLANNER = PeriodicPlanner(
+    "madpipe",
+    "periodic plans for little memory: some devices have several stages; asynchronous, two "
+    "versions of the weights",
+    "Beaumont et al., ScaDL 2022",
+    plan_madpipe,
+)

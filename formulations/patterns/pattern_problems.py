@@ -1,0 +1,155 @@
+"""Pattern problems of given stages; times and bytes are computed once per stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from stagewright.formulations.patterns.pattern import PatternProblem
+from stagewright.formulations.plans.memory import Kept, kept_bytes, stage_static_bytes
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import compute_seconds
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
+from stagewright.graphs.documents.errors import InputError
+
+
+def pattern_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> PatternProblem:
+    """The scheduling problem for given stages and devices.
+
+    Two stages have either the same devices, in the same order, or disjoint ones.
+    """
+    return PatternProblems(problem).of(stages)
+
+
+class _Figures(NamedTuple):
+    """Times and bytes of a stage in any pattern problem."""
+
+    forward: float
+    backward: float
+    reduce: float
+    update: float
+    static_bytes: float
+    kept: Kept
+    members: tuple[int, ...]  # indices of its devices
+    least_seconds: float
+
+
+@dataclass(frozen=True)
+class PatternProblems:
+    """Makes pattern problems for many choices of stages; caches times and bytes per stage."""
+
+    problem: PipelineProblem
+
+    def of(self, stages: Sequence[Stage]) -> PatternProblem:
+        """The problem of ``stages``, as :func:`pattern_problem`."""
+        groups = list(dict.fromkeys(stage.devices for stage in stages))
+        _require_one_offload(stages)
+        found = [self._of_stage(stage) for stage in stages]
+        sent = [self._transfer(*pair) for pair in pairwise(stages)]
+        static, updates = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0)
+        for stage, figures in zip(stages, found, strict=True):
+            static[stage.devices] += figures.static_bytes
+            updates[stage.devices] += figures.update
+        return PatternProblem(
+            tuple(figures.forward for figures in found),
+            tuple(figures.backward for figures in found),
+            tuple(there for there, _ in sent),
+            tuple(back for _, back in sent),
+            tuple(groups.index(stage.devices) for stage in stages),
+            tuple(figures.kept for figures in found),
+            tuple(self._memory(names) - total for names, total in static.items()),
+            tuple(figures.reduce for figures in found),
+            self.problem.microbatches,
+            max(figures.least_seconds for figures in found),
+            max(updates.values()),
+        )
+
+    def seconds(self, stage: Stage) -> tuple[float, float]:
+        """Forward and backward time of a stage, including recomputation."""
+        return self._of_stage(stage)[:2]
+
+    def _of_stage(self, stage: Stage) -> _Figures:
+        if stage not in self._known:
+            problem, index = self.problem, self.problem.cluster.index
+            members = tuple(index[name] for name in stage.devices)
+            forward, backward = compute_seconds(problem, stage, members)
+            self._known[stage] = _Figures(
+                forward,
+                backward,
+                problem.reduce_seconds(*stage.layers, members),
+                problem.update_seconds(*stage.layers, members),
+                static_bytes(problem, stage),
+                kept_bytes(problem, stage),
+                members,
+                _least_seconds(problem, stage, members, max(forward, backward)),
+            )
+        return self._known[stage]
+
+    def _transfer(self, one: Stage, other: Stage) -> tuple[float, float]:
+        if one.devices == other.devices:
+            return 0.0, 0.0
+        key = (one.layers[1], one.devices, other.devices)
+        if key not in self._transfers:
+            mine, theirs = self._of_stage(one).members, self._of_stage(other).members
+            self._transfers[key] = self.problem.transfer_seconds(one.layers[1], mine, theirs)
+        return self._transfers[key]
+
+    def _memory(self, names: tuple[str, ...]) -> float:
+        if names not in self._memories:
+            index = self.problem.cluster.index
+            memory = min(float(self.problem.memory_bytes[index[name]]) for name in names)
+            self._memories[names] = memory
+        return self._memories[names]
+
+    @cached_property
+    def _known(self) -> dict[Stage, _Figures]:
+        return {}
+
+    @cached_property
+    def _transfers(
+        self,
+    ) -> dict[tuple[int, tuple[str, ...], tuple[str, ...]], tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def _memories(self) -> dict[tuple[str, ...], float]:
+        return {}
+
+
+def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
+    """Resident bytes of a stage on a device: two versions of the weights, gradients, buffers.
+
+    MadPipe section 3: 3 W + 2 (a_(k-1) + a_l). In addition the optimizer state and, where gradients
+    wait for an all-reduce or an update while the next ones are accumulated, one more gradient.
+    Offloading adds two microbatches: one being written to the host and one read back.
+    """
+    static = stage_static_bytes(problem, stage, DOUBLE_BUFFER, overlapping=True)
+    return static + (2 * kept_bytes(problem, stage).offloaded_bytes if stage.offload else 0.0)
+
+
+def _least_seconds(
+    problem: PipelineProblem, stage: Stage, members: Sequence[int], longest: float
+) -> float:
+    """The least period with time to offload after the forward and to fetch before the backward.
+
+    Then at most one microbatch is being written to the host at a time, and at most one is being
+    read back or used.
+    """
+    if not stage.offload:
+        return 0.0
+    seconds = problem.offload_seconds(*stage.layers, members)
+    if seconds is None:
+        raise InputError(
+            f"offloading needs host_bytes_per_second of the devices {', '.join(stage.devices)} in "
+            "the cluster"
+        )
+    return longest + seconds
+
+
+def _require_one_offload(stages: Sequence[Stage]) -> None:
+    """Refuse two offloading stages on a device: sharing its link to the host is not modelled."""
+    offloading = [stage.devices for stage in stages if stage.offload]
+    if len(set(offloading)) < len(offloading):
+        raise InputError("a device can offload only one of its stages")

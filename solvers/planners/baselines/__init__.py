@@ -1,0 +1,1 @@
+"""Published planners with few decisions, to compare with: DP, GPipe, PipeDream, HetPipe."""
