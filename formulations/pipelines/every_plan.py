@@ -1,4 +1,4 @@
-"""Bounds on every plan that the checker accepts, or on every finite plan.
+"""Bounds that hold for every plan that the checker accepts, or for every finite one.
 
 A stage takes the longest of its devices' times, and a device's time is a sum over the stage's
 layers: a device is busy at least for the times of all its layers. A layer of a microbatch is on r
@@ -7,7 +7,7 @@ all samples (r = 1). Recomputation and optimizer steps within a backward only ad
 Transfers are left out, as stages on the same devices have none. During a backward, a device holds
 the states and the saved activations of its layers.
 
-Bounds are computed from tables of minimum times, all of shape (..., L). The proofs are in
+A bound is computed from tables of the least times, all of shape (..., L). The proofs are in
 docs/certificates.md.
 """
 
@@ -48,7 +48,7 @@ class LeastTimes:
 
     @cached_property
     def numbers(self) -> range:
-        """Numbers of devices among which a stage can split its microbatches."""
+        """Numbers of devices that a stage can split its microbatches among."""
         most = int(self.problem.replicas_per_layer.max())
         return range(1, min(len(self.problem.cluster), most) + 1)
 
@@ -308,7 +308,7 @@ def why_nothing_fits(problem: PipelineProblem) -> str | None:
 
 
 def _least(seconds: Floats) -> Floats:
-    """The minimum over kinds and numbers of devices, shape (L,)."""
+    """The least over kinds and numbers of devices, shape (L,)."""
     return np.asarray(seconds.min(axis=(0, 1)))
 
 

@@ -51,7 +51,7 @@ class JobShop:
         return sum(duration for steps in self.jobs for _, duration in steps)
 
     def evaluate(self, starts: Starts) -> int:
-        """Check every constraint; returns the makespan of ``starts``.
+        """The makespan of ``starts``, after every constraint was checked.
 
         Raises
         ------
