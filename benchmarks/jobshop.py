@@ -1,7 +1,7 @@
 """Job shops of the literature: Stagewright, CP-SAT directly, and PyJobShop, side by side.
 
 The files are Fisher and Thompson's (1963) and Lawrence's (1984) instances; where they are not at
-hand nothing runs. ``python -m benchmarks.jobshop [--quick]``.
+hand nothing runs. ``python -m benchmarks jobshop``.
 """
 
 import csv
@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Annotated
 
-import typer
 from ortools.sat.python import cp_model
-from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import track
 
-from benchmarks.report import Table, machine
+from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.jobshop import ByIntervals, JobShop, parse_jobshop
@@ -211,17 +207,3 @@ def tables(quick: bool) -> list[Table]:
         ),
         layer_table(quick),
     ]
-
-
-def main(
-    quick: Annotated[bool, typer.Option("--quick", help="A few small cases.")] = False,
-) -> None:
-    """Run this benchmark alone; ``python -m benchmarks jobshop --write`` puts it in the README."""
-    console = Console()
-    console.print(machine())
-    for table in tables(quick):
-        console.print(Markdown(str(table)))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,19 +1,15 @@
 """The schedule of fixed, unequal stages: seconds, gaps, and which method found and proved it.
 
 Times are random integers, transfers are not free, and memory limits the microbatches in flight to
-1F1B's need plus ``extra``. ``python -m benchmarks.schedule [--quick]``.
+1F1B's need plus ``extra``. ``python -m benchmarks schedule``.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-import typer
-from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import track
 
-from benchmarks.report import Table, machine
+from benchmarks.report import Table
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.makespan import MakespanProblem
@@ -142,17 +138,3 @@ def tables(quick: bool) -> list[Table]:
 
 def _limit(stages: int, extra: int) -> str:
     return "no limit" if extra >= 4 * stages else f"S - s + {extra}" if extra else "S - s"
-
-
-def main(
-    quick: Annotated[bool, typer.Option("--quick", help="A few small cases.")] = False,
-) -> None:
-    """Run this benchmark alone; ``python -m benchmarks schedule --write`` puts it in the README."""
-    console = Console()
-    console.print(machine())
-    for table in tables(quick):
-        console.print(Markdown(str(table)))
-
-
-if __name__ == "__main__":
-    typer.run(main)

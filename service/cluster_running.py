@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.clusters.runtime import run_cluster as run
-from stagewright.executor.clusters.workload import ClusterJob, Program
+from stagewright.executor.clusters.workload import ClusterJob, TrainingFunction
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.allocating import policy_allocator
 from stagewright.service.cluster_answers import (
@@ -16,7 +16,9 @@ from stagewright.service.cluster_requests import RunClusterRequest
 from stagewright.solvers.clusters.policies import policy_named
 
 
-def run_cluster(request: RunClusterRequest, programs: Mapping[str, Program]) -> RunClusterAnswer:
+def run_cluster(
+    request: RunClusterRequest, programs: Mapping[str, TrainingFunction]
+) -> RunClusterAnswer:
     """Train all jobs; ``programs`` has what trains each model: a function of a lease.
 
     Raises

@@ -1,8 +1,8 @@
-"""What must outlive the scheduler: jobs, their epochs and their committed checkpoints.
+"""The scheduler's durable state: jobs, their epochs and their committed checkpoints.
 
-A job's epoch is raised here, durably, before the job starts anywhere; whoever holds an older epoch
-can commit nothing. Each scheduler that opens the store begins a generation: it fences all epochs of
-the one before, shuts it out, and gives jobs that had failed another chance.
+A job's epoch is incremented here, durably, before the job starts; a holder of an older epoch cannot
+commit. Each scheduler that opens the store begins a generation: it fences all epochs of the
+previous scheduler, locks it out, and retries failed jobs.
 """
 
 import time
@@ -20,21 +20,21 @@ from stagewright.executor.clusters.leases import LeaseLostError
 from stagewright.graphs.documents.errors import InputError
 
 FILE = "jobs.sqlite"
-LOCK_SECONDS = 30.0  # how long a transaction waits for another's
+LOCK_SECONDS = 30.0  # how long a transaction waits for another one
 
 State = Literal["active", "done", "failed"]
 
 
 class SupersededError(LeaseLostError):
-    """Another scheduler has taken over the folder: all leases of this one are over."""
+    """Another scheduler has taken over the folder: all leases of this scheduler have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job as it stands: ``committed`` of its steps are in ``checkpoint``.
+    """The state of a job: ``committed`` of its steps are in ``checkpoint``.
 
-    ``failures`` counts starts that failed since the last commit; ``finished_seconds`` is since the
-    first scheduler began.
+    ``failures`` counts failed starts since the last commit; ``finished_seconds`` is relative to the
+    start of the first scheduler.
     """
 
     name: str
@@ -49,18 +49,17 @@ class JobRecord:
 
 
 class JobStore:
-    """The jobs of a folder, as one scheduler's generation sees them.
+    """The jobs of a folder, seen by one scheduler.
 
     Parameters
     ----------
     url
-        An SQLAlchemy URL of a database for these jobs alone; a SQLite file in ``folder`` if left
-        out.
+        An SQLAlchemy URL of a database for these jobs only (default: a SQLite file in ``folder``).
 
     Raises
     ------
     InputError
-        If the folder cannot be made, or its store is none of ours.
+        If the folder cannot be created, or its database is not a job store.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -87,7 +86,7 @@ class JobStore:
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
-        """A transaction that no other can interleave with, of the newest scheduler."""
+        """An exclusive transaction; raises SupersededError if another scheduler has taken over."""
         with self._engine.begin() as database:
             self._require_newest(database)
             yield database
@@ -98,7 +97,7 @@ class JobStore:
             raise SupersededError(f"{self.path}: another scheduler has taken over")
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the connections to the database."""
         self._engine.dispose()
 
     def seconds(self) -> float:
@@ -106,12 +105,12 @@ class JobStore:
         return time.time() - self._began
 
     def add(self, name: str, steps: int) -> JobRecord:
-        """The job as it stands; a new one begins.
+        """The state of the job, which is added if it is new.
 
         Raises
         ------
         InputError
-            If the store knows the job with another number of steps.
+            If the store has the job with another number of steps.
         """
         with self._writing() as database:
             if database.execute(select(JOBS).where(JOBS.c.name == name)).one_or_none() is None:
@@ -119,39 +118,39 @@ class JobStore:
             record = _job(database, name)
         if record.steps != steps:
             raise InputError(
-                f"{self.path}: job {name!r} has {record.steps} steps there, here {steps}: name it "
-                "otherwise, or use another folder"
+                f"{self.path}: job {name!r} has {record.steps} steps there, here {steps}: use "
+                "another name or another folder"
             )
         return record
 
     def job(self, name: str) -> JobRecord:
-        """The job as it stands."""
+        """The state of the job."""
         with self._engine.begin() as database:
             return _job(database, name)
 
     def begin(self, name: str) -> JobRecord:
-        """The job with a new epoch, which no one has held."""
+        """Start a new epoch of the job."""
         with self._writing() as database:
             return _changed(database, name, epoch=JOBS.c.epoch + 1)
 
     def require_current(self, name: str, epoch: int) -> JobRecord:
-        """The job, if ``epoch`` is its newest.
+        """The state of the job, if ``epoch`` is its newest.
 
         Raises
         ------
         LeaseLostError
-            If it is not, or the job is over, or another scheduler has taken over.
+            If it is not, the job has ended, or another scheduler has taken over.
         """
         with self._writing() as database:
             return _current(database, name, epoch)
 
     def commit(self, name: str, epoch: int, step: int, checkpoint: Path) -> JobRecord:
-        """From now on the job stands at ``checkpoint``, after ``step`` steps.
+        """Commit ``checkpoint``, after ``step`` steps, as the job's state.
 
         Raises
         ------
         LeaseLostError
-            If the epoch is not the newest, or has committed before.
+            If the epoch is not the newest, or has already committed.
         """
         with self._writing() as database:
             record = _current(database, name, epoch)
@@ -176,10 +175,10 @@ class JobStore:
             )
 
     def fail(self, name: str, epoch: int, error: str, most: int | None) -> JobRecord:
-        """A start of the job has failed: its epoch is over.
+        """Record a failed start of the job, and end its epoch.
 
-        With more than ``most`` failures since the last commit the job has failed; None does not
-        count this one. A job that is done stays done, and keeps the error.
+        With more than ``most`` failures since the last commit the job has failed; with None this
+        failure is not counted. A job that is done stays done, and keeps the error.
         """
         with self._writing() as database:
             record = _job(database, name)
@@ -198,7 +197,7 @@ class JobStore:
             return _last_commit(database, name)
 
     def commits(self, name: str) -> tuple[tuple[int, int, int], ...]:
-        """What counts of the job: (epoch, steps before, steps after), in order."""
+        """The job's commits in order: (epoch, steps before, steps after)."""
         columns = select(COMMITS.c.epoch, COMMITS.c.first, COMMITS.c.last)
         with self._engine.begin() as database:
             rows = database.execute(columns.where(COMMITS.c.job == name).order_by("epoch"))
@@ -206,11 +205,11 @@ class JobStore:
 
 
 def _engine(url: str) -> Engine:
-    """Connections whose transactions are on the disk when they end, and exclude each other."""
+    """An engine whose transactions are exclusive, and on disk when they end."""
     is_sqlite = url.startswith("sqlite")
     engine = create_engine(url, connect_args={"timeout": LOCK_SECONDS} if is_sqlite else {})
     if is_sqlite:
-        # Python's sqlite3 would begin transactions late, and as readers: SQLAlchemy's own recipe.
+        # Python's sqlite3 begins transactions late, and as readers; this is SQLAlchemy's recipe.
         event.listen(engine, "connect", _leave_transactions)
         event.listen(engine, "begin", lambda found: found.exec_driver_sql("BEGIN IMMEDIATE"))
     return engine
@@ -227,7 +226,7 @@ def _job(database: Connection, name: str) -> JobRecord:
 
 
 def _changed(database: Connection, name: str, **values: Any) -> JobRecord:
-    """The job after these columns were changed."""
+    """Change columns of a job; returns its new state."""
     database.execute(update(JOBS).where(JOBS.c.name == name).values(**values))
     return _job(database, name)
 
@@ -236,7 +235,7 @@ def _current(database: Connection, name: str, epoch: int) -> JobRecord:
     record = _job(database, name)
     if record.epoch != epoch or record.state != "active":
         raise LeaseLostError(
-            f"job {name!r}: epoch {epoch} is over, the newest is {record.epoch} ({record.state})"
+            f"job {name!r}: epoch {epoch} has ended, the newest is {record.epoch} ({record.state})"
         )
     return record
 

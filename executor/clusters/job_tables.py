@@ -1,4 +1,4 @@
-"""The tables of the store of jobs: who schedules, the jobs, and what they have committed."""
+"""The tables of the job store: schedulers, jobs and commits."""
 
 from sqlalchemy import Column, Float, Integer, MetaData, Table, Text
 

@@ -1,8 +1,7 @@
-"""The scheduler's side of leases: how far a job may run, and whether its checkpoint counts.
+"""The scheduler's side of leases: grants of steps, and commits of checkpoints.
 
-The durable part is :class:`JobStore`; grants live and die with
-the scheduler. Times here are of one clock, the server's; leases are granted in steps, so that the
-clocks of workers do not matter.
+The durable part is :class:`JobStore`; grants are lost with the scheduler. All times are of the
+server's clock; leases are granted in steps, so that the clocks of workers do not matter.
 """
 
 import os
@@ -16,16 +15,18 @@ from urllib.parse import quote
 from stagewright.executor.clusters.job_store import JobRecord, JobStore
 from stagewright.executor.clusters.leases import Grant, LeaseLostError, partial_checkpoint
 
-CONTACT = 0.75  # of a round: from here on it must be known whether a lease is renewed
-AHEAD = 0.5  # of the time until then that a grant covers, so that a job may slow down to a half
-START_SECONDS = 300.0  # what a process may take until its iterator first asks
-MIN_STEP_SECONDS = 1e-6  # no step is quicker; clocks may say 0
-KEPT = 2  # committed checkpoints of a job
+CONTACT = 0.75  # of a round: from then on it must be known whether a lease is renewed
+AHEAD = (
+    0.5  # fraction of the time until then that a grant covers: a job may slow down to half its rate
+)
+START_SECONDS = 300.0  # maximum time until the iterator of a process first asks
+MIN_STEP_SECONDS = 1e-6  # lower limit of a measured step; clocks may say 0
+KEPT = 2  # number of committed checkpoints kept of a job
 
 
 @dataclass(slots=True)
-class _Held:
-    """A lease that is out: its grants so far, and which ranks have saved after which step."""
+class _ActiveLease:
+    """An active lease: its grants so far, and which ranks have saved after which step."""
 
     epoch: int
     ranks: int
@@ -63,30 +64,30 @@ class LeaseServer:
         self.round_seconds = round_seconds
         self.retries = retries
         self.store: JobStore
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _ActiveLease] = {}
         self._end = 0.0
         self._renewed: frozenset[str] | None = None  # None until the next round is decided
 
     # The scheduler's calls.
 
     def open(self, steps: dict[str, int]) -> tuple[JobRecord, ...]:
-        """Take over the folder; the jobs as they stand, ``steps`` by name."""
+        """Take over the folder; returns the state of the jobs, given ``steps`` by name."""
         self.store = JobStore(self.folder, self.database)
         for name in steps:
             _folder_of(self.folder, name).mkdir(exist_ok=True)
         return tuple(self.store.add(name, count) for name, count in steps.items())
 
     def seconds(self) -> float:
-        """Seconds since the folder's first scheduler began."""
+        """Seconds since the start of the folder's first scheduler."""
         return self.store.seconds()
 
     def begin_round(self) -> None:
-        """Leases end a round from now, until they are renewed."""
+        """Begin a round: leases end when it ends, unless they are renewed."""
         self._end = time.monotonic() + self.round_seconds
         self._renewed = None
 
     def decide(self, names: Iterable[str]) -> frozenset[str]:
-        """These go on where they are; returns those whose lease was not about to end already."""
+        """Renew the leases of these jobs; returns those whose lease was not already ending."""
         for held in self._held.values():
             held.has_asked = False
         self._renewed = frozenset(
@@ -95,9 +96,9 @@ class LeaseServer:
         return self._renewed
 
     def overstays(self) -> dict[str, float]:
-        """Jobs whose lease is not renewed, or that have not asked: seconds since it should end.
+        """Seconds past the end of a lease, of jobs that were not renewed or have not asked.
 
-        Processes that have not asked for anything yet may still be starting.
+        Processes that have not asked yet may still be starting.
         """
         now, renewed = time.monotonic(), self._renewed or frozenset()
         return {
@@ -107,13 +108,13 @@ class LeaseServer:
         }
 
     def start(self, name: str, ranks: int) -> tuple[JobRecord, Path]:
-        """A new epoch of the job, and its folder."""
+        """Start a new epoch of the job; returns its state and folder."""
         record = self.store.begin(name)
-        self._held[name] = _Held(record.epoch, ranks, record.committed)
+        self._held[name] = _ActiveLease(record.epoch, ranks, record.committed)
         return record, _folder_of(self.folder, name)
 
     def ended(self, name: str, epoch: int) -> JobRecord:
-        """The lease's processes are gone: if it committed nothing, the start has failed."""
+        """Record that the lease's processes have ended; without a commit the start has failed."""
         record = self.store.job(name)
         if epoch == self.store.last_commit(name):
             self._held.pop(name, None)
@@ -121,12 +122,12 @@ class LeaseServer:
         return self.fail(name, epoch, "the program returned before its lease was over", True)
 
     def fail(self, name: str, epoch: int, error: str, is_counted: bool) -> JobRecord:
-        """The start of ``epoch`` has failed, by the job's own fault where it is counted."""
+        """Record that the start of ``epoch`` has failed; count it if it is the job's fault."""
         self._held.pop(name, None)
         return self.store.fail(name, epoch, error, self.retries if is_counted else None)
 
     def progress(self) -> dict[str, tuple[int, float]]:
-        """Steps done, at least, and steps per second as last measured, of jobs that are out."""
+        """Lower bound of the steps done, and last measured steps per second, of leased jobs."""
         return {
             name: (held.grants[-2].step, 1 / held.seconds_per_step)
             for name, held in self._held.items()
@@ -147,15 +148,15 @@ class LeaseServer:
             held.grants.append(self._next(record, held))
         return held.grants[number]
 
-    def _next(self, record: JobRecord, held: _Held) -> Grant:
-        """The first rank to come decides for all; what it gets reaches beyond every rank's step."""
+    def _next(self, record: JobRecord, held: _ActiveLease) -> Grant:
+        """The grant for the first rank that asks, valid for all: beyond every rank's step."""
         goes_on = self._renewed is not None and record.name in self._renewed
         end = self._end + (self.round_seconds if goes_on else 0.0)
         remaining = end - time.monotonic()
         until_contact = remaining - (1 - CONTACT) * self.round_seconds
         is_last = remaining <= 0 or (until_contact <= 0 and self._renewed is not None)
         if not held.grants:
-            steps = 1  # a lease makes at least a step, and shows how long it takes
+            steps = 1  # a lease runs at least one step, which measures its time
         elif is_last:
             steps = max(0, int(remaining / held.seconds_per_step))
         else:
@@ -168,12 +169,14 @@ class LeaseServer:
         """See :meth:`stagewright.executor.clusters.leases.Scheduler.saved`."""
         _, held = self._require(job, epoch)
         if not held.is_ending or step != held.grants[-1].step:
-            raise LeaseLostError(f"job {job!r}: rank {rank} saved step {step}, no end of its lease")
+            raise LeaseLostError(
+                f"job {job!r}: rank {rank} saved step {step}, not the end of its lease"
+            )
         held.saved[rank] = step
         if len(held.saved) == held.ranks:
             self._commit(job, held, step)
 
-    def _commit(self, job: str, held: _Held, step: int) -> None:
+    def _commit(self, job: str, held: _ActiveLease, step: int) -> None:
         folder = _folder_of(self.folder, job)
         path = folder / f"epoch-{held.epoch:08d}-step-{step:010d}"
         partial_checkpoint(folder, held.epoch).rename(path)
@@ -185,11 +188,11 @@ class LeaseServer:
         self.store.commit(job, held.epoch, step, path)
         _clean(folder, held.epoch)
 
-    def _require(self, job: str, epoch: int) -> tuple[JobRecord, _Held]:
+    def _require(self, job: str, epoch: int) -> tuple[JobRecord, _ActiveLease]:
         record = self.store.require_current(job, epoch)
         held = self._held.get(job)
         if held is None or held.epoch != epoch or len(held.saved) == held.ranks:
-            raise LeaseLostError(f"job {job!r}: no lease of epoch {epoch} is out")
+            raise LeaseLostError(f"job {job!r}: there is no active lease of epoch {epoch}")
         return record, held
 
 
@@ -198,7 +201,7 @@ def _folder_of(folder: Path, job: str) -> Path:
 
 
 def _clean(folder: Path, epoch: int) -> None:
-    """Remove all but the newest committed checkpoints, and what older epochs left unfinished."""
+    """Remove old committed checkpoints, and unfinished ones of older epochs."""
     complete = sorted(folder.glob("epoch-*-step-*"))
     partial = [path for path in folder.glob(".epoch-*") if path.name < f".epoch-{epoch:08d}"]
     for path in (*complete[:-KEPT], *partial):

@@ -1,4 +1,4 @@
-"""What the scheduler knows of jobs with processes, and of the current round."""
+"""The scheduler's records of leased jobs and of the current round."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from stagewright.graphs.documents.arrays import Floats
 
 @dataclass(slots=True)
 class LeasedJob:
-    """A job that is out on a lease: its processes, and where they are."""
+    """A job with an active lease: its processes and their place."""
 
     epoch: int
     refs: list[Any]
@@ -29,7 +29,7 @@ class LeasedJob:
 
 @dataclass(slots=True)
 class CurrentRound:
-    """The round that is on: its target and the jobs in that, and how long each that ended ran."""
+    """The current round: its target, the jobs in it, and the run times of those that ended."""
 
     target: Floats
     there: list[int]
@@ -55,7 +55,7 @@ def measurements(
 ) -> list[Measured]:
     """The measured ``rates`` of jobs with a lease, each with the kind of its partner.
 
-    Left out are jobs whose partner has ended.
+    Without jobs whose partner has ended.
     """
     found = []
     for job, rate in rates.items():

@@ -1,13 +1,13 @@
-"""The training side of a round: leases, and the iterator that keeps to them.
+"""The training side of a round: leases, and the iterator that obeys them.
 
 Narayanan, PhD thesis (2021), section 5.6. A program wraps its loader in a :class:`LeaseIterator`.
-Near the end of a round the iterator asks the scheduler whether the job goes on where it is; if so
-the lease is renewed and training continues without a checkpoint, if not the iterator saves one and
-stops. Steps are granted ahead, and every rank of a distributed job reads the same grants in the
-same order; so all stop after the same step, however far one is ahead of another.
+Near the end of a round the iterator asks the scheduler whether the job stays on its accelerators;
+if so the lease is renewed and training continues without a checkpoint, if not the iterator saves
+one and stops. Steps are granted ahead, and every rank of a distributed job reads the same grants in
+the same order; so all stop after the same step, however far one is ahead of another.
 
-A lease carries its job's epoch. Each start of a job begins a new one, and what an older epoch asks
-for or saves is refused.
+A lease has its job's epoch. Each start of a job begins a new epoch; requests and checkpoints of
+older epochs are refused.
 """
 
 import itertools
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class LeaseLostError(RuntimeError):
-    """The lease is no longer the job's newest: nothing that was done under it counts."""
+    """The lease is no longer the job's newest: its uncommitted steps are discarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Grant:
 
 
 class Scheduler(Protocol):
-    """What a lease's holder may ask of the scheduler; both raise LeaseLostError."""
+    """The scheduler as a lease's holder calls it; both methods raise LeaseLostError."""
 
     def grant(self, job: str, epoch: int, rank: int, number: int, seconds_per_step: float) -> Grant:
         """The lease's grant ``number``, from 0; ``seconds_per_step`` is as last measured."""
@@ -42,7 +42,7 @@ class Scheduler(Protocol):
     def saved(self, job: str, epoch: int, rank: int, step: int) -> None:
         """The rank has written its part of the checkpoint after ``step`` steps.
 
-        With the last rank's part the checkpoint counts, and the lease is over.
+        With the last rank's part the checkpoint is committed, and the lease ends.
         """
 
 
@@ -50,7 +50,7 @@ class Scheduler(Protocol):
 class Lease:
     """A rank's right to train a job on an accelerator, from ``first_step`` steps on.
 
-    ``accelerator`` is the name of its type, ``folder`` the job's, which all ranks see.
+    ``accelerator`` is the name of its type, ``folder`` the job's, shared by all ranks.
     """
 
     job: str
@@ -66,12 +66,12 @@ class Lease:
 
     @property
     def partial(self) -> Path:
-        """Where the lease's checkpoint is written until all of it is there."""
+        """The folder in which the lease's checkpoint is written until it is complete."""
         return partial_checkpoint(self.folder, self.epoch)
 
     @property
     def rendezvous(self) -> str:
-        """An ``init_method`` by which the ranks of this lease alone find each other."""
+        """An ``init_method`` for the ranks of this lease only."""
         return f"file://{self.folder}/.epoch-{self.epoch:08d}.rendezvous"
 
 
@@ -86,11 +86,11 @@ class LeaseIterator(Generic[T]):
     Parameters
     ----------
     loader
-        Batches; begun again whenever it ends. After a checkpoint it is walked to where training
-        stood. Or a function that takes the steps done and returns the batches from there on.
+        Batches; restarted whenever it ends. After a checkpoint, batches already used are skipped.
+        Or a function that takes the steps done and returns the batches from there on.
     load_checkpoint, save_checkpoint
-        Take a folder. Every rank calls both; of a job whose ranks hold the same state, rank 0
-        alone may write.
+        Take a folder. Every rank calls both; if all ranks hold the same state, rank 0 alone may
+        write.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ class LeaseIterator(Generic[T]):
             begun = self.step
             while self.step < grant.step:
                 yield next(batches)
-                self.step += 1  # the loop's body is through
+                self.step += 1  # the loop's body has ended
             if grant.is_last:
                 break
             now = time.monotonic()
@@ -149,7 +149,7 @@ class LeaseIterator(Generic[T]):
             if is_empty:
                 raise ValueError(
                     f"job {self.lease.job!r}: the loader has no batches for step {self.step + 1}; "
-                    "it must be one that can be begun again"
+                    "it must be possible to iterate over it again"
                 )
 
     def _save(self) -> None:
@@ -162,7 +162,7 @@ class LeaseIterator(Generic[T]):
 
 
 def _sync(folder: Path) -> None:
-    """Have everything in ``folder`` on the disk before it is said to be saved."""
+    """Flush everything in ``folder`` to disk before it is reported as saved."""
     for path in (folder, *folder.rglob("*")):
         try:
             descriptor = os.open(path, os.O_RDONLY)

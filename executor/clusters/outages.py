@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Accelerator ``number`` of a type (by position in the pool) is out of order for a while."""
+    """A time in which accelerator ``number`` of a type (by position in the pool) is down."""
 
     start_seconds: float
     end_seconds: float
@@ -28,7 +28,7 @@ class Outage:
 def outages(
     pool: Pool, mean_seconds_to_failure: float, repair_seconds: float, seed: int = 0
 ) -> Iterator[Outage]:
-    """Failures without end, in order of time: each accelerator's come by a Poisson process."""
+    """Endless failures in order of time: a Poisson process for each accelerator."""
     draw = random.Random(seed)
     counts = [accelerator.count for accelerator in pool.accelerators]
     now = 0.0
@@ -40,7 +40,7 @@ def outages(
 
 
 class Peekable(Generic[T]):
-    """An iterator whose next item can be seen before it is taken."""
+    """An iterator with a look at its next item."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self.items = iter(items)
@@ -58,9 +58,9 @@ class Peekable(Generic[T]):
 
 
 class OutOfOrder:
-    """The accelerators that are out of order now, and those that will be.
+    """The accelerators that are down now, and those that will be.
 
-    Whatever fails or comes back is told to ``mechanism``.
+    Failures and repairs are reported to ``mechanism``.
     """
 
     def __init__(self, failures: Iterable[Outage], mechanism: Mechanism) -> None:
@@ -70,7 +70,7 @@ class OutOfOrder:
         self.lost: dict[tuple[int, int], float] = {}
 
     def update(self, now: float) -> bool:
-        """Repairs and failures up to ``now``; whether there were any."""
+        """Apply repairs and failures up to ``now``; returns whether there were any."""
         changed = False
         while self.repairs and self.repairs[0][0] <= now:
             end, accelerator, number = heapq.heappop(self.repairs)
@@ -84,7 +84,7 @@ class OutOfOrder:
         return changed
 
     def before(self, end: float) -> dict[tuple[int, int], float]:
-        """Accelerators that fail before ``end``, and when."""
+        """Accelerators that fail before ``end``, with their times of failure."""
         found: dict[tuple[int, int], float] = {}
         while (outage := self.failing.peek()) is not None and outage.start_seconds < end:
             next(self.failing)
@@ -93,7 +93,7 @@ class OutOfOrder:
         return found
 
     def events(self) -> list[float]:
-        """When the next accelerator fails, and when the next one is back."""
+        """Times of the next failure and of the next repair."""
         times = []
         if (outage := self.failing.peek()) is not None:
             times.append(outage.start_seconds)
@@ -102,7 +102,7 @@ class OutOfOrder:
         return times
 
     def working(self, table: RateTable) -> RateTable:
-        """``table`` for the accelerators that are in order."""
+        """``table`` for the accelerators that are up."""
         if not self.lost:
             return table
         accelerators, alone = [], table.alone.copy()
@@ -129,7 +129,7 @@ class OutOfOrder:
         )
 
     def _fail(self, outage: Outage) -> None:
-        """An accelerator that is down already stays down until the later of the two ends."""
+        """Apply a failure; an accelerator that is already down stays down until the later end."""
         place = (outage.accelerator, outage.number)
         end = max(outage.end_seconds, self.lost.get(place, 0.0))
         self.lost[place] = end

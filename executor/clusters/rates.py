@@ -1,4 +1,4 @@
-"""A table of rates as a running cluster changes it: accelerators lost, rates measured."""
+"""Updates of a rate table in a running cluster: lost accelerators, measured rates."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,12 +8,12 @@ import numpy as np
 from stagewright.formulations.clusters.rates import RateTable
 from stagewright.graphs.workloads.pool import Pool
 
-NOTEWORTHY = 0.1  # by how much a rate must move, relatively, to be worth a new target
+NOTEWORTHY = 0.1  # relative change of a rate that triggers a new target
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Steps per second of a kind on a worker type, alone or beside a job of another kind."""
+    """Steps per second of a kind on a worker type, alone or sharing with a job of another kind."""
 
     kind: int
     beside: int | None
@@ -22,9 +22,9 @@ class Measured:
 
 
 def surviving(table: RateTable, left: Sequence[int]) -> RateTable:
-    """The table of a pool of which only ``left`` accelerators of each type are in order.
+    """The table of a pool with only ``left`` working accelerators of each type.
 
-    A type that is lost altogether stays in the pool, with all rates 0.
+    A type without working accelerators stays in the pool, with all rates 0.
     """
     if list(left) == table.counts.tolist():
         return table
@@ -52,7 +52,7 @@ def surviving(table: RateTable, left: Sequence[int]) -> RateTable:
 
 
 def measured(table: RateTable, rates: Iterable[Measured], weight: float) -> RateTable:
-    """The table moved towards ``rates``: an exponential average, ``weight`` the newest's."""
+    """The table updated by ``rates``: an exponential average with ``weight`` for the newest."""
     alone, paired = table.alone.copy(), table.paired.copy()
     for rate in rates:
         if rate.beside is None:
@@ -68,7 +68,7 @@ def measured(table: RateTable, rates: Iterable[Measured], weight: float) -> Rate
 
 
 def has_moved(table: RateTable, before: RateTable) -> bool:
-    """Whether a rate differs enough from ``before`` to be worth a new target."""
+    """Whether a rate differs enough from ``before`` to trigger a new target."""
     return any(
         bool((np.abs(now - then) > NOTEWORTHY * then).any())
         for now, then in ((table.alone, before.alone), (table.paired, before.paired))

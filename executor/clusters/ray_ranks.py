@@ -1,6 +1,6 @@
-"""Ray: connecting to it, and what runs in its processes, which start quickly for that.
+"""Ray: connecting to it, and the functions that run in its processes.
 
-Ray is imported only when it is used, and nothing heavy at all.
+Ray is imported only when it is used, and no other heavy package, so that ranks start quickly.
 """
 
 import contextlib
@@ -17,15 +17,17 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from stagewright.graphs.workloads.pool import Pool
 
-KILL_SECONDS = 10.0  # how long a killed process may take to be gone
-LOG = "output.log"  # what a job's processes print, in the job's folder
+KILL_SECONDS = 10.0  # how long a killed process may take to end
+LOG = "output.log"  # output of a job's processes, in the job's folder
 
 
 @contextlib.contextmanager
 def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
-    """The ray module, connected; what was started here is shut down."""
+    """The ray module, connected; a cluster started here is shut down at the end."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # suppresses a deprecation warning
     try:
         import ray
     except ImportError:
@@ -54,7 +56,7 @@ def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
 
 
 class RemoteScheduler:
-    """The lease server as a program sees it, through Ray."""
+    """A program's connection to the lease server, through Ray."""
 
     def __init__(self, server: Any) -> None:
         self.server = server
@@ -71,7 +73,7 @@ class RemoteScheduler:
 
 
 def call(server: Any, method: str, *arguments: object) -> Any:
-    """What the actor's method returns; what it raises is raised here."""
+    """Call the actor's method; returns its result or raises its exception."""
     import ray
 
     try:
@@ -81,9 +83,9 @@ def call(server: Any, method: str, *arguments: object) -> Any:
 
 
 def run_rank(program: bytes, lease: Lease, path: Sequence[str]) -> str | None:
-    """A rank's process: what went wrong in one line, or None.
+    """Run a rank in this process; returns its error in one line, or None.
 
-    ``program`` is pickled, and read with the scheduler's ``path`` for modules.
+    ``program`` is pickled, and loaded with the scheduler's module ``path``.
     """
     sys.path.extend(each for each in path if each not in sys.path)
     with (
@@ -111,13 +113,13 @@ def _leave_group() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of error and the first line of what it says."""
+    """The kind of error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 class Accelerators:
-    """Which node each accelerator of a pool is on, as Ray tells, and what runs there.
+    """The node of each accelerator of a pool in Ray, and the processes there.
 
     Accelerators are numbered within their type, node by node.
     """
@@ -131,7 +133,7 @@ class Accelerators:
         self._stuck: list[tuple[list[Any], int, tuple[int, ...]]] = []
 
     def in_order(self) -> list[set[int]]:
-        """By type, the accelerators whose node lives and that no killed process still holds."""
+        """By type, the accelerators with a live node that no killed process still holds."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         self._have_gpus = {node["NodeID"] for node in alive if node["Resources"].get("GPU")}
         self._stuck = [held for held in self._stuck if self._left(held[0], 0.0)]
@@ -146,7 +148,7 @@ class Accelerators:
         return found
 
     def require_all(self) -> None:
-        """Refuse a cluster that has fewer accelerators than the pool, or other servers."""
+        """Refuse a cluster with fewer accelerators than the pool, or with other servers."""
         for accelerator, found in zip(self._pool.accelerators, self.in_order(), strict=True):
             name = accelerator.name
             if len(found) < accelerator.count:
@@ -160,7 +162,7 @@ class Accelerators:
             if any(len(server) > 1 for server in servers):
                 raise InputError(
                     f"accelerator {accelerator.name!r}: the pool has servers of {size}, Ray's "
-                    "nodes have other numbers of it"
+                    "nodes have other sizes"
                 )
 
     def node(self, number: int, accelerator: int) -> str:
@@ -168,7 +170,7 @@ class Accelerators:
         return str(self._nodes[number][accelerator])
 
     def are_alive(self, nodes: Iterable[str]) -> bool:
-        """Whether all these nodes live."""
+        """Whether all these nodes are alive."""
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
         return alive.issuperset(nodes)
 
@@ -179,7 +181,7 @@ class Accelerators:
         return actor.remote(*arguments)
 
     def run(self, node: str, name: str, part: float, program: bytes, lease: Lease) -> Any:
-        """A rank on ``part`` of an accelerator of ``node``; a reference to what it returns."""
+        """Start a rank on ``part`` of an accelerator of ``node``; returns Ray's reference."""
         task = self._run_rank.options(
             num_cpus=0,
             num_gpus=part if node in self._have_gpus else 0,
@@ -195,12 +197,12 @@ class Accelerators:
         return NodeAffinitySchedulingStrategy(node, soft=False)
 
     def cancel(self, refs: list[Any]) -> None:
-        """Have the processes killed."""
+        """Request that the processes are killed."""
         for ref in refs:
             self._ray.cancel(ref, force=True)
 
     def kill(self, refs: list[Any], number: int, accelerators: tuple[int, ...]) -> None:
-        """End the processes; while one will not, its accelerators are not in order."""
+        """Kill the processes; accelerators of one that does not end count as down."""
         self.cancel(refs)
         if self._left(refs, KILL_SECONDS):
             self._stuck.append((refs, number, accelerators))
@@ -214,7 +216,7 @@ class Accelerators:
 
 
 def bind(bound: Sequence[str | None], room: Mapping[str, int]) -> list[str | None]:
-    """The node of each accelerator: the one it had while that lives, else one with room."""
+    """The node of each accelerator: its previous one if that is alive, else one with room."""
     left = dict(room)
     kept: list[str | None] = []
     for node in bound:

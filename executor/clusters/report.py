@@ -1,4 +1,4 @@
-"""What rounds on a cluster came to: outcomes, placements, and shares planned and had."""
+"""The report of a cluster run: outcomes, placements, and planned and received shares."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ VERSION: Literal[1] = 1
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What became of a job.
+    """The final state of a job.
 
-    ``waiting``: the cluster lacks the accelerators for it; the folder can be taken up again.
+    ``waiting``: the cluster lacks the accelerators for it; the folder can be used again.
     ``completion_seconds`` are since its arrival. ``error`` is the last one since its last commit.
     """
 
@@ -43,7 +43,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A job's part of the time that it was there on a worker type: as planned, and as it was."""
+    """A job's planned and received fraction of its time in the cluster, on a worker type."""
 
     job: str
     worker: str
@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """Outcomes of all jobs; rounds and shares of this scheduler's time."""
+    """Outcomes of all jobs; rounds and shares of this scheduler."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -65,7 +65,7 @@ class ClusterReport:
 
 
 class Ledger:
-    """Seconds that jobs had on worker types, beside those that their targets promised."""
+    """Seconds that jobs received on worker types, and the seconds of their targets."""
 
     def __init__(self, jobs: Sequence[str], workers: Sequence[str]) -> None:
         self.jobs = jobs
@@ -82,9 +82,9 @@ class Ledger:
         there: Sequence[int],
         seconds: float,
     ) -> None:
-        """A round of ``seconds`` is over: who ``had`` what, as (job, worker, seconds).
+        """Record a round of ``seconds``, in which jobs ``had`` (job, worker, seconds).
 
-        ``target``, shape (jobs, workers), is the one it was for; ``there`` are the jobs in it.
+        ``target``, shape (jobs, workers), is the target of the round; ``there`` are its jobs.
         """
         self.rounds.append(tuple(placed))
         for job, worker, of_job in had:
@@ -93,7 +93,7 @@ class Ledger:
         self._there[list(there)] += seconds
 
     def shares(self) -> tuple[Share, ...]:
-        """Of all jobs and worker types that were planned or had."""
+        """The shares of all jobs and worker types that were planned or received."""
         seconds = np.maximum(self._there, 1e-9)
         target, measured = self._promised / seconds, self._had / seconds
         return tuple(
@@ -108,7 +108,7 @@ class Ledger:
 
 
 def outcome(job: Job, record: JobRecord) -> JobOutcome:
-    """What became of ``job``, by the store's last word."""
+    """The final state of ``job``, from its record in the store."""
     finished = record.finished_seconds
     return JobOutcome(
         job.name,

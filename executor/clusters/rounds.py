@@ -1,9 +1,9 @@
-"""Rounds: which jobs run where next, so that over time each has the share of an allocation.
+"""Rounds: place jobs so that over time each receives its share of an allocation.
 
 Narayanan, PhD thesis (2021), section 5.5 and algorithm 2. A job's (or pair's) priority on a type of
-accelerator is its target share over the fraction of that type's time it has had; each round takes
-jobs by priority while they fit, and no job twice. The same object serves a simulation and a
-cluster: it knows nothing of clocks, only of the seconds that it is told of.
+accelerator is its target share over the fraction of that type's time it has received; each round
+takes jobs by priority while they fit, and no job twice. The simulation and the runtime use the same
+object: it has no clock and is given the seconds that jobs ran.
 """
 
 import random
@@ -26,7 +26,7 @@ class Assignment:
 
     ``worker`` is the worker type; ``accelerators`` are numbered within their type, server by
     server. ``renewed`` says that the jobs had the same accelerators in the round before. Jobs of a
-    pair stand in the order of the rate table: the first's kind comes first.
+    pair are in the order of their kinds in the rate table.
     """
 
     jobs: tuple[int, ...]
@@ -37,11 +37,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deviation:
-    """How far the time received since the target was set is from the target.
+    """The difference of the time received since the target was set from the target.
 
-    ``share`` is what each of ``jobs`` had of the time less its target, by worker type, shape
-    (jobs, workers): above zero where a job had time that no target claimed. ``shortfall`` is the
-    largest lack of any, ``mean`` the mean of the absolute differences.
+    ``share`` is the received share of each of ``jobs`` minus its target, by worker type, shape
+    (jobs, workers): above zero where a job received time that no target claimed. ``shortfall`` is
+    the largest deficit, ``mean`` the mean of the absolute differences.
     """
 
     jobs: tuple[int, ...]
@@ -54,8 +54,8 @@ class Deviation:
 class _Queue:
     """Entries of one accelerator type: each is a job, or a pair, on a worker type.
 
-    ``received`` are the seconds since the reset, from half a round on; ``owed`` are the seconds
-    that earlier targets promised and rounds did not give.
+    ``received`` are the seconds since the reset plus half a round; ``owed`` are the seconds of
+    earlier targets that rounds did not provide.
     """
 
     first: Ints
@@ -67,7 +67,9 @@ class _Queue:
     owed: Floats
     alive: Bools
     keys: list[_Key]
-    sizes: list[tuple[bool, int]]  # whether it is spread over servers, and less its scale
+    sizes: list[
+        tuple[bool, int]
+    ]  # sort key: whether it is spread over servers, and minus its scale
 
 
 class Mechanism:
@@ -76,14 +78,14 @@ class Mechanism:
     Parameters
     ----------
     round_seconds
-        Length of a round; half of it is the time each job is taken to have had at a reset, so
-        that the first rounds do not divide by zero.
+        Length of a round; at a reset half of it counts as received by each job, to avoid a
+        division by zero in the first rounds.
     fill
-        Give accelerators that no target claims to jobs that would be idle, those first to which
-        earlier targets owe most. Policies that keep an order of jobs, as FIFO, do without.
+        Give accelerators that no target claims to idle jobs, first to those that earlier targets
+        owe most. Not for policies with an order of jobs, such as FIFO.
     shuffle
-        Draws the order in which the types of accelerators are filled, for policies that take all
-        for alike; the pool's order without it.
+        Draws the order in which the types of accelerators are filled, for policies that do not
+        distinguish types; without it they are filled in the pool's order.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class Mechanism:
         return queue
 
     def _settle(self) -> None:
-        """Write down what the ending target promised and did not give, or gave beyond it."""
+        """Record the differences of received time from the target that ends."""
         self._count_round()
         self._owed = {}
         for queue in self._queues:
@@ -185,30 +187,30 @@ class Mechanism:
                 self._owed[queue.keys[at]] = float(owed[at])
 
     def remove(self, job: int) -> None:
-        """Job is done, or gone: it, and its pairs, are not scheduled again."""
+        """Remove a job: it and its pairs are not scheduled again."""
         if job not in self._row:
-            return  # it came since the target was set
+            return  # it arrived after the target was set
         row = self._row.pop(job)
         for queue in self._queues:
             queue.alive[(queue.first == row) | (queue.second == row)] = False
 
     def lose(self, accelerator: int, numbers: Iterable[int]) -> None:
-        """Take accelerators out of order, until :meth:`restore`.
+        """Do not schedule on these accelerators until :meth:`restore`.
 
         ``accelerator`` is the type's position in the pool, ``numbers`` are those of assignments.
         """
         self._lost[accelerator].update(numbers)
 
     def restore(self, accelerator: int, numbers: Iterable[int]) -> None:
-        """The accelerators are back."""
+        """Schedule on these accelerators again."""
         self._lost[accelerator].difference_update(numbers)
 
     def available(self, accelerator: int) -> int:
-        """How many accelerators of a type are in order."""
+        """The number of working accelerators of a type."""
         return self.table.pool.accelerators[accelerator].count - len(self._lost[accelerator])
 
     def account(self, assignment: Assignment, seconds: float) -> None:
-        """The assignment ran for ``seconds`` of the round; more or less than a round is fine."""
+        """Record that the assignment ran for ``seconds``, which may differ from a round."""
         self._longest = max(self._longest, seconds)
         place = self._place.get((assignment.jobs, assignment.worker))
         if place is not None:
@@ -234,7 +236,7 @@ class Mechanism:
         return found
 
     def _fill(self, number: int, taken: Bools) -> list[Assignment]:
-        """A type's round; its jobs are marked as taken."""
+        """The round of an accelerator type; its jobs are marked as taken."""
         queue = self._queues[number]
         barred: set[int] = set()
         while True:
@@ -242,7 +244,7 @@ class Mechanism:
             placed, failed = self._placed(number, queue, chosen)
             if not failed:
                 break
-            # What cannot stand on one server makes way for others, or for itself spread out.
+            # An entry that fits on no single server is replaced by others, or by its spread form.
             barred |= failed
         for at in chosen:
             taken[queue.first[at]] = True
@@ -256,7 +258,7 @@ class Mechanism:
         if not self.fill:
             eligible &= queue.share > 0
         candidates = np.flatnonzero(eligible)
-        # X / f with f = t / sum of t: all of a type have the same sum, which changes no order.
+        # X / f with f = t / sum of t: the sum is equal for all of a type, so it is left out.
         priority = queue.share[candidates] / queue.received[candidates]
         by_priority = np.lexsort((-queue.share[candidates], -queue.owed[candidates], -priority))
         ordered = candidates[by_priority]
@@ -281,9 +283,10 @@ class Mechanism:
     def _placed(
         self, number: int, queue: _Queue, chosen: list[int]
     ) -> tuple[list[Assignment], set[int]]:
-        """Accelerators for the chosen entries, and the entries that found no single server.
+        """Accelerators for the chosen entries, and the entries that fit on no single server.
 
-        Jobs that need one server come first, then the larger; of a size, those that keep theirs.
+        Jobs that need one server come first, then by decreasing size; among equal sizes first
+        those that keep their accelerators.
         """
         servers = _Servers(
             self.table.pool.accelerators[number].count,
@@ -314,7 +317,7 @@ class Mechanism:
         return placed, failed
 
     def deviation(self) -> Deviation:
-        """How far the rounds accounted for since the last reset are from the target."""
+        """Deviation of the rounds recorded since the last reset from the target."""
         elapsed = self._elapsed + self._longest
         shape = (len(self._ids), len(self.table.workers))
         had, target = np.zeros(shape), np.zeros(shape)
@@ -363,9 +366,9 @@ class _Servers:
         return True
 
     def place(self, scale: int, together: bool) -> tuple[int, ...] | None:
-        """Take ``scale`` on as few servers as can be, the fullest that has room for all.
+        """Take ``scale`` accelerators on as few servers as possible, preferably the fullest.
 
-        None if there are not as many, or if ``together`` asks for fewer servers than that takes.
+        None if there are not enough, or if ``together`` and they do not fit on the fewest servers.
         """
         fitting = [(len(free), at) for at, free in enumerate(self.free) if len(free) >= scale]
         chosen = [min(fitting)[1]] if fitting else self._several(scale)

@@ -1,4 +1,4 @@
-"""How a simulated cluster is run."""
+"""Settings of a simulated cluster."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from stagewright.graphs.workloads.pool import Pool
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How the cluster is run.
+    """Settings of a simulated cluster.
 
     Parameters
     ----------
@@ -22,12 +22,12 @@ class Rules:
     fill
         Give accelerators that no share claims to idle jobs; see ``Mechanism``.
     shuffle_seed
-        Fill the types of accelerators in random order, as policies do that take all for alike;
-        the public code draws it from its seed + 5.
+        Fill the types of accelerators in random order, for policies that do not distinguish
+        types; the public code draws it from its seed + 5.
     space_sharing, placement
         Whether jobs may share accelerators, and whether servers count.
     ideal
-        No rounds: every job has exactly its share at every moment (figure 5.15b).
+        No rounds: every job receives exactly its share at all times (figure 5.15b).
     """
 
     round_seconds: float = 360.0
@@ -46,7 +46,7 @@ class Rules:
 
 
 def table_of(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:
-    """Rates of every kind that can run in the pool, so that jobs need not be known beforehand."""
+    """Rates of every kind that can run in the pool, since jobs are not known in advance."""
     known: dict[tuple[str, int], set[str]] = {}
     runs = set()
     counts = {accelerator.name: accelerator.count for accelerator in pool.accelerators}

@@ -1,12 +1,12 @@
-"""Rounds for real: the jobs of a workload as processes on Ray.
+"""Run the jobs of a workload in rounds, as processes on Ray.
 
-Narayanan, PhD thesis (2021), sections 5.5 and 5.6. :class:`Mechanism`
-says who runs where next; Ray starts the processes there; leases (:mod:`leases`) end them at the
-end of a round, with a checkpoint, unless they are renewed. A job is never lost and never counted
-twice: each start has an epoch of its own, written down before it, and only the newest can commit.
+Narayanan, PhD thesis (2021), sections 5.5 and 5.6. :class:`Mechanism` places the jobs of the next
+round; Ray starts their processes; leases (:mod:`leases`) end them at the end of a round, with a
+checkpoint, unless they are renewed. Steps are never lost after a commit and never counted twice:
+each start has a new epoch, recorded before it, and only the newest can commit.
 
-Ray knows accelerators as custom resources by the pool's names: start the nodes of a cluster with
-``ray start --resources='{"v100": 4}'``. On its own machine it is told of as many as the pool has.
+Accelerators are custom resources of Ray with the pool's names: start the nodes of a cluster with
+``ray start --resources='{"v100": 4}'``. Without a cluster, a local Ray gets those of the pool.
 """
 
 import math
@@ -62,35 +62,35 @@ def run_cluster(
     address: str | None = None,
     database: str | None = None,
 ) -> ClusterReport:
-    """Train all jobs, in rounds; returns when each is done, has failed, or waits in vain.
+    """Train all jobs in rounds until each is done, has failed, or cannot get accelerators.
 
     Parameters
     ----------
     allocate
-        The policy: asked whenever jobs come or go, nodes die or come back, or rates change.
+        The policy, called whenever jobs arrive or end, nodes die or return, or rates change.
     folder
-        Checkpoints and the store of jobs, seen by all nodes. Where it holds these jobs from
-        before, they go on from there.
+        Folder of checkpoints and of the job store, shared by all nodes. Jobs that it already
+        contains continue from their checkpoints.
     round_seconds
-        Several steps of every job should fit.
+        Length of a round; several steps of every job should fit.
     grace_seconds
-        What a process may overstay its lease by before it is killed.
+        How long a process may exceed its lease before it is killed.
     patience_seconds
-        How long to wait for accelerators when no job can run on what is left.
+        How long to wait for accelerators when no job can run on the remaining ones.
     retries
-        How often a job may fail between two commits before it is given up.
+        How often a job may fail between two commits before it is abandoned.
     feedback
-        Weight of a newly measured rate against the known one; 0 trusts ``throughputs``.
+        Weight of a newly measured rate against the known one; 0 uses ``throughputs`` unchanged.
     address
-        Of a Ray cluster; Ray is started on this machine without one, unless it is already.
+        Address of a Ray cluster; by default Ray runs on this machine, started if necessary.
     database
-        An SQLAlchemy URL of the store of jobs; a SQLite file in ``folder`` if left out.
+        An SQLAlchemy URL of the job store (default: a SQLite file in ``folder``).
 
     Raises
     ------
     InputError
-        If Ray is missing or lacks accelerators, a job's steps are no whole number, throughputs
-        are missing, or the folder is another workload's.
+        If Ray is missing or lacks accelerators, a job's steps are not a whole number, throughputs
+        are missing, or the folder belongs to another workload.
     SupersededError
         If another scheduler has taken over the folder.
     """
@@ -114,7 +114,7 @@ def run_cluster(
 
 
 class _Scheduler:
-    """One scheduler's time, from taking over the folder to the report."""
+    """The state of a running scheduler, from taking over the folder to the report."""
 
     patience_seconds = math.inf
 
@@ -161,7 +161,7 @@ class _Scheduler:
         self.accelerators.require_all()
 
     def close(self) -> None:
-        """End what is still out."""
+        """End all active leases."""
         for out in self.leased.values():
             self.accelerators.cancel(out.refs)
         if self.server is not None:
@@ -170,7 +170,7 @@ class _Scheduler:
     # Rounds.
 
     def loop(self) -> None:
-        """Rounds until no job can go on."""
+        """Run rounds until no job can continue."""
         current = self._first_round()
         while current:
             self.round = CurrentRound(self.target.copy(), self.there)
@@ -188,7 +188,7 @@ class _Scheduler:
             current = left or self._first_round()
 
     def _first_round(self) -> tuple[Assignment, ...]:
-        """The next round when none is on; waits for jobs to arrive, or nodes to come back."""
+        """The first round after none; waits for jobs to arrive or nodes to return."""
         patient_until = time.monotonic() + self.patience_seconds
         while waiting := self._waiting():
             found = self._schedule()
@@ -207,7 +207,7 @@ class _Scheduler:
         return [job for job, record in enumerate(self.records) if record.state == "active"]
 
     def _runnable(self, table: RateTable) -> list[int]:
-        """Jobs that have arrived, are not over, and run somewhere on what is left."""
+        """Jobs that have arrived, have not ended, and can run on the remaining accelerators."""
         now = call(self.server, "seconds")
         return [
             job
@@ -219,7 +219,7 @@ class _Scheduler:
         return self.table.index[self.jobs[job].model, self.jobs[job].scale]
 
     def _schedule(self) -> tuple[Assignment, ...]:
-        """The next round, towards a target set anew where jobs, nodes or rates have changed."""
+        """The next round, with a new target if jobs, nodes or rates have changed."""
         in_order = self.accelerators.in_order()
         for number, (count, numbers) in enumerate(zip(self.table.counts, in_order, strict=True)):
             self.mechanism.restore(number, numbers)
@@ -277,7 +277,7 @@ class _Scheduler:
                     self.leased[job] = self._start(job, assignment)
 
     def _start(self, job: int, assignment: Assignment) -> LeasedJob:
-        """Begin an epoch, durably; then start its ranks."""
+        """Record a new epoch durably, then start its ranks."""
         ranks = len(assignment.accelerators)
         record, folder = call(self.server, "start", self.jobs[job].name, ranks)
         self.records[job] = record
@@ -306,7 +306,7 @@ class _Scheduler:
         return out
 
     def _renew(self, following: Sequence[Assignment]) -> None:
-        """Who stays on the same accelerators, as many to share them, goes on without a stop."""
+        """Renew jobs that stay on the same accelerators, shared by as many jobs."""
         places = {job: place_of(assignment) for assignment in following for job in assignment.jobs}
         names = [
             self.jobs[job].name for job, out in self.leased.items() if places.get(job) == out.place
@@ -314,12 +314,12 @@ class _Scheduler:
         call(self.server, "decide", names)
 
     def _watch(self, until_seconds: float) -> None:
-        """Settle what ends until so far into the round; sooner if nothing is out."""
+        """Handle ended processes until this time of the round, or until no lease is active."""
         while self.leased and self.round.seconds < until_seconds:
             self._settle(min(until_seconds - self.round.seconds, 1.0))
 
     def _await_leases(self) -> None:
-        """Wait for processes whose lease is over; kill those that overstay it."""
+        """Wait for processes whose lease has ended; kill those that exceed it."""
         while self.leased and (overstays := call(self.server, "overstays")):
             for job in list(self.leased):
                 if overstays.get(self.jobs[job].name, -math.inf) > self.grace_seconds:
@@ -330,7 +330,7 @@ class _Scheduler:
                 self._settle(min(0.02 * self.round_seconds, 0.5))
 
     def _settle(self, timeout_seconds: float) -> None:
-        """Take in what has ended, after waiting for something to."""
+        """Wait for processes to end, and handle those that have."""
         refs = [ref for out in self.leased.values() for ref in out.refs]
         self.ray.wait(refs, timeout=max(timeout_seconds, 0.0))
         ready = set(self.ray.wait(refs, num_returns=len(refs), timeout=0)[0])
@@ -346,9 +346,9 @@ class _Scheduler:
                     self._end(job, call(self.server, "ended", self.jobs[job].name, out.epoch))
 
     def _error(self, ref: Any) -> tuple[str | None, bool]:
-        """The rank's error in one line or None, and whether it is the death of its node.
+        """The rank's error in one line or None, and whether its node has died.
 
-        The list of nodes shows a death only some health checks later.
+        The list of nodes shows a death only after some health checks.
         """
         try:
             return self.ray.get(ref), False
@@ -356,7 +356,7 @@ class _Scheduler:
             return one_line(error), isinstance(error, self.ray.exceptions.NodeDiedError)
 
     def _fail(self, job: int, error: str, node_died: bool = False) -> None:
-        """Fence the epoch first, then end what is left of it; a node's death is no failure."""
+        """Fence the epoch, then end its processes; a node's death does not count as a failure."""
         out = self.leased[job]
         is_counted = not node_died and self.accelerators.are_alive(out.nodes)
         record = call(self.server, "fail", self.jobs[job].name, out.epoch, error, is_counted)
@@ -372,7 +372,7 @@ class _Scheduler:
     # Accounts.
 
     def _seconds(self, job: int, round_seconds: float) -> float:
-        """Seconds of the round that the job ran; all of it, if its lease goes on."""
+        """Seconds of the round that the job ran; the full round if its lease continues."""
         return round_seconds if job in self.leased else self.round.ran.get(job, 0.0)
 
     def _account(self, current: Sequence[Assignment]) -> None:
@@ -381,7 +381,7 @@ class _Scheduler:
             self.mechanism.account(assignment, seconds)
 
     def _note(self, current: Sequence[Assignment]) -> None:
-        """Write down the round that ends."""
+        """Record the round that ends."""
         seconds = self.round.seconds
         placed = [
             Placed(
@@ -400,6 +400,6 @@ class _Scheduler:
         self.ledger.note(placed, had, self.round.target, self.round.there, seconds)
 
     def report(self) -> ClusterReport:
-        """What became of all jobs."""
+        """The report on all jobs."""
         outcomes = map(outcome, self.jobs, self.records)
         return ClusterReport(tuple(outcomes), tuple(self.ledger.rounds), self.ledger.shares())

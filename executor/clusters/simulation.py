@@ -1,10 +1,10 @@
-"""A cluster in simulation: jobs come, policies allocate, rounds run, jobs leave.
+"""Simulate a cluster: jobs arrive, policies allocate, rounds run, jobs complete.
 
 The rules are those of the simulator of the thesis (Narayanan 2021, section 5.7.3, and the public
 code of Gavel): a job runs whole steps in a round, a round ends when the last of its jobs stops,
-allocations are computed anew when jobs have come or gone but not too often. Where ours differ:
+allocations are recomputed when jobs have arrived or completed, but not too often. Differences:
 
-* accelerators are not kept idle for a job that has come since the last allocation;
+* accelerators are not kept idle for a job that has arrived since the last allocation;
 * a job that shares accelerators ends with its own last step, not with its partner's;
 * the time of shared accelerators is paid once;
 * a distributed job with fewer steps left than accelerators runs them, instead of being dropped.
@@ -30,12 +30,12 @@ from stagewright.graphs.workloads.pool import Pool
 
 Allocate = Callable[[AllocationProblem], Allocation]
 
-DONE = 1e-12  # of a job: what rounding leaves of its steps
+DONE = 1e-12  # fraction of a job's steps that rounding may leave
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a simulation stands, at each new allocation."""
+    """The state of a simulation at an allocation."""
 
     seconds: float
     arrived: int
@@ -71,21 +71,21 @@ def simulate_cluster(
     keep_assignments: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ClusterTimeline:
-    """Run ``jobs``, which may be without end, under the policy ``allocate``.
+    """Run ``jobs``, which may be endless, under the policy ``allocate``.
 
     Parameters
     ----------
     window
-        Numbers of the jobs, by arrival, whose completion ends the simulation; all jobs without it.
+        Numbers of the jobs, by arrival, whose completion ends the simulation (default: all).
     failures
         In order of their start. A job whose accelerator fails loses the round's steps.
     keep_assignments
-        Keep who ran where in every round.
+        Keep the assignments of every round.
 
     Raises
     ------
     InputError
-        If jobs come out of order, one has no throughput, or nothing can run any more.
+        If jobs are not in order of arrival, one has no throughput, or no job can run any more.
     """
     rules = rules or Rules()
     if window is None:
@@ -160,7 +160,7 @@ class _ClusterRun:
         return Progress(self.now, len(self.outcomes), self.completed, len(self.active))
 
     def arrivals(self) -> None:
-        """Jobs come in at the boundaries of rounds."""
+        """Add the jobs that have arrived; they enter between rounds."""
         while (following := self.coming.peek()) is not None:
             number, job = following
             if job.arrival_seconds > self.now:
@@ -169,8 +169,8 @@ class _ClusterRun:
             kind = self.table.index.get((job.model, job.scale))
             if kind is None:
                 raise InputError(
-                    f"job {job.name!r}: {job.model!r} on {job.scale} accelerators runs nowhere in "
-                    "this cluster, or some rates of it are missing"
+                    f"job {job.name!r}: {job.model!r} on {job.scale} accelerators cannot run in "
+                    "this cluster, or some of its rates are missing"
                 )
             self.active[number] = _Active(number, job, kind, job.steps)
             self.outcomes.append(None)
@@ -187,16 +187,16 @@ class _ClusterRun:
         return self.measured == window.stop or (not self.active and self.coming.peek() is None)
 
     def due(self) -> bool:
-        """Whether it is time to allocate anew."""
+        """Whether a new allocation is due."""
         if not self.changed or not self.active:
             return False
         return (
-            not self.last_reset  # the public code takes a reset at time 0 for none
+            not self.last_reset  # the public code does not count a reset at time 0
             or self.now - self.last_reset >= self.rules.reset_seconds
         )
 
     def reset(self) -> None:
-        """Allocate for the jobs that are here."""
+        """Allocate for the jobs in the cluster."""
         self.settle()
         table = self.out_of_order.working(self.table)
         members = [one for one in self.active.values() if table.alone[one.kind].any()]
@@ -217,7 +217,7 @@ class _ClusterRun:
         self.changed = False
 
     def settle(self) -> None:
-        """Steps since the last allocation, in time on the 1/n of the cluster of then."""
+        """Convert the steps since the last allocation to seconds on 1/n of the cluster."""
         for one in self.active.values():
             self.settle_one(one)
 
@@ -244,7 +244,7 @@ class _ClusterRun:
         )
 
     def round(self, keep_assignments: bool) -> None:
-        """One round, or the wait for the next event if nothing can run."""
+        """Run one round, or wait for the next event if nothing can run."""
         assignments = self.mechanism.schedule()
         if not assignments:
             self.wait()
@@ -283,13 +283,13 @@ class _ClusterRun:
         )
 
     def quota(self, rate: float) -> _Quota:
-        """Whole steps of a round; a job whose step takes longer keeps what it did of it."""
+        """Whole steps of a round; a step longer than a round continues in the next."""
         most = rate * self.rules.round_seconds
         steps = float(int(most)) or most
         return rate, steps, steps / rate if rate else 0.0
 
     def plan(self, assignment: Assignment) -> list[tuple[float, float]]:
-        """Steps that each job of the assignment runs, and how long that takes."""
+        """Steps of each job of the assignment, and their seconds."""
         members = [self.active[job] for job in assignment.jobs]
         if len(members) == 1:
             quotas = [self.alone[members[0].kind][assignment.worker]]
@@ -319,7 +319,7 @@ class _ClusterRun:
         self.changed = True
 
     def wait(self) -> None:
-        """Go on to when something changes."""
+        """Advance to the next event."""
         times = [self.now + self.rules.reset_seconds] if self.changed and self.active else []
         if self.changed and self.active and self.last_reset:
             times = [self.last_reset + self.rules.reset_seconds]
@@ -327,18 +327,20 @@ class _ClusterRun:
         later = [time for time in times if time > self.now]
         if not later:
             names = ", ".join(repr(one.job.name) for one in self.active.values())
-            raise InputError(f"nothing can run and nothing more happens; waiting: {names}")
+            raise InputError(
+                f"no job can run, and no job arrives or accelerator returns; waiting: {names}"
+            )
         self.now = min(later)
 
     def events(self) -> list[float]:
-        """When the next job comes, and the next accelerator fails or is back."""
+        """Times of the next arrival, failure and repair."""
         times = self.out_of_order.events()
         if (following := self.coming.peek()) is not None:
             times.append(following[1].arrival_seconds)
         return times
 
     def flow(self) -> None:
-        """All jobs at their shares, until something changes."""
+        """Run all jobs at their shares until the next event."""
         ends = {
             number: self.now + self.active[number].left / speed
             for number, speed in self.speeds.items()
@@ -389,7 +391,7 @@ class _ClusterRun:
 
 
 def _usage(problem: AllocationProblem, allocation: Allocation) -> Floats:
-    """Accelerators of each type that each job has on average; of a pair's, half, (jobs, types)."""
+    """Mean accelerators of each type per job, half for each job of a pair; (jobs, types)."""
     usage = np.zeros((len(problem), len(problem.table.counts)))
     accelerator = problem.table.accelerator[allocation.worker]
     paired = allocation.partner >= 0

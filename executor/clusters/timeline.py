@@ -1,4 +1,4 @@
-"""What happened in a simulated cluster: jobs, rounds, allocations, and their statistics."""
+"""The result of a cluster simulation: jobs, rounds, allocations, and their statistics."""
 
 import math
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What became of a job; ``completion_seconds`` is None if the simulation ended before.
+    """The result of a job; ``completion_seconds`` is None if the simulation ended before.
 
-    ``isolated_seconds`` is how long the steps run would have taken on 1/n of the cluster, n being
-    the number of jobs at each time.
+    ``isolated_seconds`` is the time that its steps take on 1/n of the cluster, where n is the
+    number of jobs at each time.
     """
 
     job: Job
@@ -27,7 +27,7 @@ class JobOutcome:
 
     @property
     def duration_seconds(self) -> float:
-        """Job completion time: from arrival to completion; nan if not complete."""
+        """Job completion time: from arrival to completion; NaN if not complete."""
         if self.completion_seconds is None:
             return math.nan
         return self.completion_seconds - self.job.arrival_seconds
@@ -39,16 +39,16 @@ class JobOutcome:
 
     @property
     def violates_slo(self) -> bool:
-        """Whether the job has an SLO and was later."""
+        """Whether the job has an SLO and exceeded it."""
         slo = self.job.slo_seconds
         return slo is not None and not self.duration_seconds <= slo
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Who ran where, and how many accelerators of each type were busy on average.
+    """The assignments of a round, and the mean number of busy accelerators of each type.
 
-    ``assignments`` is empty where the simulation did not keep them.
+    ``assignments`` is empty if the simulation did not keep them.
     """
 
     start_seconds: float
@@ -60,7 +60,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A new allocation, and how far the rounds had stayed from the one before (see Deviation)."""
+    """A new allocation, and the deviation of the rounds from the previous one."""
 
     seconds: float
     jobs: int
@@ -70,7 +70,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterTimeline:
-    """All that happened. ``jobs`` are in order of arrival; ``busy_seconds`` are by type.
+    """The record of a simulation: ``jobs`` in order of arrival, ``busy_seconds`` by type.
 
     ``accelerator`` is each worker type's accelerator, by its position in the pool.
     """
@@ -99,13 +99,13 @@ class ClusterTimeline:
         )
 
     def mean_jct_seconds(self, window: range | None = None, weight: float | None = None) -> float:
-        """Average job completion time, nan if no job completed."""
+        """Average job completion time, NaN if no job completed."""
         found = self.durations(window, weight)
         return float(found.mean()) if found.size else math.nan
 
     @property
     def makespan_seconds(self) -> float:
-        """When the last job completed."""
+        """Completion time of the last job."""
         return max((outcome.completion_seconds or 0.0 for outcome in self.jobs), default=0.0)
 
     def fairness(self, window: range | None = None) -> Floats:
@@ -115,16 +115,16 @@ class ClusterTimeline:
 
     @property
     def slo_violations(self) -> int:
-        """Jobs that were later than their SLO, or have not completed with one."""
+        """Number of jobs that exceeded their SLO, or have one and did not complete."""
         return sum(outcome.violates_slo for outcome in self.jobs)
 
     @property
     def utilisation(self) -> float:
-        """Part of the accelerators' time in use."""
+        """Fraction of the accelerators' time in use."""
         total = sum(accelerator.count for accelerator in self.pool.accelerators) * self.seconds
         return sum(self.busy_seconds) / total if total else 0.0
 
     @property
     def renewal_rate(self) -> float:
-        """Part of the leases that were renewed, of those whose job had steps left."""
+        """Fraction of renewed leases among those whose job had steps left."""
         return self.renewals / self.renewable if self.renewable else 0.0

@@ -1,4 +1,4 @@
-"""The jobs that a cluster is to train, and what remains of them."""
+"""The jobs that a cluster trains, and their remaining steps."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount
 from stagewright.graphs.workloads.jobs import Job
 
-Program = Callable[[Lease], object]
+TrainingFunction = Callable[[Lease], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ClusterJob:
     """A job and the program that trains it; the program runs once per lease and rank."""
 
     job: Job
-    program: Program
+    program: TrainingFunction
 
 
 def require_runnable(
@@ -65,7 +65,7 @@ def require_runnable(
 def problem_after(
     jobs: Sequence[Job], table: RateTable, done: Ints, now_seconds: float
 ) -> AllocationProblem:
-    """What is left of ``jobs`` after ``done`` steps, ``now_seconds`` after the cluster's start."""
+    """The problem of ``jobs`` after ``done`` steps, ``now_seconds`` after the cluster's start."""
     problem = problem_of_jobs(jobs, table)
     elapsed = now_seconds - np.array([job.arrival_seconds for job in jobs])
     return replace(

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 14.0
 DOTS_PER_INCH = 150
-CHARACTER_SHARE = 0.0055  # of the axis' width that one character of a block's label needs
+CHARACTER_SHARE = 0.0055  # fraction of the axis' width that one character of a block's label needs
 ROW_HEIGHT = {"device": 0.86, "channel": 0.5, "reduce": 0.5}  # of the space between two rows
 MAX_HEIGHT_INCHES = 30.0
-HEADING_ROWS = 1.0  # of a row's height: what the names of the periods need above the rows
-MAX_OUTLINED_BLOCKS = 120  # in a row; white outlines around more of them would hide the thin ones
+HEADING_ROWS = 1.0  # height of the period names above the rows, in row heights
+MAX_OUTLINED_BLOCKS = 120  # per row; white outlines around more would hide the thin ones
 
 
 def write_png(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
@@ -63,7 +63,7 @@ def png(plan: PipelinePlan) -> bytes:
 def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> None:
     height = ROW_HEIGHT[row.group]
     colours = [KIND_COLOURS[block.action.kind] for block in row.blocks]
-    # White outlines part computations; a transfer's own colour makes the shortest one visible.
+    # White outlines separate computations; outlines in their own colour keep transfers visible.
     computes = row.group == "device"
     width = 0.4 if len(row.blocks) <= MAX_OUTLINED_BLOCKS else 0
     axes.broken_barh(
@@ -80,7 +80,7 @@ def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> No
         return
     for block in row.blocks:
         m = block.action.microbatch
-        label = "" if m is None else str(m)  # the optimizer's step is of no microbatch
+        label = "" if m is None else str(m)  # the optimizer step has no microbatch
         if label and _fits(block, label, finish):
             middle = (block.start_seconds + block.finish_seconds) / 2 * scale
             axes.text(middle, y, label, ha="center", va="center", fontsize=7, color="white")
@@ -92,7 +92,7 @@ def _fits(block: Block, label: str, finish: float) -> bool:
 
 
 def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> bool:
-    """Draw the bound on an iteration, where the time axis is one."""
+    """Draw the bound on an iteration, if the time axis is one iteration."""
     if plan.certificate is None or phases(plan) is not None:
         return False
     axes.axvline(plan.certificate.bound_seconds * scale, color="#b02a30", lw=1.2, ls="--")
@@ -100,7 +100,7 @@ def _draw_bound(axes: "Axes", plan: PipelinePlan, scale: float) -> bool:
 
 
 def _draw_phases(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
-    """Part a periodic plan's run into its periods, and name them above the rows."""
+    """Mark the periods of a periodic plan's run, and name them above the rows."""
     shown = phases(plan)
     if shown is None:
         return
@@ -151,7 +151,7 @@ def _draw_legend(axes: "Axes", rows: Sequence[Row], bounded: bool) -> None:
 def _save(figure: "Figure") -> bytes:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # A name in a script that the font lacks is drawn as boxes; that is no fault of the plan.
+        # Characters that the font lacks are drawn as boxes; the warning is not useful here.
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
         figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
@@ -160,12 +160,12 @@ def _save(figure: "Figure") -> bytes:
 def write_stacked_png(
     plans: Sequence[PipelinePlan], titles: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
-    """Draw the schedules above each other and write them to ``path`` atomically."""
+    """Draw the schedules one above the other and write them to ``path`` atomically."""
     documents.write_bytes(path, stacked_png(plans, titles))
 
 
 def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
-    """The schedules above each other on one time axis, as a PNG: predicted over measured."""
+    """A PNG of the schedules one above the other on one time axis: predicted over measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

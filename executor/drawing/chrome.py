@@ -15,8 +15,8 @@ from stagewright.graphs.documents import documents
 def chrome_trace(plan: PipelinePlan) -> str:
     """The schedule in Chrome's trace event format, which Perfetto reads; times in microseconds.
 
-    One process each for devices, channels and all-reduces, one thread per row; of a periodic plan
-    one more for its periods.
+    One process each for devices, channels and all-reduces, one thread per row; for a periodic plan
+    also one for its periods.
     """
     processes = {"device": (1, "devices"), "channel": (2, "channels"), "reduce": (3, "all-reduces")}
     shown = phases(plan)

@@ -1,4 +1,4 @@
-"""A simulated or real cluster's rounds as pictures: PNG, SVG or PDF, by the file's suffix."""
+"""Charts of a simulated or real cluster's rounds: PNG, SVG or PDF, by the file's suffix."""
 
 import io
 import itertools
@@ -25,20 +25,20 @@ DOTS_PER_INCH = 150
 MAX_HEIGHT_INCHES = 30.0
 ROW_INCHES = 0.18
 HOUR = 3600.0
-MAX_LABELLED_SPANS = 400  # more labels than that cannot be read
+MAX_LABELLED_SPANS = 400  # more labels would not be readable
 PALETTES = ("tab20", "tab20b", "tab20c")
 MAX_NAMED_JOBS = 60  # the colours of the palettes
-BINS = 240  # of the utilisation's time
+BINS = 240  # time bins of the utilisation
 
 
 def require_suffix(path: str | os.PathLike[str]) -> None:
     """Refuse a file whose name does not end in one of ``SUFFIXES``."""
     if Path(path).suffix.lower() not in SUFFIXES:
-        raise InputError(f"{path}: a picture's name ends in {', '.join(SUFFIXES)}")
+        raise InputError(f"{path}: the suffix of a picture must be one of {', '.join(SUFFIXES)}")
 
 
 def draw_rounds(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
-    """Who ran where: a row per accelerator, a colour per job, pairs split between their two.
+    """Draw the assignments: a row per accelerator, a colour per job, pairs with both colours.
 
     Raises
     ------
@@ -69,7 +69,7 @@ _Span = tuple[int, float, float, tuple[int, ...]]
 
 
 def _spans(timeline: ClusterTimeline, first_row: list[int]) -> Iterable[_Span]:
-    """(row, start, end, jobs) of what ran; rounds of one job on end are one span."""
+    """(row, start, end, jobs) of all assignments; consecutive rounds of a job are one span."""
     running: dict[int, _Span] = {}
     for one in timeline.rounds:
         for row, jobs in _rows(one, timeline.accelerator, first_row):
@@ -115,7 +115,7 @@ def _draw_span(
 
 
 def _name_jobs(axes: "Axes", timeline: ClusterTimeline, jobs: list[int]) -> None:
-    """A legend of the jobs' numbers and names, where their colours differ."""
+    """Add a legend of the jobs' numbers and names, if their colours differ."""
     from matplotlib.patches import Patch
 
     if len(jobs) > MAX_NAMED_JOBS:
@@ -145,7 +145,7 @@ def draw_jct_cdf(
     path: str | os.PathLike[str],
     window: range | None = None,
 ) -> None:
-    """Part of the jobs that took no longer, by completion time; a line for each timeline.
+    """Draw the cumulative distribution of job completion times, a line for each timeline.
 
     Raises
     ------
@@ -159,14 +159,14 @@ def draw_jct_cdf(
             raise InputError(f"{name}: no job completed, there is no completion time to draw")
         part = np.arange(1, len(hours) + 1) / len(hours)
         axes.step(hours, part, where="post", label=f"{name} (mean {hours.mean():.2f} h)")
-    axes.set(xlabel="job completion time, hours", ylabel="part of the jobs", ylim=(0, 1))
+    axes.set(xlabel="job completion time, hours", ylabel="fraction of the jobs", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend()
     _write(figure, path)
 
 
 def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) -> None:
-    """Busy accelerators of each type and active jobs over time.
+    """Draw busy accelerators of each type and active jobs over time.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) ->
     counts = np.array([accelerator.count for accelerator in timeline.pool.accelerators])
     for name, part in zip(timeline.pool.names, (busy / counts).T, strict=True):
         axes.plot(middle, part, label=name)
-    axes.set(xlabel="hours", ylabel="part of the accelerators in use", ylim=(0, 1.02))
+    axes.set(xlabel="hours", ylabel="fraction of the accelerators in use", ylim=(0, 1.02))
     axes.margins(x=0)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
@@ -224,7 +224,7 @@ def _figure(path: str | os.PathLike[str], height: float) -> "tuple[Figure, Axes]
 def _write(figure: "Figure", path: str | os.PathLike[str]) -> None:
     suffix = Path(path).suffix.lower()[1:]
     picture = io.BytesIO()
-    # No date in it: the same timeline gives the same file.
+    # Without a date, so that the same timeline gives the same file.
     metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[suffix]
     figure.savefig(picture, format=suffix, metadata=metadata)
     documents.write_bytes(path, picture.getvalue())

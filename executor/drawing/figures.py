@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure, Scatter
 
 BAR_WIDTH = {"device": 0.86, "channel": 0.5, "reduce": 0.5}  # of the space between two rows
-MAX_LABELLED_BLOCKS = 2500  # text in more bars than this makes a browser slow
+MAX_LABELLED_BLOCKS = 2500  # more labels make a browser slow
 ROW_PIXELS = 22
 MAX_FIGURE_PIXELS = 4000
 
@@ -46,7 +46,7 @@ def _figure(name: str, height: int) -> "Figure":
 
 
 def timeline_figure(plan: PipelinePlan) -> "Figure":
-    """One trace of bars per kind of action, so that the number of traces never grows."""
+    """The timeline with one trace of bars per kind of action, which bounds their number."""
     rows = timeline(plan)
     unit, scale = time_unit(finish_seconds(plan))
     figure = _figure("timeline", min(MAX_FIGURE_PIXELS, 120 + ROW_PIXELS * len(rows)))
@@ -78,7 +78,7 @@ def timeline_figure(plan: PipelinePlan) -> "Figure":
 
 
 def _mark_phases(figure: "Figure", plan: PipelinePlan, scale: float) -> None:
-    """Part a periodic plan's run into its periods, and name them above the rows."""
+    """Mark the periods of a periodic plan's run, and name them above the rows."""
     shown = phases(plan)
     if shown is None:
         return
@@ -108,7 +108,7 @@ def _bars(
     finishes = np.array([block.finish_seconds for block in blocks]) * scale
     computes = kind in ON_DEVICE
     text = labelled and computes
-    # White outlines part computations; a transfer's own colour makes the shortest one visible.
+    # White outlines separate computations; outlines in their own colour keep transfers visible.
     outline = {"color": "white", "width": 0.5 if labelled else 0}
     return Bar(
         name=KIND_NAMES[kind],
@@ -153,7 +153,7 @@ def _bound_line(bound: float, rows: int, unit: str) -> "Scatter":
 
 
 def memory_figure(plan: PipelinePlan) -> "Figure | None":
-    """Peak memory per device; per stage (its fullest device) where a row is a stage."""
+    """Peak memory per device, or per stage (its fullest device) if rows are stages."""
     if plan.predicted is None:
         return None
     from plotly.graph_objects import Bar
@@ -180,7 +180,7 @@ def memory_figure(plan: PipelinePlan) -> "Figure | None":
 
 
 def in_flight_figure(plan: PipelinePlan) -> "Figure":
-    """Microbatches whose activations are kept, over time: what memory follows."""
+    """Microbatches in flight over time, per stage."""
     from plotly.colors import sample_colorscale
     from plotly.graph_objects import Scatter
 

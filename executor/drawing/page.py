@@ -33,7 +33,7 @@ def write_html(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
 
 
 def page(plan: PipelinePlan) -> str:
-    """The page's HTML, with plotly's script inside it."""
+    """The page's HTML, with plotly's script embedded."""
     from plotly.offline import get_plotlyjs
 
     charts = {
@@ -57,7 +57,7 @@ def page(plan: PipelinePlan) -> str:
 
 @cache
 def _template() -> Template:
-    """The page's template, which escapes all that is not marked as safe."""
+    """The page's template, which escapes all text not marked as safe."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -92,7 +92,7 @@ def _subtitle(plan: PipelinePlan) -> str:
 
 
 def _shown(plan: PipelinePlan) -> str:
-    """What the timeline shows."""
+    """Caption of the timeline."""
     shown = phases(plan)
     if shown is None:
         return "One training iteration"
@@ -100,11 +100,11 @@ def _shown(plan: PipelinePlan) -> str:
 
 
 def _facts(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
-    """Numbers and what they are."""
+    """The main numbers and their labels."""
     yield format_seconds(iteration_seconds(plan)), "per iteration"
     shown = phases(plan)
     if shown is not None:
-        yield format_seconds(shown.period_seconds), "period, for a microbatch each"
+        yield format_seconds(shown.period_seconds), "period, one per microbatch"
     if plan.certificate is not None:
         certificate = plan.certificate
         yield format_seconds(certificate.bound_seconds), f"bound, by {certificate.proved_by}"
@@ -117,7 +117,7 @@ def _facts(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
 
 
 def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
-    """The cost, and every lower bound that was computed; ``percent`` is of the cost."""
+    """The cost and every computed lower bound; ``percent`` is relative to the cost."""
     if plan.certificate is None:
         return []
     cost = plan.certificate.cost_seconds

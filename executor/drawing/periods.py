@@ -1,4 +1,4 @@
-"""Periods of a periodic plan that are drawn, and their phases."""
+"""The drawn periods of a periodic plan, and their phases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ from stagewright.formulations.plans.unrolling import unroll_run, warm_up_periods
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_seconds
 
-WHOLE_PERIODS = 4  # that are drawn at least, so that one sees them repeat
+WHOLE_PERIODS = 4  # drawn at least, to show the repetition
 
 
 MAX_DRAWN_ACTIONS = 1_000_000
 
 
 Span = tuple[str, float, float]
-"""A name, and when it begins and ends, in seconds."""
+"""A name, and its start and end in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The periods of the run that is drawn of a periodic plan.
+    """The periods of the drawn run of a periodic plan.
 
-    Everything is done in the periods ``first`` to ``last``; before them the pipeline fills, after
+    Every operation runs in the periods ``first`` to ``last``; before them the pipeline fills, after
     them it drains, until ``finish_seconds``. Before each period whose number is a multiple of
     ``microbatches`` there is a pause for the updates.
     """
@@ -52,13 +52,13 @@ class Phases:
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """Begins of the whole periods, and the end of the last, in seconds."""
+        """Starts of the whole periods, and the end of the last, in seconds."""
         begins = (self._begin(i) for i in range(self.first, self.last + 1))
         return (*begins, self._begin(self.last) + self.period_seconds)
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Warm-up, periods by their number, pauses, and drain, where they take any time."""
+        """Warm-up, numbered periods, pauses and drain, without those of zero length."""
         between = list[Span]()
         for i in range(self.first, self.last + 1):
             begin = self._begin(i)
@@ -70,7 +70,7 @@ class Phases:
 
     @property
     def headings(self) -> tuple[Span, ...]:
-        """As :attr:`spans`, but of the periods one in the middle alone, by its length."""
+        """As :attr:`spans`, but with only one period, in the middle, named with its length."""
         period = f"period {format_seconds(self.period_seconds)}"
         begin = self._begin((self.first + self.last) // 2)
         middle = (period, begin, begin + self.period_seconds)
@@ -79,13 +79,13 @@ class Phases:
 
 
 def drawn(plan: PipelinePlan) -> PipelinePlan:
-    """The finite plan that is drawn: ``plan``, or a run of a periodic one.
+    """The finite plan that is drawn: ``plan``, or a run of a periodic plan.
 
     Raises
     ------
     InputError
-        If the schedule's actions do not belong to the plan's stages and devices, or lag so far
-        behind that no picture holds the run.
+        If the schedule's actions do not belong to the plan's stages and devices, or their index
+        shifts are so large that the run is too long to draw.
     """
     require_places(plan)
     if not isinstance(plan.schedule, PeriodicSchedule):
@@ -115,25 +115,25 @@ def phases(plan: PipelinePlan) -> Phases | None:
 
 
 def _drawn_microbatches(schedule: PeriodicSchedule) -> int:
-    """As many that the whole periods take about as much of the picture as either end."""
+    """The number for which the whole periods are about as long as warm-up and drain."""
     fill = warm_up_periods(schedule)
     return fill + max(WHOLE_PERIODS, fill)
 
 
 def finish_seconds(plan: PipelinePlan) -> float:
-    """When the last action that is drawn ends; 0 for an empty schedule."""
+    """End of the last drawn action; 0 for an empty schedule."""
     return max((action.finish_seconds for action in drawn(plan).actions), default=0.0)
 
 
 def iteration_seconds(plan: PipelinePlan) -> float:
-    """What an iteration takes: until the last action ends, or its periods and the pause."""
+    """Seconds of an iteration: the end of its last action, or its periods and the pause."""
     if isinstance(plan.schedule, PeriodicSchedule):
         return iteration_of(plan.schedule, plan.microbatches)
     return finish_seconds(plan)
 
 
 def require_places(plan: PipelinePlan) -> None:
-    """Refuse entries of the schedule, finite or periodic, that are on no stage or device of it."""
+    """Refuse schedule entries with a stage or device that is not the plan's."""
     parse: Callable[[str], Action | Operation] = (
         parse_operation if plan.is_periodic else parse_action
     )
@@ -153,7 +153,9 @@ def _require_place(plan: PipelinePlan, action: Action | Operation, device: str) 
         raise InputError(f"{action} belongs to programs, not to plans")
     if action.stage >= len(plan.stages):
         raise InputError(
-            f"{action} is of stage {action.stage}, the plan has {len(plan.stages)} stages"
+            f"{action} has stage {action.stage}, the plan has {len(plan.stages)} stages"
         )
     if device not in plan.stages[action.stage].devices:
-        raise InputError(f"{action} runs on {device!r}, which is no device of stage {action.stage}")
+        raise InputError(
+            f"{action} runs on {device!r}, which is not a device of stage {action.stage}"
+        )

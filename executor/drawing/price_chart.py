@@ -1,4 +1,4 @@
-"""Prices over time and the stays of a plan as a PNG picture."""
+"""Prices over time and the stays of a plan as a PNG."""
 
 import datetime
 import io
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 DAY = 86_400.0
 MOST_LINES = 8
-"""Offers that are drawn: those of the plan, then the cheapest of other places and kinds of GPU."""
+"""Number of drawn offers: those of the plan, then the cheapest of other regions and GPU kinds."""
 HEADROOM = 4.0
-"""Height of the picture over the dearest work of the plan; higher prices are cut off."""
+"""Height of the axis relative to the plan's highest price of work; higher prices are clipped."""
 
 
 def write_price_png(
@@ -27,7 +27,7 @@ def write_price_png(
 
 
 def price_png(problem: SwitchingProblem, plan: Sequence[Stay], title: str) -> bytes:
-    """Dollars per hour of work on the plan's offers and a few others; its stays drawn thick."""
+    """Dollars per hour of work on the plan's offers and a few others, stays in thick lines."""
     # Imported here: matplotlib takes a second to load, and only this function needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -53,9 +53,9 @@ def price_png(problem: SwitchingProblem, plan: Sequence[Stay], title: str) -> by
 
 
 def drawn_offers(problem: SwitchingProblem, plan: Sequence[Stay]) -> list[int]:
-    """Positions of the offers in a picture: the plan's, then the cheapest of each other sort.
+    """Positions of the drawn offers: the plan's, then the cheapest of each other group.
 
-    A sort is a region and a kind of GPU; the cheapest is that at the start.
+    A group is a provider's region and a kind of GPU; the cheapest is that at the start.
     """
     used = list(dict.fromkeys(stay.offer for stay in plan))
     kinds = {_sort(problem.offers[number]) for number in used}
@@ -88,6 +88,6 @@ def _draw_offer(
 
 
 def _steps(offer: Offer, times: Sequence[float], start: float) -> tuple[list[float], list[float]]:
-    """Days after the start, and the cost of work from each time on; the last repeats."""
+    """Days after the start, and the cost of work from each time on; the last is repeated."""
     costs = [offer.dollars_per_work(at) for at in times[:-1]]
     return [(at - start) / DAY for at in times], [*costs, costs[-1]]

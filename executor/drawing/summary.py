@@ -1,4 +1,4 @@
-"""What a plan's stages do, in numbers."""
+"""A table of a plan's stages."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -22,11 +22,10 @@ ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """One stage in a line: times are of one microbatch, memory and in-flight are peaks.
+    """A row for one stage: times are per microbatch, memory and in-flight are peaks.
 
-    ``shares_with`` are the other stages on any of its devices; ``shifts`` are the periods by which
-    its forward and its backward (the end of it) lag behind the microbatch's begin, None in a finite
-    plan.
+    ``shares_with`` are the other stages on any of its devices; ``shifts`` are the index shifts of
+    its forward and of the end of its backward, None in a finite plan.
     """
 
     stage: int
@@ -82,7 +81,7 @@ def shared_text(line: StageSummary) -> str:
 
 
 def _shifts(plan: PipelinePlan) -> list[tuple[int, int]]:
-    """Per stage the index shifts of its forward and of its backward's end; none if finite."""
+    """Per stage the index shifts of its forward and of its backward's end; empty if finite."""
     if not isinstance(plan.schedule, PeriodicSchedule):
         return []
     found = {parse_operation(one.action): one.shift for one in plan.schedule.actions}

@@ -1,6 +1,6 @@
-"""A plan's schedule as rows of blocks in time: the source of every drawing and trace.
+"""A plan's schedule as rows of blocks in time, for all drawings and traces.
 
-Of a periodic plan a run is drawn, long enough for its warm-up, some whole periods, and its drain.
+For a periodic plan this is a run with its warm-up, some whole periods, and its drain.
 """
 
 import re
@@ -24,7 +24,7 @@ from stagewright.formulations.plans.plan import (
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 
-MAX_DEVICE_ROWS = 64  # with more devices the rows would be thinner than a line of text
+MAX_DEVICE_ROWS = 64  # with more devices rows would be lower than a line of text
 
 
 KIND_NAMES = {
@@ -35,7 +35,7 @@ KIND_NAMES = {
     ActionKind.SEND_FORWARD: "activations sent",
     ActionKind.SEND_BACKWARD: "gradients sent",
     ActionKind.REDUCE: "all-reduce",
-    ActionKind.UPDATE: "optimizer's step",
+    ActionKind.UPDATE: "optimizer step",
 }
 KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour vision
     ActionKind.FORWARD: "#4d8fd1",
@@ -47,12 +47,12 @@ KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour visio
     ActionKind.REDUCE: "#b0609b",
     ActionKind.UPDATE: "#5c5c5c",
 }
-BAND_COLOUR = "#e4ebf4"  # behind the period that is named
+BAND_COLOUR = "#e4ebf4"  # background of the named period
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An action in time; ``ends`` are a transfer's endpoints, in words."""
+    """An action in time; ``ends`` are a transfer's endpoints as text."""
 
     action: Action
     start_seconds: float
@@ -62,14 +62,14 @@ class Block:
 
     @property
     def detail(self) -> str:
-        """Volume and endpoints for people; empty for a computation."""
+        """Volume and endpoints as text; empty for a computation."""
         volume = "" if self.bytes is None else format_bytes(self.bytes)
         return ", ".join(part for part in (volume, self.ends) if part)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one device, channel or all-reduce does; ``group`` is "device", "channel", "reduce"."""
+    """The blocks of a device, channel or all-reduce; ``group`` says which of the three."""
 
     name: str
     group: str
@@ -80,7 +80,7 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
     """Rows of devices by their first stage, then of channels, then of all-reduces.
 
     In a periodic plan all transfers between two groups of devices share a channel. With more than
-    ``max_device_rows`` devices (None: never) a stage's first device stands for the whole stage.
+    ``max_device_rows`` devices (None: never) a row is a stage, drawn from its first device.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
 
 
 def _shared_channels(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
-    """Per boundary of a periodic plan those whose transfers share its link; none if finite."""
+    """Per boundary of a periodic plan those whose transfers share its link; empty if finite."""
     if not plan.is_periodic:
         return {}
     boundaries: dict[frozenset[tuple[str, ...]], list[int]] = defaultdict(list)
@@ -148,7 +148,7 @@ def shorten_devices(names: Sequence[str], limit: int = 3) -> str:
 
 
 def _continues(before: tuple[str, str], after: tuple[str, str]) -> bool:
-    """Whether name ``after``, split before its last number, is the next after ``before``."""
+    """Whether name ``after``, split before its last number, follows ``before``."""
     same = before[0] == after[0] and before[1] != "" != after[1]
     return same and int(after[1]) == int(before[1]) + 1
 
@@ -171,7 +171,7 @@ def headline(plan: PipelinePlan) -> str:
 
 
 def row_note(plan: PipelinePlan) -> str:
-    """What a row of :func:`timeline` stands for, where it is more than one device."""
+    """A note on the rows of :func:`timeline`, if they are stages; else empty."""
     if not merges_stages(plan):
         return ""
     return f"one row per stage ({device_count(plan)} devices)"
@@ -201,7 +201,7 @@ def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
 
 
 def stages_name(stages: Sequence[int]) -> str:
-    """Stages as a row is named after them."""
+    """The name of a row of these stages."""
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
@@ -210,7 +210,7 @@ def blocks_of(
 ) -> list[tuple[str, Block]]:
     """Transfers, and the computations of ``devices`` (None: all), each with its device.
 
-    An action that fits no stage of the plan is refused.
+    An action that belongs to no stage of the plan is refused.
     """
     blocks = []
     actions = drawn(plan).actions

@@ -1,6 +1,6 @@
-"""Plans for other frameworks' runtimes, and scripts that launch our own.
+"""Export plans to other frameworks' runtimes, and launch scripts for our own.
 
-What a format cannot say is refused by name, never left out.
+Features that a format cannot express are refused by name, never dropped.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ LAUNCH = ("command", "cluster", "gpus_per_node")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: what writes it, which options it takes, and what its user must know."""
+    """One format: its writer, its options, and its remarks for the user."""
 
     write: Callable[[PipelinePlan, Options], Files]
     options: tuple[str, ...]
@@ -40,15 +40,15 @@ FORMATS: dict[str, Format] = {
 
 
 def export(plan: PipelinePlan, to: str, options: Options | None = None) -> Files:
-    """The text of every file that says ``plan`` in the format ``to``, by file name.
+    """The texts of the files of ``plan`` in the format ``to``, by file name.
 
     Raises
     ------
     InputError
-        If there is no such format, if it cannot say something that the plan does, or if an option
-        is missing or of no use to it.
+        If the format is unknown, if it cannot express a feature of the plan, or if an option is
+        missing or does not apply to it.
     InvalidPlan
-        If the plan's order cannot be run by anyone.
+        If the plan's order is a deadlock.
     """
     format_ = _format(to)
     options = options or Options()
@@ -56,12 +56,12 @@ def export(plan: PipelinePlan, to: str, options: Options | None = None) -> Files
         given = getattr(options, field.name) != field.default
         if given and field.name not in format_.options:
             flag = "--" + field.name.replace("_", "-")
-            raise InputError(f"{flag}: {to} has no use for it; leave it out")
+            raise InputError(f"{flag} does not apply to {to}")
     return format_.write(plan, options)
 
 
 def remarks(plan: PipelinePlan, to: str) -> tuple[str, ...]:
-    """What the files cannot hold and their user must know, a line each."""
+    """Remarks for the user that the files cannot express, one per line."""
     ranks = ", ".join(f"{r} {name!r}" for r, name in enumerate(plan_devices(plan)))
     return (f"ranks: {ranks}", *_format(to).remarks(plan))
 

@@ -1,9 +1,9 @@
 """The layers of a plan as the modules of a decoder: embedding, numbered blocks, norm, head.
 
-A layer is told by the last part of its name, whatever stands before it: ``wte`` or ``embedding``,
+A layer is recognised by the last part of its name, with any prefix: ``wte`` or ``embedding``,
 ``layers.0``, ``h.0`` or ``block0``, ``norm`` or ``ln_f``, ``head``, ``lm_head``, ``logits`` or
-``output``. Blocks count up by one from 0 or 1. Frameworks that cut by names drop what they are
-not told of without a word, so what cannot be told is refused.
+``output``. Blocks count up by one from 0 or 1. Frameworks that cut by names silently drop modules
+that no stage names, so layers that are not recognised are refused.
 """
 
 import re
@@ -14,7 +14,7 @@ from stagewright.graphs.documents.errors import InputError
 Stages = Sequence[Sequence[str]]
 
 MEANING = "an embedding ('embedding'), numbered blocks ('layers.0'), and an output ('head')"
-CURE = "name the model's layers so, or export to torch-csv or deepspeed"
+CURE = "use such names for the model's layers, or export to torch-csv or deepspeed"
 _ROLES = {  # in the order in which they follow one another
     "embedding": re.compile(r"(.*[._])?(embed\w*|\w*embeddings?|wte|wpe|drop)"),
     "block": re.compile(r"(.*[._])?(blocks?|layers?|h)[._]?(?P<number>\d+)"),
@@ -30,12 +30,12 @@ def modules(stages: Stages, names: Mapping[str, str], framework: str) -> list[li
     """Per stage the framework's modules, of which ``names`` gives one by role.
 
     ``{}`` in a name is the block's number, from 0. Layers with one name are one module, which must
-    be whole on a stage; a role without a name is refused, an empty name is left out.
+    be on one stage; a role without a name is refused, an empty name is left out.
 
     Raises
     ------
     InputError
-        With the layer that cannot be told, has no module there, is out of order, or cuts a module.
+        With the layer that is not recognised, has no module, is out of order, or cuts a module.
     """
     roles = _roles([layer for layers in stages for layer in layers], names, framework)
     found: list[list[str]] = []
@@ -59,7 +59,7 @@ def modules(stages: Stages, names: Mapping[str, str], framework: str) -> list[li
 
 
 def _roles(layers: Sequence[str], names: Mapping[str, str], framework: str) -> dict[str, str]:
-    """The role of each layer; roles must stand in their order, and blocks count up."""
+    """The role of each layer; roles must be in their order, and blocks count up."""
     found: dict[str, str] = {}
     before, block = _ORDER[0], None
     for layer in layers:
@@ -69,7 +69,7 @@ def _roles(layers: Sequence[str], names: Mapping[str, str], framework: str) -> d
                 f"layer {layer!r} has no module in {framework}, which has {MEANING}; {CURE}"
             )
         if _ORDER.index(role) < _ORDER.index(before):
-            raise InputError(f"layer {layer!r} stands too late: {framework} has {MEANING}")
+            raise InputError(f"layer {layer!r} is out of order: {framework} has {MEANING}")
         if number is not None:
             wanted = min(number, 1) if block is None else block + 1
             if number != wanted:
@@ -88,7 +88,7 @@ def _told(layer: str, framework: str) -> tuple[str, int | None]:
         match = pattern.fullmatch(layer)
         if match is not None:
             return role, int(match["number"]) if role == "block" else None
-    raise InputError(f"layer {layer!r} cannot be told: {framework} has {MEANING}; {CURE}")
+    raise InputError(f"layer {layer!r} is not recognised: {framework} has {MEANING}; {CURE}")
 
 
 def _require_ends(

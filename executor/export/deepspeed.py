@@ -1,7 +1,7 @@
 """DeepSpeed (0.19): a ``PipelineModule`` with the plan's cuts, and its configuration.
 
-``partition_method`` takes no cuts (deepspeed/runtime/pipe/module.py), so the module that is
-written here overrides ``_partition_layers``. The order is DeepSpeed's ``TrainSchedule``, 1F1B.
+``partition_method`` accepts no cuts (deepspeed/runtime/pipe/module.py), so the written module
+overrides ``_partition_layers``. The order is DeepSpeed's ``TrainSchedule``, 1F1B.
 """
 
 import json
@@ -83,7 +83,7 @@ def module(plan: PipelinePlan, options: Options) -> dict[str, str]:
 
 
 def _checkpoint_interval(plan: PipelinePlan) -> int:
-    """After how many layers of a stage an input is kept; 0 keeps everything."""
+    """The number of layers between checkpoints of a stage; 0 keeps all activations."""
     first = plan.stages[0].recompute
     for s, stage in enumerate(plan.stages):
         if stage.recompute != first:

@@ -1,7 +1,7 @@
 """Scripts that start a command once per device of a plan: torchrun, Slurm, Kubernetes.
 
-Rank r is the plan's r-th device. ``torchrun`` numbers the ranks node by node, so that the devices
-of a server must follow one another in the plan.
+Rank r is the plan's r-th device. ``torchrun`` numbers the ranks node by node, so the devices of a
+server must be consecutive in the plan.
 """
 
 import json
@@ -17,20 +17,20 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 
 NAME = "stagewright"
-PORT = 29500  # torchrun's own default
-JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node do not meet
+PORT = 29500  # torchrun's default
+JOB_PORT = "$((20000 + SLURM_JOB_ID % 20000))"  # two jobs on one node use different ports
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine: its devices by rank, and their numbers among the machine's GPUs."""
+    """A machine: its devices by rank, and their indices among the machine's GPUs."""
 
     devices: tuple[str, ...]
     gpus: tuple[int, ...]
 
 
 def torchrun(plan: PipelinePlan, options: Options) -> dict[str, str]:
-    """A script that is started on every node."""
+    """A script to start on every node."""
     nodes, words = _nodes(plan, options), _command(options)
     lines = ["#!/usr/bin/env bash", *_told(nodes)]
     if len(nodes) == 1:
@@ -73,7 +73,7 @@ def slurm(plan: PipelinePlan, options: Options) -> dict[str, str]:
 
 
 def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
-    """An indexed Job of one pod per node, and the Service by which they find each other."""
+    """An indexed Job of one pod per node, and the Service for their rendezvous."""
     nodes, words = _nodes(plan, options), _command(options)
     if not options.image:
         raise InputError("--to kubernetes needs --image, the container that has the command")
@@ -84,7 +84,7 @@ def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
     container = {
         "name": NAME,
         "image": options.image,
-        # Kubernetes takes $$ for $, and $(NAME) for a variable.
+        # Kubernetes reads $$ as $, and $(NAME) as a variable.
         "command": [
             word.replace("$", "$$") for word in ("bash", "-c", "\n".join(script), "bash", *words)
         ],
@@ -96,7 +96,7 @@ def kubernetes(plan: PipelinePlan, options: Options) -> dict[str, str]:
         "subdomain": NAME,
         "restartPolicy": "Never",
         "containers": [container],
-        # NCCL and data loaders need more shared memory than a container has by itself.
+        # NCCL and data loaders need more shared memory than a container's default.
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }
     service = {
@@ -132,7 +132,7 @@ def _command(options: Options) -> list[str]:
         raise InputError(f"--command {options.command!r}: {error}") from None
     if not words:
         raise InputError(
-            "a launch script needs --command, what every process runs, such as "
+            "a launch script needs --command, the command of every process, such as "
             "--command 'stagewright run plan.json --model net:build --data net:batches'"
         )
     return words
@@ -154,7 +154,7 @@ def _nodes(plan: PipelinePlan, options: Options) -> tuple[Node, ...]:
 
 
 def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
-    """The servers of ``devices``, which must follow one another and be used alike."""
+    """The servers of ``devices``, which must be consecutive and use equally many devices each."""
     if cluster.links.servers is None:
         raise InputError(f"cluster {cluster.name!r} names no servers: give --gpus-per-node")
     place = {
@@ -170,7 +170,7 @@ def _servers(devices: tuple[str, ...], cluster: Cluster) -> tuple[Node, ...]:
         names = tuple(group)
         if n in nodes:
             raise InputError(
-                f"rank {devices.index(names[0])} ({names[0]!r}) is back on the server of "
+                f"rank {devices.index(names[0])} ({names[0]!r}) is on the server of "
                 f"{nodes[n].devices[0]!r} after another one: torchrun numbers the ranks server by "
                 "server; order the plan's devices by server"
             )
@@ -194,7 +194,7 @@ def _several(nodes: tuple[Node, ...], rank: str, port: str) -> str:
 
 
 def _visible(nodes: tuple[Node, ...], rank: str) -> list[str]:
-    """Lines of bash that make local rank i the right GPU, where it is not GPU i."""
+    """Lines of bash that give local rank i its GPU, if that is not GPU i."""
     if all(node.gpus == tuple(range(len(node.gpus))) for node in nodes):
         return []
     listed = " ".join(",".join(map(str, node.gpus)) for node in nodes)
@@ -202,7 +202,7 @@ def _visible(nodes: tuple[Node, ...], rank: str) -> list[str]:
 
 
 def _gpus(nodes: tuple[Node, ...]) -> int:
-    """How many GPUs of each machine must be there."""
+    """The number of GPUs that each machine must have."""
     return 1 + max(gpu for node in nodes for gpu in node.gpus)
 
 

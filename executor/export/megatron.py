@@ -1,8 +1,8 @@
-"""Arguments of Megatron-LM (core 0.20): ``--pipeline-model-parallel-layout`` and what goes with it.
+"""Arguments of Megatron-LM (core 0.20): ``--pipeline-model-parallel-layout`` and related ones.
 
 The layout is read by megatron/core/transformer/pipeline_parallel_layer_layout.py: ``E`` is the
-embedding, ``t`` a transformer layer, ``L`` the output layer with the loss; ``|`` parts stages.
-Stage s is chunk s // P of rank s mod P. The order of the computations is Megatron-LM's own.
+embedding, ``t`` a transformer layer, ``L`` the output layer with the loss; ``|`` separates stages.
+Stage s is chunk s // P of rank s mod P. The order of the computations is Megatron-LM's.
 """
 
 import re
@@ -64,8 +64,8 @@ def _require_loop(plan: PipelinePlan, ranks: Pipeline) -> None:
     for s, rank in enumerate(ranks.rank_of_stage):
         if rank != s % count:
             raise InputError(
-                f"stage {s} is on rank {rank}, where {NAME} has it on rank {s % count}: it deals "
-                "the stages out to the ranks in turn"
+                f"stage {s} is on rank {rank}, where {NAME} has it on rank {s % count}: it assigns "
+                "stages to ranks round-robin"
             )
     if stages % count:
         raise InputError(f"{stages} stages on {count} ranks: {NAME} has equally many on each")
@@ -77,5 +77,5 @@ def _require_loop(plan: PipelinePlan, ranks: Pipeline) -> None:
 
 
 def _shortened(symbols: str) -> str:
-    """Ettt as Et*3."""
+    """Write runs of ``t`` as products: ``Ettt`` as ``Et*3``."""
     return re.sub("tt+", lambda run: f"t*{len(run[0])}", symbols)

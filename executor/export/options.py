@@ -1,4 +1,4 @@
-"""What an export needs besides the plan."""
+"""Options of an export."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,11 @@ from stagewright.graphs.models.chain import Chain
 class Options:
     """Options of the formats, each unset unless it is given.
 
-    ``model`` names the layers and the samples of a microbatch. ``partition_only`` takes the stages
-    alone and leaves order, weights and recomputation to the framework. ``command`` is what every
-    process runs, as words of a shell. The servers of the plan's devices follow from ``cluster``,
-    or from ``gpus_per_node`` where the ranks fill the nodes in a row. ``image`` is the container's.
+    ``model`` has the layer names and the samples of a microbatch. ``partition_only`` exports only
+    the stages and leaves order, weights and recomputation to the framework. ``command`` is the
+    command of every process, in shell syntax. The servers of the plan's devices follow from
+    ``cluster``, or from ``gpus_per_node`` if consecutive ranks fill the nodes. ``image`` is the
+    container's.
     """
 
     model: Chain | None = None
@@ -27,7 +28,7 @@ class Options:
 
 
 def layer_names(plan: PipelinePlan, options: Options) -> tuple[str, ...]:
-    """The names of all layers: the plan's own, else the model's."""
+    """The names of all layers: the plan's, else the model's."""
     chain = _model(plan, options)
     if plan.layers is not None:
         return tuple(layer.name for layer in plan.layers)
@@ -43,7 +44,7 @@ def stage_layers(plan: PipelinePlan, options: Options) -> tuple[tuple[str, ...],
 
 
 def samples_per_replica(plan: PipelinePlan, options: Options, replicas: int) -> int:
-    """The samples of a microbatch that each of ``replicas`` copies works on."""
+    """The samples of a microbatch on each of ``replicas`` copies."""
     chain = _model(plan, options)
     if chain is None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""A plan as frameworks know pipelines: ranks that run whole stages, and copies of them all."""
+"""A plan as a framework's pipeline: ranks that run whole stages, and replicas of the pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Pipeline:
 
     @property
     def replicas(self) -> int:
-        """Copies of the whole pipeline."""
+        """Number of replicas of the whole pipeline."""
         return len(self.devices[0])
 
     @property
     def is_loop(self) -> bool:
-        """Whether stage s is on rank s mod the number of ranks, as often on each rank."""
+        """Whether stage s is on rank s mod the number of ranks, and ranks have equal numbers."""
         ranks, stages = len(self.devices), len(self.rank_of_stage)
         return stages % ranks == 0 and all(p == s % ranks for s, p in enumerate(self.rank_of_stage))
 
@@ -37,13 +37,13 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
     Raises
     ------
     InputError
-        If the plan is periodic, or its stages are not all replicated alike or share only some of
-        their devices.
+        If the plan is periodic, its stages have different replication, or stages share only some
+        of their devices.
     """
     if plan.is_periodic:
         raise InputError(
             f"the plan is periodic: its pipeline never drains and its weights have two versions, "
-            f"where {framework} drains before every update; export a plan with a finite schedule "
+            f"but {framework} drains before every update; export a plan with a finite schedule "
             "and weights 'flush'"
         )
     first = plan.stages[0]
@@ -52,7 +52,7 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
         if count != len(first.devices):
             raise InputError(
                 f"stage {s} is on {count} devices, stage 0 on {len(first.devices)}: {framework} "
-                "copies the whole pipeline; plan with equal numbers"
+                "replicates the whole pipeline; plan with equal numbers"
             )
         if count > 1 and stage.replication == "round-robin":
             raise InputError(
@@ -73,7 +73,7 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
 
 
 def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False) -> None:
-    """Refuse weights that change within an iteration or late and, unless known, recomputation."""
+    """Refuse weight rules other than flush and, unless ``recompute``, recomputation."""
     if plan.weight_rule != FLUSH:
         raise InputError(
             f"weights {plan.weights!r}: {framework} updates once per iteration; plan with 'flush'"
@@ -81,15 +81,15 @@ def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False
     for s, stage in enumerate(plan.stages):
         if stage.recompute != "none" and not recompute:
             raise InputError(
-                f"stage {s} recomputes ({stage.recompute!r}), which {framework} is not told "
-                "stage by stage; plan without recomputation"
+                f"stage {s} recomputes ({stage.recompute!r}), which {framework} cannot "
+                "do for single stages; plan without recomputation"
             )
         if stage.offload:
-            raise InputError(f"stage {s} offloads, which {framework} is not told; plan without")
+            raise InputError(f"stage {s} offloads, which {framework} cannot do; plan without")
 
 
 def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Row, ...]:
-    """Each rank's computations in their order, which all its replicas must share.
+    """Each rank's computations in order, which must be the same on all its replicas.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def orders(plan: PipelinePlan, ranks: Pipeline) -> tuple[Row, ...]:
                 [of_device[name]],
                 [of_device[group[0]]],
                 f"its replica {group[0]!r}",
-                "replicas need one order",
+                "replicas need the same order",
             )
     return tuple(of_device[group[0]] for group in ranks.devices)
 
@@ -117,11 +117,11 @@ def require_order(
     found: Sequence[Row],
     known: Sequence[Row],
     whose: str,
-    cure: str = "--partition-only takes the stages alone",
+    cure: str = "--partition-only exports only the stages",
 ) -> None:
-    """Refuse an order that is not ``known``, by the first rank and position that differ."""
+    """Refuse an order other than ``known``, with the first rank and position that differ."""
     for rank, (row, wanted) in enumerate(zip(found, known, strict=True)):
-        # Where I and W make a row longer, they already differ from the other's B.
+        # Rows of different length already differ earlier, by I and W in place of B.
         for position, (action, other) in enumerate(zip(row, wanted, strict=False)):
             if action != other:
                 raise InputError(

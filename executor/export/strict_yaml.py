@@ -1,4 +1,4 @@
-"""YAML of plain data in which every string is quoted: no name can be read as anything else."""
+"""YAML of plain data with all strings quoted, so that no name is read as another type."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import yaml
 
 
 class _Quoted(str):
-    """A string that is written in double quotes, whatever is in it."""
+    """A string that is always written in double quotes."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -37,7 +37,7 @@ def to_yaml(value: dict[str, Any]) -> str:
 
 
 def _quoted(value: Any) -> Any:
-    """The same data, all strings but the keys quoted."""
+    """The same data with all strings except keys quoted."""
     if isinstance(value, dict):
         return {key: _quoted(entry) for key, entry in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Schedule files of ``torch.distributed.pipelining``, and the frameworks that read them.
 
 The file is what ``_PipelineScheduleRuntime._load_csv(..., "compute_only")`` reads (torch 2.13): a
-row per rank, computations only. Any stage may stand on any rank; torch adds the transfers.
+row per rank, computations only. Any stage may be on any rank; torch adds the transfers.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ SCHEDULE = "schedule.csv"
 
 Names = Mapping[str, str]
 
-# A loss is no module of theirs.
+# A loss is not one of their modules.
 TORCHTITAN: Names = {
     "embedding": "tok_embeddings",
     "block": "layers.{}",
@@ -98,7 +98,7 @@ def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
         # Its mesh refuses dp_replicate_size == dp_size.
         raise InputError(
             f"stage 0 is on {ranks.replicas} devices that each hold all its weights: NeMo "
-            "AutoModel shards them; --partition-only takes the stages alone"
+            "AutoModel shards them; --partition-only exports only the stages"
         )
     if plan.microbatches < len(ranks.devices):
         raise InputError(
@@ -137,7 +137,7 @@ def nemo(plan: PipelinePlan, options: Options) -> dict[str, str]:
 
 
 def remarks(plan: PipelinePlan) -> tuple[str, ...]:
-    """What a schedule file cannot hold."""
+    """Remarks that a schedule file cannot express."""
     ranks = pipeline(plan, "torch")
     stages = zip(plan.stages, ranks.rank_of_stage, strict=True)
     found = [

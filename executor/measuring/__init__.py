@@ -1,1 +1,1 @@
-"""Profiles of layers and links, and predictions beside measurements."""
+"""Profiles of layers and links, and comparison of predictions with measurements."""

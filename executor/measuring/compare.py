@@ -1,10 +1,10 @@
-"""A plan's prediction beside the trace of its run, and a profile corrected by it.
+"""Compare a plan's predictions with the trace of its run.
 
-The first step of a trace warms the machine up and counts only where there are fewer than three.
-What is measured of an action is the median over the counted steps.
+The first step of a trace is a warm-up, counted only if there are fewer than three steps. The
+measured time of an action is the median over the counted steps.
 
-The iterations of a periodic plan count as steps do, though they overlap. How fast they follow one
-another is measured where the pipeline is full, by when microbatches have ended.
+The iterations of a periodic plan count as steps, though they overlap. Their period is measured
+while the pipeline is full, by the ends of microbatches.
 """
 
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ from stagewright.graphs.documents.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class KindComparison:
-    """The ``count`` actions of one kind, by the mean of their seconds."""
+    """The mean seconds of the ``count`` actions of one kind."""
 
     kind: ActionKind
     count: int
@@ -55,7 +55,7 @@ class KindComparison:
 
 @dataclass(frozen=True, slots=True)
 class StageComparison:
-    """One stage: the mean times of a microbatch, and the share of the iteration it computes."""
+    """One stage: mean times per microbatch, and the fraction of the iteration it computes."""
 
     stage: int
     devices: tuple[str, ...]
@@ -66,9 +66,9 @@ class StageComparison:
 
 @dataclass(frozen=True, slots=True)
 class PeriodComparison:
-    """The mean time of a periodic plan's microbatches, of so many measured in the steady run.
+    """The mean time per microbatch of a periodic plan, over those measured in the steady state.
 
-    That is its period, and a microbatch's share of the pause.
+    It is the period plus a microbatch's share of the pause.
     """
 
     seconds: Pair
@@ -77,16 +77,16 @@ class PeriodComparison:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Prediction beside measurement.
+    """Predicted and measured times.
 
     An action that several devices share lasts as long as on the slowest of them, as in the cost
     model. ``iteration_seconds`` compares with the median of the ``steps`` counted steps, which
-    took ``least_seconds`` to ``most_seconds``. ``update_seconds`` is what the optimizer's steps
-    take on the device where they take longest, measured in the median; nothing is predicted where
-    the profile did not tell, or an update belongs to a backward.
+    took ``least_seconds`` to ``most_seconds``. ``update_seconds`` is the time of the optimizer
+    steps on the device where it is longest, measured as a median; the prediction is 0 if the
+    profile has no update times, or updates are part of backwards.
 
-    Of a periodic plan ``steps`` counts iterations, and an iteration takes as many measured periods
-    as it has microbatches; as many microbatches in a row took the least and the most seconds.
+    For a periodic plan ``steps`` counts iterations, and an iteration is one measured period per
+    microbatch; the least and most seconds are those of as many consecutive microbatches.
     """
 
     kinds: tuple[KindComparison, ...]
@@ -100,12 +100,12 @@ class Comparison:
 
 
 def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
-    """What ``plan`` predicted beside what ``trace`` measured.
+    """Compare the predictions of ``plan`` with the measurements in ``trace``.
 
     Raises
     ------
     InputError
-        If the trace is of another plan, or of runs that are too short to show its period.
+        If the trace is of another plan, or its runs are too short to measure the period.
     """
     entries = pair_entries(plan, trace)
     steps, period = _counted(trace.steps), None
@@ -129,10 +129,10 @@ def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
 
 
 def measured_plan(plan: PipelinePlan, trace: Trace) -> PipelinePlan:
-    """``plan`` with the schedule of the counted step of median time, to be drawn beside it.
+    """``plan`` with the schedule of the counted step of median time, to be drawn next to it.
 
-    Of an even number of steps it is the faster of the two in the middle. Of a periodic plan it is
-    the end of the longest run: the last microbatches, as many as are drawn of the plan.
+    For an even number of steps it is the faster of the two in the middle. For a periodic plan it is
+    the end of the longest run: as many of the last microbatches as are drawn of the plan.
     """
     require_same_plan(plan, trace)
     if isinstance(plan.schedule, PeriodicSchedule):
@@ -155,9 +155,9 @@ def _predicted_update(plan: PipelinePlan) -> float:
 def _compare_period(
     plan: PipelinePlan, schedule: PeriodicSchedule, trace: Trace
 ) -> tuple[PeriodComparison, list[float]]:
-    """The period over all runs that show it, and what every m microbatches in a row took.
+    """The period over all runs long enough, and the times of every m consecutive microbatches.
 
-    As `simulate` does, a run is given time to settle, and its end is left out.
+    As in `simulate`, the beginning and the end of a run are left out.
     """
     steady, m = steady_microbatches(schedule), plan.microbatches
     ends = [_ends(plan, run)[2 * steady : -steady] for run in trace.steps]
@@ -168,7 +168,7 @@ def _compare_period(
             f"the trace has no more than {most} iterations between two drains, too few to show "
             f"the period: train on at least {least} in a row"
         )
-    # Whole iterations, as the pause is not between any two microbatches.
+    # Whole iterations, since the pause is not between every two microbatches.
     counts = [(len(one) - 1) // m * m for one in shown]
     total = sum(float(one[n] - one[0]) for one, n in zip(shown, counts, strict=True))
     in_a_row: list[float] = np.concatenate([one[m:] - one[:-m] for one in shown]).tolist()
@@ -177,7 +177,7 @@ def _compare_period(
 
 
 def _ends(plan: PipelinePlan, run: TracedStep) -> Floats:
-    """When each microbatch of a run was through: at the end of the first stage's backward."""
+    """End of each microbatch of a run: the end of the first stage's backward."""
     assert run.iterations is not None
     ends: Floats = np.zeros(run.iterations * plan.microbatches)
     for timed in run.actions:

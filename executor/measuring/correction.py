@@ -1,4 +1,4 @@
-"""A profile corrected by what a run took."""
+"""Correct a profile by the measured times of a run."""
 
 from dataclasses import dataclass, replace
 
@@ -20,11 +20,11 @@ from stagewright.graphs.models.chain import Chain, LayerCost
 
 
 def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
-    """``chain`` with the computing times that a run of ``plan`` suggests.
+    """``chain`` with compute times scaled to a run of ``plan``.
 
-    Within a stage nothing tells the layers, sizes and device kinds apart: all their forward times
-    are multiplied by the stage's measured / predicted forward time, and likewise the backward
-    times, by parts where the plan has them in parts, and the time of the optimizer's step.
+    A run measures stages, not layers: all forward times of a stage's layers (of all sizes and
+    device kinds) are multiplied by the stage's measured / predicted forward time, and likewise the
+    backward times, by parts if the plan splits them, and the time of the optimizer step.
     """
     times = StageTimes(pair_actions(pair_entries(plan, trace)))
     _require_model(chain, plan)

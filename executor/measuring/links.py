@@ -1,8 +1,8 @@
-"""Bandwidth and latency between the ranks of a job, measured by messages to and fro.
+"""Bandwidth and latency between the ranks of a job, measured by round trips.
 
-From rank i to rank j a message of n bytes goes, and an answer of one byte comes back. The seconds
-of the round trip are fitted by latency + n / bandwidth over the sizes; the latency is that of both
-ways, and each of them is taken to have half of it. One pair measures at a time.
+Rank i sends rank j a message of n bytes and receives an answer of one byte. The times of the round
+trips are fitted by latency + n / bandwidth over the sizes; each direction is assumed to have half
+of that latency. One pair measures at a time.
 """
 
 import itertools
@@ -23,19 +23,19 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
 
 SIZES = (4_096, 65_536, 1_048_576, 16_777_216)  # bytes
-DIGITS = 4  # significant ones of a measurement
+DIGITS = 4  # significant digits of a measurement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
-    """Measured from rank i to rank j, in rows i: bytes/s and seconds; 0 for i = j."""
+    """Measured bytes/s and seconds from rank i (row) to rank j (column); 0 for i = j."""
 
     bandwidth: Floats
     latency: Floats
 
 
 def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds: int = 9) -> Links:
-    """Measure every pair of ranks of the default process group; all ranks get the answer.
+    """Measure every pair of ranks of the default process group; all ranks return the result.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds:
     """
     ranks = dist.get_world_size()
     if ranks < 2:
-        raise InputError("there is one rank; links need at least two")
+        raise InputError("links need at least two ranks, there is one")
     if len(set(sizes)) < 2 or min(sizes) < 1:
         raise InputError(f"bandwidth and latency need two sizes above zero, got {list(sizes)}")
     links = Links(np.zeros((ranks, ranks)), np.zeros((ranks, ranks)))
@@ -57,12 +57,12 @@ def measure_links(device: torch.device, sizes: Sequence[int] = SIZES, *, rounds:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Bandwidth (bytes/s) and one way's latency (s) of round trips: least relative squares."""
+    """Bandwidth (bytes/s) and one-way latency (s) of round trips, by relative least squares."""
     n, taken = np.array(sizes, dtype=float), np.array(seconds)
-    scale = n.max()  # so that both columns are of one order
+    scale = n.max()  # so that both columns have the same order of magnitude
     columns = np.column_stack([np.ones(len(n)), n / scale]) / taken[:, None]
     (both_ways, of_largest), _ = nnls(columns * taken.max(), np.ones(len(n)))
-    if of_largest == 0:  # all sizes took the same time: no more is known than the largest's
+    if of_largest == 0:  # all sizes took the same time: only the largest's rate is known
         return float(scale / taken[n.argmax()]), 0.0
     return float(scale / (of_largest * taken.max())), float(both_ways * taken.max() / 2)
 
@@ -70,7 +70,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
 def describe(
     links: Links, device: torch.device, *, kind: str = "", memory_bytes: float | None = None
 ) -> Cluster:
-    """The cluster of the measured links; every rank says what it is and where it runs.
+    """The cluster of the measured links, from every rank's kind of device and host.
 
     Ranks on one host are the devices s0g0, s0g1, ... of one server.
     """
@@ -99,7 +99,7 @@ def describe(
 
 
 def _round_trip(sender: int, receiver: int, size: int, rounds: int, device: torch.device) -> float:
-    """The median seconds of ``rounds`` round trips after one that is not counted."""
+    """The median seconds of ``rounds`` round trips, after one for warm-up."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     taken = []
@@ -118,7 +118,7 @@ def _round_trip(sender: int, receiver: int, size: int, rounds: int, device: torc
 
 
 def _as_senders_see_it(links: Links) -> Links:
-    """Every row from the rank that it starts at: the receiver's clock starts too early."""
+    """Every row as measured by its sender: the receiver's clock starts too early."""
     rows: list[tuple[Floats, Floats]] = [(links.bandwidth, links.latency)] * len(links.latency)
     own = dist.get_rank()
     dist.all_gather_object(rows, (links.bandwidth[own], links.latency[own]))

@@ -1,4 +1,4 @@
-"""The machine that is measured: its name, and its clock."""
+"""The measured machine: its name and its clock."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What measures: ``kind`` is the name that clusters will give to devices like it."""
+    """The measuring device: ``kind`` is the device kind that clusters use for it."""
 
     device: torch.device
     threads: int = 1
@@ -23,7 +23,7 @@ class Machine:
 
     @property
     def device_kind(self) -> str:
-        """``kind``, or else the device's own name."""
+        """``kind``, or else the name of the device."""
         if self.kind:
             return self.kind
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu core"
@@ -31,7 +31,7 @@ class Machine:
 
     @property
     def clock(self) -> str:
-        """What the seconds are."""
+        """The kind of time that is measured."""
         return "processor time" if self._counts_processor_time else "elapsed time"
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Machine:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads for a while."""
+    """Let torch use ``count`` threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -69,7 +69,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def _processor() -> str:
-    """The processor's name, with family and model where the kernel tells them."""
+    """The processor's name, with family and model if the kernel reports them."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor() or platform.machine()

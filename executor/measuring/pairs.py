@@ -1,4 +1,4 @@
-"""Predicted and measured times, action by action."""
+"""Predicted and measured times per action."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -30,7 +30,7 @@ from stagewright.graphs.documents.errors import InputError
 T = TypeVar("T")
 
 
-Entry = tuple[str, str]  # device and action: what names an entry of a schedule
+Entry = tuple[str, str]  # device and action, which identify an entry of a schedule
 
 
 BACKWARD = tuple(kind for kind in COMPUTE if kind is not ActionKind.FORWARD)
@@ -38,22 +38,22 @@ BACKWARD = tuple(kind for kind in COMPUTE if kind is not ActionKind.FORWARD)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A predicted figure and the measured one, in seconds or as a share."""
+    """A predicted and a measured value, in seconds or as a fraction."""
 
     predicted: float
     measured: float
 
     @property
     def ratio(self) -> float | None:
-        """Measured / predicted; None where nothing was predicted."""
+        """Measured / predicted; None if the prediction is 0."""
         return self.measured / self.predicted if self.predicted else None
 
     def plus(self, other: "Pair") -> "Pair":
-        """The sums of both figures."""
+        """The sums of both values."""
         return Pair(self.predicted + other.predicted, self.measured + other.measured)
 
     def part(self, count: int) -> "Pair":
-        """Both figures divided by ``count``."""
+        """Both values divided by ``count``."""
         return Pair(self.predicted / count, self.measured / count)
 
 
@@ -62,7 +62,7 @@ def _counted(steps: Sequence[T]) -> Sequence[T]:
 
 
 def _planned(plan: PipelinePlan, actions: Iterable[ScheduledAction]) -> Iterable[ScheduledAction]:
-    """What a run did, but for the optimizer's steps that the plan does not hold."""
+    """A run's actions without the optimizer steps that are not in the plan."""
     held = planned_updates(plan)
     return (
         timed
@@ -89,7 +89,7 @@ def pair_entries(plan: PipelinePlan, trace: Trace) -> dict[Entry, Pair]:
 
 
 def _iterations(plan: PipelinePlan, trace: Trace) -> Sequence[Sequence[ScheduledAction]]:
-    """What was done in each iteration that counts, its microbatches counted from 0."""
+    """The actions of each counted iteration, with microbatches numbered from 0."""
     if not plan.is_periodic:
         return [step.actions for step in _counted(trace.steps)]
     return _counted(list(joined.from_iterable(_cut(plan, step) for step in trace.steps)))
@@ -105,7 +105,7 @@ def _cut(plan: PipelinePlan, run: TracedStep) -> Iterable[Sequence[ScheduledActi
 
 
 def _numbered(plan: PipelinePlan, run: TracedStep) -> list[tuple[int, ScheduledAction]]:
-    """A run's actions with their microbatches; what has none has the last of its iteration."""
+    """A run's actions with their microbatches; those without get the last of their iteration."""
     sums: Counter[Entry] = Counter()
     numbered = []
     for timed in sorted(run.actions, key=lambda timed: timed.start_seconds):
@@ -118,7 +118,7 @@ def _numbered(plan: PipelinePlan, run: TracedStep) -> list[tuple[int, ScheduledA
 
 
 def _earlier(timed: ScheduledAction, microbatches: int, seconds: float = 0.0) -> ScheduledAction:
-    """The same action with times and microbatches that count from a later one."""
+    """The same action with times and microbatches relative to later ones."""
     return replace(
         timed,
         action=str(moved_action(parse_action(timed.action), -1, microbatches)),
@@ -128,7 +128,7 @@ def _earlier(timed: ScheduledAction, microbatches: int, seconds: float = 0.0) ->
 
 
 def _end_of_run(plan: PipelinePlan, run: TracedStep) -> PipelinePlan:
-    """The last microbatches of a run, as many as are drawn of a periodic plan."""
+    """The last microbatches of a run, as many as a drawing of a periodic plan has."""
     assert run.iterations is not None
     microbatches = run.iterations * plan.microbatches
     count = min(microbatches, drawn(plan).microbatches)
@@ -193,7 +193,7 @@ def require_same_plan(plan: PipelinePlan, trace: Trace) -> None:
         for word, odd in (("lacks", planned - found), ("has", found - planned)):
             if odd:
                 device, action = min(odd)
-                contrast = "which the plan holds" if word == "lacks" else "unlike the plan"
+                contrast = "which the plan has" if word == "lacks" else "unlike the plan"
                 raise InputError(
                     f"step {step.step} of the trace {word} {action} on {device!r}, {contrast}: "
                     "give the plan that was run"

@@ -1,19 +1,19 @@
-"""A model's costs, measured layer by layer on one device.
+"""Measure a model's costs layer by layer on one device.
 
-Every layer runs alone on the values that the layers before it hand over. The forward (F), the
-gradient of its inputs alone (I) and its whole backward (B) are timed; the weight gradient is the
-rest, W = B - I. Rounds over all layers are repeated and medians taken, so that a disturbance of the
-machine falls on all layers alike. With one thread of a CPU its processor time counts, which other
-processes do not lengthen; otherwise elapsed time counts.
+Every layer runs alone on the outputs of the layers before it. The forward (F), the gradient of its
+inputs alone (I) and its whole backward (B) are timed; the weight gradient is the rest, W = B - I.
+Rounds over all layers are repeated and medians taken, so that a disturbance of the machine affects
+all layers equally. With one thread of a CPU processor time is measured, which other processes do
+not affect; otherwise elapsed time.
 
 ``saved_bytes`` counts every storage that autograd keeps once, without parameters and buffers. A
 tensor that two neighbouring layers keep is counted in both, because a cut between them makes two
-copies of it. ``output_bytes`` counts all values that pass from a layer to the next. The parameters
-of a layer are counted in each layer that uses them.
+copies of it. ``output_bytes`` counts all values that pass from a layer to the next. Shared
+parameters are counted in each layer that uses them.
 
-``update_seconds`` is the update of a layer's parameters by an optimizer for them alone, as the
-executor does it. What the optimizer takes for a single number is counted once for all layers, as a
-stage has one optimizer for its layers.
+``update_seconds`` is the update of a layer's parameters by a separate optimizer, as in the
+executor. The constant overhead of an optimizer (measured on one number) is counted once for all
+layers, since a stage has one optimizer for its layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 WARM_UP = 2  # rounds
-DIGITS = 4  # significant ones of a time
+DIGITS = 4  # significant digits of a time
 
 Values = tuple[Tensor, ...]
 
@@ -62,16 +62,15 @@ def measure_layers(
 ) -> Chain:
     """Measure ``model``, which is on the machine's device, with samples of ``batch``.
 
-    ``batch`` is (inputs, targets): tensors, or tuples of tensors, of which dimension 0 counts the
-    samples. The loss is part of the last layer. ``autocast`` is the type that mixed precision
-    computes in, None for the parameters' own type. An update ``clips`` if the norm of the gradients
-    is taken, too.
+    ``batch`` is (inputs, targets): tensors, or tuples of tensors, with the samples in dimension 0.
+    The loss is part of the last layer. ``autocast`` is the compute type of mixed precision, None
+    for the parameters' type. With ``clips``, an update includes the norm of the gradients.
 
     Raises
     ------
     InputError
         If the batch has too few samples, or a run would refuse the model or the loss, or the
-        optimizer does not take its parameters.
+        optimizer does not accept its parameters.
     """
     inputs, targets = _on_device(batch, model, machine.device)
     _require_samples(inputs, microbatch_sizes)
@@ -88,7 +87,7 @@ def measure_layers(
                 seconds[i] = [run.times(machine) for run in runs]
             measured.append((seconds[WARM_UP:], [run.bytes() for run in runs]))
         min_samples = [_min_samples(run) for run in runs] if min(microbatch_sizes) > 1 else None
-        on_progress("the optimizer's step")
+        on_progress("the optimizer step")
         updates, state = _measure_updates(model, optimizer, clips, machine, rounds)
     costs = [
         _costs(size, machine.device_kind, times, bytes_, updates)
@@ -117,13 +116,13 @@ def first_batch(batches: Any) -> tuple[Any, Any]:
     Raises
     ------
     InputError
-        If it is no iterable of pairs.
+        If it is not an iterable of pairs.
     """
     try:
         first = next(iter(batches), None)
     except InputError:
         raise
-    except Exception as error:  # whatever the code that makes the data raises
+    except Exception as error:  # the user's code may raise anything
         reason = " ".join(str(error).split())
         raise InputError(f"the data raised {type(error).__name__}: {reason}") from error
     if not isinstance(first, list | tuple) or len(first) != 2:
@@ -137,7 +136,7 @@ def first_batch(batches: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """A layer and what it runs on; the last one ends in the loss."""
+    """A layer with its inputs; the last one includes the loss."""
 
     module: nn.Module
     inputs: Values
@@ -153,24 +152,24 @@ class _Run:
         return torch.autocast(device, self.autocast, enabled=mixed, cache_enabled=False)
 
     def require_loss(self) -> None:
-        """Refuse what ``end`` makes of the layer's outputs if a run would."""
+        """Refuse a loss that a run would refuse."""
         with self._cast():
             outputs = self.module(*self.inputs)
             leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
             require_from_outputs(self.end(leaves)[0], leaves)
 
     def times(self, machine: Machine) -> tuple[float, float, float]:
-        """Seconds of forward, input gradient and whole backward, once."""
+        """Seconds of one forward, input gradient and whole backward."""
         inputs = [value for value in self.inputs if value.requires_grad]
         parameters = [one for one in self.module.parameters() if one.requires_grad]
         forward, outputs = machine.timed(self.forward)
-        if any(map(_has_reentrant_checkpoint, outputs)):  # its backward stays whole
+        if any(map(_has_reentrant_checkpoint, outputs)):  # its backward cannot be split
             whole = self._whole_backward(machine, outputs)
             return forward, whole, whole
         whole = self._backward(machine, outputs, [*inputs, *parameters])
         if not parameters:
             return forward, whole, whole
-        # On a forward of its own: a graph that is kept for a second backward slows both.
+        # On a separate forward: retaining the graph for a second backward slows both.
         return forward, self._backward(machine, self.forward(), inputs), whole
 
     def _backward(
@@ -186,7 +185,7 @@ class _Run:
         return seconds
 
     def _whole_backward(self, machine: Machine, outputs: Sequence[Tensor]) -> float:
-        """Into the gradients of all leaves: the only way for a reentrant checkpoint."""
+        """Time a backward into all leaves, the only one that a reentrant checkpoint supports."""
         roots = [value for value in outputs if value.requires_grad]
         gradients = [torch.randn_like(value) for value in roots]
         seconds, _ = machine.timed(lambda: torch.autograd.backward(roots, gradients))
@@ -195,7 +194,7 @@ class _Run:
         return seconds
 
     def bytes(self) -> tuple[int, int]:
-        """Bytes that autograd keeps from forward to backward, and bytes that leave the layer."""
+        """Bytes that autograd keeps from forward to backward, and bytes of the layer's outputs."""
         kept = SavedStorages([*self.module.parameters(), *self.module.buffers()])
         with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda saved: saved):
             results = self.forward()
@@ -205,7 +204,7 @@ class _Run:
 def _runs(
     model: LayeredModel, values: Values, targets: Any, loss: Loss, autocast: torch.dtype | None
 ) -> list[_Run]:
-    """Every layer with its inputs, which need a gradient where they do in training."""
+    """Every layer with its inputs, which require gradients where they do in training."""
 
     def end_in_loss(outputs: Values) -> Values:
         total, _ = read_loss(loss(outputs[0] if model.single_output else outputs, targets))
@@ -222,7 +221,7 @@ def _runs(
             results = run.forward()
         except InputError:
             raise
-        except Exception as error:  # of shapes, types, memory: torch and the module say which
+        except Exception as error:  # of shapes, types or memory, raised by torch or the module
             reason = str(error).partition("\n")[0]
             raise InputError(f"layer {layer.name!r} does not run on the data: {reason}") from error
         values = tuple(value.detach().requires_grad_(value.requires_grad) for value in results)
@@ -231,12 +230,12 @@ def _runs(
 
 
 def _min_samples(run: _Run) -> int | None:
-    """2 for a layer that runs on some samples, but not on one of them, as batch norms do."""
+    """2 for a layer that runs on several samples but not on one, such as a batch norm."""
     count = len(run.inputs[0])
     one = tuple(value[:1] if value.shape[:1] == (count,) else value for value in run.inputs)
     try:
         replace(run, inputs=one, end=lambda outputs: outputs).forward()
-    except Exception:  # whatever the layer's code raises
+    except Exception:  # the layer's code may raise anything
         return 2
     return None
 
@@ -269,7 +268,7 @@ def _measure_updates(
         except (ValueError, RuntimeError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise InputError(
-                f"the optimizer does not take layer {layer.name!r}: {reason}"
+                f"the optimizer does not accept layer {layer.name!r}: {reason}"
             ) from error
         state += weights.state_bytes
     share = least / max(1, sum(one > 0 for one in seconds))
@@ -278,7 +277,7 @@ def _measure_updates(
 
 
 def _weights(module: nn.Module, optimizer: MakeOptimizer) -> Weights:
-    """A layer's parameters with an optimizer of their own, each by its first name."""
+    """A layer's parameters with a separate optimizer, each by its first name."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     primary = {name: first.setdefault(id(one), name) for name, one in named}
@@ -301,7 +300,7 @@ def _on_device(
         if isinstance(value, list | tuple):
             return tuple(map(moved, value))
         if not isinstance(value, Tensor):
-            raise InputError(f"the data holds a {type(value).__name__} where a tensor must be")
+            raise InputError(f"the data has a {type(value).__name__} where a tensor is expected")
         return value.to(device)
 
     inputs, targets = map(moved, batch)
@@ -316,7 +315,7 @@ def _on_device(
 
 
 def _first(value: Any, size: int) -> Any:
-    """A copy of the first samples, so that the batch's storage does not count as theirs."""
+    """A copy of the first samples, so that the rest of the batch's storage is not counted."""
     if isinstance(value, tuple):
         return tuple(_first(one, size) for one in value)
     return value[:size].clone()
@@ -355,7 +354,7 @@ def _costs(
     for (forward, of_inputs, whole), (saved, output), update in zip(
         np.median(times, axis=0), bytes_, updates, strict=True
     ):
-        # A difference of two medians may come out below zero for a layer that has little of W.
+        # A difference of two medians may be negative for a layer with a short W.
         input_gradient = min(of_inputs, whole)
         costs.append(
             LayerCost(
@@ -388,7 +387,7 @@ def _source(machine: Machine, dtype: torch.dtype, measured: Sequence[Floats]) ->
 
 
 def _spread(times: Floats) -> Floats:
-    """Interquartile range over the median per time, flat; 0 where nothing is timed."""
+    """Interquartile range over the median of each time, flat; 0 where the median is 0."""
     low, middle, high = np.percentile(times, [25, 50, 75], axis=0)
     spread: Floats = np.divide(high - low, middle, out=np.zeros_like(low), where=middle > 0)
     return spread.ravel()

@@ -21,7 +21,7 @@ from stagewright.formulations.plans.actions import (
 )
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.graphs.models.precedence import find_cycle
+from stagewright.graphs.models.deadlock import waiting_cycle
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I = ActionKind.INPUT_GRADIENT
@@ -151,7 +151,7 @@ def _sorted(nodes: list[Node], edges: Iterable[tuple[int, int]]) -> list[int]:
             if awaited[j] == 0:
                 heapq.heappush(free, (nodes[j][0], j))
     if len(order) < len(nodes):
-        raise InvalidPlan(_cycle(nodes, find_cycle(followers, awaited)))
+        raise InvalidPlan(_cycle(nodes, waiting_cycle(followers, awaited)))
     return order
 
 

@@ -1,4 +1,4 @@
-"""The event loop: everything starts as soon as what it waits for has ended."""
+"""The event loop: every entry starts as soon as its dependencies have ended."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from stagewright.executor.simulation.run import Run
 from stagewright.executor.simulation.waiting import edges
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.graphs.models.precedence import find_cycle
+from stagewright.graphs.models.deadlock import waiting_cycle
 
 
 class Deadlock(InvalidPlan):
@@ -15,7 +15,7 @@ class Deadlock(InvalidPlan):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """When every entry of a run starts and ends, and how much longer it might last."""
+    """Start, end and slack of every entry of a run."""
 
     starts: list[float]
     ends: list[float]
@@ -23,7 +23,7 @@ class Outcome:
 
 
 def execute(run: Run) -> Outcome:
-    """Start every entry as soon as it may."""
+    """Start every entry as soon as possible."""
     followers: list[list[int]] = [[] for _ in run.actions]
     awaited = [0] * len(run.actions)
     for before, after in edges(run):
@@ -31,7 +31,7 @@ def execute(run: Run) -> Outcome:
         awaited[after] += 1
     starts, ends = [0.0] * len(run.actions), [0.0] * len(run.actions)
     order = [i for i, count in enumerate(awaited) if count == 0]
-    for i in order:  # grows while it is read
+    for i in order:  # grows during the loop
         ends[i] = starts[i] + run.seconds[i]
         for j in followers[i]:
             starts[j] = max(starts[j], ends[i])
@@ -39,7 +39,7 @@ def execute(run: Run) -> Outcome:
             if awaited[j] == 0:
                 order.append(j)
     if len(order) < len(run.actions):
-        raise Deadlock(_cycle(run.plan, find_cycle(followers, awaited)))
+        raise Deadlock(_cycle(run.plan, waiting_cycle(followers, awaited)))
     return Outcome(starts, ends, _slacks(followers, order, ends, run.seconds))
 
 
@@ -51,7 +51,7 @@ def _cycle(plan: PipelinePlan, cycle: list[int]) -> str:
 def _slacks(
     followers: list[list[int]], order: list[int], ends: list[float], seconds: list[float]
 ) -> list[float]:
-    """How much longer each entry may last without a longer iteration."""
+    """How much longer each entry may take without a longer iteration."""
     latest = [max(ends)] * len(order)
     for i in reversed(order):
         for j in followers[i]:

@@ -1,4 +1,4 @@
-"""What a simulation tells: times, idle devices, slack, and of a periodic plan its steady state."""
+"""Results of a simulation: times, idle devices, slack, and the steady state of a periodic plan."""
 
 import math
 from collections.abc import Iterable
@@ -18,12 +18,12 @@ from stagewright.graphs.documents.arrays import Floats
 
 @dataclass(frozen=True, slots=True)
 class PeriodicRun:
-    """What a periodic plan's run of this many microbatches was like.
+    """The run of a periodic plan for this many microbatches.
 
-    ``period_seconds`` is what a microbatch takes once the run repeats itself, with its share of the
-    updates: on average over ``measured_microbatches`` in its middle, those after which it repeats
-    exactly if it does. ``warm_up_seconds`` last until every operation has begun for the first time,
-    and ``drain_seconds`` from when one of them has ended for the last time.
+    ``period_seconds`` is the time per microbatch in the steady state, with its share of the
+    updates: an average over ``measured_microbatches`` in the middle of the run, after which it
+    repeats exactly if it does. ``warm_up_seconds`` is the time until every operation has started
+    once, ``drain_seconds`` the time after the first operation has ended for the last time.
     """
 
     microbatches: int
@@ -35,15 +35,15 @@ class PeriodicRun:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What happened: the plan's actions, in the plan's listing, at their simulated times.
+    """The plan's actions, in the plan's order, at their simulated times.
 
-    ``idle_seconds`` is each used device's time without computation. ``slack_seconds`` is by how
-    much one of its computations may last longer without a longer iteration: 0 for a device on a
+    ``idle_seconds`` is each used device's time without computation. ``slack_seconds`` is how much
+    longer one of its computations may take without a longer iteration: 0 for a device on a
     critical path.
 
-    Of a periodic plan the actions are those of a run, ``periodic`` tells of which; the iteration is
-    as many measured periods as it has microbatches, and idle is what a device is in it. Slack is by
-    how much a computation in the middle of the run may last longer without a later end of the run.
+    For a periodic plan the actions are those of the run described by ``periodic``; the iteration
+    is one measured period per microbatch, and idle times are per iteration. Slack is how much
+    longer a computation in the middle of the run may take without a later end of the run.
     """
 
     iteration_seconds: float
@@ -54,7 +54,7 @@ class Simulation:
 
 
 def summary(run: Run, outcome: Outcome) -> Simulation:
-    """What a finite plan's run tells."""
+    """The results of a finite plan's run."""
     iteration = max(outcome.ends)
     busy, slack = _per_device(run, outcome, range(len(run.actions)))
     return Simulation(
@@ -66,7 +66,7 @@ def summary(run: Run, outcome: Outcome) -> Simulation:
 
 
 def periodic_summary(run: Run, schedule: PeriodicSchedule, outcome: Outcome) -> Simulation:
-    """What is measured in the middle of the run, and how long it takes to begin and to end."""
+    """Measurements in the middle of the run, and the times of warm-up and drain."""
     steady, m = steady_microbatches(schedule), run.iteration_microbatches
     middle = slice(2 * steady, run.plan.microbatches - steady)
     backwards = either(run.entries[B], run.entries[W])[0]
@@ -82,7 +82,7 @@ def periodic_summary(run: Run, schedule: PeriodicSchedule, outcome: Outcome) -> 
     return Simulation(
         m * period,
         _timed(run, outcome),
-        # What is computed of these microbatches may lie outside of the measured time.
+        # Computations of these microbatches may be outside of the measured time.
         {
             name: max(0.0, m * (period - all_ / len(through)) - updates[name] / iterations)
             for name, all_ in busy.items()
@@ -97,8 +97,8 @@ def periodic_summary(run: Run, schedule: PeriodicSchedule, outcome: Outcome) -> 
 def _repetition(ends: Floats) -> tuple[int, float]:
     """After how many microbatches a run repeats itself, and the seconds per microbatch.
 
-    ``ends`` are those of equal events of microbatches one after another. Where nothing repeats
-    itself exactly it is the average over all.
+    ``ends`` are the ends of the same event of consecutive microbatches. Without an exact
+    repetition the result is the average over all.
     """
     rounding = RELATIVE_TOLERANCE * float(ends[-1])
     for count in range(1, len(ends) // 2 + 1):
@@ -110,7 +110,7 @@ def _repetition(ends: Floats) -> tuple[int, float]:
 
 
 def _warm_up_and_drain(run: Run, outcome: Outcome) -> tuple[float, float]:
-    """Until everything has begun once, and from when something has ended for good, in seconds."""
+    """Seconds until every operation has started once, and after one has ended for the last time."""
     rows = [row for kind in PLANNED if kind not in BARE for row in run.entries[kind] if row[0]]
     last_ends = [max(outcome.ends[i] for i in row[-1]) for row in rows]
     return (
@@ -122,7 +122,7 @@ def _warm_up_and_drain(run: Run, outcome: Outcome) -> tuple[float, float]:
 def _per_device(
     run: Run, outcome: Outcome, inside: Iterable[int]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Per used device the sum of its computations among the entries ``inside``, and their slack."""
+    """Per used device the total time and the slack of its computations among those ``inside``."""
     used = [name for stage in run.plan.stages for name in stage.devices]
     busy, slack = dict.fromkeys(used, 0.0), dict.fromkeys(used, math.inf)
     for i in inside:

@@ -1,4 +1,4 @@
-"""What a simulation does: the actions of a finite plan, or of many iterations of a periodic one."""
+"""The simulated actions: of a finite plan, or of many iterations of a periodic plan."""
 
 import math
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ Table = list[list[list[int]]]
 """Entries by stage and microbatch, in the order of their devices."""
 
 Entries = dict[ActionKind, Table]
-"""All-reduces are under microbatch 0, one after another where iterations have one each."""
+"""All-reduces are under microbatch 0, one after another, one per iteration."""
 
-MEASURED_MICROBATCHES = 48  # at least, of a periodic plan: jitter is to be averaged
+MEASURED_MICROBATCHES = 48  # minimum for a periodic plan, to average jitter
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The actions that are done: those of a finite plan, or of a periodic one's many iterations.
+    """The simulated actions: of a finite plan, or of many iterations of a periodic plan.
 
     ``plan`` is finite, ``actions`` are those of its entries (the devices of a stage share one
     text). In a run of many iterations stages share links, and weights have two versions.
@@ -53,7 +53,7 @@ class Run:
 
 
 def prepared_run(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[str, float]) -> Run:
-    """What is to be done, with the cost model's seconds."""
+    """The simulated actions with the cost model's seconds."""
     schedule, finite = plan.schedule, plan
     if isinstance(schedule, PeriodicSchedule):
         steady = steady_microbatches(schedule)
@@ -73,7 +73,7 @@ def _with_updates(
 ) -> PipelinePlan:
     """The run with the updates of its iterations, one after another in the pauses.
 
-    That of iteration i is in the last pause before iteration i + 2 begins on its stage.
+    The update of iteration i is in the last pause before iteration i + 2 begins on its stage.
     """
     m, shifts = plan.microbatches, forward_shifts(schedule)
     entries, until = [], dict[tuple[str, float], float]()
@@ -125,7 +125,7 @@ def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> Entries:
 
 
 def either(one: Table, other: Table) -> Table:
-    """The entries of two kinds of which each microbatch has one."""
+    """The entries of two kinds, of which each microbatch has exactly one."""
     return [
         [first or second for first, second in zip(*rows, strict=True)]
         for rows in zip(one, other, strict=True)

@@ -1,12 +1,12 @@
-"""A discrete-event run of the order in a plan, under the cost model.
+"""Discrete-event simulation of the order in a plan, under the cost model.
 
 Only the order of a plan's actions on each device and channel is read from its times. Every action
-then starts as soon as what it depends on and what precedes it on its device or channel are done.
-Memory needs no separate rule: a valid plan keeps within it by its order on the device.
+then starts as soon as its dependencies and its predecessors on its device or channel have ended.
+Memory needs no separate rule: the order of a valid plan on each device respects it.
 
-Of a periodic plan a whole run is done, of as many iterations as it takes to fill the pipeline, to
-settle, and to drain; what is measured is measured in between. Devices update their weights where
-the plan has its pauses, and then go on at once.
+A periodic plan is simulated for enough iterations to fill the pipeline, reach the steady state and
+drain; measurements are taken in the steady state. Devices update their weights where the plan has
+its pauses, and then continue at once.
 """
 
 import math
@@ -36,7 +36,7 @@ def simulate(
     """Run the order of ``plan``.
 
     Without jitter and stragglers no action of a valid plan ends later than in the plan, and all
-    times are the plan's if nothing in it waits without need.
+    times are the plan's if no action in it waits unnecessarily.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def simulate(
     stragglers
         Factors on the computations of some devices, by name; 2 is twice as slow.
     seed
-        Of the jitter.
+        Seed of the jitter.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def simulate(
     Deadlock
         If the order contradicts the dependencies.
     InputError
-        If a straggler is no device of the cluster, or a factor or the jitter is out of range.
+        If a straggler is not a device of the cluster, or a factor or the jitter is out of range.
     """
     factors = dict(stragglers or {})
     _require_options(problem, jitter, factors)
@@ -75,7 +75,7 @@ def _require_options(problem: PipelineProblem, jitter: float, factors: Mapping[s
     require_amount(jitter, "jitter")
     for name, factor in factors.items():
         if name not in problem.cluster.index:
-            raise InputError(f"straggler {name!r} is no device of {problem.cluster.name!r}")
+            raise InputError(f"straggler {name!r} is not a device of {problem.cluster.name!r}")
         require_amount(factor, f"straggler {name!r}: factor")
         if factor == 0:
             raise InputError(f"straggler {name!r}: factor must be positive, got 0")

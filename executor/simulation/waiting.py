@@ -1,4 +1,4 @@
-"""What waits for what: the dependencies, and the order on every device and channel."""
+"""Precedence of entries: the dependencies, and the order on every device and channel."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction, S
 
 def edges(run: Run) -> Iterator[tuple[int, int]]:
     """Pairs of entries (before, after): the dependencies, then the order on each resource."""
-    # In a run every device updates its weights by itself.
+    # In a run every device has its own updates.
     together = _together(run.plan, run.entries, COMPUTE if run.is_periodic else ON_DEVICE)
     orders = (pairwise(queue) for queue in _queues(run))
     for before, after in chain(_dependencies(run), *orders):
@@ -34,10 +34,10 @@ def edges(run: Run) -> Iterator[tuple[int, int]]:
 
 
 def _dependencies(run: Run) -> Iterator[tuple[int, int]]:
-    """Each block of a microbatch after the one before it, and sums at the end."""
+    """Each block of a microbatch after its predecessor, and all-reduces at the end."""
     entries, last = run.entries, len(run.plan.stages) - 1
-    # What makes the gradient that goes on, and what ends a backward; where the one stands, the
-    # other kind has no entries.
+    # The actions that make the gradient to send back, and those that end a backward. Each
+    # microbatch has one of the two kinds.
     gradient, done = either(entries[B], entries[I]), either(entries[B], entries[W])
     for s in range(last):
         for m in range(run.plan.microbatches):
@@ -60,11 +60,11 @@ def _updates(
     updates: list[int],
     forwards: list[list[int]],
 ) -> Iterator[tuple[int, int]]:
-    """A stage's sums and updates at the end of every iteration, and what waits for them.
+    """A stage's all-reduces and updates at the end of every iteration, and their successors.
 
     ``done`` and ``forwards`` are its entries by microbatch. With two versions of the weights the
-    update of iteration i makes what iteration i + 2 computes on (PipeDream-2BW). All-reduces are
-    done one after another.
+    update of iteration i makes the version of iteration i + 2 (PipeDream-2BW). All-reduces run one
+    after another.
     """
     m = run.iteration_microbatches
     iterations = run.plan.microbatches // m
@@ -75,7 +75,7 @@ def _updates(
             yield from product(ends, [reductions[i]])
             ends = [reductions[i]]
         if updates:
-            own = updates[i::iterations]  # those of a device follow one another
+            own = updates[i::iterations]  # the updates of one device are consecutive
             yield from product(ends, own)
             ends = own
         if (i + 2) * m < run.plan.microbatches:
@@ -85,7 +85,7 @@ def _updates(
 def _crossing(
     before: Sequence[int], transfer: Sequence[int], after: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Through a transfer, or else on each device from its own entry to its own."""
+    """Through a transfer, or else between the entries of the same device."""
     if transfer:
         yield from product(before, transfer)
         yield from product(transfer, after)
@@ -96,10 +96,10 @@ def _crossing(
 def _together(
     plan: PipelinePlan, entries: Entries, kinds: Sequence[ActionKind]
 ) -> dict[int, list[int]]:
-    """The entries of ``kinds`` that start together though their devices do not always do the same.
+    """The entries of ``kinds`` that need an explicit common start.
 
-    The devices that split a microbatch start it together: by themselves where they take the same
-    turns in all stages, else each waits until all are free.
+    The devices that split a microbatch start it together. If they have the same lanes in all
+    stages this follows from their order; else each waits until all are free.
     """
     taken = {name: _turns(plan.stages, name) for stage in plan.stages for name in stage.devices}
     apart = [
@@ -110,7 +110,7 @@ def _together(
 
 
 def _turns(stages: Sequence[Stage], device: str) -> tuple[tuple[int, int], ...]:
-    """The stages of a device, and which turn it takes in each."""
+    """The stages of a device, and its lane in each."""
     return tuple(
         (s, turn)
         for s, stage in enumerate(stages)
@@ -122,7 +122,7 @@ def _turns(stages: Sequence[Stage], device: str) -> tuple[tuple[int, int], ...]:
 def _queues(run: Run) -> list[list[int]]:
     """Per device and channel its entries in the order of their times in the plan.
 
-    Among actions that last no time at one instant, the order is that of a microbatch's way.
+    Zero-length actions at one instant are in the order in which a microbatch meets them.
     """
     entries = run.plan.actions
     queues: defaultdict[object, list[int]] = defaultdict(list)
@@ -142,7 +142,7 @@ def _queues(run: Run) -> list[list[int]]:
 
 
 def _channel(run: Run, action: Action, entry: ScheduledAction) -> object:
-    """What one transfer at a time takes: a stage's way to the next, or in a run a whole link."""
+    """The resource of a transfer: a channel to the next stage, or in a run a whole link."""
     ends = (entry.sources, entry.targets)
     if action.kind is SEND_B:
         ends = ends[::-1]

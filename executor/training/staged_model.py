@@ -39,9 +39,14 @@ class StagedModel:
         shared = sorted(name for name, found in self.stages_of.items() if len(found) > 1)
         self.shared_buffers = [name for name in shared if name in buffers]
         self.tied = [name for name in shared if name not in buffers]
-        self.single_output = model.single_output
         self.modules: dict[int, list[CapturedLayer]] = {}
-        self.layers = self._split(model, own).layers
+        self._model = self._split(model, own)
+        self.layers = self._model.layers
+
+    @property
+    def single_output(self) -> bool:
+        """Whether the loss gets one tensor; a list of modules shows it when its last is called."""
+        return self._model.single_output
 
     def _find_stages(self, model: LayeredModel) -> dict[str, list[int]]:
         stages: dict[str, set[int]] = {}

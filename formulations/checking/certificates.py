@@ -1,4 +1,4 @@
-"""A plan's certificate: the best bounds among those that speak of the plan, and their gaps."""
+"""A plan's certificate: the best of the bounds that apply to the plan, and their gaps."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ from stagewright.formulations.plans.plan_class import EVERY_PLAN, PlanClass
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 
-BOUND_ROUNDING = 1e-6  # relative; a bound further above the cost is a fault of ours
-EQUAL = 1e-9  # relative; bounds that are no further apart are equal
+BOUND_ROUNDING = 1e-6  # relative; a bound further above the cost is a bug
+EQUAL = 1e-9  # relative; bounds closer than this are equal
 
 
 def certificate(
@@ -19,14 +19,14 @@ def certificate(
 ) -> Certificate:
     """The certificate of a plan whose smallest class is ``plans`` and that takes ``cost`` seconds.
 
-    ``bounds`` needs one of scope ``problem`` on every plan.
+    ``bounds`` must contain one of scope ``problem`` on every plan.
 
     Raises
     ------
     InvalidPlan
-        If a bound that holds for this plan exceeds its cost: a fault of ours.
+        If a bound that applies to this plan exceeds its cost: a bug of Stagewright.
     """
-    # An infinite bound says that its class has no plan, of which this plan is not one.
+    # An infinite bound says that its class is empty; it does not contain this plan.
     kept = tuple(_capped(bound, plans, cost) for bound in bounds if bound.seconds < math.inf)
     own = [bound for bound in kept if bound.plans.contains(plans)]
     whole = [bound for bound in own if bound.scope == "problem"]
@@ -67,7 +67,7 @@ def gap(cost: float, bound: float) -> float:
 
 
 class Headline(NamedTuple):
-    """A bound that the certificate states first: of what, how large, and by what argument."""
+    """One of the certificate's main bounds: its scope, value and argument."""
 
     plans: str
     seconds: float
@@ -76,7 +76,7 @@ class Headline(NamedTuple):
 
 
 def headlines(stated: Certificate) -> tuple[Headline, ...]:
-    """What is said of a plan: its gap in its class, to every plan, and among its schedules."""
+    """The bounds over the plan's class, over every plan, and over its stages' schedules."""
     own = Headline(str(stated.plans), stated.bound_seconds, stated.gap, stated.proved_by)
     every = Headline(
         str(EVERY_PLAN), stated.every_bound_seconds, stated.every_gap, stated.every_proved_by
@@ -104,7 +104,7 @@ def faults(
         if not 0 <= bound.seconds <= most:
             yield (
                 f"bounds[{i}]",
-                f"{bound.seconds} by {bound.proved_by} is no lower bound on {cost}",
+                f"{bound.seconds} by {bound.proved_by} is not a lower bound on {cost}",
             )
     for i, one in enumerate(stated.guarantees):
         excess = one.cost_seconds - one.seconds
@@ -121,7 +121,7 @@ def faults(
 def _headline_faults(
     stated: Certificate, plans: PlanClass, cost: float, tolerance: float
 ) -> Iterator[tuple[str, str]]:
-    """Each headline is the best of the listed bounds that it may be, and its gap follows."""
+    """Each headline is the best listed bound of its scope, and its gap follows from it."""
     own = [bound for bound in stated.bounds if bound.plans.contains(plans)]
     whole = [bound for bound in own if bound.scope == "problem"]
     every = [bound for bound in whole if bound.plans == EVERY_PLAN]
@@ -137,7 +137,7 @@ def _headline_faults(
         if (seconds, proved_by) not in [(bound.seconds, bound.proved_by) for bound in listed]:
             yield (
                 f"{prefix}bound_seconds",
-                f"{seconds} by {proved_by} is not listed among the bounds that it may be",
+                f"{seconds} by {proved_by} is not among the listed bounds of this scope",
             )
         if any(bound.seconds > seconds + tolerance for bound in rivals):
             yield f"{prefix}bound_seconds", f"{seconds} is not the best of the bounds"

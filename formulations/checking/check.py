@@ -1,9 +1,9 @@
-"""Every rule of a pipeline plan again, from the definitions; nothing here knows a planner.
+"""Check every rule of a pipeline plan from its definition, independent of all planners.
 
 Rules that need no times come first: the plan answers this problem, its stages cover the layers
 (`frame`), and every action appears once (`expected`). Then the times: durations and dependencies
-(`order`), no overlap on a device or a channel (`overlaps`), memory at every instant (`peaks`), what
-ties iterations together (`periodic_rules`), and the figures that the plan carries about itself
+(`order`), no overlap on a device or a channel (`overlaps`), memory at every instant (`peaks`), the
+rules across iterations (`periodic_rules`), and the plan's own predictions and certificate
 (`predictions`, `certificates`, `proofs`).
 """
 
@@ -33,17 +33,16 @@ def check(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Violation, ...]
     """Every broken rule, none if ``plan`` is a valid answer to ``problem``.
 
     Times are compared with a tolerance of ``RELATIVE_TOLERANCE`` of the iteration. Rules on times
-    are read only once the structure is right, and the proofs in the certificate only once the rest
-    is. A periodic plan is unrolled for as many microbatches as it takes until everything that can
-    be at one time is, a whole period long. Its pauses are left out of that, as they only part what
-    is done.
+    are checked only if the structure is valid, and the proofs in the certificate only if everything
+    else is. A periodic plan is unrolled, without its pauses, for as many microbatches as it takes
+    to reach one full steady-state period.
     """
     found = structure(problem, plan) or tuple(_broken_times(read_times(problem, plan), plan))
     return found or refutations(verdicts(problem, plan))
 
 
 def refutations(found: Sequence[Verdict]) -> tuple[Violation, ...]:
-    """The bounds and guarantees that their arguments do not give, as broken rules."""
+    """The bounds and guarantees that do not follow from their arguments, as broken rules."""
     return tuple(
         Violation(
             PROOF,
@@ -71,12 +70,12 @@ def require_valid(problem: PipelineProblem, plan: PipelinePlan) -> float:
 
 
 def predict(problem: PipelineProblem, plan: PipelinePlan) -> Predicted:
-    """What the cost model says of the plan, computed from its actions.
+    """Predictions of the cost model for the plan, computed from its actions.
 
     Raises
     ------
     InvalidPlan
-        If actions are missing or misplaced. The times are taken as they are.
+        If actions are missing or misplaced. Start and finish times are not checked.
     """
     require_structure(problem, plan)
     return predicted(read_times(problem, plan))
@@ -113,7 +112,7 @@ def _broken_times(times: PlanTimes, plan: PipelinePlan) -> Iterator[Violation]:
 
 
 def _broken_certificate(times: PlanTimes, plan: PipelinePlan) -> Iterator[Violation]:
-    """The certificate speaks of this plan's cost, and its arithmetic is right."""
+    """The certificate is about this plan's cost, and its arithmetic is right."""
     if plan.certificate is None:
         return
     for place, message in faults(

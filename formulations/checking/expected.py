@@ -28,7 +28,7 @@ from stagewright.graphs.documents.errors import InputError
 def broken_actions(
     problem: PipelineProblem, plan: PipelinePlan, updated: Collection[int]
 ) -> Iterator[Violation]:
-    """Every expected action appears once where it belongs, and there is no other."""
+    """Every expected action appears exactly once, in its place, and no other action appears."""
     present: defaultdict[str, dict[str, ScheduledAction]] = defaultdict(dict)
     for i, entry in enumerate(plan.actions):
         place = f"schedule.actions[{i}]"
@@ -54,17 +54,17 @@ def broken_actions(
 def _unknown_parts(
     problem: PipelineProblem, stages: Sequence[Stage], split: Split
 ) -> Iterator[Violation]:
-    """Where a backward is split into I and W, the profile knows the time of each."""
+    """Where a backward is split into I and W, the profile has the time of each."""
     for s in np.flatnonzero(split.any(axis=1)).tolist():
         if stages[s].offload:
-            yield Violation("offload", f"stage {s}", "what is offloaded comes back for a whole B")
+            yield Violation("offload", f"stage {s}", "offloading needs whole backwards (B)")
         name = problem.layer_with_whole_backward(*stages[s].layers)
         if name is not None:
             yield Violation(
                 "parts",
                 f"stage {s}",
-                f"layer {name!r} knows only its whole backward: plan B for I and W, or give its "
-                "input_gradient_seconds and weight_gradient_seconds",
+                f"layer {name!r} has only the time of a whole backward: plan B for I and W, or "
+                "give its input_gradient_seconds and weight_gradient_seconds",
             )
 
 
@@ -83,11 +83,11 @@ def _why_unexpected(text: str, stages: int, microbatches: int) -> str:
 
 
 def _why_idle(action: Action, stages: int) -> str:
-    """Why a stage and microbatch that there are need no such action."""
+    """Why an existing stage and microbatch has no such action."""
     if action.kind is REDUCE:
         return "a stage on one device has nothing to reduce"
     if action.kind is UPDATE:
-        return "the optimizer's step takes no time here, or is part of the backward"
+        return "the optimizer step takes no time here, or is part of the backward"
     if action.kind is B:
         return "the backward is split into I and W"
     if action.stage == (stages - 1 if action.kind is SEND_F else 0):
@@ -101,7 +101,7 @@ def _broken_entries(
     action: Action,
     entries: Mapping[str, ScheduledAction],
 ) -> Iterator[Violation]:
-    """One expected action: its devices, and what it carries from where to where."""
+    """Check the devices, endpoints and bytes of one expected action."""
     sources, targets = _endpoints(stages, action)
     compute = action.kind in ON_DEVICE
     devices = set(sources if compute else sources[:1])
@@ -129,7 +129,7 @@ def _broken_entries(
 def _broken_computation(
     action: Action, entries: Mapping[str, ScheduledAction]
 ) -> Iterator[Violation]:
-    """A computation carries nothing, and the devices that split it run it at the same time."""
+    """A computation has no endpoints, and the devices that split it run it at the same time."""
     if len({(entry.start_seconds, entry.finish_seconds) for entry in entries.values()}) > 1:
         yield Violation("replicas", str(action), "its devices run it at different times")
     for name, entry in entries.items():
@@ -138,7 +138,7 @@ def _broken_computation(
 
 
 def _endpoints(stages: Sequence[Stage], action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The devices that ``action`` runs on or sends from, and those that it sends to."""
+    """The devices that ``action`` runs on or sends from, and those it sends to."""
     stage = stages[action.stage]
     if action.microbatch is None:
         return stage.devices, stage.devices

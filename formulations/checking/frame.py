@@ -11,7 +11,7 @@ from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 
 
 def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
-    """The plan answers this problem, and its stages tile the layers on devices that there are."""
+    """The plan answers this problem, and its stages tile the layers on the cluster's devices."""
     if not plan.answers(problem.digest):
         yield Violation(
             "digest", "digest", "the plan answers another model, cluster or number of microbatches"
@@ -44,7 +44,7 @@ def _broken_weights(plan: PipelinePlan) -> Iterator[Violation]:
 
 
 def _broken_layers(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
-    """The layers that the plan names are the model's."""
+    """The layers in the plan are the model's."""
     if plan.layers is None:
         return
     found = [(layer.name, layer.parameter_bytes) for layer in plan.layers]
@@ -93,23 +93,23 @@ def _broken_placement(problem: PipelineProblem, stages: Sequence[Stage]) -> Iter
 
 
 def _broken_shares(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
-    """Samples are whole, and the smallest share of a microbatch does for every layer."""
+    """The smallest share of a microbatch has enough samples for every layer."""
     most, shares = problem.most_replicas(*stage.layers), len(stage.runners(0))
     if shares > most:
         yield Violation(
             "samples",
             f"stage {s}",
             f"splits microbatches of {problem.chain.microbatch_size} samples among {shares} "
-            f"devices, {most} are the most",
+            f"devices, at most {most} are possible",
         )
 
 
 def _broken_offload(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
-    """What is offloaded has a known link to the host, and is not recomputed as well."""
+    """A stage that offloads has known host links, and does not recompute as well."""
     if not stage.offload:
         return
     if stage.recompute != "none":
-        yield Violation("offload", f"stage {s}", "what is computed again need not be offloaded")
+        yield Violation("offload", f"stage {s}", "a stage either offloads or recomputes")
     for name in stage.devices:
         v = problem.cluster.index.get(name)
         if v is not None and problem.cluster.devices[v].host_bytes_per_second is None:

@@ -1,4 +1,4 @@
-"""Rules on single actions: how long they last, and what they come after."""
+"""Rules on single actions: durations and dependencies."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from stagewright.formulations.plans.actions import REDUCE, SEND_B, SEND_F, UPDAT
 
 
 def broken_durations(times: PlanTimes) -> Iterator[Violation]:
-    """Every action takes what the cost model says."""
+    """Every action takes as long as the cost model says."""
     tolerance = times.tolerance
     for kind, seconds in times.durations.items():
         lasts = times.finishes[kind] - times.starts[kind]
@@ -23,9 +23,9 @@ def broken_durations(times: PlanTimes) -> Iterator[Violation]:
 
 
 def broken_dependencies(times: PlanTimes) -> Iterator[Violation]:
-    """SPP's dependencies: each block of a microbatch after the one before it, sums at the end.
+    """SPP's dependencies: each block of a microbatch after its predecessor, all-reduces last.
 
-    A backward is B, or I and then W; where nothing is sent the two stages follow directly.
+    A backward is B, or I and then W; without a transfer the next stage follows directly.
     """
     last = len(times.stages) - 1
     head, tail, end, every = slice(0, last), slice(1, None), slice(last, None), slice(0, None)
@@ -55,7 +55,7 @@ def broken_dependencies(times: PlanTimes) -> Iterator[Violation]:
 
 
 def _early_updates(times: PlanTimes) -> Iterator[Violation]:
-    """The optimizer's step comes after the all-reduce, or else after the last backward."""
+    """The optimizer step comes after the all-reduce, or else after the last backward."""
     summed = times.ends(REDUCE)[:, 0]
     for s, start in enumerate(times.starts[UPDATE][:, 0]):
         if not np.isnan(summed[s]):

@@ -55,7 +55,7 @@ def _reduction_overlaps(times: PlanTimes) -> Iterator[Violation]:
 
 
 def _host_overlaps(times: PlanTimes) -> Iterator[Violation]:
-    """A device writes one microbatch's activations to the host at a time, and reads one."""
+    """A device offloads one microbatch's activations at a time, and reads back one at a time."""
     for lanes, names in devices_by_lanes(times.stages).items():
         for end, place in ((0, "to"), (1, "from")):
             parts = [
@@ -70,7 +70,7 @@ def _host_overlaps(times: PlanTimes) -> Iterator[Violation]:
                 yield Violation(
                     "overlap",
                     f"link {place} the host of device {names[0]}",
-                    f"activations follow at {starts[i + 1]:.9g} s, it is taken until "
+                    f"activations follow at {starts[i + 1]:.9g} s, it is busy until "
                     f"{ends[i]:.9g} s",
                 )
 
@@ -90,7 +90,7 @@ def _overlap(times: PlanTimes, name: str, rows: Sequence[Row]) -> Iterator[Viola
     """Overlaps among ``rows``, which share a resource."""
     starts = np.concatenate([times.starts[kind][s, m::step] for kind, (s, m, step) in rows])
     ends = np.concatenate([times.ends(kind)[s, m::step] for kind, (s, m, step) in rows])
-    # What takes no time may begin with what takes some, or end with it, in whichever order.
+    # A zero-length action may start or end together with another one, in any order.
     lasting = np.flatnonzero(ends > starts)  # not NaN
     order = lasting[np.lexsort((ends[lasting], starts[lasting]))]
     begins, busy_until = starts[order], np.maximum.accumulate(ends[order])
@@ -108,7 +108,7 @@ def _overlap(times: PlanTimes, name: str, rows: Sequence[Row]) -> Iterator[Viola
         yield Violation(
             "overlap",
             name,
-            f"{texts[i]} starts at {starts[i]:.9g} s, it is taken until {until:.9g} s",
+            f"{texts[i]} starts at {starts[i]:.9g} s, it is busy until {until:.9g} s",
         )
 
 

@@ -1,4 +1,4 @@
-"""Memory at every instant: when a device holds what. `memory` says how many bytes that is."""
+"""Memory at every instant: which bytes a device holds when. `memory` gives the bytes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from stagewright.graphs.documents.units import format_bytes
 
 
 def memory_exceeded(times: PlanTimes) -> Iterator[Violation]:
-    """Every device holds at its peak what the plan asks of it."""
+    """The peak memory of every device fits in its memory."""
     problem = times.problem
     for name, static, saved in peaks(times):
         memory = float(problem.memory_bytes[problem.cluster.index[name]])
-        # Written as `in_flight_limit` has it, so that rounding cannot tell the two apart.
+        # The same expression as in `in_flight_limit`, so that both round alike.
         short = saved - (memory - static)
         if short > 0:
             yield Violation(
@@ -31,7 +31,7 @@ def memory_exceeded(times: PlanTimes) -> Iterator[Violation]:
 
 
 def peaks(times: PlanTimes) -> Iterator[tuple[str, float, float]]:
-    """Per used device the static bytes, and the most that comes on top at any instant."""
+    """Per used device its static bytes, and the peak of the other bytes."""
     overlapping = times.schedule is not None
     static_bytes = [
         stage_static_bytes(times.problem, stage, times.rule, overlapping) for stage in times.stages
@@ -45,7 +45,7 @@ def peaks(times: PlanTimes) -> Iterator[tuple[str, float, float]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBytes:
-    """The same bytes in each of some intervals of time; NaN for an interval that there is not."""
+    """The same bytes in each of several intervals of time; NaN for missing intervals."""
 
     starts: Floats
     ends: Floats
@@ -53,9 +53,9 @@ class HeldBytes:
 
 
 def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
-    """What a device keeps for its microbatches of a stage, besides the static bytes.
+    """Bytes that a device keeps for its microbatches of a stage, without the static bytes.
 
-    What a stage recomputes it keeps from the start of B, or of I, to the end of the backward.
+    Recomputed activations are kept from the start of B, or of I, to the end of the backward.
     """
     s, first, step = lane
     every, stage = (s, slice(first, None, step)), times.stages[s]
@@ -75,8 +75,8 @@ def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
 def _old_versions(times: PlanTimes, s: int) -> HeldBytes:
     """Versions of a stage's weights next to the newest: from the next update to their last use.
 
-    Version k is there after k updates, one at the end of every backward. A microbatch uses the
-    newest at the start of its forward, or with vertical sync at that of its first forward.
+    Version k exists after k updates, one at the end of every backward. A microbatch uses the
+    newest version at the start of its forward, or with vertical sync of its first stage's forward.
     """
     leader = 0 if times.rule.follows_first_stage else s
     updates = np.sort(times.done[s])
@@ -89,9 +89,9 @@ def _old_versions(times: PlanTimes, s: int) -> HeldBytes:
 
 
 def _most_bytes(kept: Sequence[HeldBytes], tolerance: float) -> float:
-    """The most bytes at any instant; they grow only where an interval starts.
+    """The most bytes at any instant; a maximum is at the start of an interval.
 
-    Intervals are counted and not added up, so that no rounding hides the last byte.
+    Intervals are counted, not added up, so that rounding cannot hide a byte.
     """
     instants = np.concatenate([each.starts for each in kept])
     instants = instants[~np.isnan(instants)]

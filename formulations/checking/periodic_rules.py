@@ -1,7 +1,7 @@
-"""Rules of periodic plans: what can be repeated, and what ties an iteration to the next ones.
+"""Rules of periodic plans: the pattern can be repeated, and iterations do not conflict.
 
-All other rules are read on the pattern without its pauses, which only part what is done. Those on
-iterations are read in real time: gradients are summed up while the devices compute, or pause.
+All other rules are checked on the unrolled pattern without pauses. The rules across iterations are
+checked with pauses: all-reduces run while the devices compute or pause.
 """
 
 from collections import defaultdict
@@ -30,12 +30,12 @@ ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
 def broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[Violation]:
-    """What a periodic plan needs before its pattern can be unrolled."""
+    """The rules that must hold before a pattern can be unrolled."""
     if not plan.weight_rule.may_overlap:
         yield Violation(
             "weights",
             "weights",
-            f"{plan.weights!r} ends with the iteration or updates within it, a periodic plan needs "
+            f"{plan.weights!r} does not allow iterations to overlap, a periodic plan needs "
             "'double-buffer'",
         )
     for s, stage in enumerate(plan.stages):
@@ -43,7 +43,7 @@ def broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[V
             yield Violation(
                 "devices",
                 f"stage {s}",
-                "in a periodic plan all devices of a stage do every microbatch: use 'split'",
+                "in a periodic plan every device of a stage runs every microbatch: use 'split'",
             )
     for i, one in enumerate(from_first(schedule).actions):
         yield from _broken_repetition(plan, one, schedule, f"schedule.actions[{i}]")
@@ -52,7 +52,7 @@ def broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[V
 def _broken_repetition(
     plan: PipelinePlan, one: PeriodicAction, schedule: PeriodicSchedule, place: str
 ) -> Iterator[Violation]:
-    """An operation that can be repeated: known, done before it is due again, and not too late."""
+    """An operation can be repeated: it is known, ends before it repeats, and is not too late."""
     try:
         operation = parse_operation(one.action)
     except InputError as error:
@@ -65,7 +65,7 @@ def _broken_repetition(
         yield Violation(
             "overlap",
             place,
-            f"{one.action} takes {one.seconds:.9g} s and is due again after {most:.9g} s",
+            f"{one.action} takes {one.seconds:.9g} s and repeats every {most:.9g} s",
         )
     # A microbatch ends before its weights are overwritten, and an all-reduce after an iteration.
     latest = plan.microbatches * (2 if operation.kind is REDUCE else 1) + 2
@@ -73,16 +73,16 @@ def _broken_repetition(
         yield Violation(
             "versions",
             place,
-            f"{one.action} is done {one.shift} periods after its microbatch began; with two "
+            f"{one.action} runs {one.shift} periods after its microbatch began; with two "
             f"versions of the weights and {plan.microbatches} microbatches in an iteration "
-            f"{latest} is the most",
+            f"at most {latest} are possible",
         )
 
 
 def broken_iterations(
     problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule, tolerance: float
 ) -> Iterator[Violation]:
-    """Pauses, all-reduces in turn, and two versions of the weights.
+    """Rules on pauses, all-reduces, and the two versions of the weights.
 
     Times are compared with ``tolerance``, in seconds.
     """
@@ -94,7 +94,7 @@ def broken_iterations(
 def _short_pause(
     problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule, tolerance: float
 ) -> Iterator[Violation]:
-    """The pause has time for all updates of a device, one after another."""
+    """The pause is long enough for all updates of a device, one after another."""
     updates: defaultdict[str, float] = defaultdict(float)
     for stage in plan.stages:
         devices = [problem.cluster.index[name] for name in stage.devices]
@@ -135,13 +135,13 @@ def _overlapping_reductions(
 def _unrolled(
     plan: PipelinePlan, schedule: PeriodicSchedule, reductions: list[PeriodicAction]
 ) -> list[ScheduledAction]:
-    """The all-reduces of as many iterations as it takes until all are there, and one more."""
+    """The all-reduces of enough iterations for all to appear, and of one more."""
     m = plan.microbatches
     iterations = max((one.shift // m for one in reductions), default=0) + 3
     run = [
         done_for(schedule, m, one, (i + 1) * m - 1) for one in reductions for i in range(iterations)
     ]
-    # What takes no time may be done between any others.
+    # A zero-length all-reduce overlaps with nothing.
     lasting = [one for one in run if one.finish_seconds > one.start_seconds]
     return sorted(lasting, key=lambda one: one.start_seconds)
 
@@ -151,10 +151,10 @@ def _overwritten(
 ) -> Iterator[Violation]:
     """Two versions of the weights are enough.
 
-    Iteration i computes on version i - 1; its update, which needs its gradients summed up, makes
+    Iteration i computes on version i - 1; its update, after the all-reduce of its gradients, makes
     version i + 1, which iteration i + 2 begins with. Without a pause the gradients must be ready
-    as the stage's first forward of iteration i + 2 begins; with one, as the last pause before that
-    forward begins, in which the update is done.
+    when the stage's first forward of iteration i + 2 begins; with pauses, when the last pause
+    before that forward begins, which contains the update.
     """
     m, period = plan.microbatches, schedule.period_seconds
     entries: defaultdict[int, list[PeriodicAction]] = defaultdict(list)

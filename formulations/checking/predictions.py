@@ -1,4 +1,4 @@
-"""The figures that a plan carries about itself: computed from its actions, and compared."""
+"""A plan's predictions: computed from its actions, and compared with those in the document."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 
 
 def predicted(times: PlanTimes) -> Predicted:
-    """What the cost model says of a plan with these times."""
+    """Predictions of the cost model for a plan with these times."""
     devices = len({name for stage in times.stages for name in stage.devices})
     shares = np.array([len(stage.runners(0)) for stage in times.stages])
     busy = float(shares @ sum(np.nansum(times.durations[kind], axis=1) for kind in COMPUTE))
@@ -36,7 +36,7 @@ def predicted(times: PlanTimes) -> Predicted:
 
 def _link_bytes(problem: PipelineProblem, stages: Sequence[Stage]) -> dict[str, float]:
     """Bytes per iteration between neighbouring stages ("0-1"), and reduced in a stage ("0")."""
-    # What is sent crosses a boundary twice: a microbatch's activations, and their gradient.
+    # A microbatch crosses a boundary twice: its activations, and their gradient.
     sent = [sum(are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
     crossing = {
         f"{s}-{s + 1}": 2 * count * problem.boundary_bytes(stages[s].layers[1])
@@ -52,7 +52,7 @@ def _link_bytes(problem: PipelineProblem, stages: Sequence[Stage]) -> dict[str, 
 
 
 def broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violation]:
-    """The figures in the plan are those that follow from its actions."""
+    """The predictions in the plan follow from its actions."""
     if not math.isclose(
         stated.iteration_seconds, computed.iteration_seconds, rel_tol=RELATIVE_TOLERANCE
     ):

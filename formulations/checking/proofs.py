@@ -1,8 +1,8 @@
-"""The arguments that bounds and guarantees may name, and how each is checked again.
+"""The arguments that bounds and guarantees may name, and the check of each.
 
 A bound names an argument and a class of plans. The argument must be known, and proved for that
-class; where it is cheap its value is computed again, from the problem and the plan's stages alone.
-What a search proved is *claimed*: running it again is for :mod:`stagewright.solvers.proofs`.
+class; where it is cheap its value is recomputed, from the problem and the plan's stages alone.
+A bound proved by a search is *claimed*: :mod:`stagewright.solvers.proofs` runs the search again.
 """
 
 import math
@@ -57,7 +57,7 @@ from stagewright.formulations.plans.plan_class import (
 ROUNDING = 1e-9  # relative; sums of the same numbers in another order
 
 Value = Callable[[PipelineProblem, PipelinePlan, Bound], float | None]
-"""What an argument proves, in seconds; None where it does not apply."""
+"""The bound that an argument proves, in seconds; None where it does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a bound or a guarantee when it was checked again.
+    """The result of checking a bound or a guarantee.
 
-    ``verified``: the named argument gives it. ``claimed``: whoever is named says so. ``refuted``:
-    the argument gives less, does not apply, or is not known; ``reason`` says which.
+    ``verified``: the named argument gives it. ``claimed``: not recomputed. ``refuted``: the
+    argument gives less, does not apply, or is not known; ``reason`` says which.
     """
 
     place: str
@@ -88,7 +88,7 @@ class Verdict:
 
 
 def verdicts(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Verdict, ...]:
-    """Every bound and guarantee in the certificate of a valid plan, checked again if cheap."""
+    """Check every bound and guarantee in the certificate of a valid plan whose check is cheap."""
     if plan.certificate is None:
         return ()
     return (
@@ -128,7 +128,7 @@ def _of_bound(problem: PipelineProblem, plan: PipelinePlan, i: int, bound: Bound
         return Verdict(place, bound.proved_by, bound.seconds, "refuted", reason)
 
     if argument is None:
-        return refuted("no argument of this name is known")
+        return refuted("the argument is not known")
     if bound.scope != argument.scope:
         return refuted(f"the argument is about the {argument.scope}, not the {bound.scope}")
     if not argument.plans.contains(bound.plans):
@@ -145,7 +145,7 @@ def _of_bound(problem: PipelineProblem, plan: PipelinePlan, i: int, bound: Bound
 
 
 def _may_be_of_search(bound: Bound) -> bool:
-    """Whether the bound is the least over several sizes, of which a search settled some."""
+    """Whether the bound is a minimum over several sizes, some of them proved by a search."""
     return bound.proved_by in OF_PERIODS and bound.plans.merged
 
 
@@ -155,7 +155,7 @@ def _of_guarantee(problem: PipelineProblem, plan: PipelinePlan, i: int, one: Gua
 
     scheduling = scheduling_of(problem, one.stages) if one.stages else None
     if one.theorem not in (LEMMA_1, THEOREM_1):
-        return verdict("refuted", "no theorem of this name is known")
+        return verdict("refuted", "the theorem is not known")
     if scheduling is None:
         return verdict("refuted", "the theorem does not apply to its stages")
     lemma = one.theorem == LEMMA_1
@@ -174,7 +174,7 @@ def _of_guarantee(problem: PipelineProblem, plan: PipelinePlan, i: int, one: Gua
 
 
 def _finite(bound_of: Callable[[PipelineProblem, bool], float]) -> Value:
-    """A bound on finite plans, which is larger where no backward is divided."""
+    """A bound on finite plans, larger if backwards may not be split."""
     return lambda problem, plan, bound: bound_of(problem, not bound.plans.split_backward)
 
 
@@ -202,7 +202,7 @@ def _of_pattern(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> f
 
 
 def _of_periods(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
-    """The best cheap bound on the plans of each size, and the least of these."""
+    """The minimum over all sizes of the best cheap bound on the plans of a size."""
     sizes = bound.plans.equal_groups
     if sizes is None:
         return None

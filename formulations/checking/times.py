@@ -1,4 +1,4 @@
-"""The times in a plan of sound structure, next to the cost model's durations."""
+"""The times in a plan of valid structure, next to the cost model's durations."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -35,11 +35,11 @@ Lane = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class PlanTimes:
-    """The times in a plan of sound structure, next to the cost model's durations.
+    """The times in a plan of valid structure, next to the cost model's durations.
 
-    ``finishes`` are the plan's; all rules but the one on durations use starts + durations.
-    ``problem`` has as many microbatches as there are here, of a periodic plan another number than
-    in an iteration.
+    ``finishes`` are the plan's; all rules except the one on durations use starts + durations.
+    ``problem`` has as many microbatches as the arrays; for a periodic plan these are the unrolled
+    ones, not those of an iteration.
     """
 
     problem: PipelineProblem
@@ -49,7 +49,7 @@ class PlanTimes:
     starts: Blocks
     finishes: Blocks
     durations: Blocks
-    schedule: PeriodicSchedule | None = None  # whose first microbatches these are, without pauses
+    schedule: PeriodicSchedule | None = None  # the unrolled schedule; times are without pauses
 
     def ends(self, kind: ActionKind) -> Floats:
         """When the actions of ``kind`` end by the cost model, shape (S, M)."""
@@ -62,7 +62,7 @@ class PlanTimes:
 
     @property
     def cost_seconds(self) -> float:
-        """The iteration's time: when its last action ends, or that of its periods."""
+        """The iteration's time: the end of its last action, or of its periods and pause."""
         if self.schedule is None:
             return self.iteration_seconds
         return iteration_seconds(self.schedule, self.iteration_microbatches)
@@ -74,10 +74,10 @@ class PlanTimes:
 
     @cached_property
     def tolerance(self) -> float:
-        """Seconds of rounding that are forgiven.
+        """Seconds of rounding error that the rules allow.
 
-        Never more than a share of all the work in a row: one absurdly late action must not
-        excuse the others.
+        At most a fraction of the sum of all durations: one absurdly late action must not raise
+        the tolerance for the others.
         """
         work = sum(float(np.nansum(seconds)) for seconds in self.durations.values())
         return RELATIVE_TOLERANCE * min(self.iteration_seconds, work)
@@ -86,7 +86,7 @@ class PlanTimes:
 def unrolled_steady(
     problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule
 ) -> tuple[PipelineProblem, PipelinePlan]:
-    """Problem and finite plan of as many microbatches as fill a whole period."""
+    """Problem and finite plan with enough microbatches for a full steady-state period."""
     first = without_pause(from_first(schedule))
     microbatches = steady_microbatches(first)
     longer = replace(problem, microbatches=microbatches)
@@ -95,7 +95,7 @@ def unrolled_steady(
 
 
 def read_times(problem: PipelineProblem, plan: PipelinePlan) -> PlanTimes:
-    """The times of a plan; of a periodic one those of its first microbatches."""
+    """The times of a plan; for a periodic plan those of its first microbatches."""
     if isinstance(plan.schedule, PeriodicSchedule):
         times = _read_finite(*unrolled_steady(problem, plan, plan.schedule), frozenset())
         return replace(
@@ -130,7 +130,7 @@ def _read_finite(
 
 
 def devices_by_lanes(stages: Sequence[Stage]) -> dict[tuple[Lane, ...], list[str]]:
-    """The devices of the same lanes, which do the same at the same times."""
+    """The devices by their lanes: devices of the same lanes run the same actions."""
     lanes: defaultdict[str, list[Lane]] = defaultdict(list)
     for s, stage in enumerate(stages):
         for first, names in enumerate(stage.lanes):
@@ -143,7 +143,7 @@ def devices_by_lanes(stages: Sequence[Stage]) -> dict[tuple[Lane, ...], list[str
 
 
 def host_times(times: PlanTimes, lane: Lane) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """When a lane's activations go to the host, after F, and come back, before B or I."""
+    """Start and end of a lane's offloads, after F, and of the reads back, before B or I."""
     s, first, step = lane
     every = (s, slice(first, None, step))
     devices = [times.problem.cluster.index[name] for name in times.stages[s].runners(first)]
@@ -155,10 +155,10 @@ def host_times(times: PlanTimes, lane: Lane) -> tuple[tuple[Floats, Floats], tup
 
 
 def action_text(kind: ActionKind, stage: int, microbatch: int) -> str:
-    """An action as it is written; ``microbatch`` counts only where the kind has one."""
+    """The text of an action; ``microbatch`` is used only where the kind has one."""
     return str(Action(stage, kind, None if kind in BARE else microbatch))
 
 
 def _largest(values: Floats) -> float:
-    """The largest of ``values`` that is a number; 0 if none is."""
+    """The largest of ``values``, ignoring NaN; 0 if all are NaN."""
     return float(np.max(values, initial=0.0, where=~np.isnan(values)))

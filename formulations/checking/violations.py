@@ -1,4 +1,4 @@
-"""What the checker finds."""
+"""The checker's findings."""
 
 from dataclasses import dataclass
 

@@ -2,10 +2,10 @@
 
 ``2F0`` is stage 2, forward, microbatch 0; ``B`` a whole backward, which ``I`` (gradient of the
 input) and ``W`` (of the weights) may replace; ``2SEND_F0`` sends stage 2's output of microbatch 0
-to stage 3, ``3RECV_F0`` takes it there; ``3SEND_B0`` sends stage 3's input gradient back to stage
-2; ``2REDUCE_GRAD`` is stage 2's all-reduce. Of our own are ``2UPDATE``, the optimizer's step, and
-the switches between versions of a stage's weights: ``2STASH0`` keeps version 0 beside the one that
-the next update makes, ``2USE0`` computes on it, ``2DROP0`` forgets it.
+to stage 3, ``3RECV_F0`` receives it there; ``3SEND_B0`` sends stage 3's input gradient back to
+stage 2; ``2REDUCE_GRAD`` is stage 2's all-reduce. Not in torch's format are ``2UPDATE``, the
+optimizer step, and the switches between versions of a stage's weights: ``2STASH0`` keeps version 0
+when the next update makes another, ``2USE0`` makes the stage compute with it, ``2DROP0`` frees it.
 """
 
 import re
@@ -51,15 +51,15 @@ ON_DEVICE = (*COMPUTE, ActionKind.UPDATE)
 """What keeps a device busy."""
 
 BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
-"""What is done once per iteration, for no microbatch of its own."""
+"""Actions done once per iteration, not per microbatch."""
 
 PLANNED = (*COMPUTE, ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, *BARE)
-"""What a plan's schedule is made of; the other kinds belong to programs."""
+"""The kinds of action in a plan's schedule; the others occur only in programs."""
 
 VERSIONED = (ActionKind.STASH, ActionKind.USE, ActionKind.DROP)
-"""What carries a version of the weights in place of a microbatch."""
+"""Actions with a version of the weights in place of a microbatch."""
 
-# One spelling per action: no leading zeros, no digits of other scripts, no numbers without end.
+# One spelling per action: no leading zeros, ASCII digits only, numbers of bounded length.
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _KINDS = "|".join(sorted(ActionKind, key=len, reverse=True))
 _PATTERN = re.compile(rf"({_NUMBER})({_KINDS})({_NUMBER})?")
@@ -67,7 +67,7 @@ _PATTERN = re.compile(rf"({_NUMBER})({_KINDS})({_NUMBER})?")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Operation:
-    """What a pattern repeats for every microbatch: an action without one."""
+    """An action without microbatch: the entry that a pattern repeats for every microbatch."""
 
     stage: int
     kind: ActionKind
@@ -76,7 +76,7 @@ class Operation:
         return f"{self.stage}{self.kind}"
 
     def of(self, microbatch: int) -> "Action":
-        """The operation on one microbatch; an all-reduce is on no one's own."""
+        """The operation on one microbatch; an all-reduce or update has none."""
         return Action(self.stage, self.kind, None if self.kind in BARE else microbatch)
 
 
@@ -104,10 +104,10 @@ class Action:
 
 
 def along_way(action: Action) -> tuple[int, int]:
-    """The order of actions at one instant, where they last no time: a microbatch's way.
+    """Sort key of zero-length actions at one instant: the order in which a microbatch meets them.
 
-    Forth by stage, then back; gradients of weights, which only the optimizer's step waits for,
-    come after them.
+    Forward by stage, then backward; weight gradients come last, since only the optimizer step
+    waits for them.
     """
     kind = action.kind
     if kind in (ActionKind.FORWARD, ActionKind.SEND_FORWARD):
@@ -122,7 +122,7 @@ def parse_action(text: str) -> Action:
     Raises
     ------
     InputError
-        If ``text`` is no action.
+        If ``text`` is not an action.
 
     Examples
     --------
@@ -131,7 +131,7 @@ def parse_action(text: str) -> Action:
     """
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise InputError(f"{text!r} is no action; write for example 2F0, 1B3, 2SEND_F0")
+        raise InputError(f"{text!r} is not an action; write for example 2F0, 1B3, 2SEND_F0")
     stage, kind, microbatch = match.groups()
     return Action(int(stage), ActionKind(kind), None if microbatch is None else int(microbatch))
 
@@ -142,7 +142,7 @@ def parse_operation(text: str) -> Operation:
     Raises
     ------
     InputError
-        If ``text`` is no operation.
+        If ``text`` is not an operation.
 
     Examples
     --------
@@ -151,5 +151,5 @@ def parse_operation(text: str) -> Operation:
     """
     match = _PATTERN.fullmatch(text)
     if match is None or match[3] is not None:
-        raise InputError(f"{text!r} is no operation; write for example 2F, 1B, 2SEND_F")
+        raise InputError(f"{text!r} is not an operation; write for example 2F, 1B, 2SEND_F")
     return Operation(int(match[1]), ActionKind(match[2]))

@@ -1,4 +1,4 @@
-"""From stages and start times to the plan document."""
+"""Build the plan document from stages and start times."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, We
 def assemble(
     problem: PipelineProblem, planner: str, stages: Sequence[Stage], starts: Blocks
 ) -> PipelinePlan:
-    """The plan of ``stages`` with the start times of all actions; neither checked nor certified.
+    """Build the plan of ``stages`` with the start times of all actions, unchecked and uncertified.
 
     A backward is split where ``starts`` has its input gradient.
     """
@@ -52,9 +52,9 @@ def assemble(
 def assemble_pattern(
     problem: PipelineProblem, planner: str, stages: Sequence[Stage], pattern: Pattern
 ) -> PipelinePlan:
-    """The periodic plan of ``stages`` with the times of ``pattern``; neither checked nor certified.
+    """Build the periodic plan of ``stages`` with the times of ``pattern``, unchecked, uncertified.
 
-    ``pattern`` answers ``pattern_problem(problem, stages)``.
+    ``pattern`` is a solution of ``pattern_problem(problem, stages)``.
     """
     asked = pattern_problem(problem, stages)
     timed = [
@@ -84,7 +84,7 @@ def _with_figures(
     schedule: Schedule | PeriodicSchedule,
     rule: WeightRule,
 ) -> PipelinePlan:
-    """The plan with what its own actions predict; `certify` and `require_valid` check it."""
+    """The plan with the predictions of its actions; `certify` and `require_valid` check it."""
     plan = PipelinePlan(
         digest=problem.digest,
         planner=planner,
@@ -113,7 +113,7 @@ def _repeated(
     """The entries of an operation whose first time begins at ``start``."""
     shift = math.floor(start / period)
     begin = start - shift * period
-    if begin >= period:  # rounded up to the next period's begin
+    if begin >= period:  # rounded up to the start of the next period
         shift, begin = shift + 1, 0.0
     stage, text = stages[operation.stage], str(operation)
     if operation.kind in COMPUTE:
@@ -129,7 +129,7 @@ def _repeated(
 def _carried(
     problem: PipelineProblem, stages: Sequence[Stage], operation: Operation
 ) -> tuple[tuple[str, ...], tuple[str, ...], float]:
-    """From where to where a transfer or an all-reduce goes, and its bytes."""
+    """Sources, targets and bytes of a transfer or an all-reduce."""
     s = operation.stage
     if operation.kind is ActionKind.REDUCE:
         return stages[s].devices, stages[s].devices, problem.gradient_bytes(*stages[s].layers)
@@ -144,16 +144,16 @@ def certify(
     bounds: Sequence[Bound],
     guarantees: Sequence[Guarantee],
 ) -> PipelinePlan:
-    """``plan`` with its certificate, checked.
+    """Check ``plan`` and add its certificate.
 
-    ``bounds`` needs one of scope ``problem`` on every plan. Those of classes without this plan are
-    listed only.
+    ``bounds`` must contain one of scope ``problem`` on every plan. Bounds on classes that do not
+    contain this plan are only listed.
 
     Raises
     ------
     InvalidPlan
-        If the plan breaks a rule of the problem, or costs less than a bound on its class: a fault
-        of ours.
+        If the plan breaks a rule of the problem, or costs less than a bound on its class. Both
+        are bugs of Stagewright.
     """
     assert plan.predicted is not None
     cost = plan.predicted.iteration_seconds

@@ -1,18 +1,18 @@
-"""What every plan document tells, whatever kind of plan it holds."""
+"""The fields common to all plan documents."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 
 def relative_gap(one: float, other: float) -> float:
-    """The distance of two figures over the larger of them; 0 where both are 0."""
+    """The difference of two numbers over the larger one; 0 if both are 0."""
     largest = max(abs(one), abs(other))
     return abs(one - other) / largest if largest else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The cost of a plan, the best bound on its cost, and who proved that; in the same unit."""
+    """The cost of a plan, the best bound on it in the same unit, and the argument of the bound."""
 
     cost: float
     bound: float
@@ -20,16 +20,16 @@ class Claim:
 
     @property
     def gap(self) -> float:
-        """Their distance over the larger of the two, which of a least cost is the cost."""
+        """Relative gap of cost and bound, over the larger of the two."""
         return relative_gap(self.cost, self.bound)
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope(ABC):
-    """The base of all plan documents: the problem that they answer, who made them, how good.
+    """The base of all plan documents: which problem, made by which planner, with which bound.
 
-    Documents spell the last two in the words of their kind (planner or policy, iteration seconds
-    or objective). ``digest`` names the problem.
+    Documents name the last two after their kind (planner or policy, iteration seconds or
+    objective). ``digest`` identifies the problem.
     """
 
     digest: str
@@ -42,7 +42,7 @@ class Envelope(ABC):
     @property
     @abstractmethod
     def claim(self) -> Claim | None:
-        """What the plan costs at least and at most; None if that is not told."""
+        """The plan's cost and the lower bound on it; None if the document has none."""
 
     def answers(self, digest: str) -> bool:
         """Whether the plan answers the problem of this digest."""

@@ -1,8 +1,8 @@
-"""Bytes that a device holds for its stages: the one place where memory is priced.
+"""Bytes that a device holds for its stages: the only module that computes memory.
 
 States (weights, gradients, optimizer state) by weight rule and number of devices; buffers at the
-boundaries of a stage; and what a stage keeps per microbatch in flight. Formulations and kernels
-take these figures, as numbers or arrays. *When* something is held is theirs and the checker's.
+boundaries of a stage; and activations per microbatch in flight. Formulations and kernels take
+these numbers or arrays. *When* the bytes are held is decided there and in the checker.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ def state_factor(
     Parameters
     ----------
     devices
-        Of the stage, whether they split microbatches or take turns. Each holds all of the state.
+        Number of devices of the stage, with either replication. Each holds the full state.
     overlapping
-        The next iteration begins before this one's gradients are used, in a periodic plan.
+        Whether the next iteration begins before this one's gradients are used (periodic plans).
     """
     gradients = 1 + (overlapping and _gradients_wait(problem, devices))
     return rule.versions + gradients + problem.chain.optimizer_bytes_per_parameter_byte
@@ -50,9 +50,10 @@ def version_bytes(problem: PipelineProblem, start: int, stop: int) -> float:
 
 
 def buffer_bytes(problem: PipelineProblem, boundary: int, shares: int) -> float:
-    """Bytes of buffers between layers ``boundary`` - 1 and ``boundary``: an activation, a gradient.
+    """Bytes of the buffers between layers ``boundary`` - 1 and ``boundary``.
 
-    For one of ``shares`` shares of a microbatch; 0 at both ends of the chain.
+    One activation and one gradient, for the largest of ``shares`` shares of a microbatch; 0 at
+    both ends of the chain.
     """
     if not 0 < boundary < len(problem.chain):
         return 0.0
@@ -60,7 +61,7 @@ def buffer_bytes(problem: PipelineProblem, boundary: int, shares: int) -> float:
 
 
 def buffers_per_boundary(problem: PipelineProblem, shares: int) -> Floats:
-    """The buffers of every boundary, shape (L + 1,)."""
+    """Buffer bytes of every boundary, shape (L + 1,)."""
     return np.array([buffer_bytes(problem, l, shares) for l in range(len(problem.chain) + 1)])
 
 
@@ -73,14 +74,14 @@ def static_bytes(
     rule: WeightRule = FLUSH,
     overlapping: bool = False,
 ) -> float:
-    """Bytes that a device of the stage holds all the time: states, and buffers on each side.
+    """Bytes that a device of the stage always holds: states, and buffers on each side.
 
     Parameters
     ----------
     devices, rule, overlapping
         As in :func:`state_factor`.
     shares
-        Among how many devices a microbatch is split (default: all).
+        Number of devices that split a microbatch (default: all).
     """
     factor = state_factor(problem, devices, rule, overlapping)
     buffers = sum(buffer_bytes(problem, side, shares or devices) for side in (start, stop))
@@ -97,16 +98,16 @@ def stage_static_bytes(
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a device of a stage keeps per microbatch.
+    """Bytes that a device of a stage keeps per microbatch.
 
     Attributes
     ----------
     saved_bytes
         From the start of its forward to the end of its backward.
     working_bytes
-        Besides, from the start of the backward to its end: what is computed again.
+        Recomputed activations, in addition, from the start of the backward to its end.
     offloaded_bytes
-        Goes to the host's memory after the forward and is back as the backward starts.
+        Moved to host memory after the forward, and back when the backward starts.
     """
 
     saved_bytes: float
@@ -115,9 +116,9 @@ class Kept:
 
 
 def kept_bytes(problem: PipelineProblem, stage: Stage, split_backward: bool = False) -> Kept:
-    """What ``stage`` keeps; ``split_backward``: its backwards are I and W.
+    """Bytes that ``stage`` keeps; ``split_backward``: its backwards are I and W.
 
-    With the input of every layer at hand, a whole backward recomputes one layer at a time.
+    With ``recompute="layer"``, a whole backward recomputes one layer at a time.
     """
     start, stop = stage.layers
     shares = len(stage.runners(0))
@@ -136,7 +137,7 @@ def kept_bytes(problem: PipelineProblem, stage: Stage, split_backward: bool = Fa
 def kept_tables(
     saved: NDArray[Any], inputs: NDArray[Any], recompute: Sequence[str]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Saved and working bytes of layers [k, l), as :func:`kept_bytes` has them.
+    """Saved and working bytes of layers [k, l), as in :func:`kept_bytes`.
 
     Parameters
     ----------
@@ -166,8 +167,8 @@ def in_flight_limit(
 ) -> int:
     """How many microbatches fit in the memory of the smallest device; 0 if not even one.
 
-    Also 0 if a microbatch has too few samples. ``shares`` (default: the number of devices) is
-    among how many a microbatch is split.
+    Also 0 if a microbatch has too few samples. ``shares`` is the number of devices that split a
+    microbatch (default: all).
     """
     parts = shares or len(devices)
     if parts > problem.most_replicas(start, stop):
@@ -181,5 +182,5 @@ def in_flight_limit(
 
 
 def _gradients_wait(problem: PipelineProblem, devices: int) -> bool:
-    """Whether a stage's gradients wait while the next grow: to be summed up, or for a pause."""
+    """Whether a stage's gradients wait, for an all-reduce or a pause, while the next accumulate."""
     return devices > 1 or any(problem.update_per_layer(kind).any() for kind in problem.kinds)

@@ -1,7 +1,7 @@
-"""Periodic plans: a pattern as the actions of the first microbatches, one after another.
+"""Periodic plans: a pattern as the actions of the first microbatches.
 
-MadPipe section 3: an operation with start t and shift h is done for microbatch k at (k + h) T + t.
-With a pause, everything in period n is later by one pause for each m periods before it.
+MadPipe section 3: an operation with start t and shift h runs for microbatch k at (k + h) T + t.
+With pauses, period n starts later by one pause for every m periods before it.
 """
 
 import math
@@ -18,12 +18,12 @@ from stagewright.formulations.plans.plan import (
 
 
 def first_start(one: PeriodicAction, period: float) -> float:
-    """When the operation is done for microbatch 0, in seconds from the first period's begin."""
+    """Start of the operation for microbatch 0, in seconds from the start of the first period."""
     return one.shift * period + one.start_seconds
 
 
 def from_first(schedule: PeriodicSchedule) -> PeriodicSchedule:
-    """The same pattern with shifts that count from the least."""
+    """The same pattern with shifts relative to the smallest."""
     least = min((one.shift for one in schedule.actions), default=0)
     if least == 0:
         return schedule
@@ -32,43 +32,43 @@ def from_first(schedule: PeriodicSchedule) -> PeriodicSchedule:
 
 
 def iteration_seconds(schedule: PeriodicSchedule, microbatches: int) -> float:
-    """What an iteration takes: a period per microbatch, and the pause."""
+    """Seconds of an iteration: a period per microbatch, plus the pause."""
     return microbatches * schedule.period_seconds + schedule.pause_seconds
 
 
 def period_begin(schedule: PeriodicSchedule, microbatches: int, period: int) -> float:
-    """When a period begins, by its number, with ``microbatches`` in an iteration."""
+    """Start of a period in seconds, by its number, with ``microbatches`` per iteration."""
     pauses = period // microbatches
     return period * schedule.period_seconds + pauses * schedule.pause_seconds
 
 
 def forward_shifts(schedule: PeriodicSchedule) -> dict[int, int]:
-    """Per stage the index shift of its forward."""
+    """The index shift of every stage's forward."""
     operations = [(parse_operation(one.action), one.shift) for one in schedule.actions]
     return {one.stage: shift for one, shift in operations if one.kind is ActionKind.FORWARD}
 
 
 def without_pause(schedule: PeriodicSchedule) -> PeriodicSchedule:
-    """The same pattern on its own."""
+    """The same pattern without its pause."""
     return replace(schedule, pause_seconds=0.0)
 
 
 def latency(schedule: PeriodicSchedule) -> float:
-    """Seconds until everything of microbatch 0 has ended, pauses left out."""
+    """Seconds until the last action of microbatch 0 has ended, without pauses."""
     period = schedule.period_seconds
     return max((first_start(one, period) + one.seconds for one in schedule.actions), default=0.0)
 
 
 def steady_microbatches(schedule: PeriodicSchedule) -> int:
-    """How many microbatches make at least one whole period in which all that can be is there."""
+    """How many microbatches it takes to reach one full steady-state period."""
     return math.ceil(latency(schedule) / schedule.period_seconds) + 2
 
 
 def unrolled(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
-    """The finite plan in which a periodic ``plan`` does this many microbatches and then ends.
+    """Unroll a periodic ``plan`` into the finite plan of this many microbatches.
 
     It has no certificate and no predictions. All-reduces appear once, after the last microbatch;
-    updates do not appear, the pauses for them do.
+    updates do not appear, but the pauses for them do.
     """
     schedule = plan.schedule
     assert isinstance(schedule, PeriodicSchedule)
@@ -95,7 +95,7 @@ def _microbatches(one: PeriodicAction, microbatches: int) -> range:
 def done_for(
     schedule: PeriodicSchedule, microbatches: int, one: PeriodicAction, microbatch: int
 ) -> ScheduledAction:
-    """The action of a microbatch in a run, with ``microbatches`` in an iteration."""
+    """The action of a microbatch in a run, with ``microbatches`` per iteration."""
     start = period_begin(schedule, microbatches, microbatch + one.shift) + one.start_seconds
     action = parse_operation(one.action).of(microbatch)
     return ScheduledAction(

@@ -1,9 +1,8 @@
-"""Pipeline planning: a model, a cluster and a number of microbatches; and its one cost model.
+"""The pipeline planning problem (model, cluster, number of microbatches) and its cost model.
 
-Every planner and checker takes its seconds from here and from `timing`, its bytes from `memory`,
-which adds the figures per layer up. Sources: SPP section III
-(inter-stage transfers after the erratum ``c = d / (|F(s)| |F(s+1)| min b)``, equation 1 for the
-all-reduce), with latencies added.
+Every planner and checker takes its seconds from here and from `timing`, its bytes from `memory`.
+Sources: SPP section III (inter-stage transfers with the erratum
+``c = d / (|F(s)| |F(s+1)| min b)``, equation 1 for the all-reduce), with latencies added.
 """
 
 import hashlib
@@ -31,17 +30,17 @@ from stagewright.graphs.models.chain import (
 
 @dataclass(frozen=True)
 class PipelineProblem:
-    """Train ``chain`` on ``cluster`` with ``microbatches`` per iteration, in least time.
+    """Minimise the time of a training iteration of ``chain`` on ``cluster``.
 
-    Devices of a plan are given by their positions in ``cluster.devices``. Samples are whole: of a
-    microbatch that r devices split, the largest share is ceil(b / r) samples, and a replicated
-    stage takes the time of its slowest device for that share.
+    Devices of a plan are given by their positions in ``cluster.devices``. Samples are not split:
+    when r devices share a microbatch of b samples, the largest share is ceil(b / r) samples, and
+    a replicated stage takes the time of its slowest device for that share.
     """
 
     chain: Chain
     cluster: Cluster
     microbatches: int
-    memory_limit_bytes: float | None = None  # of every device, where it has more
+    memory_limit_bytes: float | None = None  # caps the memory of every device
 
     def __post_init__(self) -> None:
         require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
@@ -55,7 +54,7 @@ class PipelineProblem:
 
     @cached_property
     def digest(self) -> str:
-        """Names the problem; a plan carries the digest of the problem that it answers."""
+        """Identifies the problem; a plan carries the digest of its problem."""
         parts = [self.chain.digest(), self.cluster.digest(), str(self.microbatches)]
         if self.memory_limit_bytes is not None:
             parts.append(repr(float(self.memory_limit_bytes)))
@@ -68,7 +67,7 @@ class PipelineProblem:
 
     @cached_property
     def memory_bytes(self) -> Floats:
-        """Memory per device that may be used, shape (V,)."""
+        """Usable memory of every device, shape (V,)."""
         given = np.array([device.memory_bytes for device in self.cluster.devices])
         limit = self.memory_limit_bytes
         return given if limit is None else np.minimum(given, limit)
@@ -78,15 +77,15 @@ class PipelineProblem:
         return -(-self.chain.microbatch_size // shares)
 
     def most_replicas(self, start: int, stop: int) -> int:
-        """Among how many devices a stage of layers [start, stop) can split a microbatch.
+        """The most devices among which a stage of layers [start, stop) can split a microbatch.
 
-        The smallest share, floor(b / r) samples, must do for every layer.
+        The smallest share, floor(b / r) samples, must be enough for every layer.
         """
         return int(self.replicas_per_layer[start:stop].min())
 
     @cached_property
     def replicas_per_layer(self) -> NDArray[np.int64]:
-        """Among how many devices each layer can be split, shape (L,)."""
+        """The most devices among which each layer can be split, shape (L,)."""
         return self.chain.microbatch_size // self.chain.min_samples
 
     def costs(self, kind: str, replicas: int) -> ChainCosts:
@@ -114,7 +113,7 @@ class PipelineProblem:
     ) -> tuple[float, float]:
         """Time of the input gradient and of the weight gradient, the two parts of the backward.
 
-        Only for layers that know them, see :meth:`layer_with_whole_backward`.
+        Only for layers with both times, see :meth:`layer_with_whole_backward`.
         """
         kinds = {self.cluster.devices[v].kind for v in devices}
         parts = [self.gradient_costs(kind, len(devices)) for kind in sorted(kinds)]
@@ -123,12 +122,12 @@ class PipelineProblem:
     def gradient_costs(self, kind: str, replicas: int) -> ChainCosts:
         """As :meth:`costs`, with the input gradient as forward, the weight gradient as backward.
 
-        Layers that know only their whole backward count 0.
+        Layers with only a whole backward count 0.
         """
         return self._gradient_profiles[kind].at(self.samples(replicas))
 
     def layer_with_whole_backward(self, start: int, stop: int) -> str | None:
-        """The first of layers [start, stop) that knows only the sum of its backward's parts."""
+        """The first of layers [start, stop) with only the time of a whole backward."""
         for layer in self.chain.layers[start:stop]:
             if any(cost.backward_seconds is not None for cost in layer.costs):
                 return layer.name
@@ -136,9 +135,9 @@ class PipelineProblem:
 
     @cached_property
     def _gradient_profiles(self) -> dict[str, Profile]:
-        """Profiles in which the input gradient stands as forward, the weight gradient as backward.
+        """Profiles with the input gradient as forward and the weight gradient as backward.
 
-        They are read at other microbatch sizes just as the costs are.
+        They are interpolated at other microbatch sizes as the costs are.
         """
         layers = tuple(
             replace(layer, costs=tuple(_parts(cost) for cost in layer.costs))
@@ -150,7 +149,7 @@ class PipelineProblem:
     def boundary_bytes(self, stop: int) -> float:
         """Bytes that a whole microbatch passes from layer ``stop - 1`` to layer ``stop``.
 
-        The larger of the device kinds' figures, should they differ.
+        The largest over the device kinds, should they differ.
         """
         return max(float(self.costs(kind, 1).output_bytes[stop - 1]) for kind in self.kinds)
 
@@ -159,8 +158,8 @@ class PipelineProblem:
     ) -> tuple[float, float]:
         """Time of the activations after layer ``stop - 1``, and of their gradients back.
 
-        Every sender shares with every receiver, whole samples; the largest share on the slowest
-        link decides (SPP section III-B).
+        Every sender sends a share to every receiver, in whole samples; the time is that of the
+        largest share on the slowest link (SPP section III-B).
         """
         share = self.share_bytes(self.boundary_bytes(stop), len(senders) * len(receivers))
         there, back = np.ix_(senders, receivers), np.ix_(receivers, senders)
@@ -171,7 +170,7 @@ class PipelineProblem:
         )
 
     def share_bytes(self, volume: float, shares: int) -> float:
-        """Bytes of the largest of ``shares`` shares of what a microbatch holds ``volume`` of."""
+        """Bytes of the largest of ``shares`` shares of a microbatch with ``volume`` bytes."""
         return volume * self.samples(shares) / self.chain.microbatch_size
 
     def gradient_bytes(self, start: int, stop: int) -> float:
@@ -192,7 +191,7 @@ class PipelineProblem:
         return volume / float(self.cluster.bandwidth[group].min()) + latency
 
     def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
-        """The optimizer's step on layers [start, stop), on the slowest kind of ``devices``."""
+        """Time of the optimizer step on layers [start, stop), on the slowest of ``devices``."""
         kinds = {self.cluster.devices[v].kind for v in devices}
         return max(float(self.update_per_layer(kind)[start:stop].sum()) for kind in kinds)
 
@@ -201,7 +200,7 @@ class PipelineProblem:
         return self._updates[kind]
 
     def finish_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
-        """What follows the last backward of a stage: the all-reduce and the optimizer's step."""
+        """Time after the last backward of a stage: the all-reduce and the optimizer step."""
         reduction = self.reduce_seconds(start, stop, devices)
         return reduction + self.update_seconds(start, stop, devices)
 
@@ -212,7 +211,7 @@ class PipelineProblem:
     def saved_bytes(self, start: int, stop: int, replicas: int) -> float:
         """Bytes that a device keeps per microbatch in flight, when ``replicas`` share it.
 
-        Every layer counts with the largest figure of the device kinds, should they differ.
+        Every layer counts with the largest value over the device kinds, should they differ.
         """
         return float(self.saved_per_layer(replicas)[start:stop].sum())
 
@@ -224,16 +223,16 @@ class PipelineProblem:
     def inputs_per_layer(self, replicas: int) -> Floats:
         """Bytes of every layer's input, shape (L,), on one of ``replicas`` shares.
 
-        The first layer's counts 0: the data stay where they are.
+        The first layer's input counts 0: the data are not sent.
         """
         outputs = np.max([self.costs(kind, 1).output_bytes for kind in self.kinds], axis=0)
         share = self.samples(replicas) / self.chain.microbatch_size
         return np.concatenate([[0.0], outputs[:-1] * share])
 
     def offload_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float | None:
-        """Time in which all that a microbatch keeps goes to the host's memory, or comes back.
+        """Time to move all kept bytes of a microbatch to host memory, or back.
 
-        None if some device has no link to the host that is known.
+        None if some device has no ``host_bytes_per_second``.
         """
         rates = [self.cluster.devices[v].host_bytes_per_second for v in devices]
         known = [rate for rate in rates if rate is not None]
@@ -242,7 +241,7 @@ class PipelineProblem:
         return self.saved_bytes(start, stop, len(devices)) / min(known)
 
     def _require_samples(self) -> None:
-        """Refuse costs that do not cover a microbatch, and layers that need more samples."""
+        """Refuse profiles that do not cover the microbatch, and layers that need more samples."""
         assert self._profiles  # reading them checks the sizes
         for layer, replicas in zip(self.chain.layers, self.replicas_per_layer, strict=True):
             if replicas < 1:

@@ -1,4 +1,4 @@
-"""The pipeline plan: one versioned JSON document that people and other programs read."""
+"""The pipeline plan: a versioned JSON document."""
 
 import math
 import os
@@ -23,11 +23,11 @@ class Stage:
     """Layers ``[start, stop)`` on ``devices``.
 
     ``replication`` says how several devices share the microbatches: ``split`` divides every
-    microbatch evenly among them (SPP), ``round-robin`` gives microbatch m to device m mod r whole.
-    ``recompute`` says what is forgotten after the forward and computed again for the backward:
-    nothing (``none``), all but the stage's input (``full``), or all but every layer's input
-    (``layer``). With ``offload`` all that is kept goes to the host's memory after the forward, and
-    is back when the backward begins.
+    microbatch evenly among them (SPP), ``round-robin`` gives the whole microbatch m to device m
+    mod r. ``recompute`` says which activations are freed after the forward and recomputed for the
+    backward: none (``none``), all but the stage's input (``full``), or all but every layer's input
+    (``layer``). With ``offload`` all kept activations move to host memory after the forward, and
+    back before the backward begins.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -45,7 +45,7 @@ class Stage:
             raise InputError("a stage needs at least one device")
         if self.offload and self.recompute != "none":
             raise InputError(
-                f"a stage offloads what it keeps or computes it again, not both; got recompute "
+                f"a stage either offloads or recomputes its activations, not both; got recompute "
                 f"{self.recompute!r} with offload"
             )
 
@@ -62,13 +62,13 @@ class Stage:
 
     @property
     def turns(self) -> int:
-        """Among how many groups of runners the microbatches go round."""
+        """The number of lanes."""
         return 1 if self.replication == "split" else len(self.devices)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """A layer of the planned model, by which a program recognises its own."""
+    """A layer of the planned model, to compare with the layers of the model that is run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -108,11 +108,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class PeriodicAction:
-    """One operation of a pattern; in its k-th period it is done for microbatch k - ``shift``.
+    """One operation of a pattern; in the k-th period it runs for microbatch k - ``shift``.
 
-    ``action`` is a stage and a kind, without microbatch: ``2F``. It begins ``start_seconds`` after
-    its period begins, in [0, period), and takes ``seconds``, over the period's end if need be. An
-    all-reduce is done for the last microbatch of every iteration alone. The rest as in
+    ``action`` is a stage and a kind, without microbatch: ``2F``. It starts ``start_seconds`` after
+    its period starts, in [0, period), and takes ``seconds``; it may extend into the next period.
+    An all-reduce runs once per iteration, for the last microbatch. The other fields are those of
     :class:`ScheduledAction`.
     """
 
@@ -130,11 +130,11 @@ class PeriodicAction:
 
 @dataclass(frozen=True, slots=True)
 class PeriodicSchedule:
-    """A pattern that is repeated every ``period_seconds``, a microbatch each time (MadPipe, 3).
+    """A pattern repeated every ``period_seconds``, once per microbatch (MadPipe, 3).
 
-    ``pause_seconds`` are put in once per iteration, before each period whose number is a multiple
-    of the microbatches in an iteration: whatever starts in that period or later starts so much
-    later, what is running goes on. Every device is idle for a pause and updates its weights in it.
+    A pause of ``pause_seconds`` is inserted once per iteration, before each period whose number is
+    a multiple of the number of microbatches: actions that start in that period or later are
+    delayed by it, running actions continue. Every device pauses equally, for its weight updates.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -164,11 +164,11 @@ class PeriodicSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the cost model says of the plan.
+    """Predictions of the cost model for the plan.
 
     ``bubble`` is the idle share of the used devices' time in the iteration; memory is the peak per
     device, link bytes the sum per iteration over each pair of stages ("0-1") and group ("0"). An
-    iteration of a periodic plan is as many periods as it has microbatches, and a pause.
+    iteration of a periodic plan is one period per microbatch, plus the pause.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -183,10 +183,10 @@ class Predicted:
 class Bound:
     """A proved lower bound on the iteration time.
 
-    ``scope`` says of what: ``problem`` bounds every plan of the problem, ``schedule`` every
-    schedule of this plan's stages; either only as far as the plans belong to the class ``plans``.
-    ``proved_by`` names the argument (docs/certificates.md); ``witness`` holds the numbers that it
-    needs to be checked again, such as dual prices.
+    With ``scope`` ``problem`` it bounds every plan of the problem in the class ``plans``, with
+    ``schedule`` every schedule in that class of this plan's stages. ``proved_by`` names the
+    argument (docs/certificates.md); ``witness`` holds the numbers that verify it, such as dual
+    prices.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -200,10 +200,10 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """An upper bound that a theorem promises, next to the cost that was reached.
+    """An upper bound given by a theorem, next to the cost that was reached.
 
-    ``premise`` says under what conditions, and in comparison to what, the theorem promises it;
-    ``stages`` are those whose times stand in its formula.
+    ``premise`` states the conditions of the theorem and what it compares with; ``stages`` are
+    those whose times are in its formula.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -218,14 +218,14 @@ class Guarantee:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How good the plan is, and who proved it; a gap is (cost - bound) / cost.
+    """Lower bounds on the plan's cost, and their gaps: (cost - bound) / cost.
 
-    ``bound_seconds`` is the best bound over all plans of a class that has this plan, ``plans`` the
-    class (of equal bounds, the largest). ``every_bound_seconds`` is the best bound over every plan
-    that the checker accepts. ``schedule_bound_seconds`` compares with the other schedules of the
-    same stages, as far as they belong to ``schedule_plans``. ``bounds`` lists all that were
-    computed, also those of classes without this plan: they may exceed its cost, and then no plan of
-    their class is as good.
+    ``bound_seconds`` is the best bound over a class ``plans`` that contains this plan (of equal
+    bounds, the one on the largest class). ``every_bound_seconds`` is the best bound over every plan
+    that the checker accepts. ``schedule_bound_seconds`` is the best bound over the schedules of the
+    same stages in the class ``schedule_plans``. ``bounds`` lists all computed bounds, including
+    those on classes without this plan: one that exceeds the plan's cost says that every plan of
+    its class is worse.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -250,15 +250,16 @@ class Certificate:
 class PipelinePlan(Envelope):
     """A plan for one training iteration of a model on a cluster.
 
-    ``digest`` names the problem (model, cluster, microbatches) that the plan answers, ``layers``
-    (None: not told) are the model's; ``memory_limit_bytes`` is the problem's. A stage's devices may
-    be those of another stage. ``weights`` says when the weights change:
+    ``digest`` identifies the problem (model, cluster, microbatches), ``layers`` (None: unknown) are
+    the model's, ``memory_limit_bytes`` is the problem's. Stages may share devices. ``weights`` says
+    when the weights change:
 
     - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
-    - ``stash``: after every microbatch (of every round of a stage's turns), as its backward ends; a
-      forward takes the newest weights, and its backward the same (PipeDream's weight stashing).
-    - ``stash+vertical-sync``: likewise, but every stage's forward takes the version that the first
-      stage took for this microbatch.
+    - ``stash``: after every microbatch (of a round-robin stage, after every round), as its backward
+      ends; a forward uses the newest weights, and its backward the same version (PipeDream's weight
+      stashing).
+    - ``stash+vertical-sync``: likewise, but every stage uses the version that the first stage used
+      for this microbatch.
     - ``double-buffer``: once, at the end of the iteration, by a gradient at the weights before the
       last update: W(t+1) = W(t) - lr grad f(W(t-1)) (PipeDream-2BW). With a periodic schedule the
       next iteration begins before this one ends.
@@ -294,7 +295,7 @@ class PipelinePlan(Envelope):
 
     @property
     def weight_rule(self) -> WeightRule:
-        """What ``weights`` means."""
+        """The rule that ``weights`` names."""
         return WEIGHT_RULES[self.weights]
 
     @property
@@ -317,15 +318,15 @@ class PipelinePlan(Envelope):
         Raises
         ------
         InvalidPlan
-            If the schedule is periodic: what takes finite plans does not take it.
+            If the schedule is periodic.
         """
         if isinstance(self.schedule, PeriodicSchedule):
-            raise InvalidPlan("the plan is periodic: unroll it where one iteration is asked for")
+            raise InvalidPlan("the plan is periodic: unroll it to get the actions of an iteration")
         return self.schedule.actions
 
 
 def load_plan(path: str | os.PathLike[str]) -> PipelinePlan:
-    """Read a plan document; any fault is an InputError of one line."""
+    """Read a plan document; raises InputError, with one line, if it is not valid."""
     return documents.read(PipelinePlan, path, FORMAT, VERSION)
 
 

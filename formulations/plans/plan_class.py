@@ -1,8 +1,8 @@
-"""Classes of plans: what a bound, or a refusal, speaks of.
+"""Classes of plans: the scope of a bound or of a proof that no plan exists.
 
-A proof about plans holds for the plans that its argument covers. A class says which these are:
-feature by feature, what a plan of the class may use. Classes are ordered by inclusion, feature by
-feature, and every plan has a smallest class that it belongs to.
+A proof holds for the plans that its argument covers. A class describes them by the features that
+a plan may use. Classes are ordered by inclusion, feature by feature, and every plan has a smallest
+class that contains it.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ SHARING: tuple[Sharing, ...] = get_args(Sharing)
 
 @dataclass(frozen=True, slots=True)
 class PlanClass:
-    """The plans that use no more than this; by default all that the checker accepts.
+    """The plans that use only these features; by default all that the checker accepts.
 
     Attributes
     ----------
@@ -43,18 +43,18 @@ class PlanClass:
     replication
         Kinds of replication of the stages on several devices; empty: no such stages.
     split_backward
-        Backwards may be divided into input gradient and weight gradient.
+        Whether backwards may be divided into input gradient and weight gradient.
     recompute
-        What the stages may recompute.
+        Choices of recomputation of the stages.
     offload
-        Stages may keep activations in the host's memory.
+        Whether stages may keep activations in host memory.
     schedules, weights
         Kinds of schedules, semantics of the weight update.
     equal_groups
-        All stages have the same number of devices, which is one of these; None: no such limit.
+        All stages have the same number of devices, one of these; None: no such limit.
     merged
-        Neighbouring stages are on different devices: neighbouring layers on the same devices are
-        one stage.
+        Whether neighbouring stages have different devices, so that neighbouring layers on the same
+        devices are one stage.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -97,10 +97,7 @@ class PlanClass:
         )
 
     def describe(self) -> str:
-        """What the plans of the class must keep to, beside their kind of schedule.
-
-        Empty if that is nothing.
-        """
+        """The restrictions of the class, apart from the kind of schedule; empty if none."""
         return ", ".join(_limits(self))
 
     def phrase(self, quantifier: str) -> str:
@@ -209,16 +206,16 @@ DISJOINT_SPLIT = PlanClass(
     offload=False,
     schedules=("finite",),
 )
-"""What the joint search looks at, and SPP, PipeDream and the other planners of split stages.
+"""The plans that the joint search covers, and SPP, PipeDream and other planners of split stages.
 
-Their schedules update the weights once, at the end. A plan of this class with other weights needs
-no less time: see docs/certificates.md.
+Their schedules update the weights once, at the end. A plan of this class with another weight rule
+is no faster: see docs/certificates.md.
 """
 WHOLE_PERIODIC = replace(EVERY_PERIODIC, split_backward=False, recompute=("none",), offload=False)
-"""Periodic plans with whole backwards that keep what they need until then."""
+"""Periodic plans with whole backwards, without recomputation or offloading."""
 SEARCHED_ALLOCATIONS = replace(
     WHOLE_PERIODIC, sharing="groups", recompute=("none", "full"), merged=True
 )
-"""What the search over all allocations to groups of devices looks at."""
+"""The plans that the search over all allocations to groups of devices covers."""
 PATTERNS = replace(EVERY_PERIODIC, sharing="groups", split_backward=False, offload=False)
-"""What the patterns of given stages are compared with."""
+"""The plans that the patterns of given stages are compared with."""

@@ -1,4 +1,4 @@
-"""Start times of a plan's actions, as the checker has them, and as timetables of SPP's problem."""
+"""Convert start times between the checker's blocks and timetables of SPP's problem."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ from stagewright.formulations.plans.timing import Blocks, durations
 
 
 def starts_of(problem: PipelineProblem, stages: Sequence[Stage], times: Timetable) -> Blocks:
-    """The start times of ``times`` in the form of the checker.
+    """The start times of ``times`` as the checker's blocks.
 
-    The all-reduce and the optimizer's step, which are one in a makespan problem, stand apart; so
-    do transfers that are none, between stages on the same devices.
+    The all-reduce and the optimizer step, which a makespan problem combines, are separated, and
+    transfers between stages on the same devices, which are no actions, are removed.
     """
     lasting = durations(problem, stages)
     nowhere = np.full((1, problem.microbatches), np.nan)
@@ -35,7 +35,7 @@ def starts_of(problem: PipelineProblem, stages: Sequence[Stage], times: Timetabl
 
 
 def timetable_of(starts: Blocks) -> Timetable:
-    """The other way round, for split stages on disjoint devices with whole backwards."""
+    """The inverse of :func:`starts_of`, for split stages on disjoint devices, whole backwards."""
     begun = np.fmin(starts[ActionKind.REDUCE], starts[ActionKind.UPDATE])[:, 0]
     return Timetable(
         starts[ActionKind.FORWARD],

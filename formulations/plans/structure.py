@@ -1,7 +1,7 @@
-"""What is chosen of a finite plan before its order: the stages, and which backwards are split.
+"""The part of a finite plan chosen before its order: the stages, and which backwards are split.
 
-`work_of` writes a structure down in plain numbers, from which its actions can be put in order: what
-lasts how long, on which devices and channels, and how many bytes it keeps until when.
+`work_of` turns a structure into arrays for the scheduling heuristics: durations, devices and
+channels of the actions, and the bytes that they keep.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A structure in numbers.
+    """A structure as arrays.
 
-    S stages, M microbatches, V devices; N lanes: a stage has one, or one per device if its devices
-    take turns.
+    S stages, M microbatches, V devices; N lanes: a stage has one, or one per device with
+    round-robin replication.
 
     Attributes
     ----------
@@ -45,28 +45,28 @@ class Work:
         Of F, of B or I, of W (0 if there is none), of SEND_F to the next stage, of SEND_B to the
         one before; shape (5, S, M).
     split
-        Whether a stage's backwards stand as I and W, shape (S,).
+        Whether a stage's backwards are split into I and W, shape (S,).
     lane, channel
-        On which lane a stage runs a microbatch, and on which channel it is sent between stage s and
-        s + 1 (-1: on none), shape (S, M).
+        The lane on which a stage runs a microbatch, and the channel on which it is sent between
+        stages s and s + 1 (-1: none), shape (S, M).
     stage
-        Of every lane, shape (N,).
+        The stage of every lane, shape (N,).
     members
         The devices of every lane.
     near
-        The lanes that share a device with a lane, itself among them.
+        The lanes that share a device with a lane, including itself.
     places
         The lanes of every device.
     kept, again
-        Bytes that a lane's device holds per microbatch from the start of F, and on top from the
-        start of B or I, until the backward ends; shape (N,). What is offloaded is not kept.
+        Bytes that a lane's device holds per microbatch from the start of F, and in addition from
+        the start of B or I, until the backward ends; shape (N,). Without offloaded bytes.
     offloaded, offload
-        Bytes that a lane's device offloads per microbatch, and the seconds that takes one way (-1:
-        it does not offload); shape (N,).
+        Bytes that a lane's device offloads per microbatch, and the seconds of moving them one way
+        (-1: it does not offload); shape (N,).
     memory, room
-        Bytes of every device, and those that are left for microbatches; shape (V,).
+        Bytes of every device, and the bytes left for microbatches; shape (V,).
     alone
-        Bytes that one microbatch alone may need on every device at its peak, shape (V,).
+        Peak bytes of a single microbatch on every device, shape (V,).
     """
 
     seconds: Floats
@@ -88,7 +88,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endings:
-    """What follows the backwards: all-reduces and optimizer's steps in seconds, NaN where none is.
+    """Seconds of the all-reduces and optimizer steps after the backwards; NaN if there is none.
 
     ``devices`` are the positions of every stage's devices; arrays have shape (S,).
     """
@@ -99,7 +99,7 @@ class Endings:
 
 
 def work_of(problem: PipelineProblem, structure: Structure) -> tuple[Work, Endings, Blocks]:
-    """The structure in numbers, what follows, and the durations as the checker has them."""
+    """The structure as arrays, the actions after its backwards, and the checker's durations."""
     stages, m = structure.stages, problem.microbatches
     split = np.array(structure.split)
     seconds = durations(problem, stages, np.repeat(split[:, None], m, axis=1))
@@ -155,7 +155,7 @@ def misfit(problem: PipelineProblem, structure: Structure, work: Work) -> str | 
             return (
                 f"stage {s} (layers {stage.layers[0]} to {stage.layers[1] - 1}) splits "
                 f"microbatches of {problem.chain.microbatch_size} samples among {shares} devices, "
-                f"{most} are the most: plan larger microbatches"
+                f"at most {most} are possible: plan larger microbatches"
             )
     short = work.alone - work.room
     v = int(short.argmax())
@@ -171,7 +171,7 @@ def misfit(problem: PipelineProblem, structure: Structure, work: Work) -> str | 
 
 
 def device_loads(work: Work) -> Floats:
-    """How long every device computes in an iteration, shape (V,)."""
+    """Compute seconds of every device in an iteration, shape (V,)."""
     busy = np.zeros(len(work.room))
     every = work.seconds[:3].sum(axis=0)
     for n, s in enumerate(work.stage):
@@ -180,11 +180,11 @@ def device_loads(work: Work) -> Floats:
 
 
 def structure_bound(work: Work, endings: Endings) -> float:
-    """No schedule of the structure is shorter.
+    """A lower bound on the iteration time of every schedule of the structure.
 
-    A microbatch passes every stage twice. A device begins when the first microbatch gets to its
-    first stage; after its last whole backward that gradient passes the stages before. All-reduces
-    of a device take turns.
+    A microbatch passes every stage twice. A device begins when the first microbatch reaches its
+    first stage; after its last whole backward the gradient passes the earlier stages. All-reduces
+    of a device run one after another.
     """
     least = work.seconds.min(axis=2)  # (5, S)
     there = np.concatenate([[0.0], np.cumsum(least[0, :-1] + least[3, :-1])])
@@ -230,11 +230,11 @@ def _channel_table(stages: Sequence[Stage], microbatches: int) -> Ints:
 def _lane_bytes(
     problem: PipelineProblem, structure: Structure, s: int, devices: Sequence[int]
 ) -> tuple[float, float, float, float]:
-    """Bytes kept, bytes kept again, bytes offloaded, and the seconds of that."""
+    """Bytes kept, bytes recomputed, bytes offloaded, and the seconds of offloading."""
     stage = structure.stages[s]
     kept = kept_bytes(problem, stage, structure.split[s])
     seconds = problem.offload_seconds(*stage.layers, devices) if stage.offload else -1.0
-    assert seconds is not None  # the search offloads only where the host's link is known
+    assert seconds is not None  # the search offloads only where the host link is known
     return kept.saved_bytes, kept.working_bytes, kept.offloaded_bytes, seconds
 
 
@@ -248,7 +248,7 @@ def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:
 
 
 def _alone(lanes: Sequence[int], kept: Floats, again: Floats, offloaded: Floats) -> float:
-    """The most that a microbatch alone needs on a device of ``lanes``, in the stages' order."""
+    """The peak bytes of a single microbatch on a device of ``lanes``, in the order of stages."""
     if not lanes:
         return 0.0
     mine = list(lanes)

@@ -1,7 +1,7 @@
-"""Seconds of a plan's actions: which actions its stages have, and how long each takes.
+"""The actions of a plan's stages and their durations.
 
-The cost model's times, which planners, the checker and the simulator share; with the bytes of
-`memory` they share nothing else.
+This is the time part of the cost model. Planners, the checker and the simulator share it and the
+byte part in `memory`, and nothing else.
 """
 
 import math
@@ -34,8 +34,8 @@ Blocks = dict[ActionKind, Floats]
 
 NaN where there is no such action: a backward is whole or in two parts, the last stage sends nothing
 forward, the first nothing back, no stage sends to itself, a stage on one device reduces nothing,
-and an optimizer's step that takes no time is no action. NaN is in no order with any number, so
-rules on times pass over it.
+and an optimizer step of zero seconds is not an action. Comparisons with NaN are false, so rules on
+times skip it.
 """
 
 Split = NDArray[np.bool_]
@@ -45,9 +45,9 @@ Split = NDArray[np.bool_]
 def updated_stages(
     problem: PipelineProblem, stages: Sequence[Stage], rule: WeightRule
 ) -> frozenset[int]:
-    """The stages whose optimizer's step is an action at the end of the iteration.
+    """The stages whose optimizer step is an action at the end of the iteration.
 
-    Where weights change after every microbatch the step belongs to the backward.
+    If weights change after every microbatch, the step is part of the backward.
     """
     if rule.updates_every_round:
         return frozenset()
@@ -62,8 +62,8 @@ def expected_actions(
 ) -> Iterator[Action]:
     """Every action that a schedule of ``stages`` must hold, once each.
 
-    ``split`` tells which backwards are split into I and W (default: none), ``updated`` the stages
-    whose optimizer's step is an action.
+    ``split`` marks the backwards that are split into I and W (default: none), ``updated`` the
+    stages whose optimizer step is an action.
     """
     parts = whole_backwards(stages, microbatches) if split is None else split
     sent = [are_sent(stages, s, microbatches) for s in range(-1, len(stages))]
@@ -88,10 +88,10 @@ def durations(
     split: Split | None = None,
     rule: WeightRule = FLUSH,
 ) -> Blocks:
-    """The cost model's seconds for every action of ``stages``, ``split`` as above.
+    """The cost model's seconds for every action of ``stages``, with ``split`` as above.
 
-    Where weights change after every microbatch, what ends a backward takes the optimizer's step
-    longer.
+    If weights change after every microbatch, the last action of a backward includes the optimizer
+    step.
     """
     parts = whole_backwards(stages, problem.microbatches) if split is None else split
     seconds = empty_blocks(len(stages), problem.microbatches)
@@ -112,7 +112,7 @@ def durations(
 def compute_seconds(
     problem: PipelineProblem, stage: Stage, devices: Sequence[int]
 ) -> tuple[float, float]:
-    """Forward, and backward with what it computes again, of a microbatch split on ``devices``."""
+    """Time of the forward, and of the backward with recomputation, split on ``devices``."""
     forward, backward = problem.compute_seconds(*stage.layers, devices)
     return forward, backward + (0.0 if stage.recompute == "none" else forward)
 
@@ -125,7 +125,7 @@ def _add_computations(
     split: bool,
     seconds: Blocks,
 ) -> None:
-    """F and B of stage ``s``, if ``split`` also I and W; ``step`` adds to what ends a backward."""
+    """Set F and B of stage ``s``, if ``split`` also I and W; ``step`` extends the backward."""
     stage = stages[s]
     for lane, devices in enumerate(_positions(problem, stage)[: problem.microbatches]):
         every = slice(lane, None, stage.turns)
@@ -147,7 +147,7 @@ def _add_transfers(problem: PipelineProblem, stages: Sequence[Stage], seconds: B
 
 
 def split_backwards(plan: PipelinePlan) -> Split:
-    """Which backwards of a plan are split: those of which I or W is there."""
+    """Which backwards of a plan are split: those with an I or a W."""
     split = whole_backwards(plan.stages, plan.microbatches)
     parts = {entry.action for entry in plan.actions if I in entry.action}
     parts |= {entry.action for entry in plan.actions if W in entry.action}
@@ -158,7 +158,7 @@ def split_backwards(plan: PipelinePlan) -> Split:
 
 
 def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    """The optimizer's step of a stage on each of its devices."""
+    """Seconds of the optimizer step of a stage on each of its devices."""
     devices = [problem.cluster.index[name] for name in stage.devices]
     return problem.update_seconds(*stage.layers, devices)
 
@@ -179,8 +179,8 @@ def channels(stages: Sequence[Stage], s: int, microbatches: int) -> Iterator[tup
     """The channels between stages s and s + 1, one per pair of endpoints.
 
     A channel carries the microbatches first, first + cycle, ...: the pairs of lanes repeat after
-    the least common multiple of both stages' turns, and within it no pair appears twice. What one
-    group of devices runs in both stages passes no channel.
+    the least common multiple of both stages' numbers of lanes, and within it no pair appears
+    twice. A microbatch that the same devices run in both stages needs no channel.
     """
     cycle = math.lcm(stages[s].turns, stages[s + 1].turns)
     for first in range(min(cycle, microbatches)):

@@ -1,8 +1,8 @@
-"""The run of a periodic plan: its pattern for many microbatches, from the first to the last.
+"""Unroll a periodic plan: its pattern for many microbatches, with warm-up and drain.
 
 With H the largest index shift, the periods 0 to H - 1 of a run of N microbatches are its warm-up,
-in which the pipeline fills; in the periods H to N - 1 every operation is done; the rest drains.
-Pauses part the periods of one iteration from those of the next.
+in which the pipeline fills; in the periods H to N - 1 every operation runs; the rest drains.
+Pauses separate the periods of one iteration from those of the next.
 """
 
 from collections.abc import Iterator
@@ -23,16 +23,16 @@ from stagewright.graphs.documents.arrays import Floats
 
 
 def warm_up_periods(schedule: PeriodicSchedule) -> int:
-    """H: from this period on everything is done in every period, but for all-reduces."""
+    """H: from this period on every operation except all-reduces runs in every period."""
     return max((one.shift for one in schedule.actions if not _is_reduce(one.action)), default=0)
 
 
 def unroll_run(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
-    """The finite plan in which a periodic ``plan`` does this many microbatches and then ends.
+    """Unroll a periodic ``plan`` into the finite plan of this many microbatches.
 
-    It ends with an iteration: all-reduces follow the last microbatch, and those before it by an
-    iteration's microbatches, two of them, and so on. Times that differ by the rounding
-    of their sums are made equal, so that what follows directly begins when the other ends.
+    It ends with an iteration: all-reduces follow the last microbatch, and every microbatch that is
+    a multiple of an iteration's microbatches before it. Times that differ only by rounding are made
+    equal, so that an action starts exactly when the one directly before it ends.
     """
     schedule = plan.schedule
     assert isinstance(schedule, PeriodicSchedule)
@@ -57,7 +57,7 @@ def unroll_run(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
 
 
 def finite_run(plan: PipelinePlan, iterations: int) -> PipelinePlan:
-    """So many iterations of a periodic plan from the first on; a finite plan is its own run."""
+    """The first iterations of a periodic plan; a finite plan is returned as it is."""
     if not plan.is_periodic:
         return plan
     return unroll_run(plan, iterations * plan.microbatches)
@@ -79,7 +79,7 @@ def _is_reduce(text: str) -> bool:
 
 
 def _without_rounding(times: Floats, tolerance: float) -> Floats:
-    """``times`` where each that follows another within ``tolerance`` is as early as that one."""
+    """``times`` with each that follows another within ``tolerance`` set equal to it."""
     instants, place = np.unique(times, return_inverse=True)
     is_first = np.diff(instants, prepend=-np.inf) > tolerance
     earliest: Floats = instants[is_first][np.cumsum(is_first) - 1]

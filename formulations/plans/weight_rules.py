@@ -9,19 +9,19 @@ Weights = Literal["flush", "stash", "stash+vertical-sync", "double-buffer"]
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """What a name of ``Weights`` means.
+    """The semantics of a weight update.
 
     Attributes
     ----------
     updates_every_round
-        Weights change after every microbatch, or after every round of a stage whose devices take
-        turns; else once, at the end of the iteration. Versions that a backward still needs are kept
-        next to the newest until it ends.
+        Whether weights change after every microbatch, or after every round of a round-robin stage;
+        else once, at the end of the iteration. A version that a backward still needs is kept until
+        it ends, next to the newest.
     staleness
-        By how many updates the weights of an iteration are older than the newest as it begins. So
-        many versions are held next to the newest all the time.
+        By how many updates the weights of an iteration are older than the newest as it begins.
+        That many versions are always held next to the newest.
     follows_first_stage
-        A microbatch uses the version on every stage that it used on the first.
+        Whether a microbatch uses on every stage the version that it used on the first.
     """
 
     name: Weights
@@ -31,7 +31,7 @@ class WeightRule:
 
     @property
     def versions(self) -> int:
-        """Versions of the weights that a stage holds all the time."""
+        """The number of versions of the weights that a stage always holds."""
         return 1 + self.staleness
 
     @property

@@ -6,7 +6,7 @@ from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.schedules.order import B, F, Order, order_of
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def gpipe(device: tuple[int, ...], microbatches: int) -> Order:
     """GPipe's order with stage s on ``device[s]``; every stage keeps all microbatches in flight."""
     stages = range(len(device))

@@ -6,7 +6,7 @@ from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.schedules.order import B, F, Order
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Order:
     """Interleaved 1F1B: stage s is chunk s // P on rank s mod P; with one chunk it is 1F1B.
 

@@ -6,7 +6,7 @@ from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.schedules.order import B, F, Order, Row
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def one_f_one_b(stages: int, microbatches: int, in_flight: tuple[int, ...] | None = None) -> Order:
     """1F1B with stage s on device s, S - s microbatches in flight (Narayanan's thesis, 4.2.2).
 

@@ -7,7 +7,7 @@ from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.formulations.schedules.order import B, F, Order, order_of
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def pe(device: tuple[int, ...], microbatches: int, in_flight: tuple[int, ...]) -> Order:
     """PE's order: in every round each block with a waiting microbatch processes one.
 

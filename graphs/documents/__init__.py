@@ -1,1 +1,1 @@
-"""Strict JSON documents, units and errors: what every other module stands on."""
+"""Strict JSON documents, units and errors, used by all other modules."""

@@ -37,8 +37,8 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         wrong types, or a broken rule, with the path of the field.
     """
     try:
-        # The json module recurses into deep nesting and lets lone surrogates pass; once that is
-        # ruled out, it is the one that tells of a key that stands twice.
+        # pydantic refuses deep nesting, on which the json module recurses, and lone surrogates;
+        # only the json module reports duplicate keys.
         data = from_json(text)
         json.loads(text, object_pairs_hook=_require_single_keys)
     except InputError as error:
@@ -53,7 +53,7 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
             f"{place}: version {data.get('version')!r} is not known; this release reads {version}"
         )
     try:
-        # From JSON, because only then do strict types take an array for a tuple.
+        # From JSON, because only then do strict types accept an array for a tuple.
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {first_problem(error, data)}") from None
@@ -63,7 +63,7 @@ def _require_single_keys(pairs: list[tuple[str, Any]]) -> None:
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise InputError(f"the field {twice!r} stands twice in one object")
+        raise InputError(f"the field {twice!r} appears twice in one object")
 
 
 def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version: int) -> T:
@@ -83,9 +83,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def file_name(path: str | os.PathLike[str]) -> str:
-    """``path`` as text; what can name no file raises InputError."""
+    """``path`` as text; raises InputError if it cannot be a file name."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
-        raise InputError(f"{reprlib.repr(path)} is no file name")
+        raise InputError(f"{reprlib.repr(path)} is not a file name")
     return os.fsdecode(path)
 
 
@@ -104,21 +104,21 @@ def write(kind: type[T], document: T, path: str | os.PathLike[str]) -> None:
     Raises
     ------
     InputError
-        If ``document`` is something else, or the file cannot be written.
+        If ``document`` has another type, or the file cannot be written.
     """
     require_type(document, kind, "the document")
     write_text(path, to_json(document))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` atomically: the old file or the whole new one, never a part."""
+    """Write ``text`` to ``path`` atomically: a reader sees the old file or the complete new one."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to ``path`` atomically, as :func:`write_text` does.
 
-    Pipes and devices, and what standard output goes to, are written straight away.
+    Pipes, devices and the file of standard output are written directly.
     """
     path = file_name(path)
     try:
@@ -130,13 +130,13 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         else:
             _replace(path, data)
     except BrokenPipeError:
-        raise  # nobody reads on: no fault of the path
+        raise  # the reader closed the pipe; the path is not at fault
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def is_standard_output(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is where standard output goes, as /dev/stdout is, unless that is nowhere."""
+    """Whether ``path`` is the file of standard output, as /dev/stdout is."""
     try:
         found = os.stat(path)
         nowhere = os.path.samestat(found, os.stat(os.devnull))
@@ -151,7 +151,7 @@ def _pour(file: int | str | os.PathLike[str], data: bytes) -> None:
 
 
 def _replace(path: str | os.PathLike[str], data: bytes) -> None:
-    target = os.path.realpath(path)  # what a link points to is written, not the link
+    target = os.path.realpath(path)  # write the target of a link, not the link
     folder, name = os.path.split(target)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
     try:
@@ -166,10 +166,10 @@ def _replace(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def first_problem(error: ValidationError, document: Any = None) -> str:
-    """The first problem as ``field.path[3]: message, got value``, and how many more there are.
+    """The first problem as ``field.path[3]: message, got value``, and the number of others.
 
-    ``document`` is what was read, as plain data: with it, the path holds its fields alone, without
-    the tag by which pydantic chose the member of a union.
+    With ``document``, the plain data that was read, the path has only fields of the document,
+    without the tag by which pydantic chose the member of a union.
     """
     problems = error.errors(include_url=False)
     first = problems[0]
@@ -193,7 +193,7 @@ def first_problem(error: ValidationError, document: Any = None) -> str:
 
 
 def _without_tags(path: Sequence[int | str], document: Any, problem: str) -> list[int | str]:
-    """The parts of ``path`` that are steps in ``document``; the field that is missing is one."""
+    """The parts of ``path`` that are fields or indices of ``document``, or a missing field."""
     found: list[int | str] = []
     node = document
     for position, part in enumerate(path):
@@ -212,7 +212,7 @@ def _child(node: Any, part: int | str) -> Any:
 
 
 def _about_tag(path: Sequence[int | str], context: dict[str, Any]) -> tuple[list[int | str], str]:
-    """The place of the field that chooses a union's member, and what is wrong with it."""
+    """The place of the field that selects a union's member, and the problem with it."""
     place = [*path, context["discriminator"].strip("'")]
     if "tag" not in context:
         return place, "missing field"

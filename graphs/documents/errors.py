@@ -2,7 +2,7 @@
 
 
 class InputError(ValueError):
-    """Input that is refused where it enters; the message is one line that names place and cure."""
+    """Invalid input; the message is one line with the place and the remedy."""
 
 
 class InvalidPlan(ValueError):  # noqa: N818 - the design's name

@@ -1,4 +1,4 @@
-"""Quantities with units, read from and written for people."""
+"""Parse and format quantities with units."""
 
 import math
 import re
@@ -9,10 +9,10 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from stagewright.graphs.documents.errors import InputError
 
-MIN_BANDWIDTH = 1e6  # bytes/s; anything below is a number of GB/s that lost its unit
+MIN_BANDWIDTH = 1e6  # bytes/s; anything below is a number of GB/s without its unit
 MIN_MEMORY = 1e6  # bytes
 
-# Far above what anybody trains with, and low enough that arrays of them fit in memory.
+# Far above any real training run, and low enough that arrays of this size fit in memory.
 MAX_MICROBATCHES = 65_536
 MAX_DEVICES = 16_384
 MAX_LAYERS = 16_384
@@ -26,7 +26,7 @@ def parse_bytes(text: str) -> float:
     Raises
     ------
     InputError
-        If ``text`` is no size, or a negative one.
+        If ``text`` is not a size, or is negative.
     """
     try:
         value = _plain_or_bytes(text)
@@ -42,7 +42,7 @@ def parse_bandwidth(text: str) -> float:
     Raises
     ------
     InputError
-        If ``text`` is no bandwidth, or so small that its unit must have been forgotten.
+        If ``text`` is not a bandwidth, or so small that its unit must be missing.
     """
     size = re.sub(r"(?i)bps$", "bit", text.strip())
     size = re.sub(r"(?i)/s(ec)?$", "", size)
@@ -57,7 +57,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def _plain_or_bytes(text: str) -> float:
-    """A plain number in any notation, which pydantic's sizes (``16GB``) are not."""
+    """A plain number in any notation, or else a size that pydantic reads (``16GB``)."""
     try:
         return float(text)
     except ValueError:
@@ -65,7 +65,7 @@ def _plain_or_bytes(text: str) -> float:
 
 
 def require_bandwidth(value: float, place: str) -> None:
-    """Refuse a bandwidth (bytes/s) that is not finite and positive, or that lost its unit."""
+    """Refuse a bandwidth (bytes/s) that is not finite and positive, or that lacks its unit."""
     if not math.isfinite(value) or value <= 0:
         raise InputError(f"{place} must be positive and finite, got {value:g} bytes/s")
     if value < MIN_BANDWIDTH:
@@ -76,7 +76,7 @@ def require_bandwidth(value: float, place: str) -> None:
 
 
 def require_count(value: int, name: str, most: int) -> None:
-    """Refuse a count below 1, or so large that only a slip can have written it."""
+    """Refuse a count below 1, or implausibly large."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{name} must be a whole number, got {value!r}")
     if value < 1:
@@ -86,20 +86,20 @@ def require_count(value: int, name: str, most: int) -> None:
 
 
 def require_amount(value: float, place: str) -> None:
-    """Refuse a time, size or rate that is no number, negative or not finite."""
+    """Refuse a time, size or rate that is not a number, is negative or not finite."""
     require_number(value, place)
     if not is_finite(value) or value < 0:
         raise InputError(f"{place} must be finite and not negative, got {value}")
 
 
 def require_number(value: float, place: str) -> None:
-    """Refuse what is no real number, such as a size with its unit."""
+    """Refuse a value that is not a real number, such as a size with its unit."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InputError(f"{place} must be a number, got {reprlib.repr(value)}")
 
 
 def require_seed(value: int, name: str) -> None:
-    """Refuse a seed that some generator or solver does not take."""
+    """Refuse a seed that some generator or solver does not accept."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
         raise InputError(f"{name} must be from 0 to {2**31 - 1}, got {reprlib.repr(value)}")
 
@@ -120,7 +120,7 @@ def require_type(value: object, kind: type, name: str) -> None:
 
 
 def format_bytes(value: float) -> str:
-    """``value`` bytes for people, with decimal units."""
+    """``value`` bytes as text with decimal units."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.3g} {unit}"
@@ -128,7 +128,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """``value`` seconds for people."""
+    """``value`` seconds as text with a unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"

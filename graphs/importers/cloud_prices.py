@@ -1,9 +1,9 @@
 r"""Price and availability logs of three clouds (github.com/stanford-futuredata/training_on_a_dime).
 
-A folder of logs holds any of ``aws/cost/REGION/*.json`` (what ``aws ec2
-describe-spot-price-history`` answers; the files overlap), ``azure/cost/REGION.csv`` (a price per
-day and instance) beside ``azure/instance_mapping.csv``, ``gcp/spin_up_and_shut_down/*.out`` (static
-prices) and ``PROVIDER/availability/*.out`` (instances created and preempted).
+A folder of logs holds any of ``aws/cost/REGION/*.json`` (output of ``aws ec2
+describe-spot-price-history``; the files overlap), ``azure/cost/REGION.csv`` (a price per day and
+instance) with ``azure/instance_mapping.csv``, ``gcp/spin_up_and_shut_down/*.out`` (static prices)
+and ``PROVIDER/availability/*.out`` (instances created and preempted).
 """
 
 import csv
@@ -60,8 +60,8 @@ def read_cloud_logs(folder: str | os.PathLike[str]) -> Market:
     Raises
     ------
     InputError
-        With file and place: no logs, an unknown instance type, a broken file, a price that is
-        missing on a day between others.
+        With file and place, if there are no logs, an instance type is unknown, a file is malformed
+        or a price is missing on a day between others.
     """
     root = Path(folder)
     series: list[PriceSeries] = []
@@ -84,7 +84,7 @@ def read_cloud_logs(folder: str | os.PathLike[str]) -> Market:
 
 
 def read_aws(folder: str | os.PathLike[str]) -> Market:
-    """AWS's spot prices: all files merged; a price holds until the next, or the last file's end."""
+    """AWS's spot prices from all files; a price holds until the next, or the last file's end."""
     points: dict[tuple[str, str], dict[float, float]] = {}
     for file in sorted(Path(folder).glob("**/*.json")):
         for number, entry in enumerate(_history(file)):
@@ -114,7 +114,7 @@ def _history(file: Path) -> list[Any]:
         raise InputError(f"{file}: not a complete JSON document ({error})") from None
     history = document.get("SpotPriceHistory") if isinstance(document, dict) else None
     if not isinstance(history, list):
-        raise InputError(f"{file}: no list SpotPriceHistory, so no spot prices of AWS")
+        raise InputError(f"{file}: no list SpotPriceHistory; expected spot prices of AWS")
     return history
 
 
@@ -189,7 +189,9 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     reader = csv.DictReader(io.StringIO(documents.read_text(file)))
     for row in reader:
         if None in row or None in row.values():
-            raise InputError(f"{file}:{reader.line_num}: not as many cells as the heading has")
+            raise InputError(
+                f"{file}:{reader.line_num}: the number of cells differs from the header's"
+            )
         yield reader.line_num, row
 
 
@@ -197,7 +199,7 @@ def _day(place: str, text: str) -> float:
     try:
         day = datetime.datetime.strptime(text, "%m/%d/%Y")
     except ValueError:
-        raise InputError(f"{place}{text!r} is no date; expected month/day/year") from None
+        raise InputError(f"{place}{text!r} is not a date; expected month/day/year") from None
     return day.replace(tzinfo=datetime.UTC).timestamp()
 
 
@@ -212,17 +214,17 @@ _GCP_PRICE = re.compile(
 def read_gcp(folder: str | os.PathLike[str], span: tuple[float, float] | None = None) -> Market:
     """GCP's prices of preemptible instances.
 
-    They are static (thesis, 6.2), so a price is taken to hold over ``span`` (seconds), which is
-    the logs' own time where it is left out; logs that contradict each other are refused.
+    They are static (thesis, 6.2), so a price is assumed to hold over ``span`` (seconds; by default
+    the time that the logs cover). Logs that contradict each other are refused.
     """
     prices: dict[tuple[str, str, int], float] = {}
     times = []
     for file in sorted(Path(folder).glob("*.out")):
-        times.append(_timestamp(f"{file}: its name: ", file.stem))
+        times.append(_timestamp(f"{file}: file name: ", file.stem))
         for number, line in enumerate(documents.read_text(file).splitlines(), 1):
             match = _GCP_PRICE.fullmatch(line.strip())
             if match is None:
-                continue  # what became of the instances
+                continue  # the state of an instance
             place = f"{file}:{number}: "
             key = (match["zone"], match["gpu"], int(match["gpus"]))
             price = _dollars(place, match["price"])
@@ -304,8 +306,8 @@ def _ended(provider: str, up: _Up, at: float, *, preempted: bool) -> Uptime:
 def read_model_rates(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
     """Steps per second by model and kind of GPU, alone on one GPU.
 
-    The table maps kinds of GPU to models to ``"null"`` for the rate alone; a model is named as it
-    is, or as Gavel does, ``"('ResNet-18 (batch size 16)', 1)"``.
+    The table maps kinds of GPU to models to ``"null"`` for the rate alone; a model has its plain
+    name, or Gavel's, ``"('ResNet-18 (batch size 16)', 1)"``.
     """
     try:
         table = json.loads(documents.read_text(path))
@@ -336,7 +338,7 @@ def _model(name: str) -> tuple[str, int]:
 def _series(
     instance: Instance, points: list[tuple[float, float]], until_seconds: float
 ) -> PriceSeries:
-    """The series without the points at which the price stays."""
+    """The series without the points at which the price does not change."""
     kept = [point for i, point in enumerate(points) if i == 0 or point[1] != points[i - 1][1]]
     return PriceSeries(
         instance, tuple(at for at, _ in kept), tuple(price for _, price in kept), until_seconds
@@ -347,7 +349,7 @@ def _timestamp(place: str, text: Any) -> float:
     try:
         at = datetime.datetime.fromisoformat(text)
     except (TypeError, ValueError):
-        raise InputError(f"{place}{text!r} is no time; expected 2020-03-05T09:09:39Z") from None
+        raise InputError(f"{place}{text!r} is not a time; expected 2020-03-05T09:09:39Z") from None
     return at.replace(tzinfo=at.tzinfo or datetime.UTC).timestamp()
 
 
@@ -355,7 +357,7 @@ def _dollars(place: str, text: Any) -> float:
     try:
         price = float(text)
     except (TypeError, ValueError):
-        raise InputError(f"{place}{text!r} is no price in dollars per hour") from None
+        raise InputError(f"{place}{text!r} is not a price in dollars per hour") from None
     if not 0 <= price < math.inf:
         raise InputError(f"{place}a price must be finite and not negative, got {price:g}")
     return price

@@ -25,7 +25,7 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Record(BaseModel):
-    """The files carry further fields for debugging, which are passed over."""
+    """The files have further fields for debugging, which are ignored."""
 
     model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
 
@@ -82,11 +82,12 @@ def dnn_partitioning_graph(
     """The forward operators of a workload, with the backward time of their colour class.
 
     * Backward time is shared among the forward operators of the class in proportion to their
-      forward times; a backward node without such an operator goes with the nearest one that has.
+      forward times; a backward node without such an operator is counted in the nearest class that
+      has one.
     * A forward node without inputs and without latency is a weight: it becomes part of its first
       reader. In workloads without such nodes an operator's size is its output and its weights.
-    * What is left of the size is kept for the backward; inference workloads keep nothing.
-    * That forward operators of one class belong on one device is not carried over.
+    * The rest of the size is kept for the backward; inference workloads keep nothing.
+    * The constraint that forward operators of one class are on one device is dropped.
 
     Parameters
     ----------
@@ -95,9 +96,9 @@ def dnn_partitioning_graph(
     microbatch_size
         The batch that was measured; the file does not say.
     device_kind
-        Where it was measured; None (any device) as the file does not say.
+        The kind of device that was measured; by default any, since the file does not say.
     name
-        Of the model; by default the file's name without its ending.
+        Name of the model; by default the file's name without its suffix.
 
     Raises
     ------
@@ -112,7 +113,7 @@ def dnn_partitioning_graph(
             title,
             f"measured: dnn-partitioning workload {Path(path).name} (made for up to "
             f"{workload.max_devices} devices of {format_bytes(workload.max_bytes)}); its batch is "
-            f"not named in the file and taken as one microbatch of {microbatch_size}",
+            f"not given in the file and taken as one microbatch of {microbatch_size}",
             _operators(workload, readers),
             _forward_edges(workload, readers),
             microbatch_size,
@@ -129,14 +130,14 @@ def _read(path: str | os.PathLike[str]) -> _Workload:
         raise InputError(f"{path}: {documents.first_problem(error)}") from None
     ids = {node.id for node in workload.nodes}
     if len(ids) < len(workload.nodes):
-        raise InputError(f"{path}: two nodes have one id")
+        raise InputError(f"{path}: two nodes have the same id")
     for i, edge in enumerate(workload.edges):
         for id_ in (edge.source_id, edge.dest_id):
             if id_ not in ids:
                 raise InputError(f"{path}: edges[{i}] names node {id_}, which does not exist")
     for node in workload.nodes:
         if not node.supported_on_fpga:
-            raise InputError(f"{path}: {node.label!r} runs on no accelerator")
+            raise InputError(f"{path}: {node.label!r} does not run on an accelerator")
     return workload
 
 
@@ -147,7 +148,7 @@ def _forward(workload: _Workload) -> dict[int, _Node]:
 def _forward_edges(
     workload: _Workload, without: dict[int, int] | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """Edges between forward nodes, by label, without those that leave the nodes ``without``."""
+    """Edges between forward nodes, by label, except those that leave the nodes ``without``."""
     nodes = _forward(workload)
     return tuple(
         (nodes[edge.source_id].label, nodes[edge.dest_id].label)
@@ -199,8 +200,8 @@ def _operators(workload: _Workload, readers: dict[int, int]) -> tuple[Operator, 
 def _output_bytes(workload: _Workload) -> dict[int, float]:
     """The largest edge that leaves each forward node.
 
-    For the last operators, which no forward node reads, the largest edge into a backward node of
-    their class: a gradient is as large as the output.
+    For the last operators, whose output no forward node reads, the largest edge into a backward
+    node of their class: a gradient is as large as the output.
     """
     nodes = {node.id: node for node in workload.nodes}
     leaving: dict[int, float] = defaultdict(float)
@@ -218,7 +219,7 @@ def _output_bytes(workload: _Workload) -> dict[int, float]:
 
 
 def _backward_milliseconds(workload: _Workload, readers: dict[int, int]) -> dict[int, float]:
-    """Backward time per forward operator; the sum is that of all backward nodes."""
+    """Backward time per forward operator, which add up to the time of all backward nodes."""
     nodes = _forward(workload)
     classes: dict[int | None, set[int]] = defaultdict(set)
     for id_, node in nodes.items():
@@ -237,7 +238,7 @@ def _backward_milliseconds(workload: _Workload, readers: dict[int, int]) -> dict
 def _classes_of_backward_nodes(
     workload: _Workload, known: set[int | None]
 ) -> list[tuple[_Node, int | None]]:
-    """Each backward node with its own class if that is ``known``, else the nearest node's."""
+    """The class of each backward node if it is ``known``, else that of the nearest node."""
     backward = {node.id: node for node in workload.nodes if node.is_backward_node}
     graph = nx.Graph()
     graph.add_nodes_from(backward)

@@ -1,7 +1,8 @@
 r"""Gavel's traces and throughput tables (github.com/stanford-futuredata/gavel).
 
-A trace has a line per job, tab-separated: job type, command, working directory, the argument that
-takes the steps, whether it needs data, steps, scale factor, priority weight, SLO, arrival (s).
+A trace has a line per job, tab-separated: job type, command, working directory, the name of the
+argument for the steps, whether it needs data, steps, scale factor, priority weight, SLO, arrival
+(s).
 A table maps worker type to ``"('ResNet-18 (batch size 16)', 1)"`` to ``"null"`` for the steps per
 second alone, and to other job types for the two rates together; the worker types
 ``v100_unconsolidated`` hold the rates on accelerators of different servers.
@@ -26,13 +27,13 @@ _KIND = re.compile(r"\((?P<quote>['\"])(?P<model>[^'\"]+)(?P=quote), (?P<scale>\
 
 
 def read_gavel(trace: str | os.PathLike[str], throughputs: str | os.PathLike[str]) -> Workload:
-    """The jobs of a trace with their part of a throughput table.
+    """The jobs of a trace with their throughputs.
 
     Raises
     ------
     InputError
-        With file and line: a field is missing or no number, arrivals are out of order, or a job's
-        type at its scale has no throughputs.
+        With file and line, if a field is missing or not a number, arrivals are out of order, or a
+        job's type has no throughputs at its scale.
     """
     jobs = read_trace(trace)
     table = read_throughputs(throughputs)
@@ -91,7 +92,7 @@ def _number(text: str, what: str, *, whole: bool = False) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or (whole and value != int(value)):
-        raise InputError(f"{what} {text.strip()!r} is no {'whole ' if whole else ''}number")
+        raise InputError(f"{what} {text.strip()!r} is not a {'whole ' if whole else ''}number")
     return value
 
 
@@ -101,11 +102,11 @@ def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
     Raises
     ------
     InputError
-        In one line, if the file is no such table.
+        In one line, if the file is not such a table.
     """
     try:
         text = documents.read_text(path)
-        from_json(text)  # refuses the deep nesting into which the json module recurses
+        from_json(text)  # refuses deep nesting, into which the json module recurses
         table = json.loads(text, parse_int=float)
     except ValueError as error:
         raise InputError(f"{path}: not a complete JSON document ({error})") from None
@@ -137,7 +138,7 @@ def _throughputs(table: dict[str, Any]) -> Throughputs:
                     continue
                 partner, other_scale = _kind(other, accelerator)
                 both = _both(together, f"{place} with {other}")
-                # Both orders are in the table; the pair is kept once, as its first model has it.
+                # Both orders are in the table; the pair is kept once, by its first model.
                 if other_scale == scale and model <= partner:
                     spread_both = apart.get(other)
                     pairs.append(
@@ -161,7 +162,7 @@ def _items(types: Any, accelerator: str) -> dict[str, dict[str, Any]]:
 def _kind(text: str, accelerator: str) -> tuple[str, int]:
     match = _KIND.fullmatch(text)
     if match is None:
-        raise InputError(f"{accelerator}: {reprlib.repr(text)} is no job type ('model', scale)")
+        raise InputError(f"{accelerator}: {reprlib.repr(text)} is not a job type ('model', scale)")
     return match["model"], int(match["scale"])
 
 
@@ -173,5 +174,5 @@ def _both(rates: Any, place: str) -> tuple[float, float]:
 
 def _rate(value: Any, place: str) -> float:
     if not isinstance(value, float):
-        raise InputError(f"{place}: {reprlib.repr(value)} is no rate in steps per second")
+        raise InputError(f"{place}: {reprlib.repr(value)} is not a rate in steps per second")
     return value

@@ -18,7 +18,7 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import Chain
 from stagewright.graphs.models.opgraph import Edge, Operator, OpGraph, find_cycle, linearise
 
-# Their outputs are views of their input's storage: nothing more is kept for the backward.
+# Their outputs are views of their inputs: no further bytes are kept for the backward.
 _VIEWS = ("ReLU(inplace", "View", "Size", "__getitem__")
 
 _NODE = re.compile(
@@ -73,9 +73,9 @@ def pipedream_graph(
     microbatch_size
         The batch that was profiled; the file does not say.
     device_kind
-        Where it was profiled; None (any device) as the file does not say.
+        The kind of device that was profiled; by default any, since the file does not say.
     name
-        Of the model; by default the file's name up to its first dot.
+        Name of the model; by default the file's name up to its first dot.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def pipedream_graph(
         raise InputError(f"{path}: no nodes but inputs")
     return OpGraph(
         name or Path(path).name.split(".")[0],
-        f"measured: PipeDream profile {Path(path).name}; its batch is not named in the file and "
+        f"measured: PipeDream profile {Path(path).name}; its batch is not given in the file and "
         f"taken as one microbatch of {microbatch_size}",
         tuple(profile.operators[id_] for id_ in kept),
         tuple(
@@ -125,7 +125,7 @@ def _parse_node(line: str, place: str, profile: _Profile) -> str:
         raise InputError(f"{place}: neither a node nor an indented edge: {line[:60]!r}")
     id_, kind = match["id"], match["description"].split("(")[0]
     if id_ in profile.operators:
-        raise InputError(f"{place}: node {id_!r} stands here a second time")
+        raise InputError(f"{place}: duplicate node {id_!r}")
     activation = _parse_sizes(match["activation"], f"{place}: activation_size")
     view = match["description"].startswith(_VIEWS)
     profile.operators[id_] = Operator(
@@ -147,7 +147,7 @@ def _parse_edge(line: str, place: str, profile: _Profile) -> Edge:
         raise InputError(f"{place}: an edge is 'nodeA -- nodeB', found {line[:60]!r}")
     for id_ in match.groups():
         if id_ not in profile.operators:
-            raise InputError(f"{place}: the edge names {id_!r}, which is no node above it")
+            raise InputError(f"{place}: the edge names {id_!r}, which is not a node above it")
     return match[1], match[2]
 
 
@@ -160,14 +160,14 @@ def _parse_amount(text: str, place: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise InputError(f"{place}: {text!r} is no number") from None
+        raise InputError(f"{place}: {text!r} is not a number") from None
     if not math.isfinite(value) or value < 0:
         raise InputError(f"{place} must be finite and not negative, got {text.strip()}")
     return value
 
 
 def _require_whole(path: str | os.PathLike[str], profile: _Profile) -> None:
-    """Refuse cycles, and a graph in pieces: the mark of a file that was cut off."""
+    """Refuse cycles, and a graph that is not connected: a sign of a truncated file."""
     cycle = find_cycle(profile.edges)
     if cycle:
         last = max(profile.edges[edge] for edge in zip(cycle, [*cycle[1:], cycle[0]], strict=True))
@@ -180,5 +180,5 @@ def _require_whole(path: str | os.PathLike[str], profile: _Profile) -> None:
     for id_ in sorted(lost, key=profile.lines.__getitem__):
         raise InputError(
             f"{path}:{profile.lines[id_]}: no edges connect node {id_!r} with {first!r}; "
-            "was the end of the file cut off?"
+            "is the file truncated?"
         )

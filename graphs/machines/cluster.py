@@ -1,4 +1,4 @@
-"""The machines: devices and the links between them."""
+"""A cluster: devices and the links between them."""
 
 import hashlib
 import os
@@ -29,8 +29,8 @@ VERSION: Literal[1] = 1
 class Device:
     """One accelerator: ``name`` is its id in every plan, ``kind`` selects the layers' costs.
 
-    ``host_bytes_per_second`` is how fast it writes to the host's memory, and at the same time reads
-    from there; None where that is not known.
+    ``host_bytes_per_second`` is the bandwidth to host memory in each direction, full duplex; None
+    if not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -57,7 +57,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One kind of link: bandwidth of a direction (bytes/s) and latency (s)."""
+    """One kind of link: bandwidth per direction (bytes/s) and latency (s)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -71,7 +71,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class ServerLinks:
-    """Servers of devices: one kind of link inside each of them, one between them."""
+    """Servers of devices: one kind of link inside each server, one between servers."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -84,8 +84,8 @@ class ServerLinks:
 class MatrixLinks:
     """Any links: bandwidth[i][j] in bytes/s from device i to device j, None for no direct link.
 
-    The diagonal is not read. ``latency_seconds`` is one number or a matrix like the first.
-    ``servers`` names the devices of each server where the planners should know them.
+    The diagonal is ignored. ``latency_seconds`` is one number or a matrix of the same shape.
+    ``servers`` lists the devices of each server, for planners that use them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -96,7 +96,7 @@ class MatrixLinks:
 
 
 def _shape_of_links(links: object) -> str:
-    """Which of the two a document means, so that its faults are told against that one alone."""
+    """Which of the two a document has, so that errors refer to that one only."""
     of_servers = isinstance(links, ServerLinks) or (isinstance(links, dict) and "intra" in links)
     return "servers" if of_servers else "matrix"
 
@@ -109,7 +109,7 @@ Links = Annotated[
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and links. Devices without a direct link talk over the widest path between them."""
+    """Devices and links. Devices without a direct link use the widest path between them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -125,7 +125,7 @@ class Cluster:
         names = [device.name for device in self.devices]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"two devices are named {twice!r}; a device's name is its id")
+            raise InputError(f"two devices are named {twice!r}; device names must be unique")
         if self.links.servers is not None:
             _require_cover(self.links.servers, names)
         if isinstance(self.links, MatrixLinks):
@@ -146,7 +146,7 @@ class Cluster:
 
     @cached_property
     def servers(self) -> tuple[tuple[int, ...], ...]:
-        """Device positions per server; one server of all devices where none are named."""
+        """Device positions per server; one server of all devices if none are given."""
         if self.links.servers is None:
             return (tuple(range(len(self.devices))),)
         return tuple(tuple(self.index[name] for name in server) for server in self.links.servers)
@@ -239,7 +239,7 @@ def from_matrix(
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Read a cluster document; any fault is an InputError of one line."""
+    """Read a cluster document; raises InputError, with one line, if it is not valid."""
     return documents.read(Cluster, path, FORMAT, VERSION)
 
 
@@ -249,16 +249,16 @@ def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
 
 
 def _require_cover(servers: Sequence[Sequence[str]], names: Sequence[str]) -> None:
-    """Every device stands in exactly one server, and every name in a server is a device."""
+    """Every device is in exactly one server, and every name in a server is a device."""
     listed = [name for server in servers for name in server]
     for name in listed:
         if name not in names:
-            raise InputError(f"links.servers names {name!r}, which is no device")
+            raise InputError(f"links.servers names {name!r}, which is not a device")
         if listed.count(name) > 1:
             raise InputError(f"links.servers names {name!r} twice")
     for name in names:
         if name not in listed:
-            raise InputError(f"device {name!r} stands in no server of links.servers")
+            raise InputError(f"device {name!r} is in no server of links.servers")
 
 
 def _require_matrix(links: MatrixLinks, names: Sequence[str]) -> None:
@@ -302,7 +302,7 @@ def _require_connected(cluster: Cluster) -> None:
 def _widest_paths(direct: Floats, latency: Floats) -> tuple[Floats, Floats]:
     """Bottleneck bandwidth and summed latency of the widest path between every two devices.
 
-    Pairs with a direct link use it; Floyd-Warshall over (max, min) serves the others.
+    Pairs with a direct link use it; the others use Floyd-Warshall over (max, min).
     """
     linked = direct > 0
     np.fill_diagonal(linked, True)

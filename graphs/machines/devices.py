@@ -1,4 +1,4 @@
-"""Accelerators by name: peaks and memory from their makers' datasheets."""
+"""Accelerators by name: peaks and memory from the manufacturers' datasheets."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from stagewright.graphs.documents.errors import InputError
 class Accelerator:
     """Peaks of one device.
 
-    ``fp16_flops`` is the dense peak with fp32 accumulation, on tensor cores where there are some.
+    ``fp16_flops`` is the dense peak with fp32 accumulation, on tensor cores if it has them.
     """
 
     name: str
@@ -42,7 +42,7 @@ def accelerator(name: str) -> Accelerator:
     Raises
     ------
     InputError
-        If the table has none of that name.
+        If the name is not in the table.
     """
     try:
         return ACCELERATORS[name.lower()]
@@ -52,7 +52,7 @@ def accelerator(name: str) -> Accelerator:
 
 
 def kind_of_device(kind: str, memory_bytes: float | None) -> tuple[str, float, float | None]:
-    """Kind, memory and fp32 peak of a device; what is not in the table needs its memory given.
+    """Kind, memory and fp32 peak of a device; for kinds not in the table, memory is required.
 
     Raises
     ------

@@ -17,10 +17,10 @@ ROUNDING = 1e-12
 def recursive_device_order(cluster: Cluster) -> tuple[int, ...]:
     """Device positions in an order that keeps well-connected devices next to each other.
 
-    The graph of direct links (both directions added) is cut in two by a minimum cut, again and
-    again. The paper leaves open which part goes first; here the part that is, on average, better
-    linked to what already stands on the left goes left (and likewise right), and among equals
-    the part with the first device. The order is a pure function of the cluster.
+    The graph of direct links (both directions added) is recursively divided by minimum cuts. The
+    paper does not say which part goes first; here it is the part with the larger mean bandwidth to
+    the parts already on the left (and likewise on the right), and among equals the part with the
+    first device. The order is a pure function of the cluster.
     """
     weights = cluster.direct_bandwidth + cluster.direct_bandwidth.T
     order: list[int] = []
@@ -48,10 +48,10 @@ def minimum_cut(weights: Floats) -> tuple[float, NDArray[np.bool_]]:
     """A global minimum cut of an undirected graph by Stoer and Wagner's algorithm.
 
     Ties go to the cut that is found first, single vertices in their order before all others.
-    Two shortcuts keep dense graphs quick without a change of the value: if even the lightest links
-    make every cut of two or more vertices dearer than the best single vertex, that vertex is the
-    answer; and vertices that no cheaper cut can separate are merged early (Padberg and Rinaldi's
-    triangle test, Nagamochi and Ibaraki's scan). One cut of 256 devices in a ring of servers takes
+    Two exact shortcuts speed up dense graphs: if even with the lightest links every cut of two or
+    more vertices weighs more than the best single vertex, that vertex is the answer; and vertices
+    that no cheaper cut can separate are merged early (Padberg and Rinaldi's triangle test,
+    Nagamochi and Ibaraki's scan). One cut of 256 devices in a ring of servers takes
     0.015 s on two cores; networkx takes 0.40 s, scipy's flows 0.30 s, igraph 0.99 s.
 
     Parameters
@@ -77,7 +77,7 @@ def minimum_cut(weights: Floats) -> tuple[float, NDArray[np.bool_]]:
         order, attachment = _maximum_adjacency_order(merged)
         if attachment[-1] < best * (1 - ROUNDING):
             best, side = float(attachment[-1]), np.isin(np.arange(size), groups[order[-1]])
-        if best == 0:  # the graph is in pieces
+        if best == 0:  # the graph is not connected
             break
         labels = _inseparable(merged, order, attachment, best)
         merged, groups = _merge(merged, groups, labels)
@@ -97,7 +97,7 @@ def _first_minimum(values: Floats) -> int:
 
 
 def _maximum_adjacency_order(weights: Floats) -> tuple[Ints, Floats]:
-    """Vertices by greatest attachment to those before them, and these attachments."""
+    """Vertices in order of maximum adjacency, and their attachments to those before them."""
     size = len(weights)
     order = np.zeros(size, dtype=np.int64)
     attachment = np.zeros(size)
@@ -113,12 +113,13 @@ def _maximum_adjacency_order(weights: Floats) -> tuple[Ints, Floats]:
 def _inseparable(weights: Floats, order: Ints, attachment: Floats, best: float) -> Ints:
     """Labels of vertices that no cut below ``best`` separates; at least one pair is merged."""
     enough = best * (1 - ROUNDING)
-    # The last two in the order are separated by no cut cheaper than the phase's own (Stoer-Wagner);
-    # a vertex attached by at least ``best`` to those before it, by none from its last neighbour.
+    # No cut cheaper than this phase's separates the last two in the order (Stoer-Wagner); none
+    # below ``best`` separates a vertex with an attachment of at least ``best`` from its last
+    # neighbour before it.
     late = np.flatnonzero(attachment >= enough)
     pairs = [(order[-1], order[-2])]
     pairs += [(order[k], _last_linked(weights, order, k)) for k in late.tolist() if k > 0]
-    # The links of one and two steps between a vertex and its strongest neighbour carry this much.
+    # The flow over paths of one and two links between a vertex and its strongest neighbour.
     strongest = np.argmax(weights, axis=1)
     vertices = np.arange(len(weights))
     carried = weights[vertices, strongest] + np.minimum(weights, weights[strongest]).sum(axis=1)

@@ -1,4 +1,4 @@
-"""Builders of clusters from machines and from descriptions in text."""
+"""Build clusters of known machines and from text descriptions."""
 
 import os
 import re
@@ -25,7 +25,7 @@ PATH_BANDWIDTH: dict[str, float] = {
 """Bytes per second and direction over the paths that ``nvidia-smi topo -m`` names.
 
 Rates that NCCL assumes (src/graph/topo.h): PCIe 3.0 x16 at 12 GB/s, a fifth more traffic through
-an Intel CPU, 6 GB/s between Broadwell CPUs. Newer machines are faster: give your own.
+an Intel CPU, 6 GB/s between Broadwell CPUs. Newer machines are faster; pass their rates.
 """
 
 # NVLinks between the GPUs of a DGX-1 V100 (hybrid cube mesh; six per GPU).
@@ -59,15 +59,15 @@ def dgx1(
     Parameters
     ----------
     brick
-        Bytes/s and direction of one NVLink; pairs have one or two of them.
+        Bytes/s per direction of one NVLink; pairs have one or two of them.
     pcie
-        Bytes/s between GPUs without an NVLink, which stand at different CPUs.
+        Bytes/s between GPUs without an NVLink, which are attached to different CPUs.
     latency
         Seconds per transfer.
     kind, memory_bytes
-        The devices' kind, and their memory: that of the table in ``devices`` if not given.
+        The devices' kind, and their memory (default: from the table in ``devices``).
     name
-        Of the cluster.
+        Name of the cluster.
     """
     names = [f"g{i}" for i in range(8)]
     rows = [[links * brick if links else pcie for links in row] for row in _DGX1_NVLINKS]
@@ -85,10 +85,10 @@ def read_matrix(
 ) -> Cluster:
     """A cluster from a text file of bandwidths: entry j of row i is that from device i to j.
 
-    Entries are bytes/s (``12e9``) or have a unit (``12GB/s``), with commas or spaces between
-    them; ``-`` or ``x`` stands for no link. The diagonal is not read. Lines that start with ``#``
-    are skipped. A first line of names names the devices (g0, g1, ... otherwise); the rows may
-    then start with their names too.
+    Entries are bytes/s (``12e9``) or have a unit (``12GB/s``), separated by commas or spaces;
+    ``-`` or ``x`` means no link. The diagonal is ignored. Lines that start with ``#`` are skipped.
+    A first line of names gives the device names (default: g0, g1, ...); the rows may then start
+    with names too.
 
     Raises
     ------
@@ -126,24 +126,24 @@ def parse_nvidia_smi(
 ) -> Cluster:
     """A cluster of one server from the text that ``nvidia-smi topo -m`` prints.
 
-    Network cards, CPU affinities and the legend are passed over.
+    Network cards, CPU affinities and the legend are ignored.
 
     Parameters
     ----------
     text
         The output.
     place
-        Starts every message; a file's name, say.
+        Starts every message, for example a file name.
     brick
-        Bytes/s and direction of one NVLink: ``NV2`` is two of them.
+        Bytes/s per direction of one NVLink: ``NV2`` is two of them.
     paths
-        Bytes/s of the other paths; those that are not named keep ``PATH_BANDWIDTH``.
+        Bytes/s of the other paths; the default is ``PATH_BANDWIDTH``.
     latency
         Seconds per transfer.
     kind, memory_bytes
-        The devices' kind, and their memory: that of the table in ``devices`` if not given.
+        The devices' kind, and their memory (default: from the table in ``devices``).
     name
-        Of the cluster.
+        Name of the cluster.
 
     Raises
     ------
@@ -152,7 +152,9 @@ def parse_nvidia_smi(
     """
     unknown = sorted(paths.keys() - PATH_BANDWIDTH.keys())
     if unknown:
-        raise InputError(f"{unknown[0]!r} is no path of nvidia-smi ({', '.join(PATH_BANDWIDTH)})")
+        raise InputError(
+            f"{unknown[0]!r} is not a path of nvidia-smi ({', '.join(PATH_BANDWIDTH)})"
+        )
     columns, table = _smi_table(text, place)
     names = [column for column in columns if _GPU.fullmatch(column)]
     links = [[_smi_entry(table, columns, a, b, place) for b in names] for a in names]

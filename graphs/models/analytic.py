@@ -13,17 +13,17 @@ from stagewright.graphs.models.operations import LayerWork, Operation
 
 Precision = Literal["fp32", "fp16"]
 
-OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by their numbers per parameter
+OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by numbers of state per parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What is reached of a device's peaks: by matrix products, convolutions, and memory traffic.
+    """The achieved fraction of a device's peaks: matrix products, convolutions, memory traffic.
 
     With the defaults and materialized attention a V100 in fp32 trains BERT-large (384 tokens) at 10
     sequences and ResNet-50 at 345 images per second; NVIDIA publishes 9.85 and 367
-    (DeepLearningExamples, one V100 of a DGX-1). A convolution reaches more as fast algorithms save
-    multiplications.
+    (DeepLearningExamples, one V100 of a DGX-1). The fraction of convolutions is higher because fast
+    algorithms save multiplications.
     """
 
     matmul: float = 0.5
@@ -52,16 +52,15 @@ def analytic_model(
 ) -> Chain:
     """A named model with computed, not measured, costs.
 
-    Each operation takes the larger of its FLOPs over what the device reaches of its peak, and its
-    bytes over what it reaches of its memory's bandwidth; launch times are not counted. See
-    ``models.operations`` for what is counted as the gradients and as kept for the backward. The
-    optimizer's step moves its bytes through memory: in fp32 it reads weights, gradients and state
-    and writes weights and state, in fp16 it works on fp32 masters.
+    Each operation takes the larger of FLOPs over achieved FLOP/s and bytes over achieved memory
+    bandwidth; launch times are not counted. See ``models.operations`` for the counts of gradients
+    and kept activations. The optimizer step is bound by memory traffic: in fp32 it reads weights,
+    gradients and state and writes weights and state, in fp16 it works on fp32 masters.
 
     A table that several layers use (logits tied to the embedding) counts in each of them: every
-    stage but its first holds a copy, with its gradient and its state, and updates it. Where a plan
-    has two of these layers in one stage, the copy is counted twice: more than is used, never less.
-    The all-reduce of the table's gradient between the stages is not counted.
+    later stage that uses it holds a copy, with its gradient and its state, and updates it. If a
+    plan has two of these layers in one stage, the copy is counted twice, which overestimates
+    memory. The all-reduce of the table's gradient between the stages is not counted.
 
     Parameters
     ----------
@@ -72,15 +71,15 @@ def analytic_model(
     device
         A device of ``devices.ACCELERATORS``, or several for a mixed cluster.
     efficiency
-        What is reached of the peaks.
+        The achieved fractions of the peaks.
     precision
         ``fp32``, or ``fp16``: weights, gradients and activations of 2 bytes, and an optimizer
         that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per parameter).
     attention
-        ``fused``: one kernel that keeps no matrix of scores and computes them again in the
-        backward, or ``materialized``. It does not apply to networks for images.
+        ``fused``: one kernel that keeps no matrix of scores and recomputes them in the backward,
+        or ``materialized``. It does not apply to vision models.
     tied_copies
-        False: a table that several layers use counts in the first of them alone, as on one device.
+        False: a table that several layers use counts in the first of them only, as on one device.
     optimizer_state
         Numbers per parameter: SGD 0, with momentum 1, Adam 2.
     sizes
@@ -124,7 +123,7 @@ def analytic_model(
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What one device reaches at one precision."""
+    """The achieved rates of one device at one precision."""
 
     card: Accelerator
     precision: Precision
@@ -155,14 +154,14 @@ class _Rates:
         return 2.0 * (1 + self.optimizer_state)
 
     def moving_seconds(self, moved_bytes: float) -> float:
-        """Time in which so many bytes are read or written."""
+        """Time to read or write ``moved_bytes``."""
         return moved_bytes / (self.card.memory_bytes_per_second * self.efficiency.memory)
 
     def update_seconds(self, parameter_bytes: float) -> float:
-        """The optimizer's step: reads gradients and state, writes state and weights.
+        """Time of the optimizer step: it reads gradients and state, writes state and weights.
 
         In fp32 it reads the weights too: 7 times their bytes with Adam, 5 with momentum, 3 with
-        SGD. In fp16 the weights that it reads are the masters.
+        SGD. In fp16 it reads the masters in place of the weights.
         """
         once = 3 if self.precision == "fp32" else 2
         passes = once + 2 * self.state_bytes_per_parameter_byte
@@ -180,7 +179,7 @@ class _Rates:
 def _assumed(
     model: NamedModel, works: Sequence[LayerWork], attention: Attention, tied_copies: bool
 ) -> list[str]:
-    """What the source says besides the devices, where it concerns the model."""
+    """The assumptions about the model that ``source`` states, after the devices."""
     found = [f"{attention} attention"] if model.attends else []
     if any(work.tied_parameters for work in works):
         where = "copied to every layer that uses them" if tied_copies else "in their first layer"

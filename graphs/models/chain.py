@@ -1,4 +1,4 @@
-"""A model as a chain of layers, with the measured or computed cost of each."""
+"""A model as a chain of layers with measured or computed costs."""
 
 import hashlib
 import os
@@ -17,19 +17,19 @@ from stagewright.graphs.documents.units import require_amount
 
 FORMAT: Literal["stagewright-model"] = "stagewright-model"
 VERSION: Literal[1] = 1
-MAX_LAYER_SECONDS = 1e5  # a day per layer and microbatch: the times were written in milliseconds
+MAX_LAYER_SECONDS = 1e5  # a day per layer and microbatch: the times must be in milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs on one kind of device at one microbatch size.
+    """Costs of one layer on one kind of device at one microbatch size.
 
-    ``device_kind`` None stands for any device: the source does not say where it was measured.
-    The backward time is given whole (``backward_seconds``) or as the input gradient's and the
-    weight gradient's parts. ``saved_bytes`` are what the forward keeps for the backward,
-    ``output_bytes`` what the next layer receives (and returns as a gradient). ``update_seconds``
-    is the optimizer's step on the layer's parameters (None: not known, and priced as 0); it does
-    not depend on the microbatch size.
+    ``device_kind`` None means any device: the source does not say where it was measured. The
+    backward time is given as a sum (``backward_seconds``) or as the times of the input gradient
+    and of the weight gradient. ``saved_bytes`` are kept from the forward to the backward,
+    ``output_bytes`` are sent to the next layer (and returned as a gradient). ``update_seconds`` is
+    the time of the optimizer step on the layer's parameters (None: not known, counted as 0); it
+    does not depend on the microbatch size.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -106,11 +106,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A model: layers in the order in which a microbatch passes them.
+    """A model: layers in the order of the forward.
 
-    ``microbatch_size`` (samples) is the size that is planned; ``source`` says how the costs came
-    about ("analytic: ...", "measured: ..."). ``optimizer_bytes_per_parameter_byte`` is the
-    optimizer's state: 0 for plain SGD, 1 for momentum, 2 for Adam.
+    ``microbatch_size`` (samples) is the planned size; ``source`` says where the costs come from
+    ("analytic: ...", "measured: ..."). ``optimizer_bytes_per_parameter_byte`` is the optimizer's
+    state: 0 for plain SGD, 1 for momentum, 2 for Adam.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -157,7 +157,7 @@ class Chain:
         return np.array([layer.min_samples or 1 for layer in self.layers], dtype=np.int64)
 
     def digest(self) -> str:
-        """A SHA-256 of everything that the plan of this chain depends on."""
+        """A SHA-256 of everything that a plan of this chain depends on."""
         return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
 
 
@@ -173,10 +173,10 @@ class ChainCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """A chain's costs on one device kind, ready to be read at any number of samples.
+    """A chain's costs on one device kind, to be interpolated at any number of samples.
 
-    ``sizes`` are each layer's measured microbatch sizes behind a 0, ascending, rows filled up with
-    inf, shape (L, n + 1); ``values`` the four costs of ChainCosts at these sizes, (4, L, n + 1).
+    ``sizes`` are 0 and each layer's measured microbatch sizes, ascending, rows padded with inf,
+    shape (L, n + 1); ``values`` the four costs of ChainCosts at these sizes, (4, L, n + 1).
     """
 
     sizes: Floats
@@ -187,8 +187,8 @@ class Profile:
 
         Between measured sizes the costs are interpolated linearly; below the smallest they are
         proportional to the number of samples, which with a single measured size is SPP's
-        assumption p/k (section III-B and its footnote 2). Nobody asks for more than the planned
-        size, which :func:`profile_on` holds to the measured ones.
+        assumption p/k (section III-B and its footnote 2). ``samples`` is at most the planned size,
+        which :func:`profile_on` requires to be within the measured ones.
         """
         rows = np.arange(len(self.sizes))
         above = np.maximum(1, (self.sizes < samples).sum(axis=1))
@@ -227,13 +227,13 @@ def profile_on(chain: Chain, device_kind: str) -> Profile:
 
 
 def update_seconds_on(chain: Chain, device_kind: str) -> Floats:
-    """Seconds of the optimizer's step per layer on ``device_kind``, shape (L,); 0 if not known."""
+    """Seconds of the optimizer step per layer on ``device_kind``, shape (L,); 0 if not known."""
     per_layer = [_costs_for(chain, layer, device_kind)[0].update_seconds for layer in chain.layers]
     return np.array([seconds or 0.0 for seconds in per_layer])
 
 
 def load_model(path: str | os.PathLike[str]) -> Chain:
-    """Read a model document; any fault is an InputError of one line."""
+    """Read a model document; raises InputError, with one line, if it is not valid."""
     return documents.read(Chain, path, FORMAT, VERSION)
 
 
@@ -255,7 +255,7 @@ def _costs_for(chain: Chain, layer: Layer, device_kind: str) -> Sequence[LayerCo
 
 
 def _require_measured(chain: Chain, name: str, costs: Sequence[LayerCost]) -> None:
-    """The planned microbatch size lies within the measured ones."""
+    """The planned microbatch size is within the measured ones."""
     smallest, largest = costs[0].microbatch_size, costs[-1].microbatch_size
     if not smallest <= chain.microbatch_size <= largest:
         sizes = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"

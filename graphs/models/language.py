@@ -1,8 +1,8 @@
 """Language models: Transformer, BERT, XLNet, GPT.
 
-Attention is ``fused`` (one kernel that keeps no matrix of scores) or ``materialized`` (an operation
-after the other, as in 2019). Tied tables (logits that reuse the embedding) are parameters where
-they are first used, and tied parameters of every later layer.
+Attention is ``fused`` (one kernel that keeps no matrix of scores) or ``materialized`` (separate
+operations, as in 2019). Tied tables (logits that reuse the embedding) are parameters of the first
+layer that uses them, and tied parameters of every later layer.
 """
 
 from typing import Literal
@@ -74,8 +74,8 @@ def bert(
 ) -> tuple[LayerWork, ...]:
     """BERT for question answering: embeddings, transformer layers, pooler, span head.
 
-    With 24 layers these are the 27 of SPP section V-B. The pooler reads the first token alone and
-    hands the others on. There are 512 learned positions or ``sequence``, whichever is more.
+    With 24 layers these are the 27 of SPP section V-B. The pooler reads only the first token and
+    passes the others on. There are 512 learned positions or ``sequence``, whichever is more.
     """
     rows = samples * sequence
     width = rows * hidden
@@ -115,8 +115,8 @@ def xlnet(
 ) -> tuple[LayerWork, ...]:
     """XLNet for question answering: one stream, relative positions in every attention.
 
-    XLNet-large has 360 million parameters by this count and as published; SPP's table II says
-    550 million without saying what is counted.
+    XLNet-large has 360 million parameters by this count and as published; SPP's table II has
+    550 million without an explanation.
     """
     rows = samples * sequence
     width = rows * hidden
@@ -147,9 +147,9 @@ def transformer(
     """The encoder-decoder Transformer, with one table for both embeddings and the logits.
 
     The base model has 63 million parameters (65 as published), 44 of them outside the table.
-    SPP's table II says 55, which a table of 21,000 words gives. Every decoder layer reads the
-    encoder's output, which is therefore handed on behind every one of them. SPP does not give the
-    sequence length; with 256 a microbatch of 32 trains in 11 GB, as its table III shows.
+    SPP's table II has 55, which corresponds to a table of 21,000 words. Every decoder layer reads
+    the encoder's output, so every one of them also passes it on. SPP does not give the sequence
+    length; with 256 a microbatch of 32 trains in 11 GB, as in its table III.
     """
     rows = samples * sequence
     width = rows * hidden
@@ -203,15 +203,15 @@ def _cross_attention(
 def _relative_attention(
     samples: int, sequence: int, hidden: int, heads: int, attention: Attention
 ) -> list[Operation]:
-    """Transformer-XL's attention: the scores get a part from 2s relative positions.
+    """Transformer-XL's attention: the scores have a term from 2s relative positions.
 
-    Its three biases and two segment embeddings per head are 5h parameters. That part is a bias of
-    fused attention, and a matrix of the scores' size stays.
+    Its three biases and two segment embeddings per head are 5h parameters. With fused attention
+    that term is a bias, kept as a matrix of the scores' size.
     """
     rows, head = samples * sequence, _head_width(hidden, heads)
     scores = samples * heads * sequence * sequence
     biases = Operation("memory", 0.0, 4 * rows * hidden, parameters=5 * hidden)
-    if attention == "fused":  # the shift of the relative part writes the bias
+    if attention == "fused":  # the shift of the relative term writes the bias
         kernel = fused_attention(samples, heads, sequence, head, bias=True)
         attended = [elementwise(scores), kernel]
     else:

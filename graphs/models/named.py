@@ -1,4 +1,4 @@
-"""Named models, counted operation by operation."""
+"""Named models with the counts of their operations."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from stagewright.graphs.models.language import Attention, bert, gpt, transformer
 from stagewright.graphs.models.operations import LayerWork
 from stagewright.graphs.models.vision import densenet, inception_v3, resnet, vgg
 
-ATTENTION = "attention"  # the builders' parameter that is no size
+ATTENTION = "attention"  # the builders' parameter that is not a size
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class NamedModel:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """The sizes that a caller may choose."""
+        """The names of the sizes that a caller may choose."""
         names = list(inspect.signature(self.build).parameters)[1:]
         return tuple(name for name in names if name not in (*self.fixed, ATTENTION))
 
     @property
     def attends(self) -> bool:
-        """Whether there is attention in it, fused or not."""
+        """Whether the model has attention, fused or not."""
         return ATTENTION in inspect.signature(self.build).parameters
 
     def layers(
@@ -38,7 +38,7 @@ class NamedModel:
     ) -> tuple[LayerWork, ...]:
         """The layers for a microbatch of ``samples``.
 
-        ``attention`` does not apply to networks for images.
+        ``attention`` does not apply to vision models.
 
         Raises
         ------
@@ -82,7 +82,7 @@ def named_model(name: str) -> NamedModel:
     Raises
     ------
     InputError
-        If there is none of that name.
+        If the name is unknown.
     """
     if name in MODELS:
         return MODELS[name]

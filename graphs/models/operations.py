@@ -1,11 +1,11 @@
-"""What one operation or layer computes, moves and keeps: the counts behind the analytic profiles.
+"""FLOPs, memory traffic and kept elements of operations and layers, for the analytic profiles.
 
-Conventions: a multiply-add is two FLOPs, and only matrix products and convolutions have any; what
-an operation moves are the elements that it reads and writes once each. What autograd keeps for
-the backward is counted per tensor, once, at the operation that reads it (at a softmax: that
-writes it); dropout masks take one byte per element. The gradient with respect to each operand of
-a product costs what its forward costs; that of any other operation costs its forward once, and
-its few weights (a norm's) come out of the same pass. Fused attention is one operation, see
+Conventions: a multiply-add is two FLOPs, and only matrix products and convolutions have any; the
+moved elements of an operation are those it reads and writes, once each. A tensor that autograd
+keeps for the backward is counted once, at the operation that reads it (at a softmax: that writes
+it); dropout masks take one byte per element. The gradient with respect to each operand of a
+product costs as much as the forward; that of any other operation costs its forward once, and the
+gradients of its few weights (a norm's) are free. Fused attention is one operation, see
 :func:`fused_attention`.
 """
 
@@ -18,11 +18,11 @@ Kind = Literal["matmul", "convolution", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation on a microbatch; elements unless the name says bytes.
+    """One operation on a microbatch; counts are elements unless the name says bytes.
 
-    ``tied_parameters`` are those that an earlier layer has too. ``saved_bytes`` are kept beside
-    the ``saved`` elements at any precision: masks, indices, statistics. ``input_gradients`` and
-    ``weight_gradients`` tell how many times the forward's cost the two parts of the backward take.
+    ``tied_parameters`` are shared with an earlier layer. ``saved_bytes`` are kept in addition to
+    the ``saved`` elements, at any precision: masks, indices, statistics. ``input_gradients`` and
+    ``weight_gradients`` are the costs of the two parts of the backward as multiples of the forward.
     """
 
     kind: Kind
@@ -38,10 +38,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """One layer: its operations, and the elements that it hands on.
+    """One layer: its operations, and its output elements.
 
     ``differentiable`` is false where the layer's input has no gradient (images, tokens): then the
-    whole backward serves the weights.
+    whole backward is weight gradient.
     """
 
     name: str
@@ -61,7 +61,7 @@ class LayerWork:
 
     @property
     def tied_parameters(self) -> float:
-        """Number of parameters that an earlier layer has too."""
+        """Number of parameters shared with an earlier layer."""
         return sum(operation.tied_parameters for operation in self.operations)
 
 
@@ -98,10 +98,10 @@ def fused_attention(
 ) -> Operation:
     """Scores, softmax, dropout and weighted values in one kernel (FlashAttention, 2022).
 
-    No matrix of scores is kept: queries, keys and values are, and a log-sum-exp per row in fp32
-    (the output counts where the projection reads it). The backward computes the scores again: five
-    products of the forward's size, which has two. A ``bias`` on the scores is a matrix of their
-    size, which is read and kept.
+    Queries, keys and values are kept, and a log-sum-exp per row in fp32, but no matrix of scores
+    (the output counts where the projection reads it). The backward recomputes the scores: five
+    products, where the forward has two. A ``bias`` is a matrix of the scores' size, which is read
+    and kept.
     """
     rows = batch * heads * sequence
     added = rows * sequence if bias else 0
@@ -116,9 +116,9 @@ def fused_attention(
 
 
 def embedding(rows: int, entries: int, width: int, *, tied: bool = False) -> Operation:
-    """A look-up of ``rows`` vectors in a table, ``tied`` if an earlier layer has it.
+    """A look-up of ``rows`` vectors in a table, ``tied`` if shared with an earlier layer.
 
-    Their ids have no gradient.
+    The ids have no gradient.
     """
     return Operation(
         "memory",

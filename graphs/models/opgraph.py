@@ -21,7 +21,7 @@ class Operator:
     """One operator and its costs for one microbatch.
 
     ``output_bytes`` are counted once however many operators read the output; ``saved_bytes`` are
-    what the forward keeps for the backward.
+    kept from the forward to the backward.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Operator:
 
 @dataclass(frozen=True)
 class OpGraph:
-    """Operators and the edges along which outputs flow; never cyclic.
+    """Operators and the edges along which outputs flow; acyclic.
 
-    The fields besides ``operators`` and ``edges`` have the meaning that they have in
-    :class:`Chain` and :class:`~stagewright.graphs.models.chain.LayerCost`.
+    The fields other than ``operators`` and ``edges`` are those of :class:`Chain` and
+    :class:`~stagewright.graphs.models.chain.LayerCost`.
     """
 
     name: str
@@ -64,7 +64,9 @@ class OpGraph:
         for edge in self.edges:
             for name in edge:
                 if name not in known:
-                    raise InputError(f"edge {edge[0]} -> {edge[1]} names {name!r}, no operator")
+                    raise InputError(
+                        f"edge {edge[0]} -> {edge[1]} names {name!r}, which is not an operator"
+                    )
         cycle = find_cycle(self.edges)
         if cycle:
             raise InputError(f"the operators form a cycle: {' -> '.join([*cycle, cycle[0]])}")
@@ -82,7 +84,7 @@ class OpGraph:
 
 
 def find_cycle(edges: Iterable[Edge]) -> list[str]:
-    """The nodes of one cycle of ``edges`` in their order, or nothing if there is none."""
+    """The nodes of one cycle of ``edges`` in their order; empty if there is no cycle."""
     try:
         return [edge[0] for edge in nx.find_cycle(nx.DiGraph(list(edges)))]
     except nx.NetworkXNoCycle:
@@ -93,9 +95,9 @@ def topological_order(graph: OpGraph) -> tuple[str, ...]:
     """The operators' names, each after the operators that it reads from.
 
     Depth first from the outputs backwards, shallow outputs and deep branches first: a branch
-    stays in one piece, a source (an embedding, a constant) stands right before its first reader,
-    and a side output right behind what it reads, so that few outputs are alive at a time. Equals
-    go by name, numbers in names by value. The order is a pure function of the graph.
+    is contiguous, a source (an embedding, a constant) comes directly before its first reader, and
+    a side output directly after its input, so that few outputs are alive at a time. Ties are
+    broken by name, with numbers in names by value. The order is a pure function of the graph.
     """
     digraph = graph.digraph
     depth: dict[str, int] = {}
@@ -120,23 +122,22 @@ def topological_order(graph: OpGraph) -> tuple[str, ...]:
 def linearise(graph: OpGraph, *, contract: bool = False) -> Chain:
     """The chain of the graph's operators in topological order, one layer per operator.
 
-    ``output_bytes`` of a layer are all outputs that cross the cut behind it: those of every
-    operator up to it that some operator behind it reads, each once. The last layer's are its
-    operator's own.
+    ``output_bytes`` of a layer are all outputs that cross the cut after it: those of every operator
+    up to it that some later operator reads, each once. The last layer's are those of its operator.
 
     Parameters
     ----------
     graph
         The operators.
     contract
-        Merge the operators between two consecutive cuts that at most one operator's output
-        crosses into one layer: parallel branches with one start and one end (SPP section V-A).
-        Outputs of no bytes, such as an absent initial state, do not count.
+        Merge into one layer the operators between two consecutive cuts that at most one operator's
+        output crosses: parallel branches with one start and one end (SPP section V-A). Outputs of
+        zero bytes, such as an absent initial state, do not count.
 
     Returns
     -------
     Chain
-        Names of merged layers are ``first..last``. The backward time is known only as a sum.
+        Names of merged layers are ``first..last``. Backward times are sums, not split into parts.
     """
     order = topological_order(graph)
     producers, crossing_bytes = _cuts(graph, order)
@@ -157,7 +158,7 @@ def linearise(graph: OpGraph, *, contract: bool = False) -> Chain:
 
 
 def _cuts(graph: OpGraph, order: tuple[str, ...]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """How many outputs with bytes cross the cut behind each position, and their bytes."""
+    """How many non-empty outputs cross the cut after each position, and their bytes."""
     position = {name: i for i, name in enumerate(order)}
     last_reader = {name: position[name] for name in order}
     for producer, reader in graph.edges:
@@ -187,6 +188,6 @@ def _merged(graph: OpGraph, members: list[Operator], output_bytes: float) -> Lay
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key under which node9 stands before node10."""
+    """A sort key that puts node9 before node10."""
     pieces: list[str] = re.findall(r"\d+|\D+", name)
     return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]

@@ -1,8 +1,8 @@
-"""Image classifiers, as torchvision has them.
+"""Image classifiers, as in torchvision.
 
 VGG, ResNet, DenseNet, Inception-v3 (without auxiliary head). A residual block and an Inception
-module are one layer each, so that nothing but a layer's output crosses the cut behind it (SPP
-section V-A); a dense layer hands on all that was concatenated so far.
+module are one layer each, so that only a layer's output crosses the cut after it (SPP section
+V-A); the output of a dense layer is everything concatenated so far.
 """
 
 from collections.abc import Sequence
@@ -54,14 +54,14 @@ class Shape:
 
 @dataclass(slots=True)
 class Tape:
-    """Notes the operations on ``samples`` images while a network is walked through."""
+    """Records the operations on ``samples`` images while a network is built."""
 
     samples: int
     operations: list[Operation] = field(default_factory=list)
     layers: list[LayerWork] = field(default_factory=list)
 
     def end_layer(self, name: str, output: Shape) -> Shape:
-        """Close a layer of everything since the last one."""
+        """End a layer: it has all operations since the last one."""
         first = not self.layers
         self.layers.append(
             LayerWork(
@@ -145,7 +145,7 @@ class Tape:
         return result
 
     def linear(self, shape: Shape, outputs: int, *, activated: bool) -> Shape:
-        """A linear layer, with a ReLU and a dropout behind it if it is ``activated``."""
+        """A linear layer, followed by a ReLU and a dropout if it is ``activated``."""
         self.operations.append(dense(self.samples, shape.elements, outputs))
         if activated:
             elements = self.samples * outputs
@@ -191,10 +191,10 @@ def densenet(
 ) -> tuple[LayerWork, ...]:
     """DenseNet-BC: every dense layer and every transition is a layer.
 
-    All later layers of a block read what a dense layer adds, so that its output, which crosses the
-    cut behind it, is the concatenation of the block's input and of all additions so far. Every
-    dense layer makes a concatenation of its own, as torchvision does, and the next one keeps it
-    whole, for its batch norm. The last batch norm stands with the pooling.
+    All later layers of a block read the features that a dense layer adds, so its output is the
+    concatenation of the block's input and all features added so far. Every dense layer makes a new
+    concatenation, as in torchvision, which the next one keeps for its batch norm. The last batch
+    norm is counted with the pooling.
     """
     tape = Tape(samples)
     shape = tape.end_layer("conv0", tape.convolution(Shape(3, image, image), 64, 7, stride=2))
@@ -218,7 +218,7 @@ def inception_v3(samples: int, *, image: int = 299, classes: int = 1000) -> tupl
         before = shape
         branches = [_branch(tape, before, steps, j == 0) for j, steps in enumerate(module)]
         channels = sum(branch.channels for branch in branches)
-        if width is None:  # a reduction: the pooling is a branch of its own
+        if width is None:  # a reduction: the pooling is a separate branch
             pooled = tape.pool(before, 3, 2)
             channels += pooled.channels
         else:
@@ -237,12 +237,12 @@ def inception_v3(samples: int, *, image: int = 299, classes: int = 1000) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A convolution in a branch; with ``beside`` a second one of that kernel on the same input."""
+    """A convolution in a branch; ``parallel`` is the kernel of a second one on the same input."""
 
     channels: int
     kernel: int | tuple[int, int] = 1
     stride: int = 1
-    beside: tuple[int, int] | None = None
+    parallel: tuple[int, int] | None = None
 
 
 _Branch = tuple[_Step, ...]
@@ -288,8 +288,8 @@ _MODULE_D: tuple[tuple[_Branch, ...], None] = (
 _MODULE_E: tuple[tuple[_Branch, ...], int] = (
     (
         (_Step(320),),
-        (_Step(384), _Step(384, (1, 3), beside=(3, 1))),
-        (_Step(448), _Step(384, 3), _Step(384, (1, 3), beside=(3, 1))),
+        (_Step(384), _Step(384, (1, 3), parallel=(3, 1))),
+        (_Step(448), _Step(384, 3), _Step(384, (1, 3), parallel=(3, 1))),
     ),
     192,
 )
@@ -330,8 +330,8 @@ def _branch(tape: Tape, shape: Shape, steps: _Branch, first: bool) -> Shape:
             padded=step.stride == 1,
             saves_input=first or i > 0,
         )
-        if step.beside is not None:
-            tape.convolution(shape, step.channels, step.beside, saves_input=False)
+        if step.parallel is not None:
+            tape.convolution(shape, step.channels, step.parallel, saves_input=False)
             result = Shape(2 * step.channels, result.height, result.width)
         shape = result
     return shape

@@ -1,4 +1,4 @@
-"""The jobs that share a cluster: what each still has to do, and how fast it runs where."""
+"""The jobs that share a cluster: their remaining steps and their throughputs."""
 
 import itertools
 import os
@@ -23,8 +23,8 @@ Discipline = Literal["fairness", "fifo"]
 class Job:
     """A training job: ``steps`` iterations of ``model`` on ``scale`` accelerators at once.
 
-    ``weight`` is its share beside other jobs, ``arrival_seconds`` when it came,
-    ``slo_seconds`` how long after that it may take, ``entity`` who owns it.
+    ``weight`` is its share relative to other jobs, ``arrival_seconds`` its time of arrival,
+    ``slo_seconds`` its deadline relative to that, ``entity`` its owner.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -52,9 +52,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """An organisation or user that owns jobs or other entities and shares its part among them.
+    """An organisation or user that owns jobs or other entities and divides its share among them.
 
-    ``fairness`` shares by weight; ``fifo`` serves its jobs in order of arrival.
+    ``fairness`` divides by weight; ``fifo`` serves its jobs in order of arrival.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -74,8 +74,8 @@ class Entity:
 class Rate:
     """Steps per second of ``model`` on ``scale`` accelerators of one type.
 
-    ``spread_steps_per_second`` is the rate on accelerators of different servers, where known; 0
-    says that the model does not run there.
+    ``spread_steps_per_second`` is the rate on accelerators of different servers, if known; 0
+    means that the model does not run there.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -96,7 +96,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class PairRate:
-    """Steps per second of two models that share ``scale`` accelerators, the first's first."""
+    """Steps per second of two models that share ``scale`` accelerators, in the models' order."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -114,7 +114,7 @@ class PairRate:
         for rates in (self.steps_per_second, self.spread_steps_per_second):
             if self.models[0] == self.models[1] and rates and rates[0] != rates[1]:
                 raise InputError(
-                    f"{place}two jobs of one model run at one rate, got {rates[0]:g} and "
+                    f"{place}two jobs of one model have the same rate, got {rates[0]:g} and "
                     f"{rates[1]:g}; give both the mean"
                 )
 
@@ -133,7 +133,7 @@ class Throughputs:
         _require_unique((*sorted(rate.models), rate.scale, rate.accelerator) for rate in self.pairs)
 
     def of(self, models: Iterable[tuple[str, int]]) -> "Throughputs":
-        """The part about these models at these scales."""
+        """The throughputs of these models at these scales."""
         wanted = set(models)
         return Throughputs(
             tuple(rate for rate in self.alone if (rate.model, rate.scale) in wanted),
@@ -149,7 +149,7 @@ def _require_unique(keys: Iterable[tuple[object, ...]]) -> None:
     seen = set()
     for key in keys:
         if key in seen:
-            raise InputError(f"throughputs: {key} stands twice")
+            raise InputError(f"throughputs: {key} appears twice")
         seen.add(key)
 
 
@@ -194,7 +194,7 @@ def _require_tree(jobs: tuple[Job, ...], entities: tuple[Entity, ...]) -> None:
     disciplines = {entity.name: entity.discipline for entity in entities}
     for name, parent in parents.items():
         if parent is not None and parent not in parents:
-            raise InputError(f"entity {name!r}: its parent {parent!r} is no entity")
+            raise InputError(f"entity {name!r}: its parent {parent!r} is not an entity")
         if parent is not None and disciplines[parent] == "fifo":
             raise InputError(f"entity {parent!r} serves jobs in order; it cannot own {name!r}")
         if _is_own_owner(name, parents):
@@ -209,7 +209,7 @@ def _require_tree(jobs: tuple[Job, ...], entities: tuple[Entity, ...]) -> None:
         if job.entity in owners:
             raise InputError(
                 f"entity {job.entity!r} owns both entities and job {job.name!r}; "
-                "give the jobs an entity of their own"
+                "give the jobs a separate entity"
             )
 
 

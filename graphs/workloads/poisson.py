@@ -30,14 +30,14 @@ MODELS = (
 
 HIGH_PRIORITY = 5.0
 SLO_FACTORS = ((0.33, 1.2), (0.67, 2.0), (1.0, 10.0))
-"""Up to which draw of U[0, 1) a job has which SLO, in multiples of its duration."""
+"""The SLO of a job as a multiple of its duration, by upper limits of a draw from U[0, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What jobs arrive, and how often; iterating gives jobs without end, named by their number.
+    """A Poisson process of jobs; iterating gives endlessly many jobs, named by their number.
 
-    The first job arrives at time 0. A job's steps are what ``reference`` does in its duration:
+    The first job arrives at time 0. A job has the steps that ``reference`` runs in its duration:
     10^x minutes, x from U[1.5, 3] in four of five cases and from U[3, 4] otherwise.
 
     ``distributed`` draws scales 1 (70 %), 2 (10 %), 4 (15 %) and 8 (5 %) for the types that run on
@@ -57,7 +57,7 @@ class Arrivals:
         mean = self.mean_interarrival_seconds
         if not (math.isfinite(mean) and mean >= 0):
             raise InputError(
-                f"mean inter-arrival time: expected a number of seconds from 0 on, got {mean!r}"
+                f"mean inter-arrival time: expected seconds, not negative, got {mean!r}"
             )
         rates = self._rates()
         scales = (1, 2, 4, 8) if self.distributed else (1,)

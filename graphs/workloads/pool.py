@@ -23,7 +23,7 @@ _SPELLING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One type of accelerator: how many there are, how many on a server, dollars per hour of one.
+    """One type of accelerator: their number, number per server, and dollars per hour of one.
 
     ``per_server`` is None where servers do not matter, ``dollars_per_hour`` where cost does not.
     """
@@ -45,7 +45,7 @@ class Accelerator:
             if self.count % self.per_server:
                 raise InputError(
                     f"{place}{self.count} do not fill servers of {self.per_server}; "
-                    "name the odd servers' accelerators as a type of their own"
+                    "make the accelerators of the other servers a separate type"
                 )
         if self.dollars_per_hour is not None:
             require_amount(self.dollars_per_hour, place + "dollars_per_hour")
@@ -81,14 +81,14 @@ class Pool:
 
 
 def parse_pool(text: str) -> Pool:
-    """The pool that ``text`` spells: ``v100=36,p100=9x4,k80=16@0.45``.
+    """Parse a pool: ``v100=36,p100=9x4,k80=16@0.45``.
 
-    ``36`` accelerators; ``9x4`` are 9 servers of 4; ``@`` starts the dollars per hour of one.
+    ``36`` accelerators; ``9x4`` are 9 servers of 4; ``@`` precedes the dollars per hour of one.
 
     Raises
     ------
     InputError
-        If a part is spelled in another way, or a type stands twice.
+        If a part has another form, or a type appears twice.
     """
     require_type(text, str, "cluster")
     accelerators = []
@@ -96,7 +96,7 @@ def parse_pool(text: str) -> Pool:
         match = _SPELLING.fullmatch(part.strip())
         if match is None:
             raise InputError(
-                f"cluster {text!r}: {part.strip()!r} is no accelerator type; write name=count, "
+                f"cluster {text!r}: {part.strip()!r} is not an accelerator type; write name=count, "
                 "name=SERVERSxPER_SERVER or name=count@DOLLARS_PER_HOUR, for example v100=9x4@2.48"
             )
         accelerators.append(_accelerator(match))
@@ -108,14 +108,14 @@ def _accelerator(match: re.Match[str]) -> Accelerator:
     try:
         price = None if match["price"] is None else float(match["price"])
     except ValueError:
-        raise InputError(f"{match[0]!r}: {match['price']!r} is no price per hour") from None
+        raise InputError(f"{match[0]!r}: {match['price']!r} is not a price per hour") from None
     if per_server is None:
         return Accelerator(match["name"], count, None, price)
     return Accelerator(match["name"], count * int(per_server), int(per_server), price)
 
 
 def pool_of_cluster(cluster: Cluster) -> Pool:
-    """The devices of ``cluster`` by kind; servers count where all of a kind's are of one size."""
+    """The devices of ``cluster`` by kind, with servers if all servers of a kind have equal size."""
     accelerators = []
     kinds = [device.kind for device in cluster.devices]
     for kind in dict.fromkeys(kinds):

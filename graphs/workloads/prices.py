@@ -1,4 +1,4 @@
-"""The market of cloud instances: what each costs over time, and how long it stays up.
+"""The market of cloud instances: prices over time, and times to preemption.
 
 Times are seconds since 1970 (UTC), prices dollars per hour of a whole instance.
 """
@@ -25,10 +25,10 @@ HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What is rented: ``gpus`` of kind ``gpu`` under the provider's name for it, in a place.
+    """An instance type in a region or zone, with ``gpus`` GPUs of kind ``gpu``.
 
-    ``zone`` is None where the price is the region's, ``on_demand`` (dollars per hour) where it is
-    not known.
+    ``name`` is the provider's name of the type. ``zone`` is None where the price is the region's,
+    ``on_demand`` (dollars per hour) where it is not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -59,8 +59,8 @@ class Instance:
 class PriceSeries:
     """A step function: from ``seconds[i]`` on the instance costs ``dollars_per_hour[i]``.
 
-    The last price holds until ``until_seconds``; before the first and from then on nothing is
-    known.
+    The last price holds until ``until_seconds``; before the first and from then on the price is
+    not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -75,7 +75,7 @@ class PriceSeries:
         if not self.seconds or len(self.seconds) != len(self.dollars_per_hour):
             raise InputError(
                 f"{place}{len(self.seconds)} times and {len(self.dollars_per_hour)} prices; "
-                "give at least one of each, and as many of both"
+                "give at least one of each, and equally many"
             )
         for before, after in itertools.pairwise((*self.seconds, self.until_seconds)):
             if not (math.isfinite(after) and after > before):
@@ -86,7 +86,7 @@ class PriceSeries:
 
     @property
     def from_seconds(self) -> float:
-        """Since when a price is known."""
+        """The first time at which the price is known."""
         return self.seconds[0]
 
     def price(self, at_seconds: float) -> float:
@@ -101,7 +101,7 @@ class PriceSeries:
         return self.dollars_per_hour[bisect_right(self.seconds, at_seconds) - 1]
 
     def require_cover(self, begin: float, end: float) -> None:
-        """Refuse a time span with a part in which no price is known; the error names the series."""
+        """Refuse a time span in which the price is not known throughout."""
         if not self.covers(begin, end):
             raise InputError(
                 f"prices of {self.instance.key!r} are known from {self.from_seconds:.15g} to "
@@ -113,7 +113,7 @@ class PriceSeries:
         return self.from_seconds <= begin and end <= self.until_seconds
 
     def dollars(self, begin: float, end: float) -> float:
-        """What the whole instance costs from ``begin`` to ``end``; see :meth:`require_cover`."""
+        """Cost of the whole instance from ``begin`` to ``end``; see :meth:`require_cover`."""
         self.require_cover(begin, end)
         first = bisect_right(self.seconds, begin) - 1
         total, at = 0.0, begin
@@ -143,21 +143,21 @@ class Market:
         seen = set()
         for series in self.series:
             if series.instance.key in seen:
-                raise InputError(f"the prices of {series.instance.key!r} stand twice")
+                raise InputError(f"the prices of {series.instance.key!r} appear twice")
             seen.add(series.instance.key)
 
     @property
     def from_seconds(self) -> float:
-        """Since when every price is known."""
+        """The first time at which every price is known."""
         return max(series.from_seconds for series in self.series)
 
     @property
     def until_seconds(self) -> float:
-        """Until when every price is known."""
+        """The time until which every price is known."""
         return min(series.until_seconds for series in self.series)
 
     def of(self, wanted: Callable[[Instance], bool]) -> "Market":
-        """The part about some instances.
+        """The market of some instances only.
 
         Raises
         ------
@@ -168,7 +168,7 @@ class Market:
 
 
 def merge(markets: Iterable[Market]) -> Market:
-    """One market of several, in order; an instance may stand in one of them only."""
+    """Concatenate markets; an instance may be in one of them only."""
     return Market(tuple(series for market in markets for series in market.series))
 
 
@@ -184,9 +184,9 @@ def save_market(market: Market, path: str | os.PathLike[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Uptime:
-    """A time in which ``gpus`` of kind ``gpu`` were up; ``preempted`` says that it ended so.
+    """A time in which ``gpus`` of kind ``gpu`` were up; ``preempted`` says how it ended.
 
-    Otherwise the log, or whoever had rented them, ended it.
+    If false, the log or the user ended it.
     """
 
     provider: str
@@ -208,12 +208,12 @@ class Uptime:
 
 @dataclass(frozen=True, slots=True)
 class Preemptions:
-    """What availability logs have seen."""
+    """The uptimes in availability logs."""
 
     uptimes: tuple[Uptime, ...]
 
     def of(self, provider: str, gpu: str, gpus: int | None = None) -> "Preemptions":
-        """The part about one kind of instance in all zones; of every size without ``gpus``."""
+        """The uptimes of one kind of instance in all zones; of every size without ``gpus``."""
         return Preemptions(
             tuple(
                 up
@@ -229,9 +229,9 @@ class Preemptions:
 
     @property
     def mean_seconds(self) -> float:
-        """Mean time to preemption: all time up over the preemptions; inf where none was seen.
+        """Mean time to preemption: total uptime over number of preemptions; inf if there are none.
 
-        This is the maximum-likelihood estimate for exponential times that may be cut off.
+        This is the maximum-likelihood estimate for exponential times with censoring.
         """
         up = sum(one.end_seconds - one.begin_seconds for one in self.uptimes)
         return up / self.count if self.count else math.inf
@@ -243,7 +243,7 @@ def useful_share(
     checkpoint_seconds: float,
     restore_seconds: float,
 ) -> float:
-    """Expected part of the paid time that is progress on an instance that may be preempted.
+    """Expected fraction of the paid time that is progress, on an instance that may be preempted.
 
     A checkpoint of ``checkpoint_seconds`` is written after every ``checkpoint_every_seconds`` of
     work; a preemption loses half such an interval on average, and ``restore_seconds`` follow it

@@ -68,6 +68,10 @@ def run(
         hint.col_value = form.hint
         solver.setSolution(hint)
     solver.run()
+    if solver.getModelStatus() == _CODE.kUnknown and "run_crossover" in options:
+        # Interior points alone only came close: the crossover to a vertex settles it.
+        solver.setOptionValue("run_crossover", "on")
+        solver.run()
     information = solver.getInfo()
     objective, dual_bound = information.objective_function_value, information.mip_dual_bound
     solution = solver.getSolution()

@@ -66,7 +66,7 @@ def _spelled_rates(text: str) -> dict[str, float]:
         if match is None or not (math.isfinite(rate) and rate >= 0):
             raise InputError(f"--rates: {part.strip()!r} is no rate; write v100=1.0,p100=0.4")
         if match[1] in found:
-            raise InputError(f"--rates: {match[1]!r} stands twice")
+            raise InputError(f"--rates: {match[1]!r} appears twice")
         found[match[1]] = rate
     return found
 

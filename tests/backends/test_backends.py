@@ -90,6 +90,20 @@ def feasible_linear(draw):
     )
 
 
+@pytest.mark.parametrize("seed", [3814, 3859])
+def test_interior_points_that_only_come_close_are_completed(seed):
+    """HiGHS ends these with no status unless a crossover follows."""
+    rng = np.random.default_rng(seed)
+    matrix = rng.integers(-3, 4, (3, 3)).astype(float)
+    around = matrix @ rng.integers(0, 5, 3)
+    slack = rng.choice((0.0, 1.0, INF), (2, 3))
+    slack[0, slack.min(axis=0) == INF] = 1.0
+    cost = rng.integers(-5, 6, 3)
+    form = linear(cost, matrix, around - slack[0], around + slack[1], [9.0] * 3, False)
+    answer = solve(form, "highs-ipm")
+    assert answer.objective == pytest.approx(solve(form, "highs").objective)
+
+
 @pytest.mark.parametrize("backend", LINEAR)
 @examples(15)
 @given(form=feasible_linear())

@@ -155,7 +155,7 @@ def test_policies_are_listed():
         (("--cluster", "v100"), "cluster 'v100': there is no such file"),
         (("--cluster", "v100=0"), "count must be at least 1"),
         (("--cluster", "v100=1,v100=2"), "two types of accelerators are named 'v100'"),
-        (("--cluster", "v100=1@cheap"), "is no accelerator type"),
+        (("--cluster", "v100=1@cheap"), "is not an accelerator type"),
         (("--cluster", "v100=1", "--policy", "fair"), "unknown policy 'fair'"),
         (("--cluster", "v100=1", "--placement"), "placement needs servers"),
         (("--cluster", "v100=1", "--budget", "5"), "spends no budget"),

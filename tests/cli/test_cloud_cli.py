@@ -127,7 +127,7 @@ def test_rates_from_a_throughput_table(prices: Path, tmp_path: Path):
         (["--v100-hours", "6"], "give --rates, or --model"),
         (["--rates", "v100"], "'v100' is no rate"),
         (["--rates", "v100=x"], "is no rate"),
-        (["--rates", "v100=1,v100=2"], "stands twice"),
+        (["--rates", "v100=1,v100=2"], "appears twice"),
         (["--rates", "tpu=1"], "no instance has GPUs of kind 'tpu'"),
         (["--rates", RATES, "--strategy", "best"], "'best' is none of 1xv100"),
         (["--rates", RATES, "--home", "aws"], "'aws' is no place"),

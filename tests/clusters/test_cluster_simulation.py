@@ -226,13 +226,13 @@ def test_a_window_ends_the_simulation() -> None:
 
 
 def test_what_cannot_run_is_refused() -> None:
-    with pytest.raises(InputError, match="'x' on 1 accelerators runs nowhere"):
+    with pytest.raises(InputError, match="'x' on 1 accelerators cannot run"):
         simulate_cluster([Job("a", "x", 1.0)], UNIT, ONE, equal)
 
     def nothing(problem: AllocationProblem) -> Allocation:
         return allocation_of_shares(np.zeros_like(problem.rates))
 
-    with pytest.raises(InputError, match=r"nothing can run .* waiting: 'a'"):
+    with pytest.raises(InputError, match=r"no job can run.* waiting: 'a'"):
         simulate_cluster([Job("a", "m", 1.0)], UNIT, ONE, nothing, Rules(fill=False))
     with pytest.raises(InputError, match="round_seconds"):
         Rules(round_seconds=0.0)
@@ -251,7 +251,7 @@ def test_pictures(tmp_path: Path) -> None:
     bare = simulate_cluster(jobs, UNIT, pool, equal)
     with pytest.raises(InputError, match="keep_assignments"):
         draw_rounds(bare, tmp_path / "rounds.svg")
-    with pytest.raises(InputError, match=r"ends in \.png"):
+    with pytest.raises(InputError, match=r"must be one of \.png"):
         draw_utilisation(timeline, tmp_path / "busy.gif")
 
 

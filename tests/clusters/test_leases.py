@@ -215,7 +215,7 @@ def test_an_old_epoch_may_neither_run_on_nor_save(tmp_path: Path, clock: SimpleN
     old = Rank(started(server)[0])
     old.advance()
     new = Rank(started(server)[0])
-    with pytest.raises(LeaseLostError, match="epoch 1 is over, the newest is 2"):
+    with pytest.raises(LeaseLostError, match="epoch 1 has ended, the newest is 2"):
         old.run(clock, 0.1)
     assert new.run(clock, 0.1) == 5
     last = Rank(new.lease)
@@ -370,7 +370,7 @@ class Unsized:
 
 def test_a_loader_that_ends_for_good_is_refused(tmp_path: Path, clock: SimpleNamespace) -> None:
     rank = Rank(started(opened(tmp_path, a=9))[0], iter(range(4)))
-    with pytest.raises(ValueError, match="no batches for step 5; it must be one that can be begun"):
+    with pytest.raises(ValueError, match="no batches for step 5; it must be possible to iterate"):
         rank.run(clock, 0.1)
 
 

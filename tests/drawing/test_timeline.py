@@ -273,9 +273,9 @@ def test_a_browser_draws_the_page(
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (ScheduledAction("g0", "7F0", 0.0, 1.0), "7F0 is of stage 7, the plan has 1 stages"),
-        (ScheduledAction("g9", "0F0", 0.0, 1.0), "'g9', which is no device of stage 0"),
-        (ScheduledAction("g0", "forward", 0.0, 1.0), "'forward' is no action"),
+        (ScheduledAction("g0", "7F0", 0.0, 1.0), "7F0 has stage 7, the plan has 1 stages"),
+        (ScheduledAction("g9", "0F0", 0.0, 1.0), "'g9', which is not a device of stage 0"),
+        (ScheduledAction("g0", "forward", 0.0, 1.0), "'forward' is not an action"),
         (ScheduledAction("g0", "0USE0", 0.0, 1.0), "0USE0 belongs to programs, not to plans"),
     ],
 )

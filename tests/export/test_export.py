@@ -232,7 +232,12 @@ def test_torch_refusals():
         ["0F1", "0F0", "0B1", "0B0"], ["1F1", "1F0", "1B1", "1B0"],
     ], microbatches=2)  # fmt: skip
     refuses("rank 1: the last stage does 1F1 where torch.* takes it for 1F0", late, "torch-csv")
-    refuses("--partition-only: torch-csv", plan, "torch-csv", Options(partition_only=True))
+    refuses(
+        "--partition-only does not apply to torch-csv",
+        plan,
+        "torch-csv",
+        Options(partition_only=True),
+    )
     refuses("--to 'tensorflow' is not known", plan, "tensorflow")
 
 
@@ -384,12 +389,17 @@ def test_torchtitan_refusals():
 def test_layers_without_a_module_there_are_refused_by_name(to):
     plan = make_plan((0, 1), cuts=[(0, 2), (2, 4)])
     for names, message in {
-        ("embedding", "layers.0", "conv 2", "head"): "layer 'conv 2' cannot be told: .*torch-csv",
-        ("embedding", "layers.0.mlp", "layers.1", "head"): "layer 'layers.0.mlp' cannot be told",
+        (
+            "embedding",
+            "layers.0",
+            "conv 2",
+            "head",
+        ): "layer 'conv 2' is not recognised: .*torch-csv",
+        ("embedding", "layers.0.mlp", "layers.1", "head"): "layer 'layers.0.mlp' is not recognised",
         ("embedding", "layers.0", "layers.2", "head"): "layer 'layers.2' should be number 1",
         ("embedding", "layers.3", "layers.4", "head"): "layer 'layers.3' should be number 1",
         ("embedding", "layers.0", "pooler", "head"): "layer 'pooler' has no module in",
-        ("embedding", "layers.0", "head", "norm"): "layer 'norm' stands too late",
+        ("embedding", "layers.0", "head", "norm"): "layer 'norm' is out of order",
         ("wte", "layers.0", "layers.1", "norm"): "'wte' to 'norm'.*neither end can be missing",
         ("layers.0", "layers.1", "norm", "head"): "'layers.0' to 'head'.*neither end",
         ("wte", "embedding", "wpe", "head"): "stage 1 begins with layer 'wpe'.*whole embedding on",
@@ -487,8 +497,8 @@ def test_megatron_merges_what_it_has_as_one_piece():
 def test_megatron_refuses_layers_by_name():
     plan = make_plan((0, 1), cuts=[(0, 2), (2, 4)])
     for names, message in {
-        ("embedding", "layers.0", "conv", "head"): "layer 'conv' cannot be told",
-        ("embedding", "layers.0", "wte", "head"): "layer 'wte' stands too late",
+        ("embedding", "layers.0", "conv", "head"): "layer 'conv' is not recognised",
+        ("embedding", "layers.0", "wte", "head"): "layer 'wte' is out of order",
         ("wte", "wpe", "embed", "head"): "stage 1 begins with layer 'embed'.*whole embedding on",
         ("embedding", "norm", "ln_f", "head"): "stage 1 begins with layer 'ln_f'.*whole norm on",
         ("embedding", "layers.0", "layers.2", "head"): "layer 'layers.2' should be number 1",
@@ -771,7 +781,7 @@ def test_launch_refusals():
     refuses("3 devices do not fill nodes of 2", plan, "slurm", replace(LAUNCH, gpus_per_node=2))
     refuses("--gpus-per-node 0", plan, "slurm", replace(LAUNCH, gpus_per_node=0))
     refuses("--to kubernetes needs --image", plan, "kubernetes", LAUNCH)
-    refuses("--image: slurm has no use", plan, "slurm", replace(LAUNCH, image="x"))
+    refuses("--image does not apply to slurm", plan, "slurm", replace(LAUNCH, image="x"))
     two = replace(LAUNCH, cluster=machines(4, 4))
     refuses(r"rank 2 \('s0g1'\) is back on the server of 's0g0'", plan, "torchrun", two)
     refuses("1 devices of the server of 's1g0' and 2", on_devices("s0g0", "s0g1", "s1g0"),

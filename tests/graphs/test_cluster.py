@@ -117,9 +117,9 @@ SERVERS = uniform_servers(2, 2, Link(100e9), Link(12.5e9))
         (("links", "intra", "bandwidth_bytes_per_second"), 0, "must be positive"),
         (("links", "inter"), None, "not connected: several servers and no inter link"),
         (("links", "inter", "latency_seconds"), -1, "not negative"),
-        (("links", "servers", 1), ["s1g0"], "device 's1g1' stands in no server"),
+        (("links", "servers", 1), ["s1g0"], "device 's1g1' is in no server"),
         (("links", "servers", 1), ["s1g0", "s1g1", "s0g0"], "names 's0g0' twice"),
-        (("links", "servers", 1), ["s1g0", "s1g1", "x"], "names 'x', which is no device"),
+        (("links", "servers", 1), ["s1g0", "s1g1", "x"], "names 'x', which is not a device"),
         (("links", "intra", "bandwidth_bytes_per_second"), "1e9", "valid number, got '1e9'$"),
         (
             ("links",),
@@ -267,7 +267,7 @@ def test_bad_nvidia_smi_text_gets_one_line(text, message):
 
 
 def test_nvidia_smi_refuses_unknown_overrides():
-    with pytest.raises(InputError, match="'QPI' is no path"):
+    with pytest.raises(InputError, match="'QPI' is not a path"):
         parse_nvidia_smi(FOUR_PCIE, paths={"QPI": 1e9})
 
 

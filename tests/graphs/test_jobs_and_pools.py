@@ -200,7 +200,7 @@ def test_other_formats_and_versions_are_refused(tmp_path: Path, name: str):
     assert "version 2" in refusal(read, write(tmp_path, {**document, "version": 2}))
     assert "expected a" in refusal(read, write(tmp_path, {**document, "format": "other"}))
     text = json.dumps(document).replace('"version": 1', '"version": 1, "version": 1')
-    assert "'version' stands twice" in refusal(read, write(tmp_path, text))
+    assert "'version' appears twice" in refusal(read, write(tmp_path, text))
 
 
 # Rules of a workload.
@@ -246,13 +246,13 @@ RULES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a rate twice": (
         lambda d: d["throughputs"]["alone"].append(d["throughputs"]["alone"][0]),
-        "('a', 1, 'v100') stands twice",
+        "('a', 1, 'v100') appears twice",
     ),
     "a pair twice, turned": (
         lambda d: d["throughputs"]["pairs"].append(
             {**d["throughputs"]["pairs"][0], "models": ["b", "a"]}
         ),
-        "('a', 'b', 1, 'v100') stands twice",
+        "('a', 'b', 1, 'v100') appears twice",
     ),
     "entity twice": (
         lambda d: d["entities"].append(d["entities"][0]),
@@ -262,7 +262,7 @@ RULES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "discipline": (lambda d: d["entities"][0].update(discipline="lifo"), "entities[0].discipline"),
     "no such parent": (
         lambda d: d["entities"][1].update(parent="none"),
-        "entity 'red': its parent 'none' is no entity",
+        "entity 'red': its parent 'none' is not an entity",
     ),
     "its own parent": (
         lambda d: d["entities"][1].update(parent="red"),
@@ -317,17 +317,17 @@ def test_spelled_pools(text: str, expected: tuple[Accelerator, ...]):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is no accelerator type; write name=count"),
-        ("v100", "'v100' is no accelerator type"),
-        ("v100=4,", "'' is no accelerator type"),
-        ("=4", "'=4' is no accelerator type"),
-        ("v100=-1", "is no accelerator type"),
-        ("v100=1.5", "is no accelerator type"),
-        ("v100=4x", "is no accelerator type"),
-        ("v100=4x4x4", "is no accelerator type"),
-        ("v100=4@", "is no accelerator type"),
-        ("v100=4@nan", "is no accelerator type"),
-        ("v100=4@1.2.3", "'1.2.3' is no price per hour"),
+        ("", "'' is not an accelerator type; write name=count"),
+        ("v100", "'v100' is not an accelerator type"),
+        ("v100=4,", "'' is not an accelerator type"),
+        ("=4", "'=4' is not an accelerator type"),
+        ("v100=-1", "is not an accelerator type"),
+        ("v100=1.5", "is not an accelerator type"),
+        ("v100=4x", "is not an accelerator type"),
+        ("v100=4x4x4", "is not an accelerator type"),
+        ("v100=4@", "is not an accelerator type"),
+        ("v100=4@nan", "is not an accelerator type"),
+        ("v100=4@1.2.3", "'1.2.3' is not a price per hour"),
         ("v100=4@-1", "accelerator 'v100': dollars_per_hour must be finite and not negative"),
         ("v100=4@1e999", "dollars_per_hour must be finite"),
         ("v100=0", "accelerator 'v100': count must be at least 1, got 0"),
@@ -346,7 +346,7 @@ def test_misspelled_pools_are_refused(text: str, message: str):
         ({"name": ""}, "an accelerator has an empty name"),
         ({"count": 0}, "accelerator 'k80': count must be at least 1"),
         ({"count": True}, "accelerators[1].count: "),
-        ({"per_server": 2}, "3 do not fill servers of 2; name the odd servers'"),
+        ({"per_server": 2}, "3 do not fill servers of 2; make the accelerators"),
         ({"per_server": 6}, "per_server must be at most 3, got 6"),
         ({"dollars_per_hour": -1.0}, "dollars_per_hour must be finite and not negative"),
         ({"name": "v100"}, "two types of accelerators are named 'v100'"),
@@ -431,18 +431,18 @@ def test_a_trace_and_a_table_make_a_workload(tmp_path: Path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (5, "many", "steps 'many' is no number"),
-        (5, "nan", "steps 'nan' is no number"),
-        (5, "inf", "steps 'inf' is no number"),
-        (5, "", "steps '' is no number"),
+        (5, "many", "steps 'many' is not a number"),
+        (5, "nan", "steps 'nan' is not a number"),
+        (5, "inf", "steps 'inf' is not a number"),
+        (5, "", "steps '' is not a number"),
         (5, "0", "steps must be more than zero"),
         (5, "-4", "steps must be finite and not negative"),
-        (6, "1.5", "scale factor '1.5' is no whole number"),
+        (6, "1.5", "scale factor '1.5' is not a whole number"),
         (6, "0", "scale must be at least 1"),
-        (6, "1e400", "scale factor '1e400' is no whole number"),
+        (6, "1e400", "scale factor '1e400' is not a whole number"),
         (7, "0", "weight must be more than zero"),
         (7, "-1", "weight must be finite and not negative"),
-        (8, "soon", "SLO 'soon' is no number"),
+        (8, "soon", "SLO 'soon' is not a number"),
         (9, "-1", "arrival_seconds must be finite and not negative"),
         (9, "1\t2", "11 tab-separated fields, a trace has 10"),
     ],
@@ -478,17 +478,17 @@ def test_a_type_without_throughputs_is_named_with_its_line(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t["v100"]["('a', 1)"].update(null=None), "v100: ('a', 1): None is no rate"),
-        (lambda t: t["v100"]["('a', 1)"].update(null="4"), "v100: ('a', 1): '4' is no rate"),
-        (lambda t: t["v100"]["('a', 1)"].update(null=True), "v100: ('a', 1): True is no rate"),
+        (lambda t: t["v100"]["('a', 1)"].update(null=None), "v100: ('a', 1): None is not a rate"),
+        (lambda t: t["v100"]["('a', 1)"].update(null="4"), "v100: ('a', 1): '4' is not a rate"),
+        (lambda t: t["v100"]["('a', 1)"].update(null=True), "v100: ('a', 1): True is not a rate"),
         (lambda t: t["v100"]["('a', 1)"].update(null=-4), "'a' x1 on 'v100': steps_per_second"),
         (lambda t: t["v100"]["('a', 1)"].update(null=float("nan")), "must be finite"),
         (lambda t: t["v100"]["('a', 1)"].pop("null"), "('a', 1) has no rate alone ('null')"),
         (lambda t: t["v100"]["('a', 1)"].update({"('b', 1)": None}), "expected two rates"),
         (lambda t: t["v100"]["('a', 1)"].update({"('b', 1)": [1]}), "expected two rates"),
-        (lambda t: t["v100"]["('a', 1)"].update({"('b', 1)": ["1", 1]}), "'1' is no rate"),
-        (lambda t: t["v100"]["('b', 1)"].update({"('a', 1)": ["1", 1]}), "'1' is no rate"),
-        (lambda t: t["v100"].update({"a": {"null": 1}}), "v100: 'a' is no job type"),
+        (lambda t: t["v100"]["('a', 1)"].update({"('b', 1)": ["1", 1]}), "'1' is not a rate"),
+        (lambda t: t["v100"]["('b', 1)"].update({"('a', 1)": ["1", 1]}), "'1' is not a rate"),
+        (lambda t: t["v100"].update({"a": {"null": 1}}), "v100: 'a' is not a job type"),
         (lambda t: t["v100"].update({"('a', 1)": 3}), "v100: expected an object of job types"),
         (lambda t: t.update(v100=None), "v100: expected an object of job types"),
         (lambda t: t.update(v100_unconsolidated=[]), "v100_unconsolidated: expected an object"),
@@ -496,7 +496,7 @@ def test_a_type_without_throughputs_is_named_with_its_line(tmp_path: Path):
             lambda t: t["v100_unconsolidated"].update({"('a', 1)": 3}),
             "v100_unconsolidated: expected an object",
         ),
-        (lambda t: t["v100_unconsolidated"]["('a', 1)"].update(null="x"), "'x' is no rate"),
+        (lambda t: t["v100_unconsolidated"]["('a', 1)"].update(null="x"), "'x' is not a rate"),
     ],
 )
 def test_broken_throughput_tables(

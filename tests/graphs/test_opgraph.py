@@ -174,7 +174,7 @@ def test_order_agrees_with_networkx(given_graph: OpGraph):
     [
         ("", "", "has no operators"),
         ("", "aa", "two operators are named 'a'"),
-        ("ax", "a", "edge a -> x names 'x', no operator"),
+        ("ax", "a", "edge a -> x names 'x', which is not an operator"),
         ("aa", "a", "form a cycle: a -> a"),
         ("ab bc cb", "abc", "form a cycle: b -> c -> b"),
     ],

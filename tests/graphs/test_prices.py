@@ -76,7 +76,7 @@ def test_a_market_is_written_and_read_back(tmp_path: Path):
     assert market.of(lambda one: one.gpu == "k80").series == market.series[1:]
     with pytest.raises(InputError, match="no price series"):
         market.of(lambda one: one.gpu == "tpu")
-    with pytest.raises(InputError, match="stand twice"):
+    with pytest.raises(InputError, match="appear twice"):
         merge([market, market])
     document = json.loads((tmp_path / "prices.json").read_text())
     document["series"][0]["instance"]["cost"] = 1
@@ -145,8 +145,8 @@ def test_aws_files_that_overlap_are_one_series(tmp_path: Path):
     [
         (("us-east-1b", "p4.huge", "1", "2020-02-24T00:00:00Z"), r"\[1\]: unknown .* 'p4.huge'"),
         (("us-east-1b", "p3.2xlarge", "-1", "2020-02-24T01:00:00Z"), "not negative, got -1"),
-        (("us-east-1b", "p3.2xlarge", "dear", "2020-02-24T01:00:00Z"), "'dear' is no price"),
-        (("us-east-1b", "p3.2xlarge", "1", "yesterday"), "'yesterday' is no time"),
+        (("us-east-1b", "p3.2xlarge", "dear", "2020-02-24T01:00:00Z"), "'dear' is not a price"),
+        (("us-east-1b", "p3.2xlarge", "1", "yesterday"), "'yesterday' is not a time"),
         (("us-east-1b", "p3.2xlarge", "2", "2020-02-24T00:00:00Z"), "costs 2 .* 1 elsewhere"),
     ],
 )
@@ -188,10 +188,10 @@ def test_azure_days_are_steps_and_empty_columns_are_not_offered(tmp_path: Path):
     ("old", "new", "word"),
     [
         ("NC6", "NC7", "unknown instance type 'NC7'"),
-        ("2/25/2020,$1.00", "2/25/2020,", ":3: NC24s v2: '' is no price"),
+        ("2/25/2020,$1.00", "2/25/2020,", ":3: NC24s v2: '' is not a price"),
         ("2/25/2020,$1.00,\n", "", ":3: days are missing"),
-        ("2/25/2020", "soon", ":3: 'soon' is no date"),
-        ("2/25/2020,$1.00,", "2/25/2020,$1.00", ":3: not as many cells"),
+        ("2/25/2020", "soon", ":3: 'soon' is not a date"),
+        ("2/25/2020,$1.00,", "2/25/2020,$1.00", ":3: the number of cells differs"),
         ("Date", "Day", "a column Date"),
         (DAYS, "", "a column Date"),
     ],

@@ -380,7 +380,7 @@ def test_a_trace_of_another_plan_is_refused() -> None:
     short = replace(trace.steps[1], actions=trace.steps[1].actions[1:])
     first = trace.steps[1].actions[0]
     lacking = replace(trace, steps=(trace.steps[0], short))
-    message = f"step 1 of the trace lacks {first.action} on '{first.device}', which the plan holds"
+    message = f"step 1 of the trace lacks {first.action} on '{first.device}', which the plan has"
     for refusing in (compare, measured_plan):
         with pytest.raises(InputError, match=message):
             refusing(PLAN, lacking)

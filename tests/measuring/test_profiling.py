@@ -123,7 +123,7 @@ def test_several_inputs_outputs_and_targets() -> None:
         (tokens(4), (2,), "layer 'first' fails on inputs of shape"),
         ((vectors(4)[0], torch.zeros(4, 9)), (2,), "layer 'last' does not run on the data"),
         (((vectors(4)[0],) * 2, vectors(4)[1]), (2,), "2 input tensors .* takes 1"),
-        ((vectors(4)[0].tolist(), vectors(4)[1]), (2,), "holds a float where a tensor must be"),
+        ((vectors(4)[0].tolist(), vectors(4)[1]), (2,), "has a float where a tensor is expected"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(batch: Any, sizes: tuple[int, ...], words: str) -> None:
@@ -164,7 +164,7 @@ def test_the_optimizers_step_is_measured_layer_by_layer(optimizer: Any, state: f
 
 
 def test_an_optimizer_that_does_not_take_a_layer_is_refused() -> None:
-    with pytest.raises(InputError, match=r"the optimizer does not take layer 'first': .*2D"):
+    with pytest.raises(InputError, match=r"the optimizer does not accept layer 'first': .*2D"):
         measured(Known(), vectors(4), optimizer=torch.optim.Muon)
 
 

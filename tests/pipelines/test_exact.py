@@ -231,7 +231,7 @@ class TestStopped:
     def test_before_a_proof(self, monkeypatch):
         """CP-SAT gets no time, and the search is stopped when it has asked twice."""
         monkeypatch.setattr(module, "FIRST_SECONDS", 0.0)
-        search = module._Search(contended(), LIMITS, lambda _: None, inf)
+        search = module._PlanSearch(contended(), LIMITS, lambda _: None, inf)
         monkeypatch.setattr(search, "_left", lambda: 60.0 if search.proofs < 2 else 0.0)
         assert not search.run()
         assert search.best is not None

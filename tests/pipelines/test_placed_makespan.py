@@ -17,7 +17,9 @@ from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import ByDisjunctions, ByIntervals
 from stagewright.formulations.pipelines.timed_rows import order_of_times
+from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.formulations.schedules.order import Order
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.pipelines.forward_backward import dispatch, improve, rules_of
@@ -32,7 +34,7 @@ from stagewright.solvers.pipelines.scheduling import solve_schedule
 LIMITS = Limits(seconds=20, threads=2)
 SLACK = 1 + 1e-9
 
-quick = examples(40)
+quick = examples(100)
 
 # Two stages on each of two devices, in the shape of a V, and split backwards.
 PLACED = MakespanProblem(
@@ -46,6 +48,9 @@ PLACED = MakespanProblem(
     device=(0, 1, 1, 0),
     weight_gradient=(2.0, 1.0, 3.0, 1.0),
 )
+
+
+INTERLOCKED = ("0F0", "0I0", "0F1", "0W0", "0I1", "0W1")  # F of 1 between I and W of 0
 
 
 def ones(**changes):
@@ -109,7 +114,7 @@ def test_disjunctions_reach_the_optimum(problem):
     assert problem.evaluate(model.invert(answer.values)) == pytest.approx(optimum)
 
 
-@examples(100)
+@examples(400)
 @given(random_placed_makespan())
 def test_no_bound_exceeds_the_optimum(problem):
     optimum = problem.evaluate(optimal_timetable(problem))
@@ -271,10 +276,11 @@ def test_what_is_broken_is_named(changes, message):
 
 
 def test_weight_gradients_count_as_in_flight():
-    problem = ones(microbatches=2, device=(0, 1), weight_gradient=(1.0, 1.0))
-    timetable = optimal_timetable(replace(problem, in_flight=(2, 2)))
+    one = MakespanProblem(2, (1.0,), (1.0,), (), (), (0.0,), (2,), weight_gradient=(1.0,))
+    timetable = schedule_order(one, Order((tuple(map(parse_action, INTERLOCKED)),)))
+    assert one.evaluate(timetable) == 6
     with pytest.raises(InvalidPlan, match="2 microbatches in flight, the limit is 1"):
-        problem.evaluate(timetable)
+        replace(one, in_flight=(1,)).evaluate(timetable)
 
 
 @pytest.mark.parametrize(
@@ -293,3 +299,47 @@ def test_problems_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(InputError, match=message) as error:
         ones(**changes)
     assert "\n" not in str(error.value)
+
+
+# The bounds by hand
+
+
+def found(problem):
+    return {bound.proved_by: bound.seconds for bound in schedule_bounds(problem)}
+
+
+def test_a_device_does_all_its_stages():
+    # Device 0 has stages 0 and 3, 3 * (2 + 3 + 2 and 1 + 2 + 1) of work with W; stage 3 has no
+    # all-reduce to wait for. Device 1 starts after F of 2 and a transfer of 1, its work is
+    # 3 * (3 + 2 + 1 and 2 + 4 + 3), or 3 * (3 + 2 and 2 + 4) until its last I, after which follow
+    # at least a transfer of 2, I of 3, W of 2 and the all-reduce of 5.
+    assert found(replace(PLACED, in_flight=(3,) * 4))["busiest device"] == 3 + 3 * 15
+    # Without W until the last I: 3 + 33 + 12 = 48, as long as with it.
+    lighter = replace(PLACED, weight_gradient=(2.0, 0.0, 0.0, 1.0))
+    assert found(lighter)["busiest device"] == 3 + 33 + 2 + 3 + 2 + 5
+
+
+def test_a_slot_is_held_until_the_weight_gradient_ends():
+    # Two stages of F = I = W = 1 on two devices, one slot: F0 F1 I1 I0 W0 in turn.
+    problem = ones(microbatches=3, device=(0, 1), weight_gradient=(1.0, 1.0))
+    assert found(problem)["in-flight slots"] == 3 * 5
+    assert problem.evaluate(optimal_timetable(problem)) == 15
+
+
+def test_weight_gradients_fill_the_drain():
+    # Stage 0 of two sends 1 of 3 microbatches ahead: between F and I lie 1 + 3 + 4 + 4 + 3 = 15.
+    # Until the last W it works 3 * (1 + 4 + 2) and waits 15 - 1 at the start and at the end.
+    problem = ones(
+        microbatches=3,
+        forward=(1.0, 4.0),
+        backward=(4.0, 4.0),
+        send_forward=(3.0,),
+        send_backward=(3.0,),
+        device=(0, 1),
+        weight_gradient=(2.0, 2.0),
+    )
+    assert found(problem)["warm-up and drain"] == 3 * 7 + 14 + 14
+    # With two slots, one other W and I are in the last wait; without W until the last I, which W
+    # of 2 follows: 3 * 5 + (15 - 2) + (15 - 1 - 4) + 2 = 40, as 3 * 7 + (15 - 2) + (15 - 1 - 6).
+    two = replace(problem, in_flight=(2, 2))
+    assert found(two)["warm-up and drain"] == 42

@@ -144,7 +144,7 @@ def test_gradients_are_clipped_as_without_a_plan(ranks: Ranks, name: str) -> Non
     require_equal(results[0][0], clipped)
 
 
-@examples(25, quick=2, phases=UNSHRUNK)
+@examples(25, quick=1, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(["residual-mlp", "tied-transformer"]))
@@ -171,7 +171,7 @@ def test_a_microbatch_that_is_an_update_is_normalised_alone(ranks: Ranks, weight
     compare_runs(ranks, make.one_f_one_b(stages, 2, weights), built(), batches, cross_entropy)
 
 
-@examples(15, quick=2, phases=UNSHRUNK)
+@examples(15, quick=1, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_periodic_plans(ranks: Ranks, data: Any) -> None:
     plan = data.draw(make.periodic_plans(6))

@@ -65,7 +65,7 @@ def test_more_devices_than_samples_break_a_rule() -> None:
     stage = Stage((0, 1), NAMES[:3])
     found = check(problem, replace(plan, digest=problem.digest, stages=(stage,), layers=None))
     assert [(v.rule, v.place) for v in found] == [("samples", "stage 0")]
-    assert "2 samples among 3 devices, 2 are the most" in found[0].message
+    assert "2 samples among 3 devices, at most 2 are possible" in found[0].message
 
 
 def test_a_layer_that_needs_two_samples_is_split_among_half_as_many() -> None:

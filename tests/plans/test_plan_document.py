@@ -224,10 +224,10 @@ def test_a_damaged_periodic_document_is_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("forward", "'forward' is no operation; write for example 2F"),
-        ("0F3", "'0F3' is no operation; write for example 2F"),
+        ("forward", "'forward' is not an operation; write for example 2F"),
+        ("0F3", "'0F3' is not an operation; write for example 2F"),
         ("0USE", "0USE belongs to programs, not to plans"),
-        ("7F", "7F is of stage 7, the plan has 3 stages"),
+        ("7F", "7F has stage 7, the plan has 3 stages"),
     ],
 )
 def test_an_operation_that_is_none_is_named_with_its_place(
@@ -317,7 +317,7 @@ def test_a_field_that_stands_twice_is_refused(tmp_path: Path) -> None:
     text = documents.to_json(small_plan()).replace(
         '"microbatches": 2', '"microbatches": 2, "microbatches": 3', 1
     )
-    with pytest.raises(InputError, match="'microbatches' stands twice"):
+    with pytest.raises(InputError, match="'microbatches' appears twice"):
         load(tmp_path, text)
 
 

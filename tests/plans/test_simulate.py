@@ -265,7 +265,7 @@ def test_each_device_of_the_last_stage_goes_on_from_its_own_forward() -> None:
     [
         ({"jitter": -0.1}, "jitter must be finite and not negative"),
         ({"jitter": float("nan")}, "jitter must be finite and not negative"),
-        ({"stragglers": {"g9": 2.0}}, "straggler 'g9' is no device of 'small'"),
+        ({"stragglers": {"g9": 2.0}}, "straggler 'g9' is not a device of 'small'"),
         ({"stragglers": {"g0": 0.0}}, "straggler 'g0': factor must be positive"),
         ({"stragglers": {"g0": -1.0}}, "straggler 'g0': factor must be finite and not negative"),
     ],

@@ -5,7 +5,7 @@ from typing import Any
 
 from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.clusters.runtime import run_cluster
-from stagewright.executor.clusters.workload import ClusterJob, Program
+from stagewright.executor.clusters.workload import ClusterJob, TrainingFunction
 from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem
 from stagewright.formulations.forms.answers import Limits
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs
@@ -29,7 +29,9 @@ def max_min_fair(problem: AllocationProblem) -> Allocation:
     return found
 
 
-def job(name: str, steps: int, program: Program, scale: int = 1, **more: float) -> ClusterJob:
+def job(
+    name: str, steps: int, program: TrainingFunction, scale: int = 1, **more: float
+) -> ClusterJob:
     return ClusterJob(Job(name, "walk", steps, scale, **more), program)
 
 

@@ -88,7 +88,7 @@ def test_one_forward_one_backward(ranks: Ranks, weights: Any, name: str) -> None
 
 
 # Shrinking would take minutes: every example starts a process group.
-@examples(40, quick=3, phases=UNSHRUNK)
+@examples(40, quick=2, phases=UNSHRUNK)
 @given(data=st.data())
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(MODELS)))

@@ -1,6 +1,7 @@
 """HetPipe with a synchronous barrier: a pipeline in every server, data parallelism among them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -84,15 +85,8 @@ def _stage_times(problem: PipelineProblem, device: int) -> Floats:
 
 
 def _with_microbatches(scheduling: MakespanProblem, share: int) -> MakespanProblem:
-    return MakespanProblem(
-        share,
-        scheduling.forward,
-        scheduling.backward,
-        scheduling.send_forward,
-        scheduling.send_backward,
-        scheduling.reduce,
-        tuple(min(limit, share) for limit in scheduling.in_flight),
-    )
+    limits = tuple(min(limit, share) for limit in scheduling.in_flight)
+    return replace(scheduling, microbatches=share, in_flight=limits)
 
 
 def _interleave(

@@ -1,21 +1,21 @@
-"""Orders under precedence: what is to be said when there is none."""
+"""Why no order obeys the precedences: nodes that wait for each other."""
 
 from collections.abc import Sequence
 
 
-def find_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
-    """Nodes that wait for each other in a circle, each for the next; the first stands again last.
+def waiting_cycle(followers: Sequence[Sequence[int]], awaited: Sequence[int]) -> list[int]:
+    """Nodes that wait for each other in a circle, each for the next; the first is repeated last.
 
     Parameters
     ----------
     followers
-        Per node those that wait for it.
+        The nodes that wait for each node.
     awaited
-        Per node how many it still waits for, after all that could go have gone: some still wait.
+        How many nodes each node still waits for once no node is ready; at least one is positive.
 
     Examples
     --------
-    >>> find_cycle([[1], [2], [1]], [0, 1, 1])
+    >>> waiting_cycle([[1], [2], [1]], [0, 1, 1])
     [1, 2, 1]
     """
     waits_for = {
