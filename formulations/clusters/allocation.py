@@ -221,6 +221,17 @@ def accelerators_in_use(problem: AllocationProblem, allocation: Allocation) -> F
     return used
 
 
+def accelerators_of_jobs(problem: AllocationProblem, allocation: Allocation) -> Floats:
+    """Mean accelerators of each type per job, half for each job of a pair; (jobs, types)."""
+    usage = np.zeros((len(problem), len(problem.table.counts)))
+    accelerator = problem.table.accelerator[allocation.worker]
+    paired = allocation.partner >= 0
+    used = allocation.share * problem.scale[allocation.job] * np.where(paired, 0.5, 1.0)
+    np.add.at(usage, (allocation.job, accelerator), used)
+    np.add.at(usage, (allocation.partner[paired], accelerator[paired]), used[paired])
+    return usage
+
+
 def check(problem: AllocationProblem, allocation: Allocation) -> None:
     """Equations 5.1 to 5.3 and the rules of pairs and placement, from the definitions.
 
