@@ -41,13 +41,13 @@ from stagewright.executor.measuring.profiling import measure_layers
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.program import Instruction, stages_on
 from stagewright.executor.programs.shares import rows
-from stagewright.executor.training.boundary import Boundary
-from stagewright.executor.training.interpreter import Interpreter
-from stagewright.executor.training.joint import Joint
-from stagewright.executor.training.rank import Rank, RankProgram
+from stagewright.executor.training.interpreter.boundary import Boundary
+from stagewright.executor.training.interpreter.interpreter import Interpreter
+from stagewright.executor.training.interpreter.joint import Joint
+from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.runtime import Executor
-from stagewright.executor.training.stage import Gradients, Seed, StageComputation, Tensors
-from stagewright.executor.training.weights import Weights
+from stagewright.executor.training.stages.stage import Gradients, Seed, StageComputation, Tensors
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, ScheduledAction, Stage
 from stagewright.formulations.schedules.gpipe import gpipe

@@ -16,9 +16,9 @@ PLAIN_LIBRARIES = {"_operator", "builtins", "math"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cuts:
-    """Which nodes each layer computes, and which values are alive before it and at the end.
+    """The nodes of each layer, and the values that are alive before it and at the end.
 
-    Nodes that are no values (sizes, parameters) are in no layer: each layer makes those it uses.
+    Nodes that are not values (sizes, parameters) are in no layer: each layer makes those it uses.
     """
 
     names: tuple[str, ...]
@@ -77,7 +77,7 @@ def _find_cuts(
 
 
 def _remade(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that every layer makes for itself: what is no tensor, and the module's own tensors."""
+    """Nodes that every layer computes again: what is not a tensor, and the module's own tensors."""
     remade: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr" or _is_plain(node, remade):
@@ -86,7 +86,7 @@ def _remade(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_plain(node: fx.Node, remade: set[fx.Node]) -> bool:
-    """Whether ``node`` is known to be no tensor."""
+    """Whether ``node`` is known not to be a tensor."""
     sources = node.all_input_nodes
     of_plain = bool(sources) and all(one in remade and one.op != "get_attr" for one in sources)
     if node.op == "call_method":
@@ -99,7 +99,7 @@ def _is_plain(node: fx.Node, remade: set[fx.Node]) -> bool:
 
 
 def _layer_of(graph: fx.Graph, remade: set[fx.Node]) -> dict[fx.Node, int]:
-    """The layer of every value, in order; what is before the first leaf belongs to the first."""
+    """The layer of every value, in order; nodes before the first leaf belong to the first."""
     layer_of: dict[fx.Node, int] = {}
     leaves = 0
     for node in graph.nodes:
@@ -180,7 +180,7 @@ def _in_state(owner: nn.Module, field: str) -> bool:
 
 
 def _add_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Give names of the state that no layer has to the layer with that tensor, or to the first."""
+    """Add names of the state that no layer has to the layer with that tensor, or to the first."""
     states = [module.state_dict(keep_vars=True) for module in modules]
     home = {
         id(tensor): i for i, state in reversed([*enumerate(states)]) for tensor in state.values()

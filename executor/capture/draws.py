@@ -1,12 +1,12 @@
 """Random numbers of a layer, the same for a sample whichever device works on it.
 
-Which operators of a layer draw, and on what, is recorded for a whole microbatch. A device that has
-some of its samples alone draws for all of them, as one with the whole microbatch does, and takes
-those of its own: dropout is then the same on one device and on several.
+The operators of a layer that draw, and their shapes, are recorded for a whole microbatch. A device
+that has some of its samples draws for all of them, as one with the whole microbatch does, and takes
+its own: dropout is then the same on one device and on several.
 
-It takes an operator that draws one number after another into a tensor, in which the samples stand
-in one dimension, or in one that is a multiple of them, each sample's entries together. A kernel
-that draws inside itself, as fused attention does, and a draw in the backward are left alone.
+This works for operators that draw one number after another into a tensor, where one dimension is
+the samples, or a multiple of them with each sample's entries together. A kernel that draws inside
+itself, as fused attention does, and a draw in the backward are left unchanged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from stagewright.graphs.documents.errors import InputError
 
-# Each number is drawn by itself, whatever the others are: what the values of the arguments are does
-# not change how far the generator moves on.
+# Each number is drawn independently: the values of the arguments do not change how far the
+# generator advances.
 PLAIN = {
     *("bernoulli", "bernoulli_", "native_dropout", "uniform_", "normal", "normal_", "rand"),
     *("rand_like", "randn", "randn_like", "randint", "randint_like", "random_", "exponential_"),
@@ -40,7 +40,7 @@ class Draw:
 
 
 class Record(TorchDispatchMode):
-    """Notes what draws, and which storages are read and written."""
+    """Records operators that draw, and the storages that are read and written."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,13 +61,13 @@ class Record(TorchDispatchMode):
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells storages apart."""
+    """The identity of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, slots=True)
 class WholeDraw:
-    """A draw for all samples; per layout the dimension in which they stand, None for none."""
+    """A draw for all samples; per layout the dimension of the samples, None without one."""
 
     operator: str
     layouts: tuple[Layout, ...]
@@ -77,7 +77,7 @@ class WholeDraw:
 def whole_draws(
     whole: Sequence[Draw], samples: int, fewer: Sequence[Draw], count: int
 ) -> tuple[WholeDraw, ...] | None:
-    """The draws for ``samples``, by what ``count`` samples make of them.
+    """The draws for ``samples``, by comparison with those for ``count`` samples.
 
     None if a share cannot take its rows of one.
     """
@@ -101,7 +101,7 @@ UNKNOWN = -1
 def _dimension(
     whole: tuple[int, ...], samples: int, fewer: tuple[int, ...], count: int
 ) -> int | None:
-    """Where the samples stand in a tensor of shape ``whole``."""
+    """The dimension of the samples in a tensor of shape ``whole``."""
     if len(whole) != len(fewer):
         return UNKNOWN
     other = [i for i, (a, b) in enumerate(zip(whole, fewer, strict=True)) if a != b]

@@ -64,7 +64,7 @@ def cut_joint(
 
 
 def _drop_aliases(graph: Graph) -> None:
-    """Take out what only autograd needed: ``detach``, and copies of inputs that are not written."""
+    """Remove nodes that only autograd needed: ``detach``, and copies of inputs not written to."""
     written = {storage for node in graph.nodes for storage in _written(node)}
     for node in list(graph.nodes):
         unused_copy = phase_of(node) == COPY and not written & _storages(node)
@@ -76,7 +76,7 @@ def _drop_aliases(graph: Graph) -> None:
 def _split_convolutions(graph: Graph) -> None:
     """Make two nodes of each that computes both gradients of a convolution.
 
-    The kernels of the two gradients are apart; only the operator is one.
+    The kernels of the two gradients are separate; only the operator is shared.
     """
     for node in list(
         graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
@@ -96,9 +96,9 @@ def _split_convolutions(graph: Graph) -> None:
 def own_node(
     graph: Graph, gradients: list[Node | None], input_gradients: list[Node]
 ) -> list[Node | None]:
-    """The gradients, with a copy of each that shares memory with what others hold.
+    """The gradients, with a copy of each that shares memory with other tensors.
 
-    So that the caller may add to them in place, as autograd's own accumulation lets it.
+    The caller may then add to them in place, as with autograd's own accumulation.
     """
     held = [node for node in graph.nodes if phase_of(node)] + input_gradients
     taken = {storage for node in held for storage in _storages(node)}
@@ -146,7 +146,7 @@ class _Cut:
         )
 
     def kept(self) -> tuple[list[Node], list[Node], list[Node]]:
-        """What crosses: from F to I, from F to W, and from I (or the caller) to W."""
+        """The values that pass from F to I, from F to W, and from I (or the caller) to W."""
         into_i = _read(self.i, self.input_gradients)
         into_w = _read(self.w, self.weight_gradients)
         forward = (FORWARD, COPY)
@@ -158,7 +158,7 @@ class _Cut:
 
 
 def _read(piece: list[Node], results: list[Node]) -> list[Node]:
-    """What a piece reads or returns without computing it."""
+    """The values that a piece reads or returns without computing them."""
     inside = set(piece)
     read = [argument for node in piece for argument in node.all_input_nodes]
     return [node for node in dict.fromkeys([*read, *results]) if node not in inside]
@@ -182,7 +182,7 @@ def _closed(roots: Iterable[Node], needed: dict[Node, set[Node]], within: set[No
 
 
 def needed_by(graph: Graph) -> dict[Node, set[Node]]:
-    """What must have run before each node: its arguments, and what writes in place demand.
+    """The nodes that must run before each node: its arguments, and in-place writes.
 
     A node runs after the last write to its storage, and a write after all that used the storage.
     """
@@ -222,7 +222,7 @@ def _written(node: Node) -> set[int]:
 
 
 def _reasons_against(traced: GraphModule, module: nn.Module, cut: _Cut) -> Iterator[str]:
-    """Why the pieces would not do what the layer does."""
+    """Why the pieces would compute something else than the layer."""
     owned = {_storage(tensor): name for name, tensor in module.named_parameters()}
     owned |= {_storage(tensor): name for name, tensor in module.named_buffers()}
     for node in traced.graph.find_nodes(op="get_attr"):

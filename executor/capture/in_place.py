@@ -6,7 +6,7 @@ from torch import fx, nn
 
 
 def replace_in_place(model: nn.Module, graph: fx.Graph) -> None:
-    """Let ReLU(inplace=True) and its like make a new value, since a cut may stand before them."""
+    """Let ReLU(inplace=True) and its like make a new value, as a cut may be before them."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     calls = [node for node in graph.nodes if node.op == "call_module" and node.all_input_nodes]
     modules = [model.get_submodule(str(node.target)) for node in calls]

@@ -22,7 +22,7 @@ class LayeredModel:
     """The layers in order. The first takes ``input_count`` tensors; the last one's are the output.
 
     ``returns_one``: the model returns a tensor itself, where the last layer returns a tuple of
-    one. It is None for a list of modules, of which this is known once the last one was called.
+    one. It is None for a list of modules, for which it is known after the last one was called.
     """
 
     layers: tuple[CapturedLayer, ...]
@@ -87,7 +87,7 @@ class Listed(nn.Module):
 
 
 def kind_of(result: Any) -> str:
-    """What a module returned, in words."""
+    """The kind of a module's result, in words."""
     if type(result) not in (list, tuple):
         return type(result).__name__
     kinds = ", ".join(type(one).__name__ for one in result)

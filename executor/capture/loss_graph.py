@@ -1,4 +1,4 @@
-"""What a loss depends on: the model's outputs, and nothing else that would have to be trained."""
+"""The dependencies of a loss: the model's outputs, and nothing else that is trained."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,19 +18,19 @@ def require_no_parameters(loss: Callable[..., Any]) -> None:
         for name, one in module.named_parameters():
             if one.requires_grad:
                 raise InputError(
-                    f"the loss has a parameter of its own, {name!r} of {type(module).__name__}, "
+                    f"the loss has its own parameter {name!r} of {type(module).__name__}, "
                     f"which no stage trains; {CURE}"
                 )
 
 
 def require_from_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Refuse a loss whose gradient would go to a tensor that is none of ``outputs``."""
+    """Refuse a loss whose gradient would go to a tensor that is not in ``outputs``."""
     own = {id(one) for one in outputs}
     for leaf in _leaves(loss):
         if id(leaf) not in own:
             raise InputError(
-                f"the loss depends on a parameter of shape {tuple(leaf.shape)} that is no output "
-                f"of the model, so that no stage gets its gradient; {CURE}"
+                f"the loss depends on a parameter of shape {tuple(leaf.shape)} that is not an "
+                f"output of the model, so that no stage gets its gradient; {CURE}"
             )
 
 

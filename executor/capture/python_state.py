@@ -1,9 +1,9 @@
-"""What a module's forward does to Python objects, which a trace or a second forward would change.
+"""Python state of a module's forward, which a trace or a second forward would change.
 
 A traced forward runs once, and a recomputed one twice for each microbatch: a counter, a list that
-grows, or a generator of random numbers would then be another than in a plain loop. Two forwards in
-a row show it: what the first changes and the second changes again is state. What the second leaves
-as it is, such as a cache, is not, nor is a tensor that is only stored.
+grows, or a random generator would then differ from a plain loop. Two forwards in sequence show it:
+an attribute that both change is state. One that the second leaves unchanged, such as a cache, is
+not, nor is a tensor that is only stored.
 """
 
 import random
@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from stagewright.executor.capture.draws import Record, storage_of
 from stagewright.graphs.documents.errors import InputError
 
-DEPTH = 6  # of containers and objects in each other
+DEPTH = 6  # of nested containers and objects
 REGISTERED = {"_parameters", "_buffers", "_modules"}
 CURE = "keep it in a buffer"
 
@@ -37,7 +37,7 @@ class Snapshot:
     tensors: Mapping[Attribute, tuple[Tensor, ...]]
 
     def changed(self, other: "Snapshot") -> set[Attribute]:
-        """The attributes of which ``other`` has more than other tensors."""
+        """The attributes that differ in ``other`` by more than their tensors."""
         keys = self.values.keys() | other.values.keys()
         return {key for key in keys if self.values.get(key) != other.values.get(key)}
 
@@ -55,7 +55,7 @@ _ELSEWHERE = ("", "")  # the generators of all modules
 
 
 def snapshot(module: nn.Module) -> Snapshot:
-    """The attributes of ``module`` and all modules in it, but for what they register."""
+    """The attributes of ``module`` and all modules in it, without what they register."""
     values: dict[Attribute, Any] = {}
     tensors: dict[Attribute, tuple[Tensor, ...]] = {}
     for path, part in module.named_modules():
@@ -69,7 +69,7 @@ def snapshot(module: nn.Module) -> Snapshot:
 
 
 def described(module: nn.Module, attribute: Attribute) -> str:
-    """What a message calls the attribute."""
+    """The attribute in a message."""
     path, name = attribute
     if attribute == _ELSEWHERE:
         return "the state of Python's or NumPy's random numbers (draw from torch instead)"
@@ -81,9 +81,9 @@ def described(module: nn.Module, attribute: Attribute) -> str:
 def require_stateless(
     layer: str, module: nn.Module, before: Snapshot, record: Record, again: Callable[[], Record]
 ) -> None:
-    """Refuse a forward that did other things than it would do ``again``.
+    """Refuse a forward that does something else ``again``.
 
-    ``before`` it ran and while it did, the ``record`` of its tensors' storages was taken.
+    ``before`` is the snapshot before it ran; ``record`` has the storages of its tensors.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def _written(
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward sets on its modules, as a cache made while tracing holds nothing."""
+    """Undo the attributes that a forward sets, as a cache made while tracing is invalid."""
     before = [(part, dict(vars(part))) for part in module.modules()]
     contents = [
         (value, value.copy())
@@ -154,7 +154,7 @@ def _comparable(value: Any, tensors: list[Tensor], within: frozenset[int]) -> An
 
 
 def _parts(value: Any) -> list[Any]:
-    """What ``value`` is made of."""
+    """The parts of ``value``."""
     for kind, parts in PARTS.items():
         if isinstance(value, kind):
             return parts(value)

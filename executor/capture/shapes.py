@@ -1,4 +1,4 @@
-"""What passes between layers: shapes, types, and which values get a gradient; on fake tensors."""
+"""The values between layers: shapes, types, and which get a gradient; on fake tensors."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """What a layer returns, which of its parameters get a gradient, and what it draws.
+    """A layer's outputs, its parameters that get a gradient, and its random draws.
 
     ``changes`` says whether it changes one of its buffers. ``saved_bytes`` is what autograd keeps
-    of what the layer itself makes: neither its inputs nor its parameters. ``draws`` are those of
+    of the layer's own values: neither its inputs nor its parameters. ``draws`` are those of
     its forward; ``draws_again`` says whether its backward draws too.
     """
 
@@ -64,17 +64,17 @@ def propagate(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> tuple[LayerTrace, ...]:
-    """Run every layer forth and back on tensors without data.
+    """Run every layer forward and backward on tensors without data.
 
     Raises
     ------
     InputError
-        Naming the layer that does not take what the one before it returns, or that does what a
-        pipeline would change: keep Python state, change buffers in its backward.
+        Naming the layer that does not accept the outputs of the one before it, or whose behaviour
+        would change in a pipeline: it keeps Python state, or changes buffers in its backward.
     """
     chain = nn.ModuleList(layer.module for layer in layers)
 
-    # A tensor that a module keeps without registering it is no fake one.
+    # A tensor that a module keeps without registering it is not a fake one.
     with _quiet(), attributes_kept(chain), FakeTensorMode(allow_non_fake_inputs=True):
         inside = _Inside(chain, lambda: _there_and_back(layers, inputs, device, autocast))
         state = {f"chain.{name}": one for name, one in _fakes(chain, device).items()}
@@ -83,7 +83,7 @@ def propagate(
 
 
 class _Inside(nn.Module):
-    """Does ``work`` while the tensors of ``chain`` are others: a backward may read them again."""
+    """Does ``work`` while the tensors of ``chain`` are replaced: a backward may read them again."""
 
     def __init__(self, chain: nn.Module, work: Callable[[], tuple["LayerTrace", ...]]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Inside(nn.Module):
 
 
 def _fakes(chain: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """A tensor without data for every place where a parameter or buffer stands."""
+    """A tensor without data for every parameter and buffer."""
     made: dict[int, Tensor] = {}
     found = {}
     for path, module in chain.named_modules():
@@ -112,7 +112,7 @@ def _there_and_back(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> tuple[LayerTrace, ...]:
-    runs: list[_Run] = []
+    runs: list[_LayerRun] = []
     values = tuple(_fake(one, device) for one in inputs)
     for layer in layers:
         with _named(layer, values):
@@ -141,7 +141,7 @@ def _there_and_back(
 
 @contextmanager
 def _named(layer: CapturedLayer, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Name the layer in what its code raises."""
+    """Name the layer in errors of its code."""
     try:
         yield
     except InputError:
@@ -157,7 +157,7 @@ def _named(layer: CapturedLayer, inputs: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from printing a traceback of what is told in one line."""
+    """Keep torch from printing a traceback of an error that is reported in one line."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -167,8 +167,8 @@ def _quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """What running a layer showed; all tensors are fake."""
+class _LayerRun:
+    """The tensors of a layer's forward; all are fake."""
 
     leaves: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -183,7 +183,7 @@ def _run(
     inputs: Sequence[Tensor],
     device: torch.device,
     autocast: torch.dtype | None,
-) -> _Run:
+) -> _LayerRun:
     module = layer.module
     leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in inputs)
     buffers, parameters = _versions(module), dict(module.named_parameters())
@@ -207,7 +207,7 @@ def _run(
     outputs, record, kept = forward()
     changes = _versions(module) != buffers
     require_stateless(layer.name, module, before, record, lambda: forward()[1])
-    return _Run(
+    return _LayerRun(
         leaves,
         outputs,
         {name: one for name, one in parameters.items() if one.requires_grad},
@@ -222,7 +222,7 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (id(one), one._version) for name, one in module.named_buffers()}
 
 
-def _run_back(layer: CapturedLayer, run: _Run, gradients: Sequence[Tensor | None]) -> bool:
+def _run_back(layer: CapturedLayer, run: _LayerRun, gradients: Sequence[Tensor | None]) -> bool:
     """The backward of a layer, into its parameters and leaves; whether it draws."""
     pairs = [
         (one, gradient)

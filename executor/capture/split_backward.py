@@ -28,7 +28,7 @@ def split_layer(
     """Trace a layer and cut it into F, I and W.
 
     The pieces hold for the shapes and types of ``inputs``, the module's mode (training or not),
-    and the caller's autocast: who keeps them keeps them by these.
+    and the caller's autocast, which are the key of a cache of them.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ def split_layer(
     Raises
     ------
     CannotSplit
-        If the layer has hooks, which tracing would call once and for all, or cannot be traced, or
-        its backward draws random numbers or reads what a later forward changes.
+        If the layer has hooks, which tracing would call only once, or cannot be traced, or its
+        backward draws random numbers or reads tensors that a later forward changes.
     """
     name = name or type(module).__name__
     if _has_hooks(module):

@@ -26,7 +26,7 @@ class CannotSplit(InputError):  # noqa: N818 - named as InvalidPlan is
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the pieces were traced for: they hold for this shape and these strides only."""
+    """The shape and strides that the pieces were traced for."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -39,7 +39,7 @@ class Layout:
         Raises
         ------
         InputError
-            If shape or type is another.
+            If shape or type differ.
         """
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise InputError(
@@ -98,11 +98,11 @@ class SplitLayer:
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], Saved]:
-        """The layer's outputs, and what its backward needs.
+        """The layer's outputs, and the values that its backward needs.
 
-        ``parameters`` and ``buffers`` stand as in the module's ``named_parameters()`` and
-        ``named_buffers()``; buffers change in place as in the module. An input that passes by is
-        returned as it is, and inputs and parameters must stay as they are until W ran.
+        ``parameters`` and ``buffers`` are in the order of the module's ``named_parameters()`` and
+        ``named_buffers()``; buffers change in place as in the module. An input that is not
+        used is returned unchanged, and inputs and parameters must not change until W ran.
         """
         laid_out = [
             layout.laid_out(value) for layout, value in zip(self.input_layouts, inputs, strict=True)

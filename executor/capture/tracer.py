@@ -17,7 +17,7 @@ CONSTANT = "_tensor_constant"  # what torch.fx calls a tensor without a name
 CURE = "pass a list of modules, one per layer"
 CALL = nn.Module.__call__  # torch.fx replaces it while it traces
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Functions that make tensors from sizes; torch.fx sees those alone that are given a tensor.
+# Functions that make tensors from sizes; torch.fx sees only calls with a tensor.
 MAKERS = (
     *("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
     *("randperm", "tensor", "zeros"),
@@ -117,17 +117,17 @@ class _Tracer(fx.Tracer):
         return _called, [self.root, *inputs]
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        if _modes() != self.modes:  # torch.fx would leave it out without a word
+        if _modes() != self.modes:  # torch.fx would leave it out silently
             raise InputError(
                 f"{type(self.root).__name__} turns gradients or autocast on or off between its "
-                f"layers, which is not captured; do that inside a module of its own, or {CURE}"
+                f"layers, which is not captured; do that inside a separate module, or {CURE}"
             )
         return super().create_node(kind, *args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """An assertion counts as true; every other decision over a value is refused."""
         asker = inspect.currentframe()
-        for _ in range(2):  # Proxy.__bool__, and who asked it
+        for _ in range(2):  # Proxy.__bool__, and its caller
             asker = asker.f_back if asker else None
         passing = _that_passes(asker) if asker else None
         return super().to_bool(obj) if passing is None else passing
@@ -171,10 +171,10 @@ def _modes() -> tuple[bool, ...]:
 
 
 def _that_passes(frame: FrameType) -> bool | None:
-    """The answer with which the assertion that ``frame`` stands at passes; None at no assertion."""
+    """The value with which the assertion at ``frame`` passes; None if there is none."""
     instructions = list(dis.get_instructions(frame.f_code))
     rest = [one for one in instructions if one.offset >= frame.f_lasti and one.opname != "CACHE"]
-    if rest[0].opname in ("TO_BOOL", "COMPARE_OP"):  # which stand before the jump since 3.13
+    if rest[0].opname in ("TO_BOOL", "COMPARE_OP"):  # which come before the jump since 3.13
         rest = rest[1:]
     jump, following = rest[:2]
     if "JUMP" not in jump.opname:

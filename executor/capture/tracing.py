@@ -1,13 +1,13 @@
 """A torch module as a chain of layers; run in order they are the module.
 
 A layer takes every value that is alive before it and returns a tuple of every value alive after
-it, so that the chain may be cut between any two layers: skip connections pass by the layers that
-they skip. A value that is no tensor, such as a size, does not pass; the layers that need it compute
-it again.
+it, so that the chain may be cut between any two layers: skip connections pass through the layers
+that they skip. A value that is not a tensor, such as a size, does not pass; the layers that need it
+compute it again.
 
 A layer is a leaf of the module tree with the functions called after it. The module itself and every
-module that holds blocks are descended into; blocks are modules other than torch's own that stand in
-a ModuleList, ModuleDict or Sequential.
+module that holds blocks are descended into; blocks are modules other than torch's own in a
+ModuleList, ModuleDict or Sequential.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ def capture(model: nn.Module | Sequence[nn.Module]) -> LayeredModel:
     ------
     InputError
         If the module cannot be traced, because its path of execution depends on data, or if the
-        layers would not do all that it does: keep Python state, call its hooks.
+        layers would differ from it: it keeps Python state, or has hooks that would not be called.
     """
     if isinstance(model, list | tuple | nn.ModuleList):
         return _require_whole_gradients(_capture_list(list(model)))
@@ -54,7 +54,7 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
             kind = type(module).__name__
             raise InputError(f"entry {number} of the list of modules is a {kind}, not a module")
         _require_plain_tensors(module, f"{number}.")
-        if is_in_place(first_step(module)):  # a cut may stand before it
+        if is_in_place(first_step(module)):  # there may be a cut before it
             first_step(module).inplace = False
     layers = [CapturedLayer(str(i), Listed(i, module)) for i, module in enumerate(modules)]
     inputs = inputs_of(modules[0])
@@ -62,7 +62,7 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
 
 
 def _require_plain_tensors(model: nn.Module, prefix: str = "") -> None:
-    """Refuse what would not hold for the copy of a parameter that trains in its place."""
+    """Refuse parameters whose properties their copies would not have."""
     for name, one in model.named_parameters():
         if is_lazy(one):
             raise InputError(

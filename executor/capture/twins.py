@@ -1,4 +1,4 @@
-"""Tensors in the place of others: what Python knows of a parameter goes with it."""
+"""Tensors in the place of others, with the Python attributes of a parameter."""
 
 import copy
 from typing import Any, TypeVar, cast

@@ -9,7 +9,6 @@ Accelerators are custom resources of Ray with the pool's names: start the nodes 
 ``ray start --resources='{"v100": 4}'``. Without a cluster, a local Ray gets those of the pool.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +19,10 @@ import numpy as np
 
 from stagewright.executor.clusters.job_store import JobRecord
 from stagewright.executor.clusters.lease_server import LeaseServer
-from stagewright.executor.clusters.leased import CurrentRound, LeasedJob, measurements, place_of
-from stagewright.executor.clusters.leases import Lease
+from stagewright.executor.clusters.leased import CurrentRound
+from stagewright.executor.clusters.leasing import Leasing
 from stagewright.executor.clusters.rates import has_moved, measured, surviving
-from stagewright.executor.clusters.ray_ranks import (
-    Accelerators,
-    RemoteScheduler,
-    call,
-    connected,
-    one_line,
-)
+from stagewright.executor.clusters.ray_ranks import Accelerators, call, connected
 from stagewright.executor.clusters.report import ClusterReport, Ledger, Placed, outcome
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.executor.clusters.workload import ClusterJob, problem_after, require_runnable
@@ -103,8 +96,16 @@ def run_cluster(
         placement=placement,
     )
     with connected({each.name: each.count for each in pool.accelerators}, address) as ray:
-        run = _Scheduler(ray, jobs, table, allocate, round_seconds, grace_seconds, feedback)
-        run.patience_seconds = patience_seconds
+        run = _Scheduler(
+            ray,
+            jobs,
+            table,
+            allocate,
+            round_seconds=round_seconds,
+            grace_seconds=grace_seconds,
+            patience_seconds=patience_seconds,
+            feedback=feedback,
+        )
         try:
             run.open(Path(folder).resolve(), retries, database)
             run.loop()
@@ -116,39 +117,41 @@ def run_cluster(
 class _Scheduler:
     """The state of a running scheduler, from taking over the folder to the report."""
 
-    patience_seconds = math.inf
-
     def __init__(
         self,
         ray: Any,
         jobs: Sequence[ClusterJob],
         table: RateTable,
         allocate: Allocate,
+        *,
         round_seconds: float,
         grace_seconds: float,
+        patience_seconds: float,
         feedback: float,
     ) -> None:
         self.ray = ray
         self.jobs = [each.job for each in jobs]
         self.programs = [ray.cloudpickle.dumps(each.program) for each in jobs]
+        self.kinds = [table.index[job.model, job.scale] for job in self.jobs]
         self.table = table  # with the rates as measured
         self.allocate = allocate
         self.round_seconds = round_seconds
         self.grace_seconds = grace_seconds
+        self.patience_seconds = patience_seconds
         self.feedback = feedback
         self.mechanism = Mechanism(table, round_seconds)
         self.accelerators = Accelerators(ray, table.pool)
         self.ledger = Ledger(
             [job.name for job in self.jobs], [worker.name for worker in table.workers]
         )
-        self.records: list[JobRecord] = []
-        self.leased: dict[int, LeasedJob] = {}
         self.planned: tuple[object, ...] = ()
         self.planned_with = table
         self.target = np.zeros((len(self.jobs), len(table.workers)))
         self.there: list[int] = []
-        self.round = CurrentRound(self.target, self.there)
+        self.records: list[JobRecord] = []
         self.server: Any = None
+        self.leasing: Leasing
+        self.round: CurrentRound
 
     # Opening and closing.
 
@@ -156,32 +159,40 @@ class _Scheduler:
         """Start the server on this node, take over the folder, and find the accelerators."""
         options = self.round_seconds, retries, database
         self.server = self.accelerators.start_here(LeaseServer, folder, *options)
+        self.leasing = Leasing(
+            self.ray,
+            self.accelerators,
+            self.server,
+            self.table,
+            self.programs,
+            self.records,
+            self.grace_seconds,
+        )
         steps = {job.name: int(job.steps) for job in self.jobs}
-        self.records = list(call(self.server, "open", steps))
+        self.records += call(self.server, "open", steps)
         self.accelerators.require_all()
 
     def close(self) -> None:
         """End all active leases."""
-        for out in self.leased.values():
-            self.accelerators.cancel(out.refs)
         if self.server is not None:
+            self.leasing.close()
             self.ray.kill(self.server)
 
     # Rounds.
 
     def loop(self) -> None:
         """Run rounds until no job can continue."""
+        leasing = self.leasing
         current = self._first_round()
         while current:
             self.round = CurrentRound(self.target.copy(), self.there)
-            call(self.server, "begin_round")
-            self._launch(current)
-            self._watch(self.round_seconds / 2)
+            leasing.begin_round(self.round, current)
+            leasing.watch(self.round_seconds / 2)
             self._account(current)
             following = self._schedule()
-            self._renew(following)
-            self._watch(self.round_seconds)
-            self._await_leases()
+            leasing.renew(following)
+            leasing.watch(self.round_seconds)
+            leasing.await_ends(pause_seconds=min(0.02 * self.round_seconds, 0.5))
             self._note(current)
             waiting = set(self._waiting())
             left = tuple(each for each in following if waiting.intersection(each.jobs))
@@ -212,11 +223,8 @@ class _Scheduler:
         return [
             job
             for job in self._waiting()
-            if self.jobs[job].arrival_seconds <= now and table.alone[self._kind(job)].any()
+            if self.jobs[job].arrival_seconds <= now and table.alone[self.kinds[job]].any()
         ]
-
-    def _kind(self, job: int) -> int:
-        return self.table.index[self.jobs[job].model, self.jobs[job].scale]
 
     def _schedule(self) -> tuple[Assignment, ...]:
         """The next round, with a new target if jobs, nodes or rates have changed."""
@@ -260,124 +268,14 @@ class _Scheduler:
 
     def _measure(self, progress: Mapping[str, tuple[int, float]]) -> None:
         """Move the table's rates towards those of the jobs with a lease."""
-        rates = {
-            job: progress[self.jobs[job].name][1]
-            for job in self.leased
-            if self.jobs[job].name in progress
-        }
-        found = measurements(self.leased, rates, self._kind)
+        found = self.leasing.measured(progress, self.kinds)
         self.table = measured(self.table, found, self.feedback)
-
-    # Leases.
-
-    def _launch(self, assigned: Sequence[Assignment]) -> None:
-        for assignment in assigned:
-            for job in assignment.jobs:
-                if job not in self.leased and self.records[job].state == "active":
-                    self.leased[job] = self._start(job, assignment)
-
-    def _start(self, job: int, assignment: Assignment) -> LeasedJob:
-        """Record a new epoch durably, then start its ranks."""
-        ranks = len(assignment.accelerators)
-        record, folder = call(self.server, "start", self.jobs[job].name, ranks)
-        self.records[job] = record
-        number = self.table.workers[assignment.worker].accelerator
-        name = self.table.pool.accelerators[number].name
-        place = place_of(assignment)
-        out = LeasedJob(record.epoch, [], [], *place)
-        for rank, accelerator in enumerate(assignment.accelerators):
-            lease = Lease(
-                record.name,
-                record.epoch,
-                rank,
-                ranks,
-                name,
-                record.steps,
-                record.committed,
-                None if record.checkpoint is None else Path(record.checkpoint),
-                folder,
-                RemoteScheduler(self.server),
-            )
-            node = self.accelerators.node(number, accelerator)
-            out.nodes.append(node)
-            out.refs.append(
-                self.accelerators.run(node, name, 1 / out.sharing, self.programs[job], lease)
-            )
-        return out
-
-    def _renew(self, following: Sequence[Assignment]) -> None:
-        """Renew jobs that stay on the same accelerators, shared by as many jobs."""
-        places = {job: place_of(assignment) for assignment in following for job in assignment.jobs}
-        names = [
-            self.jobs[job].name for job, out in self.leased.items() if places.get(job) == out.place
-        ]
-        call(self.server, "decide", names)
-
-    def _watch(self, until_seconds: float) -> None:
-        """Handle ended processes until this time of the round, or until no lease is active."""
-        while self.leased and self.round.seconds < until_seconds:
-            self._settle(min(until_seconds - self.round.seconds, 1.0))
-
-    def _await_leases(self) -> None:
-        """Wait for processes whose lease has ended; kill those that exceed it."""
-        while self.leased and (overstays := call(self.server, "overstays")):
-            for job in list(self.leased):
-                if overstays.get(self.jobs[job].name, -math.inf) > self.grace_seconds:
-                    self._fail(
-                        job, f"did not end within {self.grace_seconds:g} s of the end of its lease"
-                    )
-            if self.leased:
-                self._settle(min(0.02 * self.round_seconds, 0.5))
-
-    def _settle(self, timeout_seconds: float) -> None:
-        """Wait for processes to end, and handle those that have."""
-        refs = [ref for out in self.leased.values() for ref in out.refs]
-        self.ray.wait(refs, timeout=max(timeout_seconds, 0.0))
-        ready = set(self.ray.wait(refs, num_returns=len(refs), timeout=0)[0])
-        for job, out in list(self.leased.items()):
-            for ref in [ref for ref in out.refs if ref in ready]:
-                out.refs.remove(ref)
-                error, node_died = self._error(ref)
-                if error is not None:
-                    self._fail(job, error, node_died)
-                    break
-            else:
-                if not out.refs:
-                    self._end(job, call(self.server, "ended", self.jobs[job].name, out.epoch))
-
-    def _error(self, ref: Any) -> tuple[str | None, bool]:
-        """The rank's error in one line or None, and whether its node has died.
-
-        The list of nodes shows a death only after some health checks.
-        """
-        try:
-            return self.ray.get(ref), False
-        except self.ray.exceptions.RayError as error:
-            return one_line(error), isinstance(error, self.ray.exceptions.NodeDiedError)
-
-    def _fail(self, job: int, error: str, node_died: bool = False) -> None:
-        """Fence the epoch, then end its processes; a node's death does not count as a failure."""
-        out = self.leased[job]
-        is_counted = not node_died and self.accelerators.are_alive(out.nodes)
-        record = call(self.server, "fail", self.jobs[job].name, out.epoch, error, is_counted)
-        number = self.table.workers[out.worker].accelerator
-        self.accelerators.kill(out.refs, number, out.accelerators)
-        self._end(job, record)
-
-    def _end(self, job: int, record: JobRecord) -> None:
-        del self.leased[job]
-        self.records[job] = record
-        self.round.ran[job] = self.round.seconds
 
     # Accounts.
 
-    def _seconds(self, job: int, round_seconds: float) -> float:
-        """Seconds of the round that the job ran; the full round if its lease continues."""
-        return round_seconds if job in self.leased else self.round.ran.get(job, 0.0)
-
     def _account(self, current: Sequence[Assignment]) -> None:
         for assignment in current:
-            seconds = max(self._seconds(job, self.round_seconds) for job in assignment.jobs)
+            seconds = max(self.leasing.seconds(job, self.round_seconds) for job in assignment.jobs)
             self.mechanism.account(assignment, seconds)
 
     def _note(self, current: Sequence[Assignment]) -> None:
@@ -393,7 +291,7 @@ class _Scheduler:
             for assignment in current
         ]
         had = [
-            (job, assignment.worker, self._seconds(job, seconds))
+            (job, assignment.worker, self.leasing.seconds(job, seconds))
             for assignment in current
             for job in assignment.jobs
         ]

@@ -1,14 +1,14 @@
 """Lowering: a plan becomes a program per rank, by small passes.
 
 1. `computations`: every rank's computations in the plan's order.
-2. `with_transfers`: sends behind what makes them, receives before what needs them. All ranks' rows
-   are cut from one order of the whole iteration, so both ranks of a pair see their transfers in
-   the same order, and no rank waits for what itself holds back.
-3. `with_early_sends`, `with_early_receives`: what may be under way is posted before computations
-   that it need not wait for.
-4. `with_reductions`: the all-reduce of a stage behind its last backward, in the plan's order.
+2. `with_transfers`: sends after the computation that makes their values, receives before the one
+   that needs them. All ranks' rows are cut from one order of the whole iteration, so both ranks of
+   a pair have their transfers in the same order, and no rank waits for itself.
+3. `with_early_sends`, `with_early_receives`: transfers are posted before the computations that they
+   may overlap.
+4. `with_reductions`: the all-reduce of a stage after its last backward, in the plan's order.
 5. `with_updates`: the optimizer's steps, where the plan has them.
-6. `with_versions`: which version of the weights a computation uses, and what is kept for it.
+6. `with_versions`: which version of the weights a computation uses, and which are kept for it.
 """
 
 from stagewright.executor.programs.program import (
@@ -41,13 +41,13 @@ def lower(plan: PipelinePlan, families: Families = ()) -> Program:
     Parameters
     ----------
     families
-        Stages whose updates need something of each other's gradients.
+        Stages whose updates depend on each other's gradients.
 
     Raises
     ------
     InvalidPlan
         If the order in the plan contradicts its dependencies, or its weights cannot be kept as it
-        asks. Everything else is `verify`'s to find.
+        asks. `verify` finds everything else.
     """
     rows = computations(plan)
     rows = with_transfers(plan, rows)
@@ -67,7 +67,7 @@ def computations(plan: PipelinePlan) -> Rows:
     for action, entry in sorted(entries, key=lambda pair: _in_time(*pair)):
         if action.kind in COMPUTE:
             if entry.device not in rank:
-                raise InvalidPlan(f"{action} stands on {entry.device!r}, which is in no stage")
+                raise InvalidPlan(f"{action} runs on {entry.device!r}, which is in no stage")
             rows[rank[entry.device]].append(Instruction(action))
     return rows
 

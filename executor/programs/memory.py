@@ -21,10 +21,10 @@ STASH, DROP = ActionKind.STASH, ActionKind.DROP
 class Footprint:
     """Bytes of one stage on one of its devices.
 
-    ``static_bytes`` are there all the time (weights, gradients, optimizer's state, buffers of
+    ``static_bytes`` are always allocated (weights, gradients, optimizer's state, buffers of
     transfers); ``version_bytes`` are one more version of the weights; ``saved_bytes`` is what a
-    microbatch keeps from its forward on (its input alone, if the rest is computed again),
-    ``working_bytes`` what it keeps besides from the begin of its backward to the end.
+    microbatch keeps from its forward on (its input alone, if the rest is recomputed),
+    ``working_bytes`` what it keeps in addition during its backward.
     """
 
     static_bytes: float
@@ -36,9 +36,9 @@ class Footprint:
 def peak_bytes(
     plan: PipelinePlan, row: Row, footprints: Sequence[Footprint] | Mapping[int, Footprint]
 ) -> tuple[float, int]:
-    """The most bytes that a rank's row needs at once, and the position where it does.
+    """The peak of the bytes that a rank's row needs, and its position in the row.
 
-    ``footprints`` are those of at least the row's own stages.
+    ``footprints`` cover at least the stages of the row.
     """
     held = 0.0
     for s in {one.action.stage for one in row}:
@@ -54,7 +54,7 @@ def peak_bytes(
 
 
 def _bytes_at(kind: ActionKind, footprint: Footprint) -> tuple[float, float]:
-    """What an instruction needs while it runs, and what it adds for good, on top of the others."""
+    """Bytes that an instruction needs while it runs, and bytes that it keeps."""
     saved, working, version = (
         footprint.saved_bytes,
         footprint.working_bytes,

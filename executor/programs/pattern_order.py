@@ -27,23 +27,23 @@ TOLERANCE = 1e-9  # of the period: rounding of sums of times
 
 
 class Turn(NamedTuple):
-    """An operation, and how many periods after its microbatch began it is done."""
+    """An operation, and its distance in periods from the first operation of its microbatch."""
 
     operation: Operation
     shift: int
 
 
 class _Place(NamedTuple):
-    """When an operation is done for microbatch 0, and where it stands on the microbatch's way."""
+    """The time of an operation for microbatch 0, and its position in the chain."""
 
     shift: int
     start_seconds: float
     way: int
 
     def in_period(self) -> tuple[float, int, int]:
-        """What orders the operations of a period: at one instant, the oldest microbatch goes first.
+        """The sort key within a period: at equal times, the oldest microbatch comes first.
 
-        It may free what a younger one needs at that instant: a buffer, or a version of the weights.
+        It may free a buffer or a version of the weights that a younger one needs at that time.
         """
         return self.start_seconds, -self.shift, self.way
 
@@ -51,15 +51,16 @@ class _Place(NamedTuple):
 def pattern_order(plan: PipelinePlan) -> tuple[Turn, ...]:
     """The operations in the order of a period, computations and transfers, from shift 0 on.
 
-    The order obeys every dependency within a period; those between periods the shifts obey. A
-    transfer that does not stand in the plan follows at once. One that would find RECEIVE_BUFFERS
-    and the one that is needed next taken waits for the computation that frees one: it comes later
-    than in the plan.
+    The order obeys every dependency within a period; the shifts obey those between periods. A
+    transfer that is not in the plan follows its computation at once. Where all RECEIVE_BUFFERS + 1
+    buffers are taken, a transfer waits for the computation that frees one and comes later than in
+    the plan.
 
     Raises
     ------
     InvalidPlan
-        If an operation begins before one that it waits for, is missing, or is not its stage's.
+        If an operation begins before one that it waits for, is missing, or is on a device that is
+        not in its stage.
     """
     places = _places(plan)
     for operation in places:
@@ -74,10 +75,10 @@ def pattern_order(plan: PipelinePlan) -> tuple[Turn, ...]:
 
 
 def _places(plan: PipelinePlan) -> dict[Operation, _Place]:
-    """Where each operation stands, along a microbatch's way; none before the one before it."""
+    """The place of each operation of a microbatch; each comes after its predecessor."""
     starts = _starts(plan)
     found: dict[Operation, _Place] = {}
-    for chain in _ways(plan, starts):
+    for chain in _chains(plan, starts):
         before: Operation | None = None
         for operation in chain:
             earliest = (0, 0.0) if before is None else found[before][:2]
@@ -90,9 +91,9 @@ def _places(plan: PipelinePlan) -> dict[Operation, _Place]:
 
 
 def _starts(plan: PipelinePlan) -> dict[Operation, tuple[int, float]]:
-    """Shift and start of every operation that stands in the plan, without rounding.
+    """Shift and start of every operation of the plan, without rounding.
 
-    What starts within TOLERANCE of another one starts with it.
+    Operations that start within TOLERANCE of each other start together.
     """
     schedule = plan.schedule
     assert isinstance(schedule, PeriodicSchedule)
@@ -108,15 +109,15 @@ def _starts(plan: PipelinePlan) -> dict[Operation, tuple[int, float]]:
         if not 0 <= operation.stage < len(plan.stages):
             raise InvalidPlan(f"{operation}: there are only {len(plan.stages)} stages")
         if one.device not in plan.stages[operation.stage].devices:
-            raise InvalidPlan(f"{operation} stands on {one.device!r}, which is not in its stage")
+            raise InvalidPlan(f"{operation} runs on {one.device!r}, which is not in its stage")
         is_next = start == whole[period]
         time = (one.shift + is_next, 0.0 if is_next else start)
         found[operation] = max(found.get(operation, time), time)
     return found
 
 
-def _ways(plan: PipelinePlan, starts: Collection[Operation]) -> Iterator[list[Operation]]:
-    """A microbatch's way forth and back, and from each gradient of an input to the weights'."""
+def _chains(plan: PipelinePlan, starts: Collection[Operation]) -> Iterator[list[Operation]]:
+    """Forwards and backwards of a microbatch in order; and each I with its W."""
     devices = [stage.devices for stage in plan.stages]
     kinds = [_kinds(s, starts) for s in range(len(devices))]
     way = []
@@ -134,7 +135,7 @@ def _ways(plan: PipelinePlan, starts: Collection[Operation]) -> Iterator[list[Op
 
 
 def _kinds(s: int, starts: Collection[Operation]) -> tuple[ActionKind, ...]:
-    """What a stage's computations are: F and B, or F, I and W."""
+    """The kinds of a stage's computations: F and B, or F, I and W."""
     found = tuple(kind for kind in COMPUTE if Operation(s, kind) in starts)
     if found not in ((F, B), (F, I, W)):
         raise InvalidPlan(
@@ -145,7 +146,7 @@ def _kinds(s: int, starts: Collection[Operation]) -> tuple[ActionKind, ...]:
 
 
 def _taker(places: Collection[Operation], send: Operation) -> Operation | None:
-    """The computation that needs what a transfer brings, if ``send`` is one."""
+    """The computation that needs the values of a transfer, if ``send`` is one."""
     if send.kind not in SENDS:
         return None
     kinds, way = ((F,), 1) if send.kind is SEND_F else ((B, I), -1)

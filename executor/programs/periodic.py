@@ -1,12 +1,12 @@
 """Lowering of periodic plans: what every rank does in an iteration, while the pipeline stays full.
 
 1. `pattern_order`: the operations of a period in one order, each with its index shift. That order,
-   period after period, is the order of the whole run, without times and their rounding.
+   repeated, is the order of the whole run, without times and their rounding.
 2. `in_periods`: the instructions of some periods, rank by rank. An iteration has as many periods as
-   microbatches; the drain has those that are left when no microbatch follows. Cut from one order,
-   both ranks of a pair have a transfer in the same iteration, in the same order.
+   microbatches; the drain has the periods after the last microbatch. As the rows are cut from one
+   order, both ranks of a pair have a transfer in the same iteration, in the same order.
 3. `with_early_sends`, `with_early_receives`: within the iteration. Nothing is posted for a
-   mini-batch that has not been given yet.
+   mini-batch that is not known yet.
 4. `_Walk`: all-reduces, updates, and versions of the weights.
 """
 
@@ -47,8 +47,8 @@ REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgram:
     """The program that carries out a periodic ``plan`` for any number of iterations.
 
-    Iterations are lowered until one begins as the one before did, only later: from there on they
-    repeat.
+    Iterations are lowered until one begins in the state of the one before, shifted by an iteration:
+    from there on they repeat.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     ------
     InvalidPlan
         If the pattern contradicts its dependencies, or two versions of the weights are too few.
-        Everything else is `verify`'s to find.
+        `verify` finds everything else.
     """
     _require_weights(plan)
     order, m = pattern_order(plan), plan.microbatches
@@ -79,7 +79,7 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
 
 
 def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | PeriodicProgram:
-    """The program of a plan: by `lower`, or of a periodic one by `lower_periodic`."""
+    """The program of a plan, by `lower` or, for a periodic plan, by `lower_periodic`."""
     if plan.is_periodic:
         return lower_periodic(plan, families)
     return lower(plan, families)
@@ -122,16 +122,16 @@ def _instructions(
         yield receiver, Instruction(received(action), rank[sender])
 
 
-def _with_early_transfers(plan: PipelinePlan, rows: Rows, behind: Rows | None = None) -> Rows:
-    return with_early_receives(plan, with_early_sends(plan, rows), behind)
+def _with_early_transfers(plan: PipelinePlan, rows: Rows, following: Rows | None = None) -> Rows:
+    return with_early_receives(plan, with_early_sends(plan, rows), following)
 
 
 @dataclass(slots=True)
 class _Weights:
     """A stage's weights on a rank, and the version in use.
 
-    Iterations are counted: those whose backwards have ended, whose gradients were given to be
-    summed up, and by which the weights were updated. After u updates there are versions u and
+    Three counts of iterations: those whose backwards are done, those whose all-reduce has begun,
+    and those that the weights have been updated by. After u updates there are versions u and
     u + 1.
     """
 
@@ -142,15 +142,15 @@ class _Weights:
 
 
 class _Walk:
-    """The weights of all ranks' stages while the iterations are walked through.
+    """The weights of all ranks' stages, iteration by iteration.
 
     Iteration i computes on version i. Its update makes version i + 2 from i + 1, and drops version
-    i, which nobody needs any more. It stands behind the last backward, or, where gradients are
-    summed up over devices or stages, as late as it may: before the first forward of iteration
+    i, which no computation needs any more. It comes after the last backward, or, where gradients
+    are summed up over devices or stages, as late as possible: before the first forward of iteration
     i + 2, or the next all-reduce.
 
     If that comes before another stage of the family has its gradients of iteration i, it waits for
-    the update: the other stage is at most m + 1 periods behind, so that there are no gradients of
+    the update: the other stage is at most m + 1 periods later, so that it has no gradients of
     iteration i + 2 yet.
     """
 
@@ -174,7 +174,7 @@ class _Walk:
         }
 
     def relative(self) -> list[dict[int, tuple[int, int, int, int]]]:
-        """Where the weights stand, counted from the iteration that comes next."""
+        """The counts of the weights, relative to the next iteration."""
         i = self.iteration
         return [
             {
@@ -202,7 +202,7 @@ class _Walk:
     ) -> Iterator[Instruction]:
         due: list[int] = []
         for one in row:
-            if one.action.kind not in SENDS:  # what a backward sends goes before its update
+            if one.action.kind not in SENDS:  # the sends of a backward come before its update
                 yield from self._ended(due, stages)
                 due = []
             if one.action.kind in COMPUTE:
@@ -212,7 +212,7 @@ class _Walk:
                 due.append(one.action.stage)
         yield from self._ended(due, stages)
         if to_the_end:
-            # Gradients first that others wait for.
+            # First the gradients that other ranks wait for.
             late = [(s, one) for s, one in stages.items() if one.ended > one.reduced]
             for s, weights in (*late, *stages.items()):
                 yield from _late_update(s, weights)
@@ -237,7 +237,7 @@ class _Walk:
             weights.used = iteration
 
     def _ended(self, due: Iterable[int], stages: dict[int, _Weights]) -> Iterator[Instruction]:
-        """What follows the last backward of an iteration."""
+        """The instructions after the last backward of an iteration."""
         for s in due:
             weights = stages[s]
             if s not in self._shared:
@@ -246,11 +246,11 @@ class _Walk:
                 yield from _reduction(s, weights)
             weights.ended += 1
             if s not in self._shared or (weights.ended > weights.reduced and s not in self._ahead):
-                yield from _late_update(s, weights)  # its gradient's place is needed
+                yield from _late_update(s, weights)  # frees its gradient
 
 
 def _late_update(s: int, weights: _Weights) -> Iterator[Instruction]:
-    """The update whose gradients are being summed up, if there is one; then the next gradients."""
+    """The update whose all-reduce is in flight, if there is one; then the next all-reduce."""
     if weights.reduced > weights.updated:
         yield Instruction(Action(s, ActionKind.DROP, weights.updated))
         yield Instruction(Action(s, ActionKind.STASH, weights.updated + 1))

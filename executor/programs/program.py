@@ -57,13 +57,13 @@ Families = Collection[frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class PeriodicProgram:
-    """What every rank does in each iteration of a periodic plan, and when no other one follows.
+    """The rows of each iteration of a periodic plan, and of the drain after the last one.
 
     In its first iterations the pipeline fills: iteration i does ``segments[i]``. The last of them
-    repeats: one iteration later its microbatches are ``microbatches`` further on, its versions of
-    the weights by one. ``drains[i]`` ends what is under way after ``segments[i]``; the last repeats
-    likewise. Both hold a row per rank. Microbatches and versions are counted from where the
-    pipeline was empty, ``microbatches`` are those of an iteration.
+    repeats: an iteration later, its microbatches are higher by ``microbatches`` and its versions of
+    the weights by one. ``drains[i]`` completes the microbatches in flight after ``segments[i]``;
+    the last repeats likewise. Both hold a row per rank. Microbatches and versions are counted from
+    the last empty pipeline; ``microbatches`` are those of an iteration.
     """
 
     devices: tuple[str, ...]
@@ -72,28 +72,28 @@ class PeriodicProgram:
     drains: tuple[ProgramRows, ...]
 
     def place(self, iteration: int) -> tuple[int, int]:
-        """Which segment, and which drain, an iteration does, and how many iterations later."""
+        """The index of an iteration's segment and drain, and by how many iterations they shift."""
         position = min(iteration, len(self.segments) - 1)
         return position, iteration - position
 
     def segment(self, iteration: int) -> ProgramRows:
-        """What the ranks do in an iteration."""
+        """The rows of an iteration."""
         position, later = self.place(iteration)
         return tuple(self._moved(row, later) for row in self.segments[position])
 
     def drain(self, iterations: int) -> ProgramRows:
-        """What the ranks do when no other one follows so many iterations."""
+        """The rows of the drain after so many iterations."""
         position, later = self.place(iterations - 1)
         return tuple(self._moved(row, later) for row in self.drains[position])
 
     def unrolled(self, iterations: int) -> Program:
-        """All that is done for so many iterations, from an empty pipeline to an empty one."""
+        """The program of so many iterations, from an empty pipeline to an empty one."""
         parts = [*map(self.segment, range(iterations)), self.drain(iterations)]
         rows = (tuple(one for row in part for one in row) for part in zip(*parts, strict=True))
         return Program(self.devices, tuple(rows))
 
     def until_it_repeats(self) -> Program:
-        """As many iterations as have all that can be at one time."""
+        """Enough iterations to contain every state of the pipeline."""
         return self.unrolled(len(self.segments) + 1)
 
     def _moved(self, row: Row, later: int) -> Row:
@@ -101,13 +101,13 @@ class PeriodicProgram:
 
 
 def moved(one: Instruction, later: int, microbatches: int) -> Instruction:
-    """An instruction as it is ``later`` iterations of so many ``microbatches`` later."""
+    """An instruction ``later`` iterations of so many ``microbatches`` after its own."""
     action = moved_action(one.action, later, microbatches)
     return one if action is one.action else Instruction(action, one.peer)
 
 
 def moved_action(action: Action, later: int, microbatches: int) -> Action:
-    """As :func:`moved`: the microbatch, or the version of the weights, is another one then."""
+    """The same for an action: a later microbatch, or a later version of the weights."""
     if action.microbatch is None or later == 0:
         return action
     each = 1 if action.kind in VERSIONED else microbatches
@@ -120,15 +120,15 @@ def plan_devices(plan: PipelinePlan) -> tuple[str, ...]:
 
 
 def stages_on(plan: PipelinePlan, device: str) -> list[int]:
-    """The stages that ``device`` has a part in."""
+    """The stages that run on ``device``."""
     return [s for s, stage in enumerate(plan.stages) if device in stage.devices]
 
 
 def transfers(plan: PipelinePlan, action: Action) -> Iterator[tuple[str, str]]:
-    """The pairs (sender, receiver) of devices between which a SEND of ``plan`` goes.
+    """The pairs (sender, receiver) of devices of a SEND of ``plan``.
 
-    None if its sender's stage and the receiver's run on the same devices: what a device keeps to
-    itself is no transfer, and equal groups hand their shares over as they are.
+    There are none if both stages run on the same devices: values that stay on a device are no
+    transfer, and equal groups keep their shares.
     """
     assert action.microbatch is not None
     there = action.stage + (1 if action.kind is ActionKind.SEND_FORWARD else -1)
@@ -160,8 +160,8 @@ def parse_program(text: str, devices: tuple[str, ...]) -> Program:
     Raises
     ------
     InputError
-        Naming rank and position of what is no instruction, or if the ranks are not as many as
-        ``devices``.
+        If a word is not an instruction (with its rank and position), or the number of rows is not
+        that of ``devices``.
     """
     lines = text.splitlines()
     if len(lines) != len(devices):
@@ -183,7 +183,7 @@ def _parse(word: str, rank: int, position: int) -> Instruction:
         raise InputError(f"rank {rank}, position {position}: {error}") from None
     if str(instruction) != word:
         raise InputError(
-            f"rank {rank}, position {position}: {word!r} is no instruction; "
+            f"rank {rank}, position {position}: {word!r} is not an instruction; "
             "write for example 2F0, 2SEND_F0>3, 3RECV_F0<2"
         )
     return instruction

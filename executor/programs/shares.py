@@ -1,9 +1,9 @@
 """Which samples of a microbatch each device of a stage works on.
 
-A stage that splits its microbatches passes on what it made as SPP draws it (figure 3): each of k
-senders cuts its samples into as many pieces as there are receivers, and every receiver takes a
-piece from each. So every link carries the same share, as the cost model has it, and the order of
-the samples changes from stage to stage.
+A replicated stage (split) passes values on as in SPP, figure 3: each of k senders cuts its samples
+into as many pieces as there are receivers, and every receiver takes a piece from each sender. So
+every link carries the same share, as in the cost model, and the order of the samples changes from
+stage to stage.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ def rows(plan: PipelinePlan, samples: int) -> tuple[tuple[Rows, ...], ...]:
 
 
 def pieces(lengths: Sequence[int], receivers: int) -> list[list[tuple[int, int]]]:
-    """Per sender and receiver the range [start, stop) of the sender's samples that it is given.
+    """Per sender and receiver, the range [start, stop) of the sender's samples that pass.
 
-    ``lengths`` are the senders' numbers of samples. What does not divide evenly goes round, so
-    that the receivers' shares differ by one sample at most.
+    ``lengths`` are the senders' numbers of samples. Remainders go to the receivers in
+    turn, so that their shares differ by one sample at most.
 
     Examples
     --------

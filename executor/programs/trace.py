@@ -1,7 +1,7 @@
-"""What a run really did, in the plan's terms: the trace document, and how the ranks' parts merge.
+"""The measured schedule of a run: the trace document, and the merge of the ranks' records.
 
-Every time is in seconds from the start of its step. What a periodic plan does between two drains is
-one step, as its mini-batches overlap.
+Every time is in seconds from the start of its step. The iterations of a periodic plan
+between two drains are one step, as their mini-batches overlap.
 """
 
 import math
@@ -38,14 +38,14 @@ SENT = {  # what a receiver's action is called in the plan, and how far away the
 class TracedStep:
     """One training step; of a periodic plan a run, from an empty pipeline to an empty one.
 
-    ``iteration_seconds`` is when the last action that the plan holds ended: the counterpart of its
-    prediction. ``update_seconds`` is what the optimizer took, on the rank where it took longest.
+    ``iteration_seconds`` is the end of the last action of the plan: the counterpart of its
+    prediction. ``update_seconds`` is the time of the optimizer, on the slowest rank.
     ``actions`` are spelled and shaped as in the plan; the optimizer's steps are among them also
-    where the plan has none. ``loss`` is None if it is not known, or no finite number.
+    where the plan has none. ``loss`` is None if it is not known or not finite.
 
-    ``iterations`` says how many mini-batches a run has, all of which these figures are of; None in
-    a step of a finite plan. ``step`` is then the first of them, microbatches are counted through
-    all of them, all-reduces and updates stand once for each, and ``loss`` is the mean.
+    ``iterations`` is the number of mini-batches of a run, which the figures cover together; None in
+    a step of a finite plan. ``step`` is then the first of them, microbatches are numbered
+    across all of them, each has its all-reduces and updates, and ``loss`` is the mean.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -104,7 +104,7 @@ class Trace:
             raise InputError(f"world_size must be at least 1, got {self.world_size}")
         for one, other in pairwise(self.steps):
             if one.step >= other.step:
-                raise InputError(f"step {other.step} stands behind step {one.step}; sort the steps")
+                raise InputError(f"step {other.step} comes after step {one.step}; sort the steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,10 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
     """The plan's actions, by ascending start, from the records of all ranks.
 
     A transfer lasts from the first message's sending to the last one's receipt, and its bytes are
-    those of the messages: what a device keeps to itself is none. An all-reduce lasts from when the
-    first of its ranks enters it to when the last leaves it, so that waiting for the slowest rank
-    counts. With weights that change in every round, a step of the optimizer is a part of the
-    backward before it, as in the cost model. Versions of weights are left out.
+    those of the messages; values that stay on a device are not counted. An all-reduce lasts from
+    when the first of its ranks enters it to when the last leaves it, so that waiting for the
+    slowest rank counts. With weights that change in every round, a step of the optimizer is a part
+    of the backward before it, as in the cost model. Versions of weights are left out.
 
     Raises
     ------

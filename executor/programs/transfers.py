@@ -29,7 +29,7 @@ SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 
 
 RECEIVE_BUFFERS = 1
-"""Receives that may be under way on a boundary besides the one that is needed next.
+"""Receives that may be in flight on a boundary in addition to the one that is needed next.
 
 The cost model's memory has room for one activation and one gradient on each side of a stage.
 """
@@ -39,8 +39,8 @@ Node = tuple[tuple[float, bool], list[tuple[int, Instruction]]]  # when, and wha
 def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
     """Add sends and receives, in an order of all ranks' actions that obeys every dependency.
 
-    Among what may come next, the plan's times decide; at one instant transfers go first, so that no
-    computation holds up what is ready to be sent.
+    Actions that may come next are ordered by the plan's times; at equal times transfers come first,
+    so that no computation delays a send.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
         there = received(action)
         made, needed = _touching(place, sender, action), _touching(place, receiver, there)
         if made is None or needed is None:
-            continue  # a computation is missing, which `verify` tells better
+            continue  # a computation is missing: `verify` has the better message
         if sender == receiver:
             edges.append((made, needed))
             continue
@@ -81,7 +81,7 @@ def with_transfers(plan: PipelinePlan, rows: Rows) -> Rows:
 
 
 def starts(plan: PipelinePlan) -> dict[Action, float]:
-    """When each action starts; a transfer that does not stand in the plan follows at once."""
+    """When each action starts; a transfer that is not in the plan follows at once."""
     start: dict[Action, float] = defaultdict(float)
     for entry in plan.actions:
         action = parse_action(entry.action)
@@ -162,7 +162,7 @@ def _cycle(nodes: list[Node], cycle: list[int]) -> str:
 
 
 def with_early_sends(plan: PipelinePlan, rows: Rows) -> Rows:
-    """Post each send behind what makes its values, or the transfer before it of the same pair.
+    """Post each send right after its values are made, or after the pair's transfer before it.
 
     In the plan it may have had to wait for a channel; here the backend queues it.
     """
@@ -188,15 +188,15 @@ def _holds_back(before: Instruction, send: Instruction) -> bool:
     return makes or before.peer == send.peer
 
 
-def with_early_receives(plan: PipelinePlan, rows: Rows, behind: Rows | None = None) -> Rows:
+def with_early_receives(plan: PipelinePlan, rows: Rows, following: Rows | None = None) -> Rows:
     """Post each receive before the computations that its transfer may overlap.
 
-    It moves up, but stays behind the transfer before it of the same pair of ranks, and passes no
-    more than RECEIVE_BUFFERS computations that take what arrives on the same boundary. Such may
-    also stand ``behind`` the rows.
+    It moves up to the transfer before it of the same pair of ranks, and passes at most
+    RECEIVE_BUFFERS computations that take values from the same boundary. Those in the rows that
+    are ``following`` count, too.
     """
     out: Rows = []
-    for row, rest in zip(rows, behind or [[]] * len(rows), strict=True):
+    for row, rest in zip(rows, following or [[]] * len(rows), strict=True):
         moved: list[Instruction] = []
         for i, instruction in enumerate(row):
             position = len(moved)

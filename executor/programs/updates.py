@@ -25,15 +25,15 @@ W = ActionKind.WEIGHT_GRADIENT
 
 
 def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
-    """Add the all-reduce of every stage on several devices behind its last backward on a rank.
+    """Add the all-reduce of every stage on several devices after its last backward on a rank.
 
-    What that backward sends goes before it. Ranks see the all-reduces that they share in one
-    order, the plan's. Where a stage's weights change within the iteration, one stands behind every
+    The sends of that backward come before it. Ranks have the all-reduces that they share in one
+    order, the plan's. Where a stage's weights change within the iteration, there is one after every
     backward.
     """
     shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
     if plan.weight_rule.updates_every_round:
-        return [list(_behind_backwards(row, ActionKind.REDUCE, shared)) for row in rows]
+        return [list(_after_backwards(row, ActionKind.REDUCE, shared)) for row in rows]
     start = starts(plan)
     order = sorted(shared, key=lambda s: (start[Action(s, ActionKind.REDUCE)], s))
     out = [list(row) for row in rows]
@@ -50,7 +50,7 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
 
 
 def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Rows:
-    """Add the optimizer's steps: where the plan has them, or behind every round of backwards.
+    """Add the optimizer's steps: where the plan has them, or after every round of backwards.
 
     A round is a microbatch, or as many as the stage's devices take in turn: one for each device. A
     step that is not in the plan, or that needs the gradients of a family, is at the iteration's
@@ -59,7 +59,7 @@ def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Row
     if plan.weight_rule.updates_every_round:
         _require_whole_rounds(plan)
         every = range(len(plan.stages))
-        return [list(_behind_backwards(row, ActionKind.UPDATE, every)) for row in rows]
+        return [list(_after_backwards(row, ActionKind.UPDATE, every)) for row in rows]
     together, start = set().union(*families), starts(plan)
     planned = {
         s: inf if s in together else start.get(Action(s, ActionKind.UPDATE), inf)
@@ -123,12 +123,12 @@ def _ends_backward(instruction: Instruction, stage: int) -> bool:
     return instruction.action.stage == stage and instruction.action.kind in (B, W)
 
 
-def _behind_backwards(
+def _after_backwards(
     row: Iterable[Instruction], kind: ActionKind, stages: Container[int]
 ) -> Iterator[Instruction]:
-    """``row`` with an action of ``kind`` behind every end of a backward of ``stages``.
+    """``row`` with an action of ``kind`` after every backward of ``stages``.
 
-    What the backward sends, and the all-reduce for an update, goes before it.
+    The sends of the backward, and the all-reduce for an update, come before it.
     """
     due: list[Instruction] = []
     for instruction in row:

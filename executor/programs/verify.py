@@ -1,16 +1,16 @@
 """Proof that a program carries out its plan, before any process starts.
 
-Nothing here knows how a program was made. Proved are: every computation stands once and only
-once, where it belongs; both ranks of a pair see the same transfers in the same order, and the same
-all-reduces; every rank gets to the end (otherwise the cycle is shown, with the place in each rank's
-row); every forward uses the version of the weights that the plan's semantics ask for, and its
-backward the same; and, where the bytes are known, that every rank keeps within its memory at every
-step.
+The verifier does not know how a program was made. It proves that every computation appears exactly
+once, on its rank; that both ranks of a pair have the same transfers in the same order, and the same
+all-reduces; that every rank ends (a deadlock is shown as a cycle, with the position in each rank's
+row); that every forward uses the version of the weights that the plan's semantics ask for, and its
+backward the same; and, where the bytes are known, that every rank stays within its memory at every
+instruction.
 
-A periodic program is proved for any number of iterations. What is proved by running it is every
-number up to two of the iterations that repeat. From there on one more of them is done in between:
-it begins as the one before began, only later, and needs nothing from those that follow, since each
-iteration's transfers have both of their ends in it.
+A periodic program is proved for any number of iterations. Every number up
+to two of the iterations that repeat is proved by running it. A larger number has more of the
+repeating iteration in between: each begins in the state of the one before, and needs nothing from
+later ones, since both ends of an iteration's transfers are in it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,13 +54,13 @@ def verify(
     memory_bytes
         Per rank; only together with ``footprints``.
     families
-        Stages whose updates need something of each other's gradients: they have a parameter in
-        common, or the norm of all gradients is clipped.
+        Stages whose updates depend on each other's gradients: they share a parameter, or the norm
+        of all gradients is clipped.
 
     Raises
     ------
     InvalidProgram
-        With the first thing that is wrong.
+        With the first violation found.
     """
     for part, work in _whole(plan, program, families):
         _require_ranks(plan, part)
@@ -82,7 +82,7 @@ def verify(
 def _whole(
     plan: PipelinePlan, program: Program | PeriodicProgram, families: Families
 ) -> Iterator[tuple[Program, Work]]:
-    """Programs from an empty pipeline to an empty one, and what each has to do."""
+    """Programs from an empty pipeline to an empty one, each with its work."""
     if isinstance(program, Program):
         yield program, Work(plan)
         return
@@ -95,7 +95,7 @@ def _whole(
 
 
 def _require_closed(part: Program, given: int, plan: PipelinePlan) -> None:
-    """An iteration's transfers have both ends in it, and all that is done was given by then."""
+    """Both ends of an iteration's transfers are in it, and its microbatches are known by then."""
     for rank, row in enumerate(part.rows):
         for one in row:
             m = one.action.microbatch

@@ -1,4 +1,4 @@
-"""Proof that every rank gets to the end; otherwise the cycle of waiting ranks."""
+"""Proof that every rank reaches the end of its row; otherwise the cycle of waiting ranks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ AROUND = 3  # instructions shown on either side of the place where a rank hangs
 
 
 class Progress:
-    """The program run without data: a rank goes on as soon as what it waits for has happened.
+    """The program run without data: a rank proceeds as soon as what it waits for has happened.
 
-    Sends, receives and all-reduces are only posted. Those of a pair of ranks pass in order, each
-    when both ranks have posted it, as on a NCCL stream; the weakest promise of all backends.
+    Sends, receives and all-reduces are only posted. Those of a pair of ranks complete in order,
+    each when both have posted it, as on a NCCL stream: the weakest guarantee of all backends.
     """
 
     def __init__(self, work: Work, program: Program) -> None:
@@ -44,7 +44,7 @@ class Progress:
         }
 
     def to_the_end(self) -> None:
-        """Raise InvalidProgram if not every rank gets there."""
+        """Raise InvalidProgram if a rank does not reach the end of its row."""
         waiting = list(range(len(self.at)))
         while waiting:
             moved = [rank for rank in waiting if self._advance(rank)]
@@ -113,10 +113,10 @@ class Progress:
                 yield peer, f"{other}{REDUCE}"
 
     def _gradients(self, rank: int, s: int, m: int | None) -> Iterator[tuple[int, str]]:
-        """What a backward begins with: the next stage's, or losses that are normalised together.
+        """What a backward begins with: gradients of the next stage, or losses normalised together.
 
-        That is the microbatch's alone where it is an update. Where an iteration is one, its losses
-        are all known before any stage has ended its backwards.
+        Losses are normalised over a microbatch where each has its own update. Where there is one
+        update in an iteration, its losses are known before any stage has ended its backwards.
         """
         if s < len(self.plan.stages) - 1:
             yield from self._arrivals(rank, Action(s + 1, SEND_B, m), (B, I))

@@ -70,8 +70,8 @@ def _require_once(a: int, b: int, side: Sequence[Instruction], wanted: Counter[A
     for action in sorted(found | wanted):
         if found[action] != wanted[action]:
             raise InvalidProgram(
-                f"{action} from rank {a} to rank {b} stands {found[action]} times, "
-                f"must stand {wanted[action]} times"
+                f"{action} from rank {a} to rank {b} appears {found[action]} times, "
+                f"must appear {wanted[action]} times"
             )
 
 

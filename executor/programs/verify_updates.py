@@ -22,14 +22,14 @@ REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 def require_computations(work: Work, program: Program, rank: int, row: Row) -> None:
     """Each of the rank's microbatches has one F, and one B or one I and one W; nothing else."""
-    plan, stands = work.plan, Counter(one.action for one in row)
-    for action, count in stands.items():
+    plan, counts = work.plan, Counter(one.action for one in row)
+    for action, count in counts.items():
         _require_belongs(work, program.devices[rank], rank, action)
         if action.kind in COMPUTE and count > 1:
-            raise InvalidProgram(f"rank {rank}: {action} stands {count} times")
+            raise InvalidProgram(f"rank {rank}: {action} appears {count} times")
     for s, m in product(stages_on(plan, program.devices[rank]), range(work.microbatches)):
         if program.devices[rank] in plan.stages[s].runners(m):
-            kinds = tuple(k for k in COMPUTE if Action(s, k, m) in stands)
+            kinds = tuple(k for k in COMPUTE if Action(s, k, m) in counts)
             if kinds not in ((F, B), (F, I, W)):
                 found = ", ".join(f"{s}{k}{m}" for k in kinds) or "nothing"
                 raise InvalidProgram(
@@ -64,7 +64,7 @@ def require_updates(work: Work, device: str, rank: int, row: Row) -> None:
         if not found.may_follow(one.action):
             count = found.reduced if one.action.kind is REDUCE else found.updated
             raise InvalidProgram(
-                f"rank {rank}: {one}, the {count}. of its stage, stands behind "
+                f"rank {rank}: {one}, number {count} of its stage, comes after "
                 f"{found.ready} of {found.backwards} backwards and {found.reduced} all-reduces"
             )
     for s, found in stages.items():
@@ -79,7 +79,7 @@ def require_updates(work: Work, device: str, rank: int, row: Row) -> None:
 
 
 def require_updates_at_end(program: Program, families: Families) -> None:
-    """What stages of a family have to do together, every rank does when all else is done."""
+    """Updates of a family's stages come after everything else on every rank."""
     together = set().union(*families)
     for rank, row in enumerate(program.rows):
         before: Instruction | None = None
@@ -87,7 +87,7 @@ def require_updates_at_end(program: Program, families: Families) -> None:
             if before is not None and one.action.kind not in (UPDATE, *VERSIONED):
                 raise InvalidProgram(
                     f"rank {rank}: {before} needs the gradients of other stages, "
-                    f"it must stand behind {one}"
+                    f"it must come after {one}"
                 )
             if one.action.kind is UPDATE and one.action.stage in together:
                 before = one
@@ -95,21 +95,21 @@ def require_updates_at_end(program: Program, families: Families) -> None:
 
 @dataclass(slots=True)
 class _Gradients:
-    """A stage's gradients on one rank: what was added to them, and what became of it."""
+    """A stage's gradients on one rank: how many were summed up, reduced and used by an update."""
 
     work: Work
     backwards: int
     is_shared: bool
     ready: int = 0
-    latest: int = 0  # iteration of which there is something
+    latest: int = 0  # iteration of a gradient in the sum
     reduced: int = 0
     updated: int = 0
 
     def may_follow(self, action: Action) -> bool:
-        """Take note of the next action; whether it may stand here.
+        """Count the next action; whether it is valid here.
 
-        While an all-reduce is under way, the next iteration's gradients are summed up beside it; a
-        third one would have no place.
+        While an all-reduce is in flight, the next iteration's gradients are summed up in a second
+        set of tensors; there is no third.
         """
         every_round = self.work.plan.weight_rule.updates_every_round
         if action.kind in (B, W):
@@ -120,15 +120,15 @@ class _Gradients:
             return self._are_of(self.reduced, every_round) and self.reduced == self.updated + 1
         elif action.kind is UPDATE:
             self.updated += 1
-            beside = self.is_shared and not every_round
+            overlaps = self.is_shared and not every_round
             is_reduced = not self.is_shared or self.reduced == self.updated
-            return is_reduced and (beside or self._are_of(self.updated, every_round))
+            return is_reduced and (overlaps or self._are_of(self.updated, every_round))
         return True
 
     def _are_of(self, count: int, every_round: bool) -> bool:
-        """Whether all backwards of the first ``count`` iterations, or rounds, are in, and no more.
+        """Whether exactly the backwards of the first ``count`` iterations, or rounds, are in.
 
-        No more of others: it would be missing in its own update.
+        A gradient of a later one would be missing in its own update.
         """
         if every_round:
             return self.ready == count

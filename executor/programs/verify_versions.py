@@ -18,7 +18,7 @@ STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 def require_versions(
     work: Work, rank: int, row: Row, at_first_stage: Mapping[int | None, int]
 ) -> None:
-    """Every version that is used is held and is the right one; none is left over at the end."""
+    """Every version that is used is held and is the right one; none is left at the end."""
     plan, buffered = work.plan, work.plan.weight_rule.staleness > 0
     stages: defaultdict[int, WeightVersions] = defaultdict(lambda: WeightVersions(buffered))
     for one in row:
@@ -41,7 +41,7 @@ def require_versions(
 
 
 def versions_at_first_stage(program: Program) -> dict[int | None, int]:
-    """Per microbatch, how many updates stand before the first stage's forward."""
+    """Per microbatch, how many updates come before the first stage's forward."""
     found = {}
     for row in program.rows:
         updates = 0
@@ -63,7 +63,7 @@ class WeightVersions:
         self.of_forward: dict[int | None, int] = {}
 
     def after(self, action: Action) -> None:
-        """Follow the versions over an instruction."""
+        """Apply an instruction to the versions."""
         kind, number = action.kind, action.microbatch
         newest = self.held[-1]
         if kind in (USE, STASH, DROP):
@@ -101,6 +101,6 @@ class WeightVersions:
         """The newest version is left, buffered the one before it too, and nothing else."""
         newest = self.held[-1]
         if self.stashed == newest:
-            raise InvalidProgram(f"{stage}: no {UPDATE} stands behind {STASH} of version {newest}")
+            raise InvalidProgram(f"{stage}: no {UPDATE} follows {STASH} of version {newest}")
         if self.held != [newest - 1, newest][not self.buffered :]:
             raise InvalidProgram(f"{stage} ends with versions {self.held}")

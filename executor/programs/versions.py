@@ -21,7 +21,7 @@ F = ActionKind.FORWARD
 
 
 def with_versions(plan: PipelinePlan, rows: Rows) -> Rows:
-    """Say which version of the weights is computed on, kept beside a newer one, and dropped.
+    """Add the instructions that use, keep and drop versions of the weights.
 
     Versions are numbered from the oldest that an iteration begins with: the only one, or for
     ``double-buffer`` the one before the last update. An update leaves the newest in use.
@@ -75,7 +75,7 @@ def _newest_at_forwards(row: Iterable[Instruction]) -> dict[Action, int]:
 
 @dataclass
 class _Versions:
-    """The weights of a rank's stages while its row is walked through."""
+    """The versions of the weights of a rank's stages, instruction by instruction."""
 
     row: list[Instruction]
     uses: dict[int, int]

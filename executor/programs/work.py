@@ -1,4 +1,4 @@
-"""What a program has to do, from the plan alone."""
+"""The work of a program, from the plan alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class InvalidProgram(InvalidPlan):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A plan that is done ``iterations`` times, one right behind the other.
+    """``iterations`` of a plan in sequence.
 
-    In a periodic plan the gradients of ``families`` of stages are summed up as those of a stage's
-    devices are.
+    In a periodic plan the gradients of ``families`` of stages are summed up like those of a stage's
+    devices.
     """
 
     plan: PipelinePlan

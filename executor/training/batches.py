@@ -11,7 +11,7 @@ Batch = Tensor | tuple[Tensor, ...]
 
 
 def tensors_of_batch(name: str, batch: Batch) -> tuple[Tensor, ...]:
-    """The tensors of a mini-batch; ``name`` says in a message which."""
+    """The tensors of a mini-batch; ``name`` is that of the argument in messages."""
     found = batch if isinstance(batch, tuple) else (batch,)
     for one in found:
         if not isinstance(one, Tensor):
@@ -37,7 +37,7 @@ def microbatch_samples(plan: PipelinePlan, inputs: Sequence[Tensor]) -> int:
     if count == 0 or count % plan.microbatches:
         raise InputError(
             f"a mini-batch of {count} samples cannot be cut into {plan.microbatches} equal "
-            "microbatches; leave a ragged last mini-batch out, or fill it up"
+            "microbatches; leave a ragged last mini-batch out, or pad it"
         )
     return count // plan.microbatches
 

@@ -2,9 +2,9 @@
 
 A folder of checkpoints holds ``step-00000010`` and the like, complete by construction: a
 checkpoint is written as ``.step-00000010.partial`` and renamed when all ranks have written. Its
-``SHA256SUMS``, in the format of ``sha256sum``, tells whether it still is what was written. The
-tensors go by the names of the unsplit model, so that any plan of the same model can go on from
-them. All ranks must see the folder. Checkpoints are pickles: load only your own.
+``SHA256SUMS``, in the format of ``sha256sum``, shows whether a file has changed since. The tensors
+have the names of the unsplit model, so that any plan of the same model can resume from them.
+All ranks must see the folder. Checkpoints are pickles: load only your own.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ TensorKinds = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a checkpoint says of its run: the steps done, and how the weights are updated."""
+    """The header of a checkpoint: the steps done, and how the weights are updated."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
@@ -65,7 +65,7 @@ def save(
     folder
         Made if it does not exist. The two newest checkpoints in it are kept.
     state
-        Tensors by key; no key stands on two ranks.
+        Tensors by key; no two ranks have the same key.
     header
         The same on every rank.
 
@@ -104,7 +104,7 @@ def _publish(partial: Path, path: Path) -> None:
     """Give a checkpoint that is written its name, and remove those that it replaces."""
     folder = path.parent
     for damaged in (one for one in _complete(folder) if _steps(one) >= _steps(path)):
-        _remove(damaged)  # the run has gone on from an older one
+        _remove(damaged)  # the run has resumed from an older one
     partial.rename(path)
     _sync(folder)
     for old in _complete(folder)[:-KEPT]:
@@ -127,14 +127,14 @@ def candidates(folder: Path | None, resume: bool) -> list[Path]:
     if folder is None:
         return []
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is no folder for checkpoints")
+        raise InputError(f"{folder} is not a folder of checkpoints")
     found = _complete(folder)[::-1]
     if resume and not found:
         raise InputError(f"there is no complete checkpoint in {folder}; leave out --resume")
     if found and not resume:
         raise InputError(
             f"{folder} holds {found[0].name} of an earlier run; "
-            "add --resume to go on from it, or name another folder"
+            "add --resume to continue it, or name another folder"
         )
     return found
 
@@ -148,8 +148,8 @@ def find(
 ) -> Path | None:
     """The newest whole checkpoint in ``folder`` from which to reach ``goal``; None for a new run.
 
-    Every rank of ``group`` calls it. What is damaged is passed over, which ``tell`` is told in a
-    line.
+    Every rank of ``group`` calls it. A damaged checkpoint is skipped, and ``tell`` called with
+    a line about it.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def find(
         fault = _fault(path, group)
         if fault is None:
             for line in faults:
-                tell(f"{line}; going on from {path.name}")
+                tell(f"{line}; resuming from {path.name}")
             _require_reachable(path, goal)
             return path
         faults.append(f"{path} is damaged ({fault})")
@@ -172,7 +172,7 @@ def find(
 
 
 def _fault(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """What of a checkpoint is not as it was written, in words; the same on every rank."""
+    """How a checkpoint differs from what was written, in words; the same on every rank."""
     try:
         written = (path / SUMS).read_text(errors="replace")
     except OSError as error:
@@ -201,7 +201,7 @@ def _digest(path: Path) -> str:
     try:
         with path.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
-    except OSError as error:  # the others wait for an answer
+    except OSError as error:  # the other ranks wait for an answer
         return f"unreadable: {error.strerror}"
 
 
@@ -220,7 +220,7 @@ def _require_reachable(path: Path, goal: Header) -> None:
 
 
 def read_header(path: Path) -> Header:
-    """What the checkpoint says of its run; InputError if it is damaged."""
+    """The header of a checkpoint; InputError if it is damaged."""
     return documents.read(Header, path / HEADER, FORMAT, VERSION)
 
 
@@ -231,7 +231,7 @@ def read_kinds(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
     try:
         entries = FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # a damaged pickle may raise whatever it likes
+    except Exception as error:  # a damaged pickle may raise anything
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from None
     return {
         key: (entry.size, entry.properties.dtype)
@@ -243,12 +243,12 @@ def read_kinds(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def read(
     path: Path, keys: Iterable[str], group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """The tensors ``keys``, on the CPU; every rank of ``group`` calls it with what it wants.
+    """The tensors ``keys``, on the CPU; every rank of ``group`` calls it with its keys.
 
     Raises
     ------
     InputError
-        On every rank, if one of them cannot read what it wants.
+        On every rank, if one of them cannot read its tensors.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.api import CheckpointException
@@ -274,7 +274,7 @@ def require_same_model(
     path
         The checkpoint.
     state
-        This rank's share of what a checkpoint of the run would hold.
+        This rank's share of a checkpoint of the run.
     """
     mine = {key: (tensor.shape, tensor.dtype) for key, tensor in state.items()}
     shares: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size(group)
@@ -311,7 +311,7 @@ def _partial(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; one that is removed in part is no complete one."""
+    """Remove a checkpoint; renamed first, so that a part of it does not count as complete."""
     shutil.rmtree(path.rename(path.with_name(f".{path.name}.old.partial")))
 
 
@@ -321,7 +321,7 @@ def _cause(error: "CheckpointException") -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Bring a folder's list of names to the disk."""
+    """Flush a folder's directory entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

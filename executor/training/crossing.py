@@ -1,12 +1,12 @@
-"""What passes between stages and to the devices of a stage, by the shapes of a model."""
+"""Values between stages, and samples of the devices of a stage, by the shapes of a model."""
 
 from collections.abc import Mapping, Sequence
 
 from stagewright.executor.capture.draws import whole_draws
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.shares import Rows, pieces
-from stagewright.executor.training.boundary import Boundary
-from stagewright.executor.training.stage import Share
+from stagewright.executor.training.interpreter.boundary import Boundary
+from stagewright.executor.training.stages.stage import Share
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
@@ -18,7 +18,7 @@ def boundary_of(
     traces: Mapping[int, LayerTrace],
     samples: int,
 ) -> Boundary:
-    """What passes between stages ``s`` and ``s + 1``; ``traces`` by the number of samples."""
+    """The values between stages ``s`` and ``s + 1``; ``traces`` by the number of samples."""
     values = traces[samples].outputs
     by_sample = tuple(
         all(trace.outputs[i].shape[:1] == (count,) for count, trace in traces.items())

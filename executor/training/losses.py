@@ -1,4 +1,4 @@
-"""What a loss returns: a mean over samples, or a sum and the count that it is to be divided by."""
+"""Results of losses: a mean over samples, or a sum and the count to divide it by."""
 
 from collections.abc import Callable
 
@@ -22,12 +22,12 @@ def cross_entropy(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_loss(found: object) -> tuple[Tensor, Tensor | None]:
-    """The number that is differentiated, and its count; None where it is a mean.
+    """The number to differentiate, and its count; None for a mean.
 
     Raises
     ------
     InputError
-        If a loss must not return ``found``.
+        If ``found`` is not a valid result of a loss.
     """
     total, count = found, None
     if isinstance(found, tuple | list) and len(found) == 2:

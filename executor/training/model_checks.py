@@ -1,4 +1,4 @@
-"""What a plan asks of the model that is trained by it."""
+"""Requirements of a plan on the model that it trains."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -9,7 +9,7 @@ from stagewright.graphs.documents.errors import InputError
 
 
 def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
-    """Refuse a norm that is none, and one for weights that change stage by stage."""
+    """Refuse an invalid norm, and any for weights that are updated stage by stage."""
     if clip_norm is None:
         return
     if not (isfinite(clip_norm) and clip_norm > 0):
@@ -17,7 +17,7 @@ def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
     if plan.weight_rule.updates_every_round:
         raise InputError(
             f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
-            "updates at its own times; plan with 'flush' weights"
+            "updates at different times; plan with 'flush' weights"
         )
 
 
@@ -38,7 +38,7 @@ def require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:
             raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
         if numbers:
             sizes.add(planned.parameter_bytes / numbers)
-            # Whatever type was planned for, it is the same for all layers.
+            # The plan assumes one type for all layers, whichever it is.
             if len(sizes) > 1:
                 raise _other_size(i, planned.name, planned.parameter_bytes, numbers)
 

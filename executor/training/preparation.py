@@ -1,4 +1,4 @@
-"""The interpreter for mini-batches of one shape, made from what a rank computes with."""
+"""The interpreter for mini-batches of one shape, from the layers and weights of a rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +13,22 @@ from stagewright.executor.programs.program import Families
 from stagewright.executor.programs.shares import Rows, rows
 from stagewright.executor.training.batches import microbatch_samples
 from stagewright.executor.training.crossing import boundary_of, share_of
-from stagewright.executor.training.failures import OutOfMemory
-from stagewright.executor.training.initialise import total_bytes
-from stagewright.executor.training.interpreter import Interpreter
-from stagewright.executor.training.joint import Joint
+from stagewright.executor.training.interpreter.failures import OutOfMemory
+from stagewright.executor.training.interpreter.interpreter import Interpreter
+from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss
-from stagewright.executor.training.rank import Rank, RankProgram
-from stagewright.executor.training.stage import Part, StageComputation
-from stagewright.executor.training.staged_model import StagedModel
-from stagewright.executor.training.weights import Weights
+from stagewright.executor.training.ranks.rank import Rank, RankProgram
+from stagewright.executor.training.stages.initialise import total_bytes
+from stagewright.executor.training.stages.stage import Part, StageComputation
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preparation:
-    """What a rank computes with, whatever the shapes of its mini-batches.
+    """The parts of a rank that do not depend on the shapes of mini-batches.
 
     ``weights`` and ``groups`` are by stage; ``families`` are stages whose updates need each other's
     gradients.
@@ -96,7 +96,7 @@ class Preparation:
         trace = traces[count][start:stop]
         inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
         inputs += [one.outputs for one in trace[:-1]]
-        # By any layer: a parameter that stages share may get its gradient in another one alone.
+        # By any layer: a parameter that stages share may get its only gradient in another stage.
         trained = {self.model.primary[name] for one in traces[count] for name in one.trained}
         self.weights[s].leave_out(trained)
         parts = [Part(*each) for each in zip(self.model.modules[s], inputs, trace, strict=True)]
@@ -111,10 +111,10 @@ class Preparation:
         )
 
     def _require_fit(self, computations: Mapping[int, StageComputation]) -> None:
-        """Refuse to begin what cannot fit: better than to be killed in the middle."""
+        """Refuse to begin a run that cannot fit into memory."""
         footprints = {s: one.footprint() for s, one in computations.items()}
         for s in footprints:
-            if not reduces_beside(self.rank.plan, self.families, s):
+            if not needs_two_gradients(self.rank.plan, self.families, s):
                 continue
             more = footprints[s].static_bytes + self.weights[s].gradient_bytes
             footprints[s] = replace(footprints[s], static_bytes=more)
@@ -129,8 +129,8 @@ class Preparation:
             )
 
 
-def reduces_beside(plan: PipelinePlan, families: Families, s: int) -> bool:
-    """Whether a stage's gradients are summed up with others' while the next ones are made."""
+def needs_two_gradients(plan: PipelinePlan, families: Families, s: int) -> bool:
+    """Whether a stage's gradients are reduced while the next ones are computed."""
     if not plan.is_periodic:
         return False
     return len(plan.stages[s].devices) > 1 or any(s in one for one in families)

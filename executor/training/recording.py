@@ -1,4 +1,4 @@
-"""What a rank did and when, on its own clock."""
+"""The actions of a rank with their times, on its own clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,15 +8,14 @@ import torch.distributed as dist
 
 from stagewright.executor.programs.trace import RankAction
 
-MEETINGS = 15  # of all ranks before a run that is traced
+MEETINGS = 15  # barriers of all ranks before a run that is traced
 
 
 @dataclass(slots=True)
 class Recording:
-    """What this rank did from ``step`` on, until nothing was under way.
+    """The actions of this rank from ``step`` until no mini-batch was in flight.
 
-    Times are of its own clock, which said ``met_seconds`` when all ranks had met, one time or
-    several.
+    Times are on its own clock; ``met_seconds`` are its readings after barriers of all ranks.
     """
 
     step: int

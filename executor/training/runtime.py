@@ -1,13 +1,9 @@
 """The executor: one process per device carries out its row of a plan's program."""
 
-import os
-import platform
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,17 +11,16 @@ from torch import Tensor
 
 from stagewright.executor.capture.loss_graph import require_no_parameters
 from stagewright.executor.programs.program import stages_on
-from stagewright.executor.programs.trace import RankAction, Trace, traced_step
+from stagewright.executor.programs.trace import RankAction, Trace
 from stagewright.executor.training.batches import (
     Batch,
     mapped_batch,
     require_as_many,
     tensors_of_batch,
 )
-from stagewright.executor.training.initialise import Model, initialise
-from stagewright.executor.training.interpreter import Interpreter
-from stagewright.executor.training.joint import Joint
-from stagewright.executor.training.launch import require_torch
+from stagewright.executor.training.checkpoint_share import CheckpointShare
+from stagewright.executor.training.interpreter.interpreter import Interpreter
+from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
     require_clip_norm,
@@ -34,16 +29,19 @@ from stagewright.executor.training.model_checks import (
     require_updated_together,
     require_whole_gradients,
 )
-from stagewright.executor.training.preparation import Preparation, reduces_beside
-from stagewright.executor.training.rank import rank_program, this_rank
-from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
-from stagewright.executor.training.shared_gradients import SharedGradients
-from stagewright.executor.training.staged_model import StagedModel
-from stagewright.executor.training.weights import MakeOptimizer, Weights, clips_by_itself
+from stagewright.executor.training.preparation import Preparation, needs_two_gradients
+from stagewright.executor.training.ranks.collectives import gathered, summed
+from stagewright.executor.training.ranks.groups import make_groups, make_loss_group
+from stagewright.executor.training.ranks.launch import require_torch
+from stagewright.executor.training.ranks.rank import rank_program, this_rank
+from stagewright.executor.training.stages.initialise import Model, initialise
+from stagewright.executor.training.stages.shared_gradients import SharedGradients
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import MakeOptimizer, Weights, clips_by_itself
+from stagewright.executor.training.trace_recorder import TraceRecorder
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
-T = TypeVar("T")
 OPTIMIZER: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)
 
 
@@ -55,36 +53,36 @@ class Executor:
     plan
         Rank r is the r-th device in the order in which the plan's stages name them.
     module
-        A module, a list of modules, or a function without arguments that makes one. Every rank
-        keeps the layers of its own stages alone.
+        A module, a list of modules, or a function without arguments that makes one. A rank keeps
+        only the layers of its own stages.
     loss
         ``loss(output, targets)``: a mean over samples, one number; or a pair ``(sum, count)``,
         which is normalised over the whole mini-batch, whatever the plan. With ``stash`` weights,
-        where a microbatch is a mini-batch of its own, it is normalised over each. By default
+        which are updated after every microbatch, it is normalised over each. By default
         cross-entropy, without the labels that are -100.
     optimizer
         Makes an optimizer for a list of parameters; there is one for each stage.
     clip_norm
-        The most that the norm of all gradients together may be: larger ones are scaled, as
-        ``torch.nn.utils.clip_grad_norm_`` does for the whole model.
+        The maximum of the norm of all gradients together, as in
+        ``torch.nn.utils.clip_grad_norm_`` for the whole model.
     seed
-        Of the parameters, where ``module`` is a function, and of all that its layers draw.
+        Seed of the parameters, where ``module`` is a function, and of all random draws of layers.
     dtype
         Type of parameters and inputs. With bfloat16, computations are cast to it and the
         parameters stay float32.
     device
-        Of this rank; by default its GPU, or the CPU where there is none.
+        Device of this rank; by default its GPU, or the CPU where there is none.
     timeout_seconds
-        How long a rank waits for another in an all-reduce; for the rest the group's own limit
-        holds.
+        How long a rank waits for another in an all-reduce; elsewhere the limit of the default
+        group applies.
     trace
         Whether to record when each action ran, in all steps; see `trace_on_first_rank`.
 
     Raises
     ------
     InputError
-        If the model or the number of processes is another than the plan's, or torch's version is
-        none that is supported.
+        If the model or the number of processes differs from the plan's, or torch's version is not
+        supported.
     InvalidPlan
         If the plan cannot be carried out.
 
@@ -99,7 +97,7 @@ class Executor:
         losses = executor.finish()
 
     With a periodic plan mini-batches overlap: `step` begins one, and the loss that it returns is of
-    one that was begun before.
+    an earlier one.
     """
 
     def __init__(
@@ -121,36 +119,24 @@ class Executor:
         require_no_parameters(loss)
         self._clip_norm = inf if clip_norm is None else clip_norm
         self.plan, self.steps_done, self._failed = plan, 0, False
-        self._loss, self._seed, self._dtype = loss, seed, dtype
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._loss, self._seed = loss, seed
         self._rank = this_rank(plan, device)
-        self._name = self._rank.name
-        self._stages = stages_on(plan, self._name)
+        self._stages = stages_on(plan, self._rank.name)
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
         self._model = self._initialise(module)
         self._families = self._find_families()
-        # Only the captured model says what stages share.
+        # Known only from the captured model: parameters that stages share.
         self._program = rank_program(plan, self.rank, self._families)
         self._weights = self._make_weights(optimizer)
-        self._groups, self._tied_groups = self._make_groups()
-        self._preparation = Preparation(
-            rank=self._rank,
-            program=self._program,
-            model=self._model,
-            weights=self._weights,
-            groups=self._groups,
-            joint=self._make_joint(),
-            families=self._families,
-            loss=loss,
-            seed=seed,
-            autocast=self._autocast,
-        )
+        timeout = timedelta(seconds=timeout_seconds)
+        holders = {name: self._model.holders(name) for name in self._model.tied}
+        self._groups = make_groups(self._rank, holders, timeout)
+        self._preparation = self._prepare(make_loss_group(self._rank, timeout))
+        self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
+        self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
         self._interpreters: dict[object, Interpreter] = {}
         self._running: Interpreter | None = None  # of a periodic plan
-        self._trace = trace
-        self._recording: Recording | None = None  # of what is under way
-        self._recorded: list[Recording] = []
 
     @property
     def rank(self) -> int:
@@ -174,17 +160,18 @@ class Executor:
         Every rank gives the same mini-batch: ``inputs`` are the model's, a tensor or a tuple of
         them, with the samples in dimension 0. They are cut into the plan's microbatches in order.
 
-        With a periodic plan the mini-batch is begun, and those before it go on. The loss is of the
-        one whose last forward was done in this call, in the order in which they were given; None if
-        there was none, as in the first calls. `finish` has those that are left.
+        With a periodic plan the mini-batch is begun, and those in flight proceed. The loss is of
+        the mini-batch whose last forward was done in this call, in the order of the calls; None if
+        there was none, as in the first calls. `finish` returns the remaining ones.
 
         Raises
         ------
         InputError
             If the samples do not divide into the plan's microbatches, or the model or the loss do
-            not take them; if the shape changes while mini-batches are under way.
+            not take them; if the shape changes while mini-batches are in flight.
         NonFiniteLoss, OutOfMemory
-            Naming the stage. Weights and gradients are then anything: the executor has ended.
+            Naming the stage. Weights and gradients are then undefined: the executor cannot be used
+            again.
         """
         self._require_sound()
         given = tuple(map(self._typed, tensors_of_batch("inputs", inputs)))
@@ -195,21 +182,20 @@ class Executor:
         wanted: Batch = ()
         if last in self._stages:
             wanted = mapped_batch(targets, lambda one: one.to(self._rank.device))
-        if self._trace and self._recording is None:
-            self._recording = Recording(self.steps_done, self._met())
+        self._recorder.begin(self.steps_done)
         own, step = tuple(one.to(self._rank.device) for one in here), self.steps_done
         losses = self._carried_out(lambda records: interpreter.run(own, wanted, step, records))
         self.steps_done += 1
         if self._running is None:
-            self._end_recording()
+            self._recorder.end(self.steps_done)
         return next(iter(losses), None)
 
     def finish(self) -> list[float]:
-        """End the mini-batches that are under way; their mean losses on ranks of the last stage.
+        """Complete the mini-batches in flight; their mean losses on ranks of the last stage.
 
-        Those whose losses `step` has returned are not among them; there are none without a periodic
-        plan. The weights are then those after all updates, as if there had been no pipeline, and
-        the next `step` begins with an empty one. All ranks call it.
+        Losses that `step` has returned are not among them; without a periodic plan there are none.
+        The weights are then those after all updates, as without a pipeline, and the next `step`
+        begins with an empty pipeline. All ranks call it.
 
         Raises
         ------
@@ -221,7 +207,7 @@ class Executor:
         if interpreter is None:
             return []
         losses = self._carried_out(interpreter.finish)
-        self._end_recording()
+        self._recorder.end(self.steps_done)
         return losses
 
     def _require_sound(self) -> None:
@@ -231,18 +217,18 @@ class Executor:
     def _require_finished(self) -> None:
         if self._running is not None:
             raise InputError(
-                f"mini-batches are under way after step {self.steps_done} of a periodic plan: call "
+                f"mini-batches are in flight after step {self.steps_done} of a periodic plan: call "
                 "finish() on all ranks first"
             )
 
     def _interpreter(self, given: tuple[Tensor, ...]) -> Interpreter:
-        """The one for mini-batches of this shape; with a periodic plan it is then under way."""
+        """The interpreter for mini-batches of this shape; with a periodic plan, the running one."""
         key = tuple((one.shape, one.dtype) for one in given)
         found = self._interpreters.get(key)
         if self._running is not None and found is not self._running:
             raise InputError(
                 f"a mini-batch of shape {', '.join(str(tuple(one.shape)) for one in given)} "
-                "follows others while they are under way; call finish() on all ranks before the "
+                "follows others while they are in flight; call finish() on all ranks before the "
                 "shape changes"
             )
         if found is None:
@@ -254,48 +240,26 @@ class Executor:
     def _carried_out(
         self, run: Callable[[list[RankAction] | None], list[tuple[float, float]]]
     ) -> list[float]:
-        """What ``run`` does on this rank; the losses of all ranks of the last stage together.
+        """Call ``run`` with the list of the trace's records, None without one; the mean losses.
 
-        It gets the place for what happened when, None without a trace.
+        Losses are summed over the ranks of the last stage.
         """
         device, last = self._rank.device, len(self.plan.stages) - 1
-        recording = self._recording
         self._failed = True
-        # What layers draw differs from rank to rank; what the caller draws must not.
+        # Draws of layers differ from rank to rank; those of the caller must not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            found = run(None if recording is None else recording.records)
+            found = run(self._recorder.records)
         self._failed = False
-        group = self._groups.get(last)
-        parts = [self._summed(part, group) for part in found]
+        group = self._groups.stages.get(last)
+        parts = [summed(self._rank, part, group) for part in found]
         losses = [value / count if count else value for value, count in parts]
-        if recording is not None:
-            recording.losses += losses
+        self._recorder.add_losses(losses)
         return losses
 
-    def _met(self) -> list[float]:
-        """When all ranks had met, as often as it takes to set their clocks by it.
-
-        They leave a barrier milliseconds apart if one of them has to wait for its processor. In a
-        long run nothing makes up for that.
-        """
-        found = []
-        for _ in range(MEETINGS if self.plan.is_periodic else 1):
-            meet(self._rank.group)
-            found.append(time.perf_counter())
-        return found
-
-    def _end_recording(self) -> None:
-        recording, self._recording = self._recording, None
-        if recording is None:
-            return
-        if self.plan.is_periodic:
-            recording.iterations = self.steps_done - recording.step
-        self._recorded.append(recording)
-
-    # What outlives the process
+    # State and traces
 
     def state(self) -> dict[str, Tensor]:
-        """The share of a checkpoint that this rank writes; no key is another rank's too.
+        """The share of a checkpoint that this rank writes; each key is written by one rank.
 
         ``model.NAME`` are parameters and buffers under the model's own names,
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
@@ -305,54 +269,25 @@ class Executor:
         Raises
         ------
         InputError
-            If mini-batches are under way: `finish` comes first.
+            If mini-batches are in flight: `finish` comes first.
         """
         self._require_finished()
-        found: dict[str, Tensor] = {}
-        for s in self._stages:
-            if self._rank.first(s) == self.rank:
-                for name, one in self._model.tensors(s, self._weights[s]).items():
-                    if self._model.stages_of[name][0] == s:
-                        found[f"model.{name}"] = one.detach()
-                found |= self._optimizer_state(s)
-        return found
-
-    def _optimizer_state(self, s: int) -> dict[str, Tensor]:
-        weights, found = self._weights[s], dict[str, Tensor]()
-        for name, one in weights.parameters(weights.newest).items():
-            if self._model.stages_of[name][0] != s:
-                continue
-            if self.plan.weight_rule.staleness > 0:
-                found[f"previous.{name}"] = weights.parameters(0)[name].detach()
-            kept = weights.optimizer.state.get(one, {}) if weights.optimizer else {}
-            for key, value in kept.items():
-                if value is not None:
-                    found[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-        return found
+        return self._checkpoint.state()
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
         """Which entries of a checkpoint belong to this rank's stages."""
-        own = {name for s in self._stages for name in self._model.tensors(s, self._weights[s])}
-        kinds = ["model", "optimizer"]
-        kinds += ["previous"] if self.plan.weight_rule.staleness > 0 else []
-        return [key for key in keys if _belongs(key, own, kinds)]
+        return self._checkpoint.wanted(keys)
 
     def load_state(self, tensors: Mapping[str, Tensor], steps_done: int) -> None:
-        """Go on where a run was that wrote ``tensors`` (`wanted` says which) after its steps.
+        """Continue a run that wrote ``tensors`` (`wanted` says which) after its steps.
 
         Raises
         ------
         InputError
-            If something of this rank's is missing, or mini-batches are under way.
+            If a tensor of this rank is missing, or mini-batches are in flight.
         """
         self._require_finished()
-        for s in self._stages:
-            for name, one in self._model.tensors(s, self._weights[s]).items():
-                if f"model.{name}" not in tensors:
-                    raise InputError(f"the checkpoint has no {name!r} of stage {s}")
-                with torch.no_grad():
-                    one.copy_(tensors[f"model.{name}"])
-            self._weights[s].load(tensors, buffered=self.plan.weight_rule.staleness > 0)
+        self._checkpoint.load(tensors)
         self.steps_done = steps_done
 
     def parameters_on_first_rank(self) -> dict[str, Tensor] | None:
@@ -365,64 +300,21 @@ class Executor:
             for key, value in self.state().items()
             if key.startswith("model.")
         }
-        shares = self._gathered(own)
-        if shares is None:
-            return None
-        whole = {name: value for share in shares for name, value in share.items()}
-        return {
-            name: whole[names[0]]
-            for names in self._model.names
-            for name in names
-            if names[0] in whole
-        }
+        shares = gathered(self._rank, own)
+        return None if shares is None else self._checkpoint.whole_model(shares)
 
     def trace_on_first_rank(self) -> Trace | None:
         """When everything ran in the steps so far, on rank 0; None on the others.
 
-        All ranks call it. With a periodic plan, what it did between two drains is one step.
+        All ranks call it. With a periodic plan, the steps between two drains are one step.
 
         Raises
         ------
         InputError
-            If mini-batches are under way: `finish` comes first.
+            If mini-batches are in flight: `finish` comes first.
         """
         self._require_finished()
-        shares = self._gathered(self._recorded)
-        if shares is None:
-            return None
-        last = len(self.plan.stages) - 1
-        teller = self._rank.first(last)
-        steps = tuple(
-            traced_step(
-                self.plan,
-                own.step,
-                [
-                    record
-                    for share in shares
-                    for record in records_since(share[i].begin(own), share[i].records)
-                ],
-                shares[teller][i].loss,
-                own.iterations,
-            )
-            for i, own in enumerate(self._recorded)
-        )
-        group = self._rank.group
-        return Trace(
-            digest=self.plan.digest,
-            model=self.plan.model,
-            machine=f"{platform.node()}, {os.cpu_count()} CPUs, {self._rank.device.type}",
-            backend="none" if group is None else dist.get_backend(group),
-            world_size=self.world_size,
-            dtype=str(self._dtype).removeprefix("torch."),
-            steps=steps,
-        )
-
-    def _gathered(self, own: T) -> list[T] | None:
-        if self._rank.group is None:
-            return [own]
-        shares: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(own, shares, group=self._rank.group, group_dst=0)
-        return shares
+        return self._recorder.trace_on_first_rank()
 
     # The parts of this rank
 
@@ -435,7 +327,7 @@ class Executor:
             seed=self._seed,
             device=self._rank.device,
             dtype=self._parameter_type,
-            agree=lambda fits: self._summed((float(not fits),), self._rank.group) == (0.0,),
+            agree=lambda fits: summed(self._rank, (float(not fits),), self._rank.group) == (0.0,),
         )
         require_same_model(self.plan, model)
         staged = StagedModel(self.plan, model, self._stages)
@@ -453,7 +345,7 @@ class Executor:
                 self._model.tied,
                 optimizer,
                 versions=self.plan.weight_rule.versions,
-                two_gradients=reduces_beside(self.plan, self._families, s),
+                two_gradients=needs_two_gradients(self.plan, self._families, s),
             )
             for s, layers in self._model.modules.items()
         }
@@ -467,69 +359,36 @@ class Executor:
         return made
 
     def _find_families(self) -> set[frozenset[int]]:
-        """Stages that have a trained parameter in common, and all that have a norm in common."""
+        """Stages that share a trained parameter; all stages, if gradients are clipped."""
         found = {frozenset(self._model.stages_of[name]) for name in self._model.tied}
         everything = frozenset(range(len(self.plan.stages)))
         return found | {everything} if self._clip_norm < inf else found
 
-    def _make_groups(self) -> tuple[dict[int, dist.ProcessGroup], dict[str, dist.ProcessGroup]]:
-        """The processes of each stage, and those that hold each tied parameter, this rank among.
-
-        All ranks make all groups, in the same order: torch's way to make one among its members
-        alone gives it different names on them if they are in different numbers of groups.
-        """
-        stages = {s: set(stage.devices) for s, stage in enumerate(self.plan.stages)}
-        tied = {name: self._model.holders(name) for name in self._model.tied}
-        made: dict[frozenset[str], dist.ProcessGroup] = {}
-        for devices in map(frozenset, (*stages.values(), *tied.values())):
-            if len(devices) > 1 and devices not in made:
-                ranks = sorted(map(self._rank.devices.index, devices))
-                made[devices] = dist.new_group(ranks, timeout=self._timeout)
-        mine = {devices: group for devices, group in made.items() if self._name in devices}
-        return (
-            {s: mine[frozenset(v)] for s, v in stages.items() if frozenset(v) in mine},
-            {name: mine[frozenset(v)] for name, v in tied.items() if frozenset(v) in mine},
+    def _prepare(self, loss_group: dist.ProcessGroup | None) -> Preparation:
+        tied = self._groups.tied
+        shared = SharedGradients(self._rank, self._model, self._weights, tied)
+        joint = Joint(
+            loss_group,
+            frozenset[int]().union(*self._families),
+            shared.sum,
+            shared.squares,
+            self._clip_norm,
+            shared.overlapping() if self.plan.is_periodic else None,
+        )
+        return Preparation(
+            rank=self._rank,
+            program=self._program,
+            model=self._model,
+            weights=self._weights,
+            groups=self._groups.stages,
+            joint=joint,
+            families=self._families,
+            loss=self._loss,
+            seed=self._seed,
+            autocast=self._autocast,
         )
 
     # Mini-batches
 
     def _typed(self, one: Tensor) -> Tensor:
         return one.to(self._parameter_type) if one.is_floating_point() else one
-
-    def _make_joint(self) -> Joint:
-        shared = SharedGradients(self._rank, self._model, self._weights, self._tied_groups)
-        return Joint(
-            self._make_count_group(),
-            frozenset[int]().union(*self._families),
-            shared.sum,
-            shared.squares,
-            self._clip_norm,
-            shared.beside() if self.plan.is_periodic else None,
-        )
-
-    def _make_count_group(self) -> dist.ProcessGroup | None:
-        """The processes that together normalise a loss; gloo's, as numbers lie on the host."""
-        devices: Sequence[str] = self._rank.devices
-        if self.plan.weight_rule.updates_every_round:
-            devices = self.plan.stages[-1].runners(0)
-        if len(devices) == 1:
-            return None
-        ranks = [self._rank.devices.index(name) for name in devices]
-        group = dist.new_group(sorted(ranks), timeout=self._timeout, backend="gloo")
-        return group if self.rank in ranks else None
-
-    def _summed(
-        self, values: tuple[float, ...], group: dist.ProcessGroup | None
-    ) -> tuple[float, ...]:
-        if group is None:
-            return values
-        total = torch.tensor(values, dtype=torch.float64, device=self._rank.wire)
-        dist.all_reduce(total, group=group)
-        return tuple(total.tolist())
-
-
-def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
-    kind, _, name = key.partition(".")
-    if kind == "optimizer":
-        name = name.rpartition(".")[0]
-    return kind in kinds and name in own

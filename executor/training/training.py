@@ -16,11 +16,11 @@ from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.checkpoint import Header
-from stagewright.executor.training.endings import Member
-from stagewright.executor.training.initialise import Model
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import require_clip_norm
+from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
+from stagewright.executor.training.stages.initialise import Model
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
@@ -43,7 +43,7 @@ class NamedOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be trained, the same on every rank.
+    """A training run, the same on every rank.
 
     ``data`` makes one pass over the mini-batches; the loss is cross-entropy if it is None;
     ``clip_norm`` is the most that the norm of all gradients may be; ``steps`` counts those of an
@@ -73,7 +73,7 @@ class Task:
         require_clip_norm(self.plan, self.clip_norm)
 
     def header(self, steps: int) -> Header:
-        """What a checkpoint after ``steps`` says of itself."""
+        """The header of a checkpoint after ``steps``."""
         return Header(steps, self.plan.weights, self.optimizer.name)
 
 
@@ -81,8 +81,8 @@ class Task:
 class Course:
     """Mean loss and duration of every step of a run.
 
-    Where mini-batches overlap, a step lasts as long as the call that began it, and with a
-    checkpoint behind it, or the end, as long as it takes until nothing is under way.
+    Where mini-batches overlap, a step lasts as long as the call that began it, and
+    before a checkpoint or the end, until no mini-batch is in flight.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -93,8 +93,8 @@ def train(task: Task, member: Member, report: Report, tell: Callable[[str], None
     """Carry out ``task`` as one of its ranks.
 
     ``report`` is called with number, loss and seconds of every step, on one rank that knows them,
-    as soon as it does; ``tell``, on the first rank, with what a person should know. The same course
-    is returned on every rank.
+    as soon as it does; ``tell``, on the first rank, with notes for the user. Every rank returns
+    the same losses and times.
     """
     devices = plan_devices(task.plan)
     if len(devices) != member.world_size:
@@ -144,8 +144,8 @@ def train(task: Task, member: Member, report: Report, tell: Callable[[str], None
 def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
     """The mini-batches of ``data``, pass after pass, without end.
 
-    They draw from a random state of their own: what the executor draws differs from rank to rank,
-    and all ranks must see the same mini-batches.
+    They have a separate random state: draws of the executor differ from rank to rank, and all ranks
+    must see the same mini-batches.
 
     Raises
     ------
@@ -186,7 +186,7 @@ def _resume(executor: Executor, path: Path) -> None:
 
 
 def _step(executor: Executor, batch: tuple[Any, Any], *, to_the_end: bool) -> list[float]:
-    """Do a step, ``to_the_end`` of all that is under way; the losses that are known then."""
+    """Do a step, ``to_the_end`` with the mini-batches in flight; the losses known then."""
     loss = executor.step(*batch)
     losses = [] if loss is None else [loss]
     return losses + (executor.finish() if to_the_end else [])

@@ -56,6 +56,7 @@ def test_simulated_cluster_keeps_the_printed_ranges_and_the_seed():
     assert spp.simulated_cluster() == cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", spp.PRINTED, ids="-".join)
 def test_spp_is_never_slower_than_a_baseline(case: tuple[str, str]):
     assert spp.slower_than(spp.compare(spp.table3_problem(case))) == []

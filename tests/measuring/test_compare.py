@@ -260,7 +260,7 @@ def test_the_same_trace_comes_back(tmp_path: Path) -> None:
         (["format"], "stagewright-plan", "expected a 'stagewright-trace' document"),
         (["world_size"], 0, "world_size must be at least 1, got 0"),
         (["steps"], [], "a trace needs at least one step"),
-        (["steps", 1, "step"], 0, "step 0 stands behind step 0"),
+        (["steps", 1, "step"], 0, "step 0 comes after step 0"),
         (["steps", 0, "step"], -1, "step must be at least 0, got -1"),
         (["steps", 0, "iteration_seconds"], -1.0, "step 0: iteration_seconds must be finite"),
         (["steps", 0, "update_seconds"], "1 s", "steps[0].update_seconds"),

@@ -266,7 +266,7 @@ def test_a_count_below_nothing_is_refused() -> None:
 def test_a_norm_needs_a_step_of_the_whole_model() -> None:
     stash = make.one_f_one_b(make.straight([6]), 2, "stash")
     for plan, clip_norm, complaint in (
-        (stash, 1.0, "with 'stash' weights every stage updates at its own times"),
+        (stash, 1.0, "with 'stash' weights every stage updates at different times"),
         (PLANS["one"], 0.0, "clip_norm must be a positive number, got 0"),
         (PLANS["one"], float("nan"), "clip_norm must be a positive number, got nan"),
     ):

@@ -20,6 +20,7 @@ from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planning import PLANNERS, plan
 
+SEARCHES = ("spp", "exact", "auto", "general")  # take seconds to say that nothing fits
 LIMITS = Limits(seconds=5.0)
 WEIGHTS = 1e9  # bytes of the parameters of all layers
 
@@ -110,7 +111,10 @@ def test_sharded_optimizer_states_are_a_change_in_one_place(planner, choices, ti
     assert all((tight - 0.1) * WEIGHTS <= peak <= tight * WEIGHTS for peak in peaks.values())
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(
+    "planner",
+    [pytest.param(name, marks=pytest.mark.slow if name in SEARCHES else ()) for name in PLANNERS],
+)
 def test_every_planner_takes_its_bytes_from_there(planner, monkeypatch):
     """Without optimizer states, and gradients in place, smaller devices do."""
     problem = problem_with(1.1 * WEIGHTS)

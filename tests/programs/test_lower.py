@@ -615,7 +615,7 @@ def test_a_send_does_not_wait_for_a_computation_that_starts_as_it_does() -> None
 
 
 def test_a_computation_on_a_foreign_device_is_refused() -> None:
-    with pytest.raises(InvalidPlan, match="0B0 stands on 'c', which is in no stage"):
+    with pytest.raises(InvalidPlan, match="0B0 runs on 'c', which is in no stage"):
         lower(by_hand(TWO, 1, a="0F0 0B0", b="1F0 1B0", c="0B0"))
 
 
@@ -862,7 +862,7 @@ def test_what_is_no_periodic_program_is_refused() -> None:
         ("1B", {"shift": 0}, "1B begins before 1F, which it waits for"),
         ("0B", {"shift": 9}, "stage 0 begins iteration 2 by 0F4 before it has ended iteration 0"),
         ("0F", {"action": "7F"}, "7F: there are only 2 stages"),
-        ("0F", {"device": "d1"}, "0F stands on 'd1', which is not in its stage"),
+        ("0F", {"device": "d1"}, "0F runs on 'd1', which is not in its stage"),
         ("1F", {"action": "1W"}, "stage 1 must work .* by 1F and 1B, or .*; found: 1B, 1W"),
     ):
         schedule = plan.schedule

@@ -17,6 +17,7 @@ from training_plans import (
     one_f_one_b,
     overlapping,
     periodic_plans,
+    plan_in_order,
     plans,
     straight,
     zero_bubble_h1,
@@ -537,7 +538,7 @@ class Meaning:
         s, m = action.stage + step, action.microbatch
         assert m is not None
         if not 0 <= s < len(self.plan.stages):
-            return ()
+            return () if action.kind is F or self.is_normalised(action) else None
         way = ActionKind.SEND_FORWARD if action.kind is F else ActionKind.SEND_BACKWARD
         send = Action(s, way, m)
         senders = self.plan.stages[s].runners(m)
@@ -551,6 +552,14 @@ class Meaning:
             else:
                 found += self.passed(rank, sender, send)
         return tuple(found) if len(found) == len(senders) else None
+
+    def is_normalised(self, action: Action) -> bool:
+        """Whether a backward of the last stage may divide by what all its devices' losses count."""
+        if not self.plan.weights.startswith("stash"):
+            return True
+        runners = self.plan.stages[action.stage].runners(action.microbatch or 0)
+        ranks = map(self.program.devices.index, runners)
+        return all(replace(action, kind=F) in self.values[rank] for rank in ranks)
 
     def passed(self, rank: int, sender: int, send: Action) -> list[int]:
         """What of a pair's stream has passed: both sides have posted it."""
@@ -632,6 +641,23 @@ def means(plan: PipelinePlan, program: Program) -> object:
         return None
 
 
+def test_a_backward_waits_for_the_losses_on_all_devices_of_the_last_stage() -> None:
+    """Rank 3 needs rank 0's 1F1 for 1B1; rank 0 comes there after rank 2, which rank 3 blocks."""
+    stages = [Stage((0, 1), ("d0", "d1", "d3")), Stage((1, 5), ("d0", "d2"))]
+    first = [Action(0, F, 0), Action(0, F, 1), Action(0, B, 0), Action(0, B, 1)]
+    last = [Action(1, F, 0), Action(1, B, 0), Action(1, F, 1), Action(1, B, 1)]
+    both = [*first[:2], *last[:2], first[2], *last[2:], first[3]]
+    orders = {"d0": both, "d1": first, "d2": last, "d3": first}
+    plan = plan_in_order(stages, 2, orders, "stash+vertical-sync")
+    program = lower(plan)
+    row = program.rows[3]
+    here = row.index(Instruction(Action(1, ActionKind.SEND_BACKWARD, 0), 2))
+    mutant = moved(program, 3, here, row.index(bare(1, B, 1)) + 1)
+    assert means(plan, program) is not None
+    assert means(plan, mutant) is None
+    assert "rank 3 at 1B1 waits for 1F1 of rank 0" in refusal(plan, mutant)
+
+
 @examples(60)
 @given(plans(5), st.randoms(use_true_random=False))
 def test_a_program_is_accepted_if_and_only_if_it_means_the_same(
@@ -685,11 +711,11 @@ TIED = (
     ),
     pytest.param(
         2, 1, "1UPDATE,1REDUCE_GRAD", "1UPDATE",
-        "1UPDATE, the 2. of its stage, stands behind 6 of 6 backwards and 1", id="missing",
+        "1UPDATE, number 2 of its stage, comes after 6 of 6 backwards and 1", id="missing",
     ),
     pytest.param(
         2, 1, "1DROP0,1STASH1,1UPDATE,1REDUCE_GRAD", "1REDUCE_GRAD,1DROP0,1STASH1,1UPDATE",
-        "1REDUCE_GRAD, the 2. of its stage, stands behind 4 of", id="a third gradient",
+        "1REDUCE_GRAD, number 2 of its stage, comes after 4 of", id="a third gradient",
     ),
     pytest.param(
         3, 1, ",1SEND_B1>0,1REDUCE_GRAD,1DROP0,1STASH1,1UPDATE",
@@ -704,7 +730,7 @@ def test_stages_that_share_a_parameter_wait_for_each_other(
     which: int, rank: int, old: str, new: str, message: str
 ) -> None:
     plan, families = overlapping(straight([1, 1]), 2), [frozenset((0, 1))]
-    with pytest.raises(InvalidProgram, match="behind 2 of 2 backwards and 0 all-reduces"):
+    with pytest.raises(InvalidProgram, match="after 2 of 2 backwards and 0 all-reduces"):
         verify(plan, lower_periodic(plan), families=families)
     program = lower_periodic(plan, families)
     verify(plan, program, families=families)
@@ -748,7 +774,7 @@ def with_part(program: PeriodicProgram, which: int, rank: int, row: Row) -> Peri
         pytest.param(2, 1, "1DROP1,", "", "stage 1 ends with versions", id="third version"),
         pytest.param(
             2, 1, ",1DROP1,1STASH2,1UPDATE", "",
-            "1UPDATE, the 2. of its stage, stands behind 6 of 6 backwards", id="update",
+            "1UPDATE, number 2 of its stage, comes after 6 of 6 backwards", id="update",
         ),
         pytest.param(
             5, 0, ",0B5", "", "rank 0: stage 0 must work on microbatch 5", id="drain",
@@ -859,14 +885,14 @@ ONE = [Stage((0, 1), ("a",))]
 def test_a_whole_microbatch_behind_the_update(weights: Weights) -> None:
     plan = one_f_one_b(ONE, 2, weights)
     program = written(plan, "0F0 0B0 0UPDATE 0F1 0B1")
-    assert "0UPDATE, the 1. of its stage, stands behind 1 of 2 backwards" in refusal(plan, program)
+    assert "0UPDATE, number 1 of its stage, comes after 1 of 2 backwards" in refusal(plan, program)
 
 
 def test_a_whole_microbatch_behind_the_all_reduce() -> None:
     plan = one_f_one_b([Stage((0, 1), ("a", "b"))], 2)
     row = "0F0 0B0 0REDUCE_GRAD 0F1 0B1 0UPDATE"
     message = refusal(plan, written(plan, row, row))
-    assert "rank 0: 0REDUCE_GRAD, the 1. of its stage, stands behind 1 of 2 backwards" in message
+    assert "rank 0: 0REDUCE_GRAD, number 1 of its stage, comes after 1 of 2 backwards" in message
 
 
 @pytest.mark.parametrize("weights", ["stash", "stash+vertical-sync"])
@@ -903,7 +929,7 @@ def test_the_version_before_the_newest_is_left_of_a_double_buffer() -> None:
 def test_a_version_that_is_kept_for_no_update() -> None:
     plan = one_f_one_b(ONE, 1)
     message = refusal(plan, written(plan, "0F0 0B0 0UPDATE 0STASH1"))
-    assert message == "rank 0: stage 0: no UPDATE stands behind STASH of version 1"
+    assert message == "rank 0: stage 0: no UPDATE follows STASH of version 1"
 
 
 def test_vertical_sync_asks_for_the_first_stages_version() -> None:
@@ -925,8 +951,8 @@ RIGHT = ("0F0 0SEND_F0>1 0RECV_B0<1 0B0 0UPDATE", "1RECV_F0<0 1F0 1B0 1SEND_B0>0
 @pytest.mark.parametrize(
     ("rank", "old", "new", "message"),
     [
-        pytest.param(0, "0F0", "0F0 0F0", "rank 0: 0F0 stands 2 times", id="duplicated"),
-        pytest.param(1, "1B0", "1B0 1B0", "rank 1: 1B0 stands 2 times", id="duplicated backward"),
+        pytest.param(0, "0F0", "0F0 0F0", "rank 0: 0F0 appears 2 times", id="duplicated"),
+        pytest.param(1, "1B0", "1B0 1B0", "rank 1: 1B0 appears 2 times", id="duplicated backward"),
         pytest.param(1, "1B0", "1I0 1B0 1W0", "found: 1F0, 1B0, 1I0, 1W0", id="B beside I and W"),
         pytest.param(1, "1B0", "1I0", "found: 1F0, 1I0", id="I without W"),
         pytest.param(0, "0B0", "", "found: 0F0", id="missing backward"),

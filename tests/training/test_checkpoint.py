@@ -197,7 +197,7 @@ def test_a_flipped_byte_is_found_and_the_newest_whole_checkpoint_taken(
                 assert path == older
                 (line,) = told
                 assert re.fullmatch(
-                    rf"{re.escape(str(newest))} is damaged \([^\n]+\); going on from {older.name}",
+                    rf"{re.escape(str(newest))} is damaged \([^\n]+\); resuming from {older.name}",
                     line,
                 )
                 assert name in line or name == "SHA256SUMS"

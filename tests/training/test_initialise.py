@@ -9,8 +9,8 @@ from models import EXAMPLES, Example, Feed, TiedTransformer, WithBatchNorm
 from torch import Tensor, nn
 
 from stagewright.executor.capture.layers import LayeredModel
-from stagewright.executor.training.initialise import initialise
-from stagewright.executor.training.seeding import layer_seed, module_seed
+from stagewright.executor.training.stages.initialise import initialise
+from stagewright.executor.training.stages.seeding import layer_seed, module_seed
 from stagewright.graphs.documents.errors import InputError
 
 Build = Callable[[], nn.Module]

@@ -30,7 +30,7 @@ from stagewright.cli import app  # noqa: E402
 from stagewright.executor.programs.periodic import lower_periodic  # noqa: E402
 from stagewright.executor.programs.trace import TracedStep  # noqa: E402
 from stagewright.executor.training import preparation  # noqa: E402
-from stagewright.executor.training.failures import OutOfMemory  # noqa: E402
+from stagewright.executor.training.interpreter.failures import OutOfMemory  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound  # noqa: E402
 from stagewright.formulations.plans.actions import ActionKind  # noqa: E402
@@ -268,7 +268,7 @@ def test_a_drain_changes_nothing(ranks: Ranks) -> None:
 
 
 def in_between(_: Any, rank: int, plan: PipelinePlan) -> list[str]:
-    """What is refused while mini-batches are under way; afterwards all is well."""
+    """What is refused while mini-batches are in flight; afterwards all is well."""
     torch.manual_seed(0)
     executor = Executor(plan, dropping(), CROSS_ENTROPY, SGD)
     executor.step(*vectors(8))
@@ -298,11 +298,11 @@ def test_what_must_wait_for_the_drain(ranks: Ranks) -> None:
     for refused in ranks.run(in_between, 2, late_plan()):
         for line in refused[:3]:
             assert line == (
-                "mini-batches are under way after step 1 of a periodic plan: call finish() on all "
+                "mini-batches are in flight after step 1 of a periodic plan: call finish() on all "
                 "ranks first"
             )
         assert refused[3] == (
-            f"a mini-batch of shape (4, {WIDTH}) follows others while they are under way; call "
+            f"a mini-batch of shape (4, {WIDTH}) follows others while they are in flight; call "
             "finish() on all ranks before the shape changes"
         )
 
@@ -333,13 +333,13 @@ def test_mini_batches_are_forgotten_when_they_have_ended(ranks: Ranks) -> None:
 
 
 def traced(_: Any, rank: int, plan: PipelinePlan, model: Any, batches: Any, drain: int) -> Any:
-    """The trace, which is refused while mini-batches are under way, and this rank's losses."""
+    """The trace, which is refused while mini-batches are in flight, and this rank's losses."""
     executor = Executor(plan, model, CROSS_ENTROPY, SGD, dtype=torch.float64, trace=True)
     losses = []
     for i, batch in enumerate(batches):
         losses.append(executor.step(*batch))
         if i == 0:
-            with pytest.raises(InputError, match="mini-batches are under way after step 1"):
+            with pytest.raises(InputError, match="mini-batches are in flight after step 1"):
                 executor.trace_on_first_rank()
         if i in (drain, len(batches) - 1):
             losses += executor.finish()

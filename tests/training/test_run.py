@@ -34,7 +34,7 @@ import torch
 from stagewright.cli.running import parse_optimizer
 from stagewright.executor.programs.periodic import lower_any
 from stagewright.executor.programs.verify import verify
-from stagewright.executor.training import launch
+from stagewright.executor.training.ranks import launch
 from stagewright.executor.training.training import mini_batches
 
 LOST = "lost contact with another rank (killed, stuck or unreachable?)"
@@ -94,7 +94,7 @@ def test_a_killed_run_is_resumed_to_the_bit(job: Job, killed: Path) -> None:
     )
     assert complaints == [
         "stagewright: again/step-00000003 is damaged (stagewright.json does not match SHA256SUMS); "
-        "going on from step-00000002"
+        "resuming from step-00000002"
     ]
     assert re.search(r"^5 steps on 2 ranks, loss [\d.]+, .* per step\nresumed.pt is written$", out)
     require_equal(job.parameters("resumed.pt"), job.parameters("whole.pt"), 0.0)

@@ -22,7 +22,7 @@ from stagewright.executor.capture.tracing import capture  # noqa: E402
 from stagewright.executor.measuring.machine import Machine  # noqa: E402
 from stagewright.executor.measuring.profiling import measure_layers  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
-from stagewright.executor.training.seeding import layer_seed  # noqa: E402
+from stagewright.executor.training.stages.seeding import layer_seed  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
 
@@ -480,7 +480,7 @@ class Tempered(nn.Module):
 def test_a_loss_with_parameters_is_refused() -> None:
     loss = Tempered()
     for form in (loss, loss.forward, partial(loss), lambda *given: loss(*given)):
-        refused("the loss has a parameter of its own, 'temperature' of Tempered",
+        refused("the loss has its own parameter 'temperature' of Tempered",
                 partial(listed, linear, linear), form)  # fmt: skip
     weight = nn.Parameter(torch.ones(WIDTH).double())
     kept = [weight]

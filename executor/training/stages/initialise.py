@@ -1,4 +1,4 @@
-"""A model of which a rank holds its own layers only; the others stay on torch's meta device."""
+"""A model with a rank's own layers only; the others stay on torch's meta device."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.capture.twins import twin
-from stagewright.executor.training.seeding import module_seed
+from stagewright.executor.training.stages.seeding import module_seed
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes
 
@@ -38,8 +38,8 @@ def initialise(
     how big the model is, and then after ``torch.manual_seed(seed)``, so that every rank draws the
     same parameters. If ``ranks_on_host`` whole models do not fit into ``available_bytes`` together,
     only the wanted parameters are made: every module draws its own with ``reset_parameters``, under
-    a seed of its own. All ranks must go the same way: ``agree`` is told whether this rank can make
-    the whole model and answers whether all can.
+    a separate seed. All ranks must do the same: ``agree`` gets whether this rank can make the whole
+    model and returns whether all can.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def _ranks_on_host() -> int:
 
 
 def _available_bytes() -> float:
-    """Memory that this host can give; infinite where the kernel does not tell."""
+    """Available memory of this host; infinite where the kernel does not report it."""
     return _from_meminfo("MemAvailable")
 
 

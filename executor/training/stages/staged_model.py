@@ -1,4 +1,4 @@
-"""A captured model by the stages of a plan: which has what, and what several share."""
+"""A captured model by the stages of a plan: the tensors of each, and those that stages share."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.training.model_checks import listed_stages
-from stagewright.executor.training.weights import Weights
+from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
@@ -20,14 +20,13 @@ class StagedModel:
     Attributes
     ----------
     names
-        Of each parameter and buffer, all that the model has for it; ``primary`` is the first of
-        them by any.
+        All names of each parameter and buffer; ``primary`` maps each name to the first.
     stages_of
         By first name, the stages that have it.
     tied, shared_buffers
         First names of parameters, and of buffers, that several stages have.
     modules
-        Per stage its layers. What stages share, each has for itself, also on one rank.
+        Per stage its layers. Each has its own copy of shared tensors, also on one rank.
     """
 
     def __init__(self, plan: PipelinePlan, model: LayeredModel, own: Sequence[int]) -> None:

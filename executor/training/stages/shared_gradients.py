@@ -1,17 +1,17 @@
-"""Gradients of parameters that several stages have, and the norm of all gradients."""
+"""Gradients of parameters that stages share, and the norm of all gradients."""
 
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from stagewright.executor.training.rank import Rank
-from stagewright.executor.training.staged_model import StagedModel
-from stagewright.executor.training.weights import TiedSums, Weights
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import TiedSums, Weights
 
 
 class SharedGradients:
-    """What a rank contributes to sums of gradients over the stages of a model.
+    """The part of a rank in sums of gradients over the stages of a model.
 
     ``weights`` are by stage of this rank, ``groups`` the processes that hold a tied parameter, by
     its first name.
@@ -27,7 +27,7 @@ class SharedGradients:
         self._rank, self._model, self._weights, self._groups = rank, model, weights, groups
 
     def sum(self) -> None:
-        """Sum up what all stages' devices have of the gradients of parameters that they share."""
+        """Sum up the gradients of shared parameters over the devices of all their stages."""
         for name in self._model.tied:
             own = [
                 self._weights[s].gradient(name)
@@ -43,8 +43,8 @@ class SharedGradients:
             for one in found:
                 one.copy_(total)
 
-    def beside(self) -> TiedSums:
-        """The same sums, where the next gradients are made meanwhile."""
+    def overlapping(self) -> TiedSums:
+        """The same sums, where they overlap with the next backwards."""
         sharing = {
             name: [s for s in self._model.stages_of[name] if s in self._weights]
             for name in self._model.tied

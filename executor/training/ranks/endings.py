@@ -1,6 +1,6 @@
-"""How a rank ends when something fails, there or elsewhere: one line on stderr, then gone.
+"""The end of a rank after a failure, its own or another rank's: one line on stderr, then exit.
 
-What a failing rank has to say reaches the others through the job's key-value store.
+The reason reaches the other ranks through the job's key-value store.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
-REASON_SECONDS = 2.0  # how long a rank that lost another one waits to hear why
+REASON_SECONDS = 2.0  # how long a rank that lost another one waits for the reason
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(slots=True)
 class Member:
-    """One rank, as it sees itself; ``place`` says in messages how far it has come."""
+    """One rank, as it sees itself; ``place`` is its progress, for messages."""
 
     rank: int
     world_size: int
@@ -42,7 +42,7 @@ def attempt() -> str:
 
 @dataclass(slots=True)
 class Ending:
-    """How this rank ends when something fails, here or elsewhere: one line, then gone.
+    """The end of this rank after a failure, its own or another rank's: one line, then exit.
 
     It leaves by ``os._exit``: the destructors of a broken process group may wait for its peers.
     """
@@ -64,7 +64,7 @@ class Ending:
         self._leave(1, f"{self._place()}: {reason}")
 
     def signalled(self, number: int) -> NoReturn:
-        """End by a signal; called beside a main thread that may hang in communication."""
+        """End by a signal; called from a thread, as the main one may hang in communication."""
         self._leave_after_another(0.0, f"ended by {signal.Signals(number).name}")
 
     def _is_loss(self, error: BaseException) -> bool:
@@ -76,10 +76,10 @@ class Ending:
         )
 
     def _leave_after_another(self, seconds: float, otherwise: str = "") -> NoReturn:
-        """End because of another rank, whose reason may take some seconds to be known."""
+        """End because of another rank, whose reason may arrive some seconds later."""
         if self.lost or not otherwise:
             otherwise = "lost contact with another rank (killed, stuck or unreachable?)"
-        # The store may be beyond reach, too.
+        # The store may be unreachable, too.
         alarm = threading.Timer(seconds + 1, self._leave, (1, f"{self._place()}: {otherwise}"))
         alarm.daemon = True
         alarm.start()
@@ -94,7 +94,7 @@ class Ending:
         self._leave(1, f"{self._place()}: {otherwise}")
 
     def _known(self) -> dict[str, str]:
-        """What ranks of the job have said of their end."""
+        """The reasons that ranks of the job have stored."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
             if self.store is not None:
                 keys = {name: f"{attempt()}/{name}" for name in ("refused", "failed")}
@@ -127,7 +127,7 @@ class Ending:
 
 
 def describe(error: BaseException) -> str:
-    """A failure in one line; with the place in the user's code where the message may not do."""
+    """A failure in one line; with the line of the user's code for errors that are not ours."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) or type(error).__module__.startswith("stagewright."):
         return text
@@ -138,17 +138,17 @@ def describe(error: BaseException) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line to stderr, if anybody is there to read it."""
+    """Print a line to stderr, if it is still open."""
     with contextlib.suppress(OSError):  # whoever read stderr may be gone
         os.write(2, f"stagewright: {line}\n".encode())
 
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[socket.socket]:
-    """Where the numbers of the signals arrive that would otherwise end this process.
+    """A socket that receives the numbers of signals, which do not end this process meanwhile.
 
-    Python runs signal handlers in the main thread, between its instructions; who reads this socket
-    need not wait for that.
+    Python runs signal handlers in the main thread, between its instructions; a reader of this
+    socket does not wait for that.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -173,7 +173,7 @@ def watched_signals(ending: Ending) -> Iterator[None]:
                 ending.signalled(numbers[0])
 
     def forget() -> None:
-        """Leave a forked process (a loader of data) the signals' usual meaning."""
+        """Restore the default handlers in a forked process (a data loader)."""
         signal.set_wakeup_fd(-1)
         for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)

@@ -20,8 +20,8 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class _Gradients:
     """Flat tensors, one for each type, with a view for every parameter's gradient.
 
-    Gradients of ``tied`` parameters are in tensors of their own. A parameter that is left out has
-    no view.
+    Gradients of ``tied`` parameters are in separate tensors. A parameter that is left out has no
+    view.
     """
 
     flat: list[Tensor]
@@ -34,7 +34,7 @@ class _Gradients:
             one.mul_(factor)
 
     def zero(self) -> None:
-        """Begin anew."""
+        """Set all to zero."""
         for one in (*self.flat, *self.tied):
             one.zero_()
 
@@ -43,10 +43,10 @@ class Weights:
     """Parameters that are trained, in versions; the newest belongs to the optimizer.
 
     Gradients of all versions are summed up in flat tensors, one for each type, so that an
-    all-reduce needs no copies. Those of parameters that other stages have too (``tied``) are apart:
-    they are summed up over all of these stages' devices. A parameter goes by its ``primary`` name,
-    whatever the module calls it. With ``two_gradients`` the next gradient is summed up in one set
-    of flat tensors while the other one is reduced, until its update.
+    all-reduce needs no copies. Those of parameters that other stages have too (``tied``) are
+    separate: they are summed up over all of these stages' devices. Parameters have their
+    ``primary`` names. With ``two_gradients`` the next gradient is summed up in one set of flat
+    tensors while the other one is reduced, until its update.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Weights:
             one.grad = gradient
 
     def leave_out(self, trained: Collection[str]) -> None:
-        """Give no gradient to what is not ``trained``: the optimizer passes it over."""
+        """Give no gradient to parameters that are not ``trained``: the optimizer skips them."""
         for gradients in (self._gradients, self._reduced):
             gradients.views = [
                 gradient if name in trained else None
@@ -113,7 +113,7 @@ class Weights:
             module._parameters[key] = parameters[i]
 
     def stash(self, version: int) -> None:
-        """Keep ``version``, the newest, beside the one that the next update makes."""
+        """Keep ``version``, the newest, next to the one that the next update makes."""
         self._stash = version
 
     def drop(self, version: int) -> None:
@@ -123,7 +123,7 @@ class Weights:
     def reduce(self, group: dist.ProcessGroup | None, share: float = 1.0) -> None:
         """Begin to sum ``share`` of the gradients up over the stage's devices, if there are more.
 
-        With ``two_gradients``, what comes from now on belongs to the next update.
+        With ``two_gradients``, later gradients belong to the next update.
         """
         if self._reduced is not self._gradients:
             self._gradients, self._reduced = self._reduced, self._gradients
@@ -134,17 +134,17 @@ class Weights:
             for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
 
-    def under_way(self) -> list[dist.Work]:
+    def reductions(self) -> list[dist.Work]:
         """The all-reduces that were begun for the next update."""
         return list(self._reductions)
 
     def wait(self) -> None:
-        """Wait for them."""
+        """Wait for the all-reduces."""
         for work in self._reductions:
             work.wait()
 
     def squares(self) -> float:
-        """The squared norm of the gradients that the next update takes, but for tied ones."""
+        """The squared norm of the gradients that the next update takes, without tied ones."""
         norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._reduced.flat]
         return float(sum(norm.square() for norm in norms))
 
@@ -155,7 +155,7 @@ class Weights:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the optimizer keeps, but for single numbers such as those of steps."""
+        """Bytes that the optimizer keeps, without single numbers such as those of steps."""
         kept = self.optimizer.state.values() if self.optimizer else ()
         every = (one for state in kept for one in state.values() if isinstance(one, Tensor))
         return sum(one.nbytes for one in every if one.dim())
@@ -207,7 +207,7 @@ class Weights:
         self.newest = len(self.held) - 1
 
     def load(self, tensors: Mapping[str, Tensor], *, buffered: bool) -> None:
-        """Take over what the optimizer kept, and the weights before the last update."""
+        """Load the optimizer's state, and the weights before the last update."""
         newest = self.parameters(self.newest)
         for name, one in newest.items():
             prefix = f"optimizer.{name}."
@@ -239,10 +239,10 @@ class Weights:
 
 
 class TiedSums:
-    """Sums of what several stages have of the gradients of a parameter that they share.
+    """Sums over stages of the gradients of parameters that they share.
 
     They are made while the next gradients are summed up, for one update at a time: a rank gives a
-    stage's gradient of the next one when it has updated the stage by the last.
+    stage's gradient of an update after the stage's update before it.
 
     Parameters
     ----------
@@ -274,7 +274,7 @@ class TiedSums:
                 self._begin(name)
 
     def take(self, stage: int) -> None:
-        """Put the sums in the place of a stage's own gradients, once they are there."""
+        """Wait for the sums and put them in the place of a stage's own gradients."""
         for name in self._names(stage):
             work = self._works.pop(name, None)
             if work is not None:
@@ -297,7 +297,7 @@ class TiedSums:
 
 
 def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
-    """What of an optimizer says that it clips gradients by a norm, if anything does."""
+    """The argument or class by which an optimizer clips gradients by a norm, if it does."""
     name = type(optimizer).__name__
     for key, value in optimizer.defaults.items():
         if CLIPPING_ARGUMENT.fullmatch(key) and value:
@@ -309,7 +309,7 @@ def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
 def _places(
     modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
 ) -> list[tuple[nn.Module, str, int]]:
-    """Every place in the modules where a parameter stands, and its position in ``parameters``."""
+    """Every module and attribute that holds a parameter, and its position in ``parameters``."""
     position = {id(one): i for i, one in enumerate(parameters)}
     return [
         (module, key, position[id(one)])

@@ -1,4 +1,4 @@
-"""A rank joins the process group of its job, and leaves it when all is done.
+"""A rank joins the process group of its job, and leaves it when all ranks are done.
 
 Every cause that a user can act on ends each rank with one line on stderr: bad input with exit
 code 2 (one line for the whole job), a failure with exit code 1.
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from stagewright.executor.training.endings import Ending, Member, attempt, watched_signals
-from stagewright.executor.training.launch import end_with_parent, silence_torch
+from stagewright.executor.training.ranks.endings import Ending, Member, attempt, watched_signals
+from stagewright.executor.training.ranks.launch import end_with_parent, silence_torch
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
     with watched_signals(ending):
         try:
             store = _connect(timeout_seconds)
-            # The main thread may be waiting in its own.
+            # A second connection: the main thread may be waiting in the first.
             ending.store = store.clone()  # type: ignore[attr-defined]
             _await_ranks(store, member, timeout_seconds)
             if device.type == "cuda":
@@ -58,14 +58,14 @@ def joined(timeout_seconds: float) -> Iterator[Member]:
                 timeout=timedelta(seconds=timeout_seconds),
             )
             yield member
-            dist.barrier()  # nobody leaves, and takes the store along, before all are done
+            dist.barrier()  # no rank leaves, and closes the store, before all are done
         except BaseException as error:
             ending.fail(error)
     dist.destroy_process_group()
 
 
 def _backend() -> tuple[str, "torch.device"]:
-    """NCCL where every rank of this machine has a GPU of its own, else gloo on the CPU."""
+    """NCCL where there is a GPU for every rank of this machine, else gloo on the CPU."""
     import torch
 
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))

@@ -1,7 +1,7 @@
 """The computations of one stage on one rank: forward, whole backward, or its two parts.
 
-Layers run one after another. Every layer that draws random numbers is seeded before, so that a
-forward that is computed again draws the same, and so that no cut changes what is drawn. A replica
+Layers run in sequence. Every layer that draws random numbers is seeded before, so that a
+recomputed forward draws the same, and so that no cut changes the draws. A replica
 that has some of the samples draws for all of them and takes its own.
 """
 
@@ -61,7 +61,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _InFlight:
-    """What a microbatch keeps between its computations; which fields are set, its course decides.
+    """What a microbatch keeps between its computations; only some of the fields are set.
 
     ``inputs`` per layer (of the first alone under full recomputation) with copies of the
     ``buffers`` that it found, ``graphs`` of autograd, or what each layer's pieces saved.
@@ -76,10 +76,10 @@ class _InFlight:
 
 
 class StageComputation:
-    """Layers in a row on one device.
+    """A sequence of layers on one device.
 
     ``recompute`` and ``offload`` as in the plan. Microbatches in ``split`` have their backward in
-    two parts. What autocast computes in is ``autocast``, None for the parameters' own type.
+    two parts. ``autocast`` is the type of its computations, None for the parameters' type.
     ``share`` says which samples it works on, None for all in order.
     """
 
@@ -130,7 +130,7 @@ class StageComputation:
     def footprint(self) -> Footprint:
         """What the stage needs at least: the optimizer's state is not known before its first step.
 
-        What a layer needs besides while it runs is not counted either.
+        The working memory of a running layer is not counted either.
         """
         tensors = [one for part in self.parts for one in part.layer.module.parameters()]
         own = {id(one): one for one in tensors}.values()
@@ -226,7 +226,7 @@ class StageComputation:
         ):
             if saved is None or pieces is None:
                 continue
-            # Whatever version is in use: the gradients of all are summed up in one place.
+            # Gradients of all versions are summed up in the same tensors.
             for parameter, gradient in zip(
                 part.layer.module.parameters(), pieces.weight_gradient(saved), strict=True
             ):
@@ -274,7 +274,7 @@ class StageComputation:
 
     @contextmanager
     def _offloading(self) -> Iterator[None]:
-        """What autograd keeps goes to the host, but for the weights; it is fetched as needed."""
+        """Move tensors that autograd saves to the host, except weights; fetch them as needed."""
         if not self.offload:
             yield
             return
@@ -300,7 +300,7 @@ class StageComputation:
 
     @contextmanager
     def _drawing(self, i: int, seed: Seed) -> Iterator[None]:
-        """What layer ``i`` draws: the same for a sample, whichever device works on it."""
+        """Seed layer ``i``: its draws for a sample are the same on whichever device."""
         share = self._share
         draws = None if share is None else share.draws[i]
         if self.parts[i].trace.random:
@@ -315,13 +315,13 @@ class StageComputation:
             yield
 
     def cast(self) -> torch.autocast:
-        """The context of mixed precision; without effect where there is none."""
+        """The context of mixed precision; without effect if ``autocast`` is None."""
         return torch.autocast(
             self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
 
     def _keep(self, flight: _InFlight, layers: range, inputs: Tensors) -> None:
-        """Keep what ``layers`` need to run again: their inputs, and the buffers that change."""
+        """Keep the inputs of ``layers``, and the buffers that change, to recompute them."""
         flight.inputs.append(inputs)
         now = [(held, name, held[name]) for i in layers for held, name in self._buffers[i]]
         copies = {id(one): one.clone() for _, _, one in now if one is not None}
@@ -329,10 +329,10 @@ class StageComputation:
 
     @contextmanager
     def _again(self, flight: _InFlight) -> Iterator[None]:
-        """A forward that is computed again begins with the buffers that the first one found.
+        """Let a recomputed forward begin with the buffers of the first one.
 
-        They are copies, so that none changes twice. To change them and then back would not do:
-        autograd may have saved them.
+        It gets copies, so that no buffer changes twice. To restore the values afterwards would not
+        do: autograd may have saved the buffers.
         """
         kept = flight.buffers.pop()
         before = [(held, name, held[name]) for held, name, _ in kept]

@@ -1,6 +1,6 @@
-"""What an update needs to know of all ranks: what the losses count, and the gradients' norm.
+"""Sums over ranks for an update: the counts of losses, and the squared norm of gradients.
 
-The sums are made on the host, by gloo, while the computations go on.
+They are made on the host, by gloo, and overlap with computations.
 """
 
 from collections.abc import Iterable
@@ -22,14 +22,14 @@ class Total:
     work: dist.Work | None
 
     def counted(self) -> float | None:
-        """What the summed losses count, once it is known; None where they are means."""
+        """Wait for the count of the summed losses; None where they are means."""
         if self.work is not None:
             self.work.wait()
             self.work = None
         return float(self.numbers[1]) if self.numbers[0] else None
 
     def factor(self, clip_norm: float = inf) -> float:
-        """What summed gradients are multiplied by, for a norm of at most ``clip_norm``.
+        """The factor of summed gradients, for a norm of at most ``clip_norm``.
 
         The small number in the denominator is that of ``torch.nn.utils.clip_grad_norm_``.
         """
@@ -44,7 +44,7 @@ class Total:
 def begin_total(
     counts: Iterable[Tensor | None], squares: float, group: dist.ProcessGroup | None
 ) -> Total:
-    """Begin to sum up what ranks have: the ``counts`` of losses, and ``squares`` of gradients."""
+    """Begin the sums over ranks of the ``counts`` of losses and the ``squares`` of gradients."""
     known = [float(count) for count in counts if count is not None]
     for count in known:
         if not (isfinite(count) and count >= 0):

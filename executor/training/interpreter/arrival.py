@@ -1,4 +1,4 @@
-"""A part of what a computation needs, on its way."""
+"""A message with values that a computation needs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Arrival:
-    """A part of what a computation needs; ``peer`` is None if it comes from this rank itself."""
+    """Values that a computation needs; ``peer`` is None if they come from this rank itself."""
 
     lane: int
     values: list[Tensor | None]
@@ -20,10 +20,9 @@ class Arrival:
     arrived: Callable[[], float] | None = None
 
     def wait(self) -> float:
-        """Wait until it is there; when it came, if somebody watched, else now.
+        """Wait until it has arrived; its time, if a thread watches it, else now.
 
-        Each receive is waited for once: to wait again for one of gloo's is to wait for another
-        message.
+        Each receive is waited for once: with gloo, a second wait would be for another message.
         """
         if self.arrived is not None:
             return self.arrived()
@@ -33,7 +32,7 @@ class Arrival:
 
 
 def waited(works: Sequence[dist.Work]) -> float:
-    """Wait for all of ``works``; when they were done."""
+    """Wait for all of ``works``; the time when they were done."""
     for work in works:
         work.wait()
     return time.perf_counter()

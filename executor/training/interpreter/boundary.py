@@ -1,4 +1,4 @@
-"""What passes between two stages."""
+"""The values between two stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from stagewright.executor.capture.shapes import Value
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What passes between two stages: the ``values`` of a whole microbatch.
+    """The values between two stages: ``values`` of a whole microbatch.
 
     ``cut[a][b]`` is the range of sender a's samples that receiver b gets, None if both stages run
-    on the same devices and hand over what they have. ``by_sample`` says of each value whether its
-    first dimension is the samples; what has none is never cut.
+    on the same devices, so that each keeps its samples. ``by_sample`` says of each value whether
+    its first dimension is the samples; other values are never cut.
     """
 
     values: tuple[Value, ...]
@@ -23,7 +23,7 @@ class Boundary:
     cut: list[list[tuple[int, int]]] | None
 
     def passing(self, below: int, above: int, *, in_receiver: bool) -> tuple[int, int]:
-        """The samples that pass forth from lane ``below`` to ``above``, in either's own numbers."""
+        """The samples that pass from lane ``below`` to ``above``, in the numbers of either."""
         assert self.cut is not None
         start, stop = self.cut[below][above]
         if not in_receiver:
@@ -44,7 +44,7 @@ class Boundary:
         return (samples, *shape[1:]) if self.by_sample[i] else shape
 
     def joined(self, parts: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """Values whose samples came in ``parts``."""
+        """Values joined from the samples in ``parts``."""
         if len(parts) == 1:
             return list(parts[0])
         return [

@@ -1,4 +1,4 @@
-"""Which of a plan's devices this process is, how it reaches the others, and what it does."""
+"""A process as one of a plan's devices, and its row of the program."""
 
 import os
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from stagewright.graphs.documents.errors import InputError
 class Rank:
     """One of a plan's devices; ``group`` is None for a process alone.
 
-    ``wire`` is where the tensors are that are sent: on the CPU for gloo, else on ``device``.
+    ``wire`` is the device of the tensors that are sent: the CPU for gloo, else ``device``.
     """
 
     plan: PipelinePlan
@@ -47,16 +47,16 @@ class Rank:
         return self.name in self.plan.stages[stage].runners(microbatch)
 
     def first(self, stage: int) -> int:
-        """The number of the first rank that has a part in ``stage``."""
+        """The number of the first rank of ``stage``."""
         return self.devices.index(self.plan.stages[stage].devices[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankProgram:
-    """What a rank does: ``row`` is one iteration, from an empty pipeline to an empty one.
+    """The row of a rank: one iteration, from an empty pipeline to an empty one.
 
-    If there is a ``periodic`` program, that is done instead, and ``row`` covers as many iterations
-    as are in flight together.
+    If there is a ``periodic`` program, the rank carries that out, and ``row`` covers as many
+    iterations as are in flight together.
     """
 
     row: Row
@@ -80,14 +80,14 @@ def this_rank(plan: PipelinePlan, given: torch.device | str | None) -> Rank:
             f"{size}"
         )
     number = 0 if group is None else group.rank()
-    # Gloo moves what lies in the host's memory.
+    # Gloo sends from host memory.
     gloo = group is not None and dist.get_backend(group) == "gloo"
     wire = torch.device("cpu") if gloo else device
     return Rank(plan, devices, number, device, wire, group)
 
 
 def rank_program(plan: PipelinePlan, rank: int, families: Families) -> RankProgram:
-    """Lower and verify ``plan``; what ``rank`` does.
+    """Lower and verify ``plan``; the program of ``rank``.
 
     Raises
     ------

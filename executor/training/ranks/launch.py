@@ -1,8 +1,8 @@
-"""The ranks of a run as processes of this machine: of one import of torch, ended together.
+"""The ranks of a run as processes of this machine, with one import of torch, ended together.
 
-Where it is sound, the ranks are forks of the launcher, taken after it has imported torch and
-before anything else is done in it: threads, process groups, CUDA and the user's code come later,
-in each process for itself. Else each rank is a new process, which imports torch again.
+Where it is safe, the ranks are forks of the launcher, made after it has imported torch and before
+it does anything else: each rank starts its own threads, process groups, CUDA and user's code.
+Otherwise each rank is a new process, which imports torch again.
 """
 
 import atexit
@@ -24,15 +24,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.executor.training.endings import ENDING_SIGNALS, caught_signals, say
+from stagewright.executor.training.ranks.endings import ENDING_SIGNALS, caught_signals, say
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-TORCH_VERSION = (2, 13)  # the executor is tested on this one alone
+TORCH_VERSION = (2, 13)  # the only version that the executor is tested on
 
-SHUTDOWN_SECONDS = 10  # what ranks get to end by themselves before they are killed
+SHUTDOWN_SECONDS = 10  # until ranks that have not ended are killed
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 HOST = "127.0.0.1"
 
@@ -41,7 +41,7 @@ NEEDED_BY_RANKS = ("stagewright.executor.training.training", "torch._dynamo")
 
 
 def require_torch() -> None:
-    """Refuse to run without torch, or with one that the executor does not know."""
+    """Refuse to run without torch, or with an unsupported version."""
     major, minor = TORCH_VERSION
     supported = f"torch>={major}.{minor},<{major}.{minor + 1}"
     try:
@@ -65,7 +65,7 @@ def require_torch() -> None:
 
 
 def silence_torch() -> None:
-    """Let failures of ranks be told in our one line alone; read when torch is loaded."""
+    """Switch off torch's log, so that a rank's failure is one line; read when torch is loaded."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
@@ -75,14 +75,14 @@ def is_rank() -> bool:
 
 
 def load_for_ranks() -> None:
-    """Import what every rank needs, for them to be forked with it.
+    """Import the modules that every rank needs, before ranks are forked.
 
-    To be called before anything else has imported torch, which reads the environment then.
+    Called before anything else imports torch, which reads the environment then.
     """
     # The ranks share the machine's cores; as torchrun does.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     silence_torch()
-    # What an import makes is here to stay: there is nothing to collect, now or in a fork.
+    # Objects made by imports live until the end: there is nothing to collect, here or in a fork.
     gc.disable()
     try:
         require_torch()
@@ -94,7 +94,7 @@ def load_for_ranks() -> None:
 
 
 def may_fork() -> bool:
-    """Whether a copy of this process is sound: it has a single thread, and no driver of CUDA."""
+    """Whether a fork of this process is safe: it has a single thread, and no driver of CUDA."""
     if sys.platform != "linux":
         return False
     threads = len(os.listdir("/proc/self/task"))
@@ -104,8 +104,8 @@ def may_fork() -> bool:
 class LocalRanks:
     """Processes of this machine that carry out ``body`` as the ranks of one job.
 
-    The body is a function that can be imported. Forks are taken at once, while this process may
-    still be copied; they wait until `run` lets them begin, and are gone if it never does::
+    The body is a function that can be imported. Forks are made at once, while that is safe;
+    they wait until `run` lets them begin, and end if it is never called::
 
         with LocalRanks(4, main) as ranks:
             refuse_bad_input()
@@ -128,7 +128,7 @@ class LocalRanks:
         self._listener.close()
 
     def run(self) -> int:
-        """Let the ranks begin, and wait for them all.
+        """Let the ranks begin, and wait for all of them.
 
         Returns
         -------
@@ -142,12 +142,12 @@ class LocalRanks:
                 self._start(multiprocessing.get_context("spawn"))
             self._gate.send(None)
             code = self._await(caught)
-            del store  # the ranks need it to the last
+            del store  # the ranks need it until they end
             return code
 
     def _start(self, context: ForkContext | SpawnContext) -> None:
         there, self._gate = context.Pipe(duplex=False)
-        # A signal meets a rank that can take it: one that has not begun ends without a traceback.
+        # Blocked until a rank can handle signals: one that has not begun ends without a traceback.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         try:
             for rank in range(self._count):
@@ -159,7 +159,7 @@ class LocalRanks:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
     def _variables(self, rank: int) -> dict[str, str]:
-        """What torchrun tells a rank, but for what concerns several machines."""
+        """The variables that torchrun sets for a rank, without those for several machines."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -172,7 +172,7 @@ class LocalRanks:
         }
 
     def _serve(self) -> "Store":
-        """The job's store, at the port that the ranks have been told."""
+        """The job's store, at the port in the ranks' environment."""
         import torch.distributed as dist
 
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ class LocalRanks:
         return _exit_code([process.exitcode or 0 for process in self._processes])
 
     def _end(self, number: int) -> None:
-        """End the ranks by a signal, and those that stay by SIGKILL."""
+        """End the ranks by a signal, and those that remain by SIGKILL."""
         until = time.monotonic() + SHUTDOWN_SECONDS
         for each in (number, signal.SIGKILL):
             for process in self._processes:
@@ -225,7 +225,7 @@ def _be_rank(gate: Connection, body: Callable[[], object]) -> None:
 
 
 def _signal(process: BaseProcess, number: int) -> None:
-    """Send a signal to a rank that is there, and to the processes that it has started."""
+    """Send a signal to a running rank, and to the processes that it has started."""
     if process.exitcode is not None or process.pid is None:
         return
     try:
@@ -248,7 +248,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _exit_code(codes: Sequence[int]) -> int:
-    """The job's exit code; ranks that could not say so themselves are said to be killed."""
+    """The job's exit code; prints a line for ranks that were killed."""
     for rank, code in enumerate(codes):
         if code < 0 and -code not in ENDING_SIGNALS:
             say(f"rank {rank}: killed by {signal.Signals(-code).name}")

@@ -1,4 +1,4 @@
-"""How a step fails."""
+"""Errors of a training step."""
 
 import torch
 
@@ -8,7 +8,7 @@ from stagewright.executor.programs.program import (
 
 
 class NonFiniteLoss(ArithmeticError):  # noqa: N818 - named as InvalidPlan is
-    """The loss of a microbatch is nan or infinite, or that of a mini-batch counts nothing."""
+    """The loss of a microbatch is nan or infinite, or that of a mini-batch has a count of 0."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
@@ -16,7 +16,7 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - named as InvalidPlan is
 
 
 def explain_memory(error: RuntimeError | MemoryError, one: Instruction, step: int) -> None:
-    """Raise OutOfMemory in place of an error that means it."""
+    """Raise OutOfMemory for an error that means a lack of memory."""
     short = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if short or "can't allocate memory" in str(error):
         reason = str(error).partition("\n")[0]

@@ -1,0 +1,92 @@
+"""The share of a checkpoint that a rank writes and reads."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.staged_model import StagedModel
+from stagewright.executor.training.stages.weights import Weights
+from stagewright.graphs.documents.errors import InputError
+
+
+class CheckpointShare:
+    """The tensors of this rank's stages by the keys of a checkpoint.
+
+    ``model.NAME`` are parameters and buffers under the model's own names, ``optimizer.NAME.KEY``
+    what the optimizer keeps for a parameter, and ``previous.NAME`` the weights before the last
+    update, where the plan computes on them. ``weights`` are by stage of this rank.
+    """
+
+    def __init__(self, rank: Rank, model: StagedModel, weights: Mapping[int, Weights]) -> None:
+        self._rank, self._model, self._weights = rank, model, weights
+        self._buffered = rank.plan.weight_rule.staleness > 0
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that this rank writes; each key is written by one rank."""
+        found: dict[str, Tensor] = {}
+        for s in self._weights:
+            if self._rank.first(s) == self._rank.number:
+                found |= self._model_state(s) | self._optimizer_state(s)
+        return found
+
+    def _model_state(self, s: int) -> dict[str, Tensor]:
+        return {
+            f"model.{name}": one.detach()
+            for name, one in self._model.tensors(s, self._weights[s]).items()
+            if self._model.stages_of[name][0] == s
+        }
+
+    def _optimizer_state(self, s: int) -> dict[str, Tensor]:
+        weights, found = self._weights[s], dict[str, Tensor]()
+        for name, one in weights.parameters(weights.newest).items():
+            if self._model.stages_of[name][0] != s:
+                continue
+            if self._buffered:
+                found[f"previous.{name}"] = weights.parameters(0)[name].detach()
+            kept = weights.optimizer.state.get(one, {}) if weights.optimizer else {}
+            for key, value in kept.items():
+                if value is not None:
+                    found[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+        return found
+
+    def wanted(self, keys: Iterable[str]) -> list[str]:
+        """Which entries of a checkpoint belong to this rank's stages."""
+        own = {name for s, one in self._weights.items() for name in self._model.tensors(s, one)}
+        kinds = ["model", "optimizer"]
+        kinds += ["previous"] if self._buffered else []
+        return [key for key in keys if _belongs(key, own, kinds)]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy ``tensors`` into the model and the optimizers.
+
+        Raises
+        ------
+        InputError
+            If a tensor of this rank is missing.
+        """
+        for s, weights in self._weights.items():
+            for name, one in self._model.tensors(s, weights).items():
+                if f"model.{name}" not in tensors:
+                    raise InputError(f"the checkpoint has no {name!r} of stage {s}")
+                with torch.no_grad():
+                    one.copy_(tensors[f"model.{name}"])
+            weights.load(tensors, buffered=self._buffered)
+
+    def whole_model(self, shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The model's state dict under all its names, from the shares of all ranks."""
+        whole = {name: value for share in shares for name, value in share.items()}
+        return {
+            name: whole[names[0]]
+            for names in self._model.names
+            for name in names
+            if names[0] in whole
+        }
+
+
+def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
+    kind, _, name = key.partition(".")
+    if kind == "optimizer":
+        name = name.rpartition(".")[0]
+    return kind in kinds and name in own

@@ -1,0 +1,1 @@
+"""One rank's instructions, carried out: computations, transfers, updates."""

@@ -1,0 +1,126 @@
+"""Values that ranks agree on before an update: the count of losses, and the gradients' norm."""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from math import inf
+
+from torch import Tensor
+
+from stagewright.executor.training.interpreter.failures import NonFiniteLoss
+from stagewright.executor.training.interpreter.iterations import Iterations
+from stagewright.executor.training.interpreter.joint import Joint
+from stagewright.executor.training.interpreter.last_stage import LastStage
+from stagewright.executor.training.interpreter.totals import Total, begin_total
+from stagewright.executor.training.ranks.rank import Rank, RankProgram
+from stagewright.executor.training.stages.weights import Weights
+from stagewright.formulations.plans.actions import ActionKind
+
+
+class Agreement:
+    """The factors of this rank's updates.
+
+    Parameters
+    ----------
+    weights
+        Per stage of this rank.
+    joint
+        Sums over ranks for an update.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        program: RankProgram,
+        iterations: Iterations,
+        last_stage: LastStage,
+        weights: Mapping[int, Weights],
+        joint: Joint,
+    ) -> None:
+        self._iterations, self._last_stage = iterations, last_stage
+        self._weights, self._joint = weights, joint
+        self._periodic = program.periodic is not None
+        self._every_round = rank.plan.weight_rule.updates_every_round
+        self._clips = joint.clip_norm < inf
+        self._losses = iterations.runs_of(len(rank.plan.stages) - 1)  # of an iteration, here
+        updates = (one.action.stage for one in program.row if one.action.kind is ActionKind.UPDATE)
+        self._first_together = next((s for s in updates if s in joint.stages), None)
+        self._factors: dict[int, float] = {}
+        self._missing: dict[int, int] = {}  # losses of an iteration that are not computed yet
+        self._counts: dict[int, list[Tensor | None]] = {}  # of an iteration, until its gradients
+        self._totals: defaultdict[int, deque[Total]] = defaultdict(deque)  # by stage, in order
+        self._reduced: Counter[int] = Counter()
+
+    def begin(self, iteration: int) -> None:
+        """Wait for an iteration's losses; a rank without any brings its part of the sum now."""
+        self._missing[iteration] = self._losses
+        if self._losses == 0:
+            self._all_computed(iteration)
+
+    def loss_computed(self, iteration: int) -> None:
+        """Count a loss; with the last one of an iteration the sum over ranks begins."""
+        self._missing[iteration] -= 1
+        if self._missing[iteration] == 0:
+            self._all_computed(iteration)
+
+    def _all_computed(self, iteration: int) -> None:
+        del self._missing[iteration]
+        if not self._every_round:
+            self._counts[iteration] = self._last_stage.counts(iteration)
+            if not self._clips:
+                self._begin_total(iteration)
+
+    def reduced(self, s: int) -> None:
+        """Follow the begin of a stage's all-reduce by the sums over several stages."""
+        if self._joint.tied is not None:
+            self._joint.tied.give(s)
+        if self._clips and self._periodic:
+            iteration = self._reduced[s]
+            self._reduced[s] += 1
+            if all(self._reduced[one] > iteration for one in self._weights):
+                self._begin_total(iteration)
+
+    def _begin_total(self, iteration: int) -> float:
+        """Bring this rank's part of an iteration's total; the seconds of computing it."""
+        squares = seconds = 0.0
+        if self._clips:
+            for weights in self._weights.values():
+                weights.wait()
+            start = time.perf_counter()
+            squares = self._joint.squares()
+            seconds = time.perf_counter() - start
+        total = begin_total(self._counts.pop(iteration), squares, self._joint.group)
+        for s in self._weights:
+            self._totals[s].append(total)
+        return seconds
+
+    def wait(self, s: int) -> float:
+        """Wait for what the update of a stage needs of other ranks; the seconds of computing."""
+        # Of a periodic plan, iteration i makes version i + 2 from the newest, i + 1.
+        iteration = self._weights[s].newest - 1 if self._periodic else 0
+        self._last_stage.require_finite(iteration)
+        seconds = 0.0
+        if self._joint.tied is not None:
+            self._joint.tied.take(s)
+        elif s == self._first_together:
+            self._joint.sum_tied()
+            seconds = self._begin_total(iteration) if self._clips else 0.0
+        self._factors[s] = 1.0 if self._every_round else self._factor(s, iteration)
+        return seconds
+
+    def _factor(self, s: int, iteration: int) -> float:
+        total = self._totals[s].popleft()
+        if total.counted() == 0:
+            step = self._iterations.step(iteration)
+            raise NonFiniteLoss(f"the loss of step {step + 1} has a sum over a count of 0")
+        return total.factor(self._joint.clip_norm)
+
+    def pop_factor(self, s: int) -> float:
+        """What the gradients of the stage's next update are multiplied by."""
+        if s not in self._factors:
+            self.wait(s)
+        return self._factors.pop(s)
+
+    def restart(self) -> None:
+        """Number iterations from 0 again."""
+        self._reduced.clear()

@@ -1,0 +1,216 @@
+"""The exchange of values between the stages of a rank and those of others.
+
+Sends and receives are asynchronous: a computation waits for what it needs and for nothing else.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.executor.programs.program import SENDS, received, transfers
+from stagewright.executor.training.interpreter.arrival import Arrival
+from stagewright.executor.training.interpreter.boundary import Boundary
+from stagewright.executor.training.interpreter.iterations import Iterations
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.stage import Gradients
+from stagewright.formulations.plans.actions import Action, ActionKind
+
+SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
+RECV_F, RECV_B = ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """What a computation made for other ranks, and how many sends of it are still to come."""
+
+    values: Sequence[Tensor | None]
+    sends: int
+
+
+class Exchange:
+    """Values that leave and arrive on a rank.
+
+    Parameters
+    ----------
+    boundaries
+        Boundary s lies between stages s and s + 1.
+    stages
+        The stages of this rank.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        iterations: Iterations,
+        boundaries: Sequence[Boundary],
+        stages: Collection[int],
+    ) -> None:
+        self._rank, self._iterations, self._boundaries = rank, iterations, boundaries
+        self._count = iterations.count
+        self._tags = max((len(one.values) for one in boundaries), default=0)  # of a transfer
+        self._sends = self._count_sends(stages)
+        self._arrivals: defaultdict[Action, list[Arrival]] = defaultdict(list)
+        self._outgoing: dict[Action, _Outgoing] = {}
+        self._sent: defaultdict[Action, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
+        self._older_sends: list[Action] = []
+
+    def _count_sends(self, stages: Collection[int]) -> Counter[tuple[int, ActionKind, int]]:
+        """Per stage, kind, and microbatch of an iteration: the ranks to which this one sends."""
+        me, steps = self._rank.name, ((SEND_F, 1), (SEND_B, -1))
+        return Counter(
+            (s, kind, m)
+            for s in stages
+            for kind, way in steps
+            for m in range(self._count if 0 <= s + way <= len(self._boundaries) else 0)
+            for sender, _ in transfers(self._rank.plan, Action(s, kind, m))
+            if sender == me
+        )
+
+    # Sends and receives as calls
+
+    def transfer(self, action: Action, peer: int) -> Callable[[], None]:
+        """A send or receive: which part of which values, under which tags.
+
+        Both ranks number the values of an iteration's microbatches and directions alike, and see
+        those of the same number in one order.
+        """
+        s, m = action.stage, action.microbatch
+        assert m is not None
+        forth = action.kind in (SEND_F, RECV_F)
+        lower = s if action.kind in (SEND_F, RECV_B) else s - 1
+        boundary = self._boundaries[lower]
+        mine = self._rank.lane(self._rank.number, s, m)
+        theirs = self._rank.lane(peer, 2 * lower + 1 - s, m)
+        below, above = (mine, theirs) if s == lower else (theirs, mine)
+        span = boundary.passing(below, above, in_receiver=s != lower)
+        chosen = [i for i, value in enumerate(boundary.values) if forth or value.gradient]
+        tag = (2 * (lower * self._count + m % self._count) + forth) * self._tags
+        if action.kind in SENDS:
+            return partial(self._send, action, peer, boundary, span, [(i, tag + i) for i in chosen])
+        shapes = [
+            (i, tag + i, boundary.shape(i, span[1] - span[0]), boundary.values[i].dtype)
+            for i in chosen
+        ]
+        return partial(self._receive, action, peer, theirs, len(boundary.values), shapes)
+
+    def _send(
+        self,
+        action: Action,
+        peer: int,
+        boundary: Boundary,
+        span: tuple[int, int],
+        chosen: Sequence[tuple[int, int]],
+    ) -> None:
+        action, group = self._iterations.moved(action), self._rank.group
+        outgoing = self._outgoing[action]
+        assert group is not None
+        outgoing.sends -= 1
+        if outgoing.sends == 0:
+            del self._outgoing[action]
+        values = boundary.part(outgoing.values, *span)
+        for i, tag in chosen:
+            one = values[i]
+            assert one is not None
+            one = one.detach().to(self._rank.wire).contiguous()
+            self._sent[action].append((group.send([one], peer, tag), one))
+
+    def _receive(
+        self,
+        action: Action,
+        peer: int,
+        lane: int,
+        count: int,
+        shapes: Sequence[tuple[int, int, tuple[int, ...], torch.dtype]],
+    ) -> None:
+        action, group = self._iterations.moved(action), self._rank.group
+        posted = time.perf_counter()
+        assert group is not None
+        values: list[Tensor | None] = [None] * count
+        works = []
+        for i, tag, shape, dtype in shapes:
+            values[i] = buffer = torch.empty(shape, dtype=dtype, device=self._rank.wire)
+            works.append(group.recv([buffer], peer, tag))
+        self._arrivals[action].append(Arrival(lane, values, peer, tuple(works), posted))
+
+    # Values of computations
+
+    def give(self, action: Action, values: Sequence[Tensor | None]) -> None:
+        """Keep ``values`` for the sends to come, and hand this rank its own part of them."""
+        there, m = received(action), action.microbatch
+        assert m is not None
+        sends = self._sends[action.stage, action.kind, m % self._count]
+        if sends:
+            self._outgoing[action] = _Outgoing(values, sends)
+        if not self._rank.runs(there.stage, m):
+            return
+        number = self._rank.number
+        mine, ahead = (self._rank.lane(number, s, m) for s in (action.stage, there.stage))
+        boundary = self._boundaries[min(action.stage, there.stage)]
+        if boundary.cut is not None:
+            back = action.kind is SEND_B
+            below, above = (ahead, mine) if back else (mine, ahead)
+            values = boundary.part(values, *boundary.passing(below, above, in_receiver=back))
+        self._arrivals[there].append(Arrival(mine, list(values)))
+
+    def give_back(self, s: int, m: int, gradients: Gradients) -> None:
+        """Give the gradients of the inputs of stage ``s`` to the stage before it."""
+        if s == 0:
+            return
+        boundary = self._boundaries[s - 1]
+        samples = round(self._iterations.share(s, m) * self._iterations.samples)
+        # The sender of an input that nothing used still waits for a gradient.
+        filled = [
+            torch.zeros(boundary.shape(i, samples), dtype=value.dtype, device=self._rank.device)
+            if value.gradient and one is None
+            else one
+            for i, (value, one) in enumerate(zip(boundary.values, gradients, strict=True))
+        ]
+        self.give(Action(s, SEND_B, m), filled)
+
+    def take(self, action: Action) -> tuple[Any, ...]:
+        """What has arrived for a computation, its samples in the senders' order.
+
+        A forward's values are all there; of gradients some may be None.
+        """
+        arrivals = sorted(self._arrivals.pop(action), key=lambda one: one.lane)
+        for arrival in arrivals:
+            arrival.wait()
+        lower = action.stage if action.kind is RECV_B else action.stage - 1
+        values = self._boundaries[lower].joined([one.values for one in arrivals])
+        if self._rank.wire != self._rank.device:
+            values = [one if one is None else one.to(self._rank.device) for one in values]
+        return tuple(values)
+
+    # Messages in flight
+
+    def arrivals(self, action: Action) -> Sequence[Arrival]:
+        """What has been received by ``action`` and not been taken yet."""
+        return self._arrivals.get(action, ())
+
+    def sent_bytes(self, action: Action) -> list[int]:
+        """The sizes of the messages of a send that have not been released yet."""
+        return [value.nbytes for _, value in self._sent.get(action, ())]
+
+    def release(self, action: Action) -> None:
+        """Wait for a send and forget what it sent."""
+        for work, _ in self._sent.pop(action, ()):
+            work.wait()
+
+    def release_older(self) -> None:
+        """Release the sends of the iteration before."""
+        for action in self._older_sends:
+            self.release(action)
+        self._older_sends = list(self._sent)
+
+    def release_all(self) -> None:
+        """Release all sends."""
+        for action in list(self._sent):
+            self.release(action)
+        self._older_sends.clear()

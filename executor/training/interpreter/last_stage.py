@@ -1,0 +1,125 @@
+"""The end of the pipeline: the losses of microbatches and the gradients that begin a backward."""
+
+from math import isfinite
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.executor.capture.loss_graph import require_from_outputs
+from stagewright.executor.training.interpreter.failures import NonFiniteLoss
+from stagewright.executor.training.interpreter.iterations import Iterations
+from stagewright.executor.training.interpreter.totals import Total, begin_total
+from stagewright.executor.training.losses import Loss, read_loss
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.stage import Gradients, StageComputation, Tensors
+
+
+class LastStage:
+    """The losses that this rank computes; none of them without the last stage.
+
+    Parameters
+    ----------
+    computation
+        The last stage's, None on other ranks.
+    single_output
+        Whether the loss takes the model's output itself, not a tuple.
+    scale
+        Weight of the mean loss of a microbatch in an update.
+    group
+        The processes that sum up the counts of losses.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        iterations: Iterations,
+        computation: StageComputation | None,
+        loss: Loss,
+        *,
+        single_output: bool,
+        scale: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._rank, self._iterations, self._computation = rank, iterations, computation
+        self._loss, self._single_output, self._scale = loss, single_output, scale
+        self._group, self._number = group, len(rank.plan.stages) - 1
+        self._every_round = rank.plan.weight_rule.updates_every_round
+        # By microbatch: until its backward, the loss with the outputs it was computed from.
+        self._losses: dict[int, tuple[Tensor, list[Tensor], Tensor | None]] = {}
+        self._values: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor | None] = {}
+        self._totals: dict[int, Total] = {}  # where each microbatch has its own update
+
+    def compute(self, m: int, outputs: Tensors) -> None:
+        """Compute the loss of a microbatch."""
+        assert self._computation is not None
+        leaves = [
+            one.detach().requires_grad_(trained)
+            for one, trained in zip(outputs, self._computation.trained, strict=True)
+        ]
+        targets = self._iterations.targets(m, self._number)
+        with torch.enable_grad(), self._computation.cast():
+            found = self._loss(leaves[0] if self._single_output else tuple(leaves), targets)
+        loss, count = read_loss(found)
+        require_from_outputs(loss, leaves)
+        self._values[m], self._counts[m] = loss.detach(), count
+        self._losses[m] = (loss, leaves, count)
+        if self._rank.device.type == "cpu":  # to read it on a GPU would block
+            self._require_finite(m)
+        if self._every_round:
+            self._totals[m] = begin_total([count], 0.0, self._group)
+
+    def output_gradients(self, m: int) -> Gradients:
+        """Gradients of the loss with respect to the stage's outputs."""
+        loss, leaves, count = self._losses.pop(m)
+        wanted = [one for one in leaves if one.requires_grad]
+        scale = torch.full_like(loss, self._loss_scale(m, count))
+        found = iter(torch.autograd.grad(loss, wanted, scale, allow_unused=True))
+        return [next(found) if one.requires_grad else None for one in leaves]
+
+    def _loss_scale(self, m: int, count: Tensor | None) -> float:
+        """The gradient with respect to the loss of a microbatch.
+
+        A sum is divided by its count as soon as the count is known on all ranks: here where each
+        microbatch has its own update, else before the update.
+        """
+        total = self._totals.pop(m).counted() if self._every_round else 1.0
+        if count is None:
+            return self._iterations.share(self._number, m) * self._scale
+        return 1 / total if total else 0.0
+
+    def counts(self, iteration: int) -> list[Tensor | None]:
+        """What the losses of an iteration count, by microbatch."""
+        return [self._counts[m] for m in self._of(iteration)]
+
+    def require_finite(self, iteration: int) -> None:
+        """Refuse nan and infinite losses of an iteration."""
+        self._require_finite(*self._of(iteration))
+
+    def pop_loss(self, iteration: int) -> tuple[float, float]:
+        """What this rank has of a mini-batch's loss: a sum and its count, or a mean and 0."""
+        own = self._of(iteration)
+        self._require_finite(*own)
+        value = count = 0.0
+        for m in own:
+            counted, found = self._counts.pop(m), float(self._values.pop(m))
+            if counted is None:
+                share = self._iterations.share(self._number, m)
+                value += share * found / self._iterations.count
+            else:
+                value, count = value + found, count + float(counted)
+        return value, count
+
+    def _of(self, iteration: int) -> list[int]:
+        """The microbatches of an iteration whose loss is known here."""
+        return [m for m in self._values if m // self._iterations.count == iteration]
+
+    def _require_finite(self, *microbatches: int) -> None:
+        for m in microbatches:
+            if not isfinite(self._values[m]):
+                iteration, place = divmod(m, self._iterations.count)
+                raise NonFiniteLoss(
+                    f"the loss of microbatch {place} on stage {self._number} is "
+                    f"{float(self._values[m])} in step {self._iterations.step(iteration) + 1}"
+                )

@@ -1,0 +1,1 @@
+"""The layers of a rank's stages, their weights and gradients."""

@@ -1,0 +1,92 @@
+"""The trace of a run: the recordings of all ranks, gathered on the first."""
+
+import os
+import platform
+import time
+
+import torch
+import torch.distributed as dist
+
+from stagewright.executor.programs.trace import RankAction, Trace, traced_step
+from stagewright.executor.training.ranks.collectives import gathered
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
+
+
+class TraceRecorder:
+    """Recordings of this rank, one for each step; with a periodic plan, one for each drain.
+
+    Without ``enabled`` nothing is recorded.
+    """
+
+    def __init__(self, rank: Rank, dtype: torch.dtype, *, enabled: bool) -> None:
+        self._rank, self._dtype, self._enabled = rank, dtype, enabled
+        self._current: Recording | None = None
+        self._done: list[Recording] = []
+
+    def begin(self, step: int) -> None:
+        """Begin a recording at ``step``, unless one is open. All ranks call it."""
+        if self._enabled and self._current is None:
+            self._current = Recording(step, self._meetings())
+
+    def _meetings(self) -> list[float]:
+        """Times after barriers of all ranks, by which their clocks are compared.
+
+        Ranks leave a barrier milliseconds apart if one of them waits for its processor; over
+        several barriers the median is exact enough for a long run.
+        """
+        found = []
+        for _ in range(MEETINGS if self._rank.plan.is_periodic else 1):
+            meet(self._rank.group)
+            found.append(time.perf_counter())
+        return found
+
+    @property
+    def records(self) -> list[RankAction] | None:
+        """Where the interpreter adds the times of instructions; None without a recording."""
+        return None if self._current is None else self._current.records
+
+    def add_losses(self, losses: list[float]) -> None:
+        """Note the losses of mini-batches that ended."""
+        if self._current is not None:
+            self._current.losses += losses
+
+    def end(self, steps_done: int) -> None:
+        """End the open recording, if there is one, after so many steps."""
+        recording, self._current = self._current, None
+        if recording is None:
+            return
+        if self._rank.plan.is_periodic:
+            recording.iterations = steps_done - recording.step
+        self._done.append(recording)
+
+    def trace_on_first_rank(self) -> Trace | None:
+        """The trace of all steps on rank 0; None on the others. All ranks call it."""
+        shares = gathered(self._rank, self._done)
+        if shares is None:
+            return None
+        rank, plan = self._rank, self._rank.plan
+        reporter = rank.first(len(plan.stages) - 1)
+        steps = tuple(
+            traced_step(
+                plan,
+                own.step,
+                [
+                    record
+                    for share in shares
+                    for record in records_since(share[i].begin(own), share[i].records)
+                ],
+                shares[reporter][i].loss,
+                own.iterations,
+            )
+            for i, own in enumerate(self._done)
+        )
+        return Trace(
+            digest=plan.digest,
+            model=plan.model,
+            machine=f"{platform.node()}, {os.cpu_count()} CPUs, {rank.device.type}",
+            backend="none" if rank.group is None else dist.get_backend(rank.group),
+            world_size=len(rank.devices),
+            dtype=str(self._dtype).removeprefix("torch."),
+            steps=steps,
+        )
