@@ -31,7 +31,7 @@ from stagewright.solvers.clusters.policies import allocate as solve
 
 
 def allocate(request: AllocateRequest, stop: StopToken | None = None) -> AllocateAnswer:
-    """Divide the accelerators; that what is asked cannot be had is an answer.
+    """Divide the accelerators; infeasible is an answer.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def _plan(
 
 
 def _finite(value: float | None) -> float | None:
-    """None for what a document cannot hold: a makespan is inf if a job makes no progress."""
+    """None for an infinite value, such as the makespan if a job makes no progress."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -118,7 +118,7 @@ def _share(share: Share) -> ShareAnswer:
 
 
 def _utilisation(problem: AllocationProblem, result: AllocationResult) -> dict[str, float] | None:
-    """The part of each type's accelerators that works; None without an allocation."""
+    """The fraction of each type's accelerators in use; None without an allocation."""
     if result.allocation is None:
         return None
     parts = accelerators_in_use(problem, result.allocation) / problem.table.counts
@@ -128,7 +128,7 @@ def _utilisation(problem: AllocationProblem, result: AllocationResult) -> dict[s
 def policy_allocator(
     policy: str, budget_dollars: float | None = None
 ) -> Callable[[AllocationProblem], Allocation]:
-    """The policy as simulated and real clusters ask it: an allocation, or InputError."""
+    """The policy as a function for simulated and real clusters; raises InputError on failure."""
 
     def run(problem: AllocationProblem) -> Allocation:
         result = solve(problem, policy, budget_dollars=budget_dollars)

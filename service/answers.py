@@ -1,7 +1,7 @@
-"""What every answer is: the fields that ``--json`` prints, and beside them the domain's objects.
+"""The base of all answers: the fields that ``--json`` prints, and objects for users of Python.
 
-``answer.model_dump(mode="json")`` is the JSON object. What an answer carries for users of Python
-(a plan, an allocation, a timeline) is in none of it.
+``answer.model_dump(mode="json")`` is the JSON object; it does not contain the objects for users of
+Python (a plan, an allocation, a timeline).
 """
 
 import math
@@ -25,14 +25,14 @@ def _finite(value: Any) -> Any:
 
 
 Finite = Annotated[float | None, BeforeValidator(_finite)]
-"""A number that JSON can hold; what is not finite becomes None."""
+"""A JSON number; values that are not finite become None."""
 
 CARRIED = Field(exclude=True, repr=False)
-"""Marks what an answer carries for users of Python; it is neither validated nor written."""
+"""Marks a field for users of Python; it is neither validated nor serialised."""
 
 
 class InvalidAnswer(Answer):
-    """A plan that cannot be run, and why."""
+    """A plan that cannot be run, with the reason."""
 
     status: str = "invalid"
     reason: str

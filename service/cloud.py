@@ -1,4 +1,4 @@
-"""What a job costs on cloud instances whose prices change, and where to run it."""
+"""The cost of a job on cloud instances with changing prices, and a plan for it."""
 
 import datetime
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from stagewright.solvers.cloud.switching import SwitchingResult, solve_switching
 
 
 def cloud(request: CloudRequest) -> CloudAnswer:
-    """What the strategies pay, and the plan of the last of them; too late is an answer.
+    """The costs of the strategies, and the plan of the last; missing the deadline is an answer.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def _useful(
     """The offers; with preemptions, at the rates that are left of them.
 
     A job on several instances stops when one of them is preempted. A kind of instance that no log
-    shows is taken for never preempted.
+    shows is assumed never preempted.
     """
     seen, every = request.preemptions, request.checkpoint_every_seconds
     if seen is None or every is None:
@@ -113,7 +113,7 @@ def _useful(
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """What one strategy gives; ``result`` is there for the optimum."""
+    """The result of a strategy; only the optimum has ``result``."""
 
     name: str
     plan: Plan | None

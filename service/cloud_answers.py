@@ -12,7 +12,7 @@ else:  # carried, not validated
 
 
 class StrategyAnswer(Answer):
-    """What a strategy pays, how long the job takes, and how often it moves."""
+    """Cost, duration and number of switches of a strategy."""
 
     dollars: float
     seconds: float
@@ -30,7 +30,7 @@ class StayAnswer(Answer):
 
 
 class CloudAnswer(Answer):
-    """What each strategy pays, None where it is late; the plan is that of the last strategy."""
+    """The cost of each strategy, None if it is late; the plan is that of the last strategy."""
 
     status: Status
     v100_hours: float

@@ -37,7 +37,7 @@ class ShareAnswer(Answer):
 
 
 class AllocateAnswer(Answer):
-    """The answer of a policy; ``allocation`` is None if what is asked cannot be had."""
+    """The answer of a policy; ``allocation`` is None if there is none."""
 
     status: Status
     policy: str
@@ -76,7 +76,7 @@ class RoundsAnswer(Answer):
 
 
 class SimulateClusterAnswer(Answer):
-    """A simulated cluster in figures; None where no job completed."""
+    """Statistics of a simulated cluster; None if no job completed."""
 
     policy: str
     jobs: int
@@ -100,7 +100,7 @@ class SimulateClusterAnswer(Answer):
 
 
 class JobOutcomeAnswer(Answer):
-    """What became of a job that was run."""
+    """The final state of a job."""
 
     name: str
     state: str
@@ -110,7 +110,7 @@ class JobOutcomeAnswer(Answer):
 
 
 class TimeShareAnswer(Answer):
-    """A job's part of the time on a worker type, planned and measured."""
+    """A job's planned and measured fraction of time on a worker type."""
 
     job: str
     worker: str
@@ -119,7 +119,7 @@ class TimeShareAnswer(Answer):
 
 
 class RunClusterAnswer(Answer):
-    """What became of the jobs of a cluster; ``done`` if all are done."""
+    """The final states of the jobs of a cluster; ``done`` if all are done."""
 
     status: str
     policy: str

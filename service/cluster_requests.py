@@ -1,4 +1,4 @@
-"""Requests about the jobs of a cluster: who gets what, in which rounds, how fast in pairs."""
+"""Requests about the jobs of a cluster: allocations, rounds, simulations, estimates."""
 
 from typing import Self
 

@@ -1,4 +1,4 @@
-"""Answers about plans of pipelines, and about scheduling problems in plain numbers."""
+"""Answers about plans of pipelines, and about scheduling problems."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +33,7 @@ class StageAnswer(Answer):
 
 
 class GuaranteeAnswer(Answer):
-    """What a theorem promises of a plan, in seconds, and whether the plan keeps it."""
+    """A theorem's upper bound in seconds, and whether the plan satisfies it."""
 
     theorem: str
     premise: str
@@ -42,9 +42,9 @@ class GuaranteeAnswer(Answer):
 
 
 class PlanSummary(Answer):
-    """A plan and its certificate in figures; all None without a plan.
+    """The main numbers of a plan and its certificate; all None without a plan.
 
-    ``plans`` and ``schedule_plans`` are the classes that the bounds speak of.
+    ``plans`` and ``schedule_plans`` are the classes that the bounds apply to.
     """
 
     planner: str | None = None
@@ -69,7 +69,7 @@ class PlanSummary(Answer):
 
 
 class AttemptAnswer(Answer):
-    """What one planner of a portfolio gave."""
+    """The result of one planner of a portfolio."""
 
     planner: str
     status: Status
@@ -106,7 +106,7 @@ class ViolationAnswer(Answer):
 
 
 class VerdictAnswer(Answer):
-    """What became of a bound or guarantee that was proved again."""
+    """The result of proving a bound or guarantee again."""
 
     place: str
     name: str
@@ -116,7 +116,7 @@ class VerdictAnswer(Answer):
 
 
 class CheckAnswer(Answer):
-    """Whether a plan is valid, and what is broken."""
+    """Whether a plan is valid, and the broken rules."""
 
     status: str
     cost_seconds: Finite
@@ -146,7 +146,7 @@ class SimulateAnswer(Answer):
 
 
 class PairAnswer(Answer):
-    """A predicted figure, the measured one, and measured / predicted."""
+    """A predicted value, the measured one, and measured / predicted."""
 
     predicted: Finite
     measured: Finite
@@ -183,7 +183,7 @@ class StageComparisonAnswer(Answer):
 
 
 class CompareAnswer(Answer):
-    """A plan's prediction and what a run of it measured."""
+    """A plan's predictions and the measurements of a run of it."""
 
     status: str = "compared"
     machine: str

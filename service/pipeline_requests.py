@@ -1,4 +1,4 @@
-"""Requests about plans of pipelines, and about scheduling problems in plain numbers."""
+"""Requests about plans of pipelines, and about scheduling problems."""
 
 from functools import cached_property
 from itertools import pairwise

@@ -23,7 +23,7 @@ def plan(
     Raises
     ------
     InputError
-        If the request asks for what no plan, or not this planner, can give.
+        If the request has options that no plan, or not this planner, supports.
     """
     choices = Choices(
         request.recompute, request.offload, request.group_size, request.period_seconds

@@ -1,4 +1,4 @@
-"""What is done with a plan: summarise, check, simulate, compare with a run."""
+"""Operations on a plan: summarise, check, simulate, compare with a run."""
 
 from dataclasses import asdict
 from typing import Any

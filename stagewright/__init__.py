@@ -72,7 +72,7 @@ __all__ = [
     "simulate_cluster",
 ]
 
-# Loaded when first asked for, so that ``import stagewright`` stays quick.
+# Loaded on first use, so that ``import stagewright`` is fast.
 _LAZY = {
     "stagewright.executor.programs.trace": ("load_trace",),
     "stagewright.formulations.clusters.allocation_plan": ("load_allocation", "save_allocation"),

@@ -4,7 +4,7 @@ import os
 import signal
 
 if "RANK" in os.environ:
-    # A rank that its launcher interrupts while it still loads needs no traceback for that.
+    # No traceback for a rank that its launcher interrupts during start-up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from stagewright.cli import main

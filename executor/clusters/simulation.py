@@ -21,7 +21,12 @@ from stagewright.executor.clusters.outages import Outage, OutOfOrder, Peekable
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
 from stagewright.executor.clusters.rules import Rules, table_of
 from stagewright.executor.clusters.timeline import HOUR, ClusterTimeline, JobOutcome, Reset, Round
-from stagewright.formulations.clusters.allocation import Allocation, AllocationProblem, throughput
+from stagewright.formulations.clusters.allocation import (
+    Allocation,
+    AllocationProblem,
+    accelerators_of_jobs,
+    throughput,
+)
 from stagewright.formulations.clusters.rates import RateTable
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -212,7 +217,9 @@ class _ClusterRun:
                 self.speeds = dict(
                     zip(numbers, throughput(problem, allocation).tolist(), strict=True)
                 )
-                self.usage = dict(zip(numbers, _usage(problem, allocation), strict=True))
+                self.usage = dict(
+                    zip(numbers, accelerators_of_jobs(problem, allocation), strict=True)
+                )
         self.last_reset = self.now
         self.changed = False
 
@@ -388,14 +395,3 @@ class _ClusterRun:
             self.renewals,
             self.renewable,
         )
-
-
-def _usage(problem: AllocationProblem, allocation: Allocation) -> Floats:
-    """Mean accelerators of each type per job, half for each job of a pair; (jobs, types)."""
-    usage = np.zeros((len(problem), len(problem.table.counts)))
-    accelerator = problem.table.accelerator[allocation.worker]
-    paired = allocation.partner >= 0
-    used = allocation.share * problem.scale[allocation.job] * np.where(paired, 0.5, 1.0)
-    np.add.at(usage, (allocation.job, accelerator), used)
-    np.add.at(usage, (allocation.partner[paired], accelerator[paired]), used[paired])
-    return usage

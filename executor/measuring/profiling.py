@@ -135,7 +135,7 @@ def first_batch(batches: Any) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _LayerInputs:
     """A layer with its inputs; the last one includes the loss."""
 
     module: nn.Module
@@ -203,7 +203,7 @@ class _Run:
 
 def _runs(
     model: LayeredModel, values: Values, targets: Any, loss: Loss, autocast: torch.dtype | None
-) -> list[_Run]:
+) -> list[_LayerInputs]:
     """Every layer with its inputs, which require gradients where they do in training."""
 
     def end_in_loss(outputs: Values) -> Values:
@@ -214,7 +214,7 @@ def _runs(
     for i, layer in enumerate(model.layers):
         last = i == len(model) - 1
         end = end_in_loss if last else lambda outputs: outputs
-        run = _Run(layer.module, values, end, autocast)
+        run = _LayerInputs(layer.module, values, end, autocast)
         try:
             if last:
                 run.require_loss()
@@ -229,7 +229,7 @@ def _runs(
     return runs
 
 
-def _min_samples(run: _Run) -> int | None:
+def _min_samples(run: _LayerInputs) -> int | None:
     """2 for a layer that runs on several samples but not on one, such as a batch norm."""
     count = len(run.inputs[0])
     one = tuple(value[:1] if value.shape[:1] == (count,) else value for value in run.inputs)

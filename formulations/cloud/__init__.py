@@ -1,1 +1,1 @@
-"""Moving between cloud regions while prices change."""
+"""Switching between cloud instances while prices change."""

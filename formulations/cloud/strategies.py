@@ -1,7 +1,7 @@
-"""How a user may pick instances without planning ahead (thesis, section 6.3.2, figure 6.5).
+"""Strategies without knowledge of future prices (thesis, section 6.3.2, figure 6.5).
 
-Each strategy sees some of the offers. All but *dynamic* choose the one with the lowest price per
-work at the start and stick with it; *dynamic* chooses again whenever a price changes.
+Each strategy sees some of the offers. All except *dynamic* choose the one with the lowest price per
+work at the start and keep it; *dynamic* chooses again whenever a price changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,19 +23,19 @@ REFERENCE_GPU = "v100"
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The provider and region of the strategies that know one region only."""
+    """The provider and region of the strategies that use a single region."""
 
     provider: str = "aws"
     region: str = "us-east-1"
 
     def has(self, instance: Instance) -> bool:
-        """Whether an instance is there."""
+        """Whether an instance is in the home region."""
         return (instance.provider, instance.region) == (self.provider, self.region)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Which instances it sees, given a home, and whether it moves."""
+    """The instances that a strategy sees, given a home, and whether it moves."""
 
     sees: Callable[[Home, Instance], bool]
     moves: bool = False
@@ -55,14 +55,14 @@ STRATEGIES = {
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What following a strategy gives; None where the job does not end before the deadline."""
+    """The result of a strategy; None if the job does not end before the deadline."""
 
     plan: Plan
     outcome: Outcome | None
 
 
 def follow(problem: SwitchingProblem, name: str, home: Home) -> Followed:
-    """The plan that a strategy makes of ``problem`` as time passes.
+    """Simulate a strategy on ``problem``; returns its plan.
 
     Raises
     ------
@@ -75,8 +75,8 @@ def follow(problem: SwitchingProblem, name: str, home: Home) -> Followed:
     seen = [i for i, one in enumerate(problem.offers) if strategy.sees(home, one.instance)]
     if not seen:
         raise InputError(
-            f"strategy {name!r} finds no instance in {home.provider} {home.region}; name another "
-            "home region, or give prices of that one"
+            f"strategy {name!r} finds no instance in {home.provider} {home.region}; choose another "
+            "home region, or give prices of this one"
         )
     plan = _dynamic(problem, seen) if strategy.moves else stick(problem, cheapest(problem, seen))
     late = plan[-1].end_seconds > problem.deadline_seconds
@@ -84,7 +84,7 @@ def follow(problem: SwitchingProblem, name: str, home: Home) -> Followed:
 
 
 def cheapest(problem: SwitchingProblem, seen: Sequence[int]) -> int:
-    """The offer with the lowest price per work at the start; the first of equals."""
+    """The offer with the lowest price per work at the start; the first one in a tie."""
     at = problem.start_seconds
     return min(seen, key=lambda number: problem.offers[number].dollars_per_work(at))
 
@@ -100,10 +100,10 @@ def _end(problem: SwitchingProblem, number: int, begin: float) -> float:
 
 
 def _dynamic(problem: SwitchingProblem, seen: Sequence[int]) -> Plan:
-    """At every price change, move if the rest of the job is then cheaper, at today's prices.
+    """At every price change, move if the rest of the job is then cheaper at current prices.
 
-    Prices are forecast to stay, under which moving at once or never is best. The cost of the move
-    counts, and an offer on which the job would miss its deadline is left out.
+    The forecast is constant prices, so that moving immediately or never is optimal. The cost of the
+    move is included, and offers on which the job would miss its deadline are left out.
     """
     now = problem.start_seconds
     stays = [Stay(_first(problem, seen), now, 0.0)]
@@ -118,7 +118,7 @@ def _dynamic(problem: SwitchingProblem, seen: Sequence[int]) -> Plan:
         done = problem.offers[here].rate * (at - ready) / HOUR
         if done >= left:
             break
-        # What was no better before, and has not changed, is no better for less work either.
+        # An offer with an unchanged price that was not better before is not better for less work.
         candidates = seen if compares_all or here in changed else changed
         compares_all = False
         target = _target(problem, candidates, here, (at, left - done), copied)
@@ -162,7 +162,7 @@ def _target(
     at_left: tuple[float, float],
     copied: set[str],
 ) -> int:
-    """The offer on which the work left is cheapest from now on; ``here`` among equals."""
+    """The offer on which the remaining work is cheapest from now on; ``here`` in a tie."""
     at, left = at_left
     overheads = problem.overheads
     moving = overheads.checkpoint_seconds + overheads.restore_seconds

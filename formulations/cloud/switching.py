@@ -1,15 +1,15 @@
-"""On which cloud instance a training job runs when: problem, plan and its cost.
+"""Switching a training job between cloud instances: problem, plan and its cost.
 
 Narayanan, PhD thesis (2021), section 6.3.2: prices of spot instances change, so a job can be moved
 between instances, zones, regions and clouds. Instances are rented whole: a job of N GPUs has
 ceil(N / k) instances of k GPUs each and pays all of them (:func:`offers_of`). Times are seconds
 since 1970 (UTC). Work is counted in reference hours, for example hours on N V100s, and rates in
-reference hours per hour; a job on several instances is taken for as fast as on one.
+reference hours per hour; a job is assumed as fast on several instances as on one.
 
 A stay on an instance begins with ``restore_seconds`` (boot, load the checkpoint) and, unless the
-job ends with it, ends with ``checkpoint_seconds`` (write it): both are paid and do no work. Between
-stays nothing is paid: waiting is free, and so is storage. Prices are as the series say; that an
-instance may be preempted is left to the rates (:func:`useful_share`).
+job ends with it, ends with ``checkpoint_seconds`` (write it): both are paid and do no work. Nothing
+is paid between stays: waiting and storage are free. Prices are those of the series; preemptions are
+part of the rates (:func:`useful_share`).
 """
 
 import math
@@ -21,17 +21,17 @@ from stagewright.graphs.documents.units import require_amount, require_count
 from stagewright.graphs.workloads.prices import HOUR, MAX_GPUS, Instance, Market, PriceSeries
 
 TOLERANCE = 1e-9
-"""By how much the work of a valid plan may fall short, relatively: rounding."""
+"""Relative rounding error of the work of a valid plan."""
 CLOCK_SECONDS = 1e-6
-"""Times of the order of 1e9 s are not told apart better in doubles."""
+"""Resolution of doubles for times of the order of 1e9 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """What moving a job takes.
+    """Times and costs of moving a job.
 
-    ``egress_dollars`` are due for a checkpoint that leaves a region, ``dataset_dollars`` when the
-    job first comes to a provider after its first: the dataset is copied once to each.
+    ``egress_dollars`` are paid for a checkpoint that leaves a region, ``dataset_dollars`` when the
+    job first runs at each further provider, to which the dataset is copied once.
     """
 
     checkpoint_seconds: float = 0.0
@@ -49,9 +49,9 @@ NO_OVERHEADS = Overheads()
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a job can rent: an instance's prices, and the work that the job does there in an hour.
+    """An instance's prices, and the work that the job does on it per hour.
 
-    ``instances`` is how many of them it pays; a part of one where others pay for the rest.
+    ``instances`` is the number that the job pays, a fraction if other jobs pay for the rest.
     """
 
     series: PriceSeries
@@ -71,7 +71,7 @@ class Offer:
 
     @property
     def instance(self) -> Instance:
-        """What is rented."""
+        """The instance type."""
         return self.series.instance
 
     def dollars(self, begin: float, end: float) -> float:
@@ -79,7 +79,7 @@ class Offer:
         return self.series.dollars(begin, end) * self.instances
 
     def price(self, at_seconds: float) -> float:
-        """Dollars per hour that the job pays at a time."""
+        """Dollars per hour of the job at a time."""
         return self.series.price(at_seconds) * self.instances
 
     def dollars_per_work(self, at_seconds: float) -> float:
@@ -91,8 +91,8 @@ class Offer:
 class SwitchingProblem:
     """``work_hours`` are to be done between ``start_seconds`` and ``deadline_seconds``.
 
-    ``running`` is the offer on which the job already runs at the start, and ``stocked`` are the
-    providers at which its dataset lies; for a new job None and none.
+    ``running`` is the offer on which the job already runs at the start (None for a new job), and
+    ``stocked`` are the providers that already have its dataset.
     """
 
     offers: tuple[Offer, ...]
@@ -118,13 +118,13 @@ class SwitchingProblem:
 
 
 def offers_of(market: Market, rates: Mapping[str, float], gpus: int = 1) -> tuple[Offer, ...]:
-    """For a job of ``gpus`` GPUs an offer per instance whose kind of GPU has a rate, rented whole.
+    """Offers for a job of ``gpus`` GPUs: whole instances whose kind of GPU has a rate.
 
     Raises
     ------
     InputError
         If a rate is for a kind that no instance has, no instance is left, or the number of GPUs
-        is none.
+        is not valid.
     """
     require_count(gpus, "gpus", MAX_GPUS)
     return tuple(
@@ -134,9 +134,9 @@ def offers_of(market: Market, rates: Mapping[str, float], gpus: int = 1) -> tupl
 
 
 def shares_of(market: Market, rates: Mapping[str, float]) -> tuple[Offer, ...]:
-    """For a job of one GPU the same offers, of which it pays a share of an instance: one GPU's.
+    """The same offers for a job of one GPU, which pays only one GPU's share of an instance.
 
-    The thesis's assumption (6.3.2): other jobs are packed onto the rest of the instance and pay it.
+    The thesis's assumption (6.3.2): other jobs use and pay the rest of the instance.
     """
     return tuple(
         replace(offer, instances=1 / offer.instance.gpus) for offer in _single(market, rates)
@@ -165,7 +165,7 @@ def _listed(kinds: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """The job has an offer (its position in the problem) from begin to end."""
+    """The job uses an offer (by its position in the problem) from begin to end."""
 
     offer: int
     begin_seconds: float
@@ -177,7 +177,7 @@ Plan = tuple[Stay, ...]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a plan costs and does.
+    """Costs and work of a plan.
 
     ``switches`` counts the stays after the first, ``seconds`` is the time from the job's start to
     its end.
@@ -191,12 +191,12 @@ class Outcome:
 
     @property
     def dollars(self) -> float:
-        """All that is paid."""
+        """Total cost."""
         return self.compute_dollars + self.moving_dollars
 
 
 def evaluate(problem: SwitchingProblem, plan: Sequence[Stay]) -> Outcome:
-    """A plan's cost, from the prices and the rules in this module's head.
+    """A plan's cost, from the prices and the rules in this module's docstring.
 
     Raises
     ------
@@ -223,7 +223,7 @@ def evaluate(problem: SwitchingProblem, plan: Sequence[Stay]) -> Outcome:
 
 
 def is_enough(problem: SwitchingProblem, work_hours: float) -> bool:
-    """Whether so much work is all of the problem's, up to rounding."""
+    """Whether ``work_hours`` is all of the problem's work, up to rounding."""
     fastest = max(offer.rate for offer in problem.offers)
     slack = problem.work_hours * TOLERANCE + fastest * CLOCK_SECONDS / HOUR
     return work_hours >= problem.work_hours - slack
@@ -246,7 +246,7 @@ def _check_stay(problem: SwitchingProblem, plan: Sequence[Stay], number: int) ->
 
 
 def overhead_seconds(problem: SwitchingProblem, plan: Sequence[Stay], number: int) -> float:
-    """Seconds of a stay that do no work: restoring at its begin, the checkpoint at its end."""
+    """Seconds of a stay without work: the restore at its start, the checkpoint at its end."""
     continues = number == 0 and problem.running is not None
     restoring = 0.0 if continues else problem.overheads.restore_seconds
     return restoring + (problem.overheads.checkpoint_seconds if number + 1 < len(plan) else 0.0)

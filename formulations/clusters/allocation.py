@@ -1,4 +1,4 @@
-"""Who gets which accelerator for what share of the time: problem, allocation and its rules.
+"""Shares of time of jobs on accelerators: problem, allocation and its rules.
 
 Narayanan, PhD thesis (2021), section 5.3.1: an allocation X gives each job, or pair of jobs that
 share accelerators, a fraction of wall-clock time on each worker type; equations 5.1 to 5.3 say
@@ -23,7 +23,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllocationProblem:
-    """The active jobs, in order of arrival, and what a policy may know about them.
+    """The active jobs, in order of arrival, and the data that a policy may use.
 
     ``kind`` indexes ``table.kinds``; ``steps`` are still to run; ``elapsed_seconds`` are since
     arrival; ``isolated_seconds`` is how long the steps already run would have taken on 1/n of the
@@ -67,7 +67,7 @@ class AllocationProblem:
         return np.asarray(best[self.kind])
 
     def of(self, chosen: Bools) -> "AllocationProblem":
-        """The problem of the ``chosen`` jobs alone."""
+        """The problem of the ``chosen`` jobs only."""
         return replace(
             self,
             names=tuple(name for name, one in zip(self.names, chosen, strict=True) if one),
@@ -81,7 +81,7 @@ class AllocationProblem:
         )
 
     def agnostic(self) -> "AllocationProblem":
-        """The same problem as a policy sees it that takes all accelerators for alike."""
+        """The same problem for a policy that does not distinguish accelerators."""
         return replace(self, table=self.table.agnostic())
 
     def equal_throughput(self) -> Floats:
@@ -219,6 +219,17 @@ def accelerators_in_use(problem: AllocationProblem, allocation: Allocation) -> F
     scale = problem.scale[allocation.job]
     np.add.at(used, problem.table.accelerator[allocation.worker], allocation.share * scale)
     return used
+
+
+def accelerators_of_jobs(problem: AllocationProblem, allocation: Allocation) -> Floats:
+    """Mean accelerators of each type per job, half for each job of a pair; (jobs, types)."""
+    usage = np.zeros((len(problem), len(problem.table.counts)))
+    accelerator = problem.table.accelerator[allocation.worker]
+    paired = allocation.partner >= 0
+    used = allocation.share * problem.scale[allocation.job] * np.where(paired, 0.5, 1.0)
+    np.add.at(usage, (allocation.job, accelerator), used)
+    np.add.at(usage, (allocation.partner[paired], accelerator[paired]), used[paired])
+    return usage
 
 
 def check(problem: AllocationProblem, allocation: Allocation) -> None:

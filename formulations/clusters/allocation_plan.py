@@ -1,4 +1,4 @@
-"""The allocation as a document that people and other programs read."""
+"""The allocation as a JSON document."""
 
 import hashlib
 import os
@@ -44,9 +44,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class AllocationPlan(Envelope):
-    """Who gets which accelerators for what fraction of time, by which policy, how well proved.
+    """Fractions of time of jobs on accelerators, with the policy and its bound.
 
-    ``digest`` names the jobs and the pool that the plan answers.
+    ``digest`` identifies the jobs and the pool.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -76,13 +76,13 @@ class AllocationPlan(Envelope):
 
 
 def digest_of(workload: Workload, pool: Pool) -> str:
-    """Names what an allocation answers."""
+    """Identifies the problem of an allocation."""
     text = documents.to_json(workload) + documents.to_json(pool)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def shares_of(problem: AllocationProblem, allocation: Allocation) -> tuple[Share, ...]:
-    """``allocation`` in words, by job and accelerator."""
+    """``allocation`` by names of jobs and accelerators."""
     workers = problem.table.workers
     names = problem.table.pool.names
     found = []

@@ -1,4 +1,4 @@
-"""Valid allocations as linear rows, for groups of jobs that are treated alike.
+"""Valid allocations as linear rows, for groups of jobs that are treated equally.
 
 Jobs of one group have the same kind; each has a fixed part of the group's time (``share``). If all
 that a policy asks of the jobs of a group is proportional to their shares, nothing is lost: the
@@ -145,10 +145,10 @@ class Polytope:
     def _matched(
         self, number: int, time: Floats, order: Ints, start: Ints, least: Floats
     ) -> tuple[Ints, Ints, Ints, Floats]:
-        """Who runs with whom: both kinds' jobs are laid end to end and cut where either changes.
+        """Pair the jobs of two kinds: line up both kinds' jobs and cut where either changes.
 
-        A kind with itself is laid once, and its second half is put beside its first: no job has
-        more than half, so none meets itself. Less than ``least``, by job, is rounding.
+        For a kind with itself, the second half of the line is paired with the first: no job has
+        more than half, so none is paired with itself. Less than ``least``, by job, is rounding.
         """
         worker = self.problem.table.worker[self.pair[number]]
         lines = []

@@ -1,4 +1,4 @@
-"""How fast jobs run on the worker types of a pool, alone and in pairs."""
+"""Rates of jobs on the worker types of a pool, alone and in pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +22,11 @@ class WorkerType:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateTable:
-    """How fast jobs of every kind, a (model, scale), run on every worker type.
+    """The rates of every kind of job, a (model, scale), on every worker type.
 
     ``alone`` has shape (kinds, workers), steps per second, 0 where a kind does not run. A pair p
     of kinds ``first[p] <= second[p]`` of equal scale runs on ``worker[p]`` at ``paired[p]``, shape
-    (pairs, 2). Pairs that do no more than taking turns are left out: they can never help.
+    (pairs, 2). Pairs that are not faster than time-sharing are left out.
     """
 
     pool: Pool
@@ -51,7 +51,7 @@ class RateTable:
         return np.array([worker.accelerator for worker in self.workers])
 
     def agnostic(self) -> "RateTable":
-        """The table of a policy that takes all accelerators for alike: each kind's best, no pairs.
+        """The table for a policy that does not distinguish accelerators: best rates, no pairs.
 
         A kind still runs only where it can.
         """

@@ -4,8 +4,9 @@ Notation: F(s, m), B(s, m) and W(s, m) are the forward, backward (or input gradi
 gradient of microbatch m on stage s, in the order of microbatches (see :mod:`makespan`); k is the
 in-flight limit of stage s, at most M. The *head* of a block is the least time before its microbatch
 reaches it, the *tail* the least time after it. If backwards are whole, W takes no time and ends
-with B. A device may have several stages: arguments about one stage ignore the others, which keeps
-them valid, and arguments about a device use the least head and tail of its stages.
+with B. A device may have several stages: an argument about one stage ignores the others on its
+device, which makes it weaker but still valid; an argument about a device uses the least head and
+the least tail of its stages.
 """
 
 import heapq

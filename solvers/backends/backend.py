@@ -1,4 +1,4 @@
-"""Which solver answers a form: the registry of backends, and the one way to call them."""
+"""The registry of solver backends, and the function that calls them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -49,7 +49,7 @@ def run(form: Intervals, limits: Limits, on_progress: OnProgress) -> Answer[Ints
 
 
 def run_integers(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
-    """Minimise ``form``, all of whose figures must be integers and whose columns have limits.
+    """Minimise ``form``, whose numbers must all be integers and whose columns have limits.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def build_integers(form: LinearProgram) -> tuple[cp_model.CpModel, list[cp_model
 
 
 def _whole(limit: float) -> int:
-    """A limit as CP-SAT writes it; infinite ones stand far outside of what it can reach."""
+    """A limit in CP-SAT's form; infinite ones are far outside of the range of values."""
     if math.isinf(limit):
         return int(math.copysign(INFINITE, limit))
     return int(limit)

@@ -80,6 +80,6 @@ class _Program:
         return float(self.problem.value) if status is Status.OPTIMAL else -math.inf
 
     def _information(self) -> Any:
-        """HiGHS's own account of its run."""
+        """HiGHS's information about its run."""
         assert self.problem.solver_stats is not None
         return self.problem.solver_stats.extra_stats

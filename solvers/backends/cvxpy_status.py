@@ -1,4 +1,4 @@
-"""How a solve through CVXPY ended."""
+"""The status of a solve through CVXPY."""
 
 import warnings
 from typing import Any
@@ -17,7 +17,7 @@ STATUS = {
 
 
 def highs_options(limits: Limits) -> dict[str, Any]:
-    """What HiGHS is told."""
+    """Options for HiGHS."""
     return {
         "time_limit": float(limits.seconds),
         "random_seed": limits.seed,
@@ -27,7 +27,7 @@ def highs_options(limits: Limits) -> dict[str, Any]:
 
 
 def solved(problem: cp.Problem, solver: str, options: dict[str, Any]) -> Status:
-    """Solve ``problem`` and say how that ended.
+    """Solve ``problem`` and return the status.
 
     If presolve could not tell infeasible from unbounded, the problem is solved without its
     objective.

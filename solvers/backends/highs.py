@@ -27,7 +27,7 @@ _BOUND = {Status.INFEASIBLE: math.inf, Status.UNBOUNDED: -math.inf}
 
 
 def run_interior(form: LinearProgram, limits: Limits, on_progress: OnProgress) -> Answer[Floats]:
-    """Minimise ``form`` by interior points alone: of several optima one in their middle.
+    """Minimise ``form`` by interior points, without crossover: a central optimum.
 
     What the optimum leaves open is spread, where a vertex would leave it idle.
     """

@@ -1,4 +1,4 @@
-"""``Intervals`` on every backend that can take them: as they are, or as a mixed-integer program."""
+"""``Intervals`` on every backend: directly, or as a mixed-integer program."""
 
 import math
 
@@ -53,5 +53,5 @@ def solve_intervals(
 
 
 def _whole(bound: float) -> float:
-    """The least whole number that a solver's bound leaves, in spite of its rounding."""
+    """The bound rounded up to an integer, with a tolerance for the solver's rounding."""
     return math.ceil(bound - ROUNDING * max(1.0, abs(bound))) if math.isfinite(bound) else bound

@@ -1,4 +1,4 @@
-"""Calls of solver libraries that end early when a search is to stop."""
+"""Calls of solver libraries that end early when the stop token is set."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -8,7 +8,7 @@ from stagewright.formulations.forms.answers import Limits
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.1  # between two looks at the stop token
+LOOK_SECONDS = 0.1  # interval between checks of the stop token
 
 
 def run_stoppable(call: Callable[[], T], halt: Callable[[], object], limits: Limits) -> T:
@@ -26,4 +26,4 @@ def run_stoppable(call: Callable[[], T], halt: Callable[[], object], limits: Lim
             return running.result()
         finally:
             while not wait([running], LOOK_SECONDS).done:
-                halt()  # again and again: a solver that is only starting does not hear it
+                halt()  # repeatedly: a solver that is still starting ignores it

@@ -1,4 +1,4 @@
-"""Estimates how fast new jobs run beside others, from a few measurements (thesis 5.3.3 and 5.6).
+"""Estimates of the rates of new jobs in pairs, from a few measurements (thesis 5.3.3 and 5.6).
 
 What a job keeps of its rate beside each reference job, and what it leaves to them, is a row of a
 matrix of low rank. A new job's row is measured in a few places and completed from the principal
@@ -53,7 +53,7 @@ def pairs_to_profile(
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Knows the reference jobs: their rates alone and in pairs, all measured.
+    """The estimator from reference jobs, whose rates alone and in pairs are all measured.
 
     Rates on accelerators of different servers are not estimated.
     """
@@ -131,7 +131,7 @@ class Estimator:
 def completed(
     reference: Floats, rows: Floats, rank: int = RANK, ridge: float = RIDGE
 ) -> tuple[Floats, Floats]:
-    """Both matrices with their nan replaced: what is known stays.
+    """Both matrices with NaN replaced by estimates; known entries are unchanged.
 
     Holes of ``reference`` are filled from its own ``rank`` principal components, over and over;
     ``rows`` are means plus multiples of the components, fitted by ridge regression to what is known

@@ -1,4 +1,4 @@
-"""Answers ``max theta`` over all jobs exactly, with few groups of them (see ``polytope``)."""
+"""Solves ``max theta`` over all jobs exactly, with few groups of them (see ``polytope``)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ ROUNDING = 1e-6  # relative: what solvers' tolerances leave
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Level:
+class MaxLevel:
     """``theta`` is reached by ``allocation``; no allocation reaches more than ``bound``.
 
     ``allocation`` is None and ``theta`` nan where there is none.
@@ -46,7 +46,7 @@ def max_level(
     limits: Limits | None = None,
     tolerance: float = TOLERANCE,
     backend: str | None = None,
-) -> Level:
+) -> MaxLevel:
     """Maximise theta such that throughput(m, X) >= theta * need_m for every job.
 
     Parameters
@@ -59,7 +59,7 @@ def max_level(
     limits = limits or Limits(seconds=math.inf)
     began = perf_counter()
 
-    def attempt(groups: Groups) -> Attempt[Level]:
+    def attempt(groups: Groups) -> Attempt[MaxLevel]:
         left = limits.left(perf_counter() - began)
         within = replace(limits, seconds=left)
         return _solve(problem, groups, need, within, backend, tolerance)
@@ -68,7 +68,7 @@ def max_level(
     return replace(level, seconds=perf_counter() - began)
 
 
-def central_level(problem: AllocationProblem, need: Floats, limits: Limits) -> Level:
+def central_level(problem: AllocationProblem, need: Floats, limits: Limits) -> MaxLevel:
     """As :func:`max_level`, but of many optima one in their middle.
 
     Like jobs get the like, and what the optimum leaves open is spread, where a vertex leaves it
@@ -93,7 +93,7 @@ def _solve(
     limits: Limits,
     backend: str | None,
     tolerance: float,
-) -> Attempt[Level]:
+) -> Attempt[MaxLevel]:
     """One linear program, and the groups whose time is scarce."""
     valid = polytope(problem, groups)
     # No job can have more than its best rate all of the time.
@@ -101,7 +101,7 @@ def _solve(
     program = level_program(valid, groups.total(need), most)
     answer = solve(program.form, backend, limits)
     if answer.values is None or answer.duals is None:
-        level = Level(answer.status, math.nan, math.nan, None, 0.0, answer.backend)
+        level = MaxLevel(answer.status, math.nan, math.nan, None, 0.0, answer.backend)
         return Attempt(level, math.inf, all_scarce(groups), failed=True)
     allocation = valid.invert(np.clip(answer.values[:-1], 0.0, valid.most), all_served=True)
     theta = float((throughput(problem, allocation) / need).min())
@@ -109,5 +109,5 @@ def _solve(
     gap = (bound - theta) / abs(bound) if bound else 0.0
     # The solver's optimum is that of the groups; the bound says how good it is for the jobs.
     status = Status.OPTIMAL if gap <= max(tolerance, ROUNDING) else Status.FEASIBLE
-    level = Level(status, theta, bound, allocation, 0.0, answer.backend)
+    level = MaxLevel(status, theta, bound, allocation, 0.0, answer.backend)
     return Attempt(level, gap, scarce_time(groups, answer.duals))

@@ -1,4 +1,4 @@
-"""Answers for clusters of so many different jobs that one linear program would be too large.
+"""Allocations of clusters with so many different jobs that one linear program is too large.
 
 POP (Narayanan et al., SOSP 2021): the jobs are split into parts, each part has the same portion of
 every type of accelerator, the parts are solved one by one or at once, and the allocations are put
@@ -36,7 +36,7 @@ BACKEND = "highs-ipm"  # where no two of 3,000 jobs are alike, three times as fa
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class JobPart:
     """Some of the jobs, ``jobs`` of the whole, with ``portion`` of every type of accelerator."""
 
     jobs: Ints
@@ -57,7 +57,7 @@ class Solved:
     prices: Floats
 
 
-Spread = Callable[[Callable[[Part, Limits], Solved], Sequence[Part], Limits], list[Solved]]
+Spread = Callable[[Callable[[JobPart, Limits], Solved], Sequence[JobPart], Limits], list[Solved]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ POLICIES = {
 
 
 def in_process(
-    run: Callable[[Part, Limits], Solved], parts: Sequence[Part], limits: Limits
+    run: Callable[[JobPart, Limits], Solved], parts: Sequence[JobPart], limits: Limits
 ) -> list[Solved]:
     """One part after the other."""
     return [run(part, limits) for part in parts]
 
 
 def on_ray(
-    run: Callable[[Part, Limits], Solved], parts: Sequence[Part], limits: Limits
+    run: Callable[[JobPart, Limits], Solved], parts: Sequence[JobPart], limits: Limits
 ) -> list[Solved]:
     """All parts at once, on the Ray cluster that this process is part of, else on this machine.
 
@@ -169,7 +169,7 @@ def _require(problem: AllocationProblem, policy: str, parts: int) -> _Policy:
 
 
 def deal(problem: AllocationProblem, need: Floats, parts: int, seed: int) -> list[Ints]:
-    """A random split into parts that are alike: each ``parts`` jobs in order go one to each part.
+    """A random split into similar parts: of each ``parts`` consecutive jobs one goes to each part.
 
     The order is by scale, then by how much of its time a job needs for an equal level.
     """
@@ -181,14 +181,14 @@ def deal(problem: AllocationProblem, need: Floats, parts: int, seed: int) -> lis
     return [np.sort(order[part == number]) for number in range(parts)]
 
 
-def _split(problem: AllocationProblem, need: Floats, parts: int, limits: Limits) -> list[Part]:
+def _split(problem: AllocationProblem, need: Floats, parts: int, limits: Limits) -> list[JobPart]:
     """The parts, each with the portion of the cluster that its jobs are expected to need.
 
     The first part is tried with its even portion; at its prices and level, what the jobs of each
     part spend is what the part gets.
     """
     split = [
-        Part(jobs, _part_of(problem, jobs), need[jobs], 1 / parts)
+        JobPart(jobs, _part_of(problem, jobs), need[jobs], 1 / parts)
         for jobs in deal(problem, need, parts, limits.seed)
     ]
     if parts == 1:
@@ -238,7 +238,7 @@ def _part_of(problem: AllocationProblem, jobs: Ints) -> AllocationProblem:
     )
 
 
-def solve_part(part: Part, limits: Limits) -> Solved:
+def solve_part(part: JobPart, limits: Limits) -> Solved:
     """The linear program of one part; jobs of one kind and need are one group."""
     problem = part.problem
     groups = group_by(problem, part.need)
@@ -256,7 +256,7 @@ def solve_part(part: Part, limits: Limits) -> Solved:
     return Solved(answer.status, allocation, np.maximum(0.0, -answer.duals[shared]))
 
 
-def _merged(parts: Sequence[Part], allocations: Sequence[Allocation]) -> Allocation:
+def _merged(parts: Sequence[JobPart], allocations: Sequence[Allocation]) -> Allocation:
     return Allocation(
         np.concatenate([p.jobs[a.job] for p, a in zip(parts, allocations, strict=True)]),
         np.concatenate([a.partner for a in allocations]),

@@ -244,9 +244,8 @@ def _keep(at: Pass, state: int, k: int, label: Label, parent: int, choice: int) 
 def _covered(labels: Labels, state: int, label: Label) -> bool:
     """Whether some label of the state dominates ``label``; the newest labels are compared first.
 
-    If a label's delay is in an earlier group, the peak of that group is not compared: a further
-    stage keeps one microbatch less than in the group of ``label``, which is what it adds to the
-    peak.
+    A peak of an earlier group is not compared: a further stage keeps one microbatch less there than
+    in the group of ``label``, which is what it adds to the peak.
     """
     rows, count = labels.rows, labels.filled[state]
     for i in range(count - 1, -1, -1):
@@ -295,9 +294,8 @@ def _merge(at: Pass, state: int, label: Label) -> None:
         delay = rows[state, i, DELAY]
         delay = (delay >> SHIFT) * period + (delay & REST)
         seconds = abs(delay - own) + abs(rows[state, i, LOAD] - label.load)
-        more = abs(rows[state, i, RESIDENT] - label.resident) + abs(
-            rows[state, i, PEAK] - label.peak
-        )
+        more = abs(rows[state, i, RESIDENT] - label.resident)
+        more += abs(rows[state, i, PEAK] - label.peak)
         if seconds / period + more / memory < least:
             least, nearest = seconds / period + more / memory, i
     for j in range(PARENT):
@@ -361,11 +359,8 @@ def _need_of_normal(
     form: AllocationTables, period: int, need: Need, v: int, p: int, l: int
 ) -> None:
     """Update ``Need`` with normal group p - 1 unused, or with any stage [k, l) on it."""
-    load, resident, both = (
-        need.load[v, p - 1, l],
-        need.resident[v, p - 1, l],
-        need.both[v, p - 1, l],
-    )
+    load, both = need.load[v, p - 1, l], need.both[v, p - 1, l]
+    resident = need.resident[v, p - 1, l]
     group = form.normal[p - 1]
     sort = form.sort[group]
     before = _delay(period, v)

@@ -3,10 +3,12 @@
 from functools import cache
 
 from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.patterns.joint_patterns import JointPatterns
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.patterns.joint_patterns import joint_optimum
 from stagewright.solvers.patterns.madpipe import least_period
 from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
@@ -35,3 +37,4 @@ def compile_kernels() -> None:
     allocation = StageAllocationProblem(problem, ((0,), (1,)), special=0)
     least_period(allocation, Limits(seconds=1.0))
     by_grid(allocation, Grid(2, 2, 2), passes=1)
+    joint_optimum(JointPatterns(problem, ((0,), (1,))), Limits(seconds=1.0))

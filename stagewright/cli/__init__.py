@@ -62,14 +62,14 @@ class Commands(TyperGroup):
 
 
 def _print_any_name() -> None:
-    """Spell what the terminal cannot show by its code, where a traceback would come."""
+    """Escape characters that the terminal cannot show, instead of a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:
-    """Let what is left in the buffer of stdout vanish: nobody can take it."""
+    """Discard the buffer of stdout, which can no longer be written."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -102,7 +102,7 @@ def stagewright(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> int:
-    """Plan distributed training, with a proof of how good the plan is."""
+    """Plan distributed training, with a certified bound on the plan's cost."""
     if version:
         from importlib.metadata import version as installed_version
 

@@ -1,4 +1,4 @@
-"""``allocate``, ``rounds`` and ``policies``: who gets which accelerators, and when."""
+"""``allocate``, ``rounds`` and ``policies``: allocations of accelerators, and their rounds."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SHOWN_JOBS = 40
 SPELLED = {"budget_dollars": "--budget"}
-"""The options that are not called as the request's field."""
+"""Options whose name differs from the request's field."""
 
 JobsFile = Annotated[Path, typer.Option("--jobs", help="Jobs file.", metavar="FILE")]
 Accelerators = Annotated[
@@ -61,7 +61,7 @@ Backend = Annotated[
     str | None,
     typer.Option(
         "--backend",
-        help="Solver of the linear programs, e.g. pulp-cbc; cvxpy: the thesis's own program.",
+        help="Solver of the linear programs, e.g. pulp-cbc; cvxpy: the thesis's program.",
         metavar="NAME",
     ),
 ]
@@ -79,19 +79,19 @@ def allocate(
         int | None,
         typer.Option(
             help="max-min, makespan: split jobs and accelerators into N parts and solve each; the "
-            "gap is what that may lose.",
+            "gap bounds the loss.",
             metavar="N",
         ),
     ] = None,
     at_once: Annotated[
-        bool, typer.Option("--at-once", help="Solve the parts at once, on Ray.")
+        bool, typer.Option("--at-once", help="Solve the parts in parallel, on Ray.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Decides which job is in which part.")] = 0,
     time_limit: TimeLimit = 60.0,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Divide the accelerators' time among jobs; exit code 1 if what is asked cannot be had."""
+    """Divide the accelerators' time among jobs; exit code 1 if there is no such allocation."""
     from stagewright.formulations.clusters.allocation_plan import save_allocation
     from stagewright.service.cluster_requests import AllocateRequest
 
@@ -153,7 +153,7 @@ def policies(as_json: JsonFlag = False) -> int:
 
 
 def read_pool(text: str) -> "Pool":
-    """The accelerators of ``--cluster``: spelled out, a pool file or a cluster file."""
+    """The accelerators of ``--cluster``: given as text, a pool file or a cluster file."""
     from stagewright.graphs.documents import documents
     from stagewright.graphs.machines.cluster import FORMAT as CLUSTER
     from stagewright.graphs.machines.cluster import load_cluster
@@ -239,7 +239,7 @@ def rounds(
     time_limit: TimeLimit = 60.0,
     as_json: JsonFlag = False,
 ) -> int:
-    """Realise an allocation round by round: who runs where, who keeps its lease, what deviates."""
+    """Realise an allocation in rounds: placements, renewed leases, deviation from the target."""
     from stagewright.formulations.clusters.allocation_plan import load_allocation
     from stagewright.service.cluster_requests import RoundsRequest
 

@@ -1,4 +1,4 @@
-"""``cloud``: what a job costs on cloud instances whose prices change, and where to run it."""
+"""``cloud``: the cost of a job on cloud instances with changing prices, and a plan for it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,20 +28,21 @@ def cloud(
     prices: Annotated[
         list[Path],
         typer.Argument(
-            help="Prices files, or folders of logs with aws, azure, gcp in them.",
+            help="Prices files, or folders of logs that contain aws, azure or gcp.",
             metavar="PRICES...",
             show_default=False,
         ),
     ],
     rates: Annotated[
         str | None,
-        typer.Option(help="Work in an hour per kind of GPU: v100=1.0,p100=0.4,k80=0.1."),
+        typer.Option(help="Work per hour of each kind of GPU: v100=1.0,p100=0.4,k80=0.1."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="A model of the throughput table.", metavar="NAME")
     ] = None,
     throughputs: Annotated[
-        Path | None, typer.Option(help="A throughput table, JSON, as Gavel has it.", metavar="FILE")
+        Path | None,
+        typer.Option(help="A throughput table, JSON, in Gavel's format.", metavar="FILE"),
     ] = None,
     v100_hours: Annotated[
         float, typer.Option(help="The work: hours on as many V100s as the job has GPUs.")
@@ -53,43 +54,46 @@ def cloud(
         str,
         typer.Option(
             help="1xv100 (instances of one V100), gpu-type, multi-gpu, multi-cloud, dynamic; "
-            "rolling (planned on forecasts that prices stay), optimal (knows all prices); or all."
+            "rolling (replans on constant forecasts), optimal (knows all prices); or all."
         ),
     ] = "all",
     start: Annotated[
         str | None,
-        typer.Option(help="When the job may start, UTC; else as soon as every price is known."),
+        typer.Option(help="Earliest start of the job, UTC; default: when every price is known."),
     ] = None,
     deadline_hours: Annotated[
         float | None,
-        typer.Option(help="Hours after the start; else as long as every price is known."),
+        typer.Option(help="Hours after the start; default: until a price is no longer known."),
     ] = None,
     checkpoint_seconds: Annotated[
-        float, typer.Option(help="Paid before leaving an instance, to write the checkpoint.")
+        float, typer.Option(help="Paid time before leaving an instance, to write the checkpoint.")
     ] = 0.0,
     restore_seconds: Annotated[
-        float, typer.Option(help="Paid on every new instance, to boot it and load the checkpoint.")
+        float,
+        typer.Option(help="Paid time on every new instance, to boot it and load the checkpoint."),
     ] = 0.0,
     egress_dollars: Annotated[
-        float, typer.Option(help="For a checkpoint that leaves its region.")
+        float, typer.Option(help="Dollars for a checkpoint that leaves its region.")
     ] = 0.0,
     dataset_dollars: Annotated[
-        float, typer.Option(help="For a copy of the dataset to each provider after the first.")
+        float,
+        typer.Option(help="Dollars for a copy of the dataset to each provider after the first."),
     ] = 0.0,
     preempted: Annotated[
         float | None,
         typer.Option(
-            help="Reckon with preemptions as often as the logs show, with a checkpoint so often.",
+            help="Account for preemptions as in the logs, with checkpoints at this interval.",
             metavar="CHECKPOINT_EVERY_SECONDS",
         ),
     ] = None,
     home: Annotated[
-        str, typer.Option(help="Provider and region of the strategies that know one only.")
+        str, typer.Option(help="Provider and region of the strategies that use only one.")
     ] = "aws/us-east-1",
     only: Annotated[
         str | None,
         typer.Option(
-            help="Places to use, with commas: aws,azure/us-east; else all.", show_default=False
+            help="Places to use, separated by commas: aws,azure/us-east; default: all.",
+            show_default=False,
         ),
     ] = None,
     plot: Annotated[
@@ -104,7 +108,7 @@ def cloud(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Compare ways of renting cloud GPUs for a job, and plan where it runs when."""
+    """Compare strategies of renting cloud GPUs for a job, and plan its instances over time."""
     from stagewright.service.cloud_requests import CloudRequest
 
     with progress("reading prices"):

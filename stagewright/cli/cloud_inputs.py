@@ -1,4 +1,4 @@
-"""What ``cloud`` reads: prices, rates of work, preemptions, times."""
+"""Inputs of ``cloud``: prices, rates of work, preemptions, times."""
 
 import datetime
 import math
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_market(paths: list[Path], places: str | None) -> "Market":
-    """The prices of files and folders; of the ``places`` alone, if any are named."""
+    """The prices of files and folders; only of ``places``, if any are given."""
     from stagewright.graphs.importers.cloud_prices import read_cloud_logs
     from stagewright.graphs.workloads.prices import load_market, merge
 
@@ -39,7 +39,7 @@ def _only(market: "Market", places: str | None) -> "Market":
 def read_rates(
     text: str | None, model: str | None, throughputs: Path | None, market: "Market"
 ) -> dict[str, float]:
-    """Work per hour of each kind of GPU, of which a V100 does one hour's."""
+    """Work per hour of each kind of GPU, relative to a V100."""
     if (text is None) == (model is None) or (model is None) != (throughputs is None):
         raise InputError("give --rates, or --model with --throughputs")
     if text is not None:
@@ -72,7 +72,7 @@ def _spelled_rates(text: str) -> dict[str, float]:
 
 
 def read_preemptions(paths: list[Path]) -> "Preemptions":
-    """What the availability logs of the folders have seen."""
+    """The uptimes in the availability logs of the folders."""
     from stagewright.graphs.importers.cloud_prices import read_availability
     from stagewright.graphs.workloads.prices import Preemptions
 
@@ -83,7 +83,7 @@ def read_preemptions(paths: list[Path]) -> "Preemptions":
 
 
 def parse_time(text: str) -> float:
-    """Seconds since 1970 of a time in ISO 8601, UTC where no zone is given."""
+    """Seconds since 1970 of a time in ISO 8601; UTC if no zone is given."""
     try:
         at = datetime.datetime.fromisoformat(text)
     except ValueError:

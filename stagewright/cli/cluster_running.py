@@ -1,4 +1,4 @@
-"""``run-cluster``: the jobs of a workload trained for real, in rounds on a Ray cluster."""
+"""``run-cluster``: train the jobs of a workload in rounds on a Ray cluster."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,15 +37,15 @@ def run_cluster(
     program: Annotated[
         list[str],
         typer.Option(
-            help="Trains the jobs under a lease; or those of one model, repeated for each.",
+            help="Trains jobs under a lease: all, or those of one model; may be repeated.",
             metavar="[MODEL=]PACKAGE:FUNCTION",
         ),
     ],
     folder: Annotated[
         Path,
         typer.Option(
-            help="Checkpoints and the store of jobs, seen by all nodes; a run that was stopped "
-            "goes on from there.",
+            help="Checkpoints and the job store, shared by all nodes; a stopped run continues "
+            "from it.",
             metavar="DIR",
         ),
         Writes(several=True),
@@ -71,7 +71,8 @@ def run_cluster(
         typer.Option(help="Weight of measured rates against those of the jobs file, 0 to 1."),
     ] = 0.0,
     address: Annotated[
-        str | None, typer.Option(help="Of a Ray cluster; else Ray is started on this machine.")
+        str | None,
+        typer.Option(help="Address of a Ray cluster; default: Ray is started on this machine."),
     ] = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
@@ -111,7 +112,7 @@ def run_cluster(
 
 
 def _programs(texts: list[str], models: set[str]) -> dict[str, Callable[..., Any]]:
-    """What trains each model; a program without a model trains all that have none."""
+    """The program of each model; a program without a model trains all models without one."""
     from stagewright.cli.factories import load_factory
 
     found: dict[str, Callable[..., Any]] = {}

@@ -1,4 +1,4 @@
-"""``compare``: a plan's prediction beside what a run of it measured."""
+"""``compare``: compare a plan's predictions with a measured run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,7 +32,7 @@ def compare(
     ],
     png: Annotated[
         Path | None,
-        typer.Option(help="Draw both timelines above each other.", metavar="FILE"),
+        typer.Option(help="Draw both timelines, one above the other.", metavar="FILE"),
         Writes(".png"),
     ] = None,
     model: Annotated[
@@ -45,7 +45,7 @@ def compare(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Lay a plan's prediction beside what a run of it measured."""
+    """Compare a plan's predictions with the measurements of a run of it."""
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.service.pipeline_requests import CompareRequest

@@ -1,4 +1,4 @@
-"""What the commands share: options, tables, JSON, progress."""
+"""Shared by the commands: options, tables, JSON, progress."""
 
 import json
 import math
@@ -41,7 +41,7 @@ Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 LossFunction = Annotated[
     str | None,
     typer.Option(
-        help="Loss of (outputs, targets): a mean, or (sum, count); cross-entropy if left out.",
+        help="Loss of (outputs, targets): a mean, or (sum, count); default: cross-entropy.",
         metavar="PACKAGE:FUNCTION",
     ),
 ]
@@ -49,7 +49,7 @@ Optimizer = Annotated[
     str, typer.Option(help="One of torch.optim, e.g. adamw:lr=1e-3,weight_decay=0.1.")
 ]
 ClipNorm = Annotated[
-    float | None, typer.Option(help="Scale gradients whose norm over all parameters is larger.")
+    float | None, typer.Option(help="Clip gradients to this norm over all parameters.")
 ]
 OutputFile = Annotated[
     Path | None,
@@ -64,7 +64,7 @@ def out() -> "Console":
     """The console of stdout."""
     from rich.console import Console
 
-    # No markup: names of models, devices and files may hold brackets.
+    # No markup: names of models, devices and files may contain brackets.
     console = Console(highlight=False, soft_wrap=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH_WITHOUT_TERMINAL
@@ -79,7 +79,7 @@ def print_lines(*lines: "RenderableType") -> None:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-    """Print a table; a heading that starts with ``<`` is of a column of text."""
+    """Print a table; a heading that starts with ``<`` marks a left-aligned column of text."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -98,13 +98,13 @@ def print_answer(answer: "Answer") -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Print ``document`` as one JSON object; what is not finite becomes null."""
+    """Print ``document`` as one JSON object; numbers that are not finite become null."""
     sys.stdout.write(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
 
 
 @contextmanager
 def progress(task: str, stop: "StopToken | None" = None) -> Iterator["OnProgress"]:
-    """Show ``task`` and its progress on stderr while the body runs, where that is a terminal."""
+    """Show ``task`` and its progress on stderr while the body runs, if that is a terminal."""
     from rich.console import Console
 
     from stagewright.formulations.forms.answers import silent
@@ -121,9 +121,9 @@ def progress(task: str, stop: "StopToken | None" = None) -> Iterator["OnProgress
 
 @dataclass
 class ProgressLine:
-    """Task, time since the command began, best answer, best bound and gap; drawn again and again.
+    """Task, elapsed time, best answer, best bound and gap; redrawn regularly.
 
-    The time goes on also where nothing is reported.
+    The time is updated even if nothing is reported.
     """
 
     task: str
@@ -133,7 +133,7 @@ class ProgressLine:
     reported: bool = False
 
     def take(self, news: "Progress") -> None:
-        """Keep what is better than what is known."""
+        """Keep a better answer or bound."""
         self.reported = True
         self.best = self.best if news.objective is None else min(self.best, news.objective)
         self.bound = max(self.bound, news.bound)
@@ -149,7 +149,7 @@ class ProgressLine:
                 best, gap = f"{self.best:.6g}", f", gap {percent(_gap(self.best, bound))}"
             told += f", best {best}, bound {bound:.6g}{gap}"
         if self.stop is not None and self.stop.is_set():
-            told += "; stopping, once more Ctrl-C ends it at once"
+            told += "; stopping, a second Ctrl-C ends it immediately"
         return Text(told)
 
 
@@ -170,9 +170,9 @@ def spelled(name: str) -> str:
 
 
 def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: Any) -> R:
-    """The request of ``fields``; a complaint that begins with a field names its option.
+    """The request of ``fields``; errors that begin with a field name its option instead.
 
-    ``options`` spells those that are not called as their field.
+    ``options`` has the options whose name differs from the field.
     """
     try:
         return kind.of(**fields)
@@ -186,7 +186,7 @@ def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: An
 
 
 def percent(share: float | None) -> str:
-    """A share as a percentage; a dash where there is none."""
+    """A fraction as a percentage; a dash if there is none."""
     return "-" if share is None or not math.isfinite(share) else f"{share:.2%}"
 
 

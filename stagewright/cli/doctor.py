@@ -1,4 +1,4 @@
-"""``doctor``: what is installed, and what works right now."""
+"""``doctor``: installed packages and working backends."""
 
 import platform
 from collections.abc import Callable
@@ -15,7 +15,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: ``needed`` things that are not ``working`` are faults."""
+    """The result of one check: ``needed`` things that are not ``working`` are faults."""
 
     name: str
     working: bool
@@ -24,7 +24,7 @@ class Finding:
 
 
 def doctor(as_json: JsonFlag = False) -> int:
-    """Say what is installed and which backends work; exit code 1 if a needed one does not."""
+    """List installed packages and working backends; exit code 1 if a needed one is missing."""
     with progress("trying the backends"):
         found = [*_packages(), *_backends(), _try("partition kernel", 3.0, _ask_kernel)]
     if as_json:
@@ -119,7 +119,7 @@ def _ask_kernel() -> float | None:
 
 
 def _try(name: str, expected: float, ask: Callable[[], float | None]) -> Finding:
-    # Whatever goes wrong in a solver's library is the finding, not a reason to stop.
+    # Any error in a solver's library is a finding, not a reason to stop.
     try:
         value = ask()
     except Exception as error:

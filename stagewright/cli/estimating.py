@@ -1,4 +1,4 @@
-"""``estimate``: how fast new jobs run beside others, from a few measurements."""
+"""``estimate``: rates of new jobs that share accelerators, from a few measurements."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,13 +46,13 @@ def estimate(
         int, typer.Option(help="With --choose: accelerators of the job.", metavar="N")
     ] = 1,
     fraction: Annotated[
-        float, typer.Option(help="With --choose: part of all pairs to measure.")
+        float, typer.Option(help="With --choose: fraction of all pairs to measure.")
     ] = 0.2,
     seed: Seed = 0,
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Estimate rates of new jobs that share accelerators, or choose what to measure of them."""
+    """Estimate rates of new jobs that share accelerators, or choose the pairs to measure."""
     from stagewright.graphs.workloads.jobs import load_workload, save_workload
     from stagewright.service.cluster_requests import EstimateRequest
 

@@ -33,17 +33,18 @@ def export(
     partition_only: Annotated[
         bool,
         typer.Option(
-            "--partition-only", help="Take the stages; leave the schedule to the framework."
+            "--partition-only", help="Export only the stages; leave the schedule to the framework."
         ),
     ] = False,
     command: Annotated[
-        str | None, typer.Option(help="What a launch script runs on every device.")
+        str | None, typer.Option(help="The command of a launch script for every device.")
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="Cluster file: which device is where.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Cluster file, with the servers of the devices.", metavar="FILE"),
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="Where no cluster file tells the servers.", metavar="N")
+        int | None, typer.Option(help="Devices per server, without a cluster file.", metavar="N")
     ] = None,
     image: Annotated[
         str | None, typer.Option(help="Container image of the Kubernetes Job.")
@@ -93,7 +94,7 @@ def export(
 
 
 def _paths(output: Path, names: list[str]) -> list[Path]:
-    """Where to write: one file as or into ``output``, several into it, a folder that is made."""
+    """The paths to write: one file as or into ``output``, several into it as a new folder."""
     if len(names) == 1 and not output.is_dir():
         if output.suffix and output.suffix != Path(names[0]).suffix:
             raise InputError(f"--output {output}: a name such as {names[0]} is needed")

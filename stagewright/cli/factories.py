@@ -1,4 +1,4 @@
-"""What a user's own code gives to a command: ``PACKAGE:FACTORY`` names a function in it."""
+"""Functions of the user's code for a command, given as ``PACKAGE:FACTORY``."""
 
 import functools
 import importlib
@@ -14,8 +14,8 @@ EXAMPLE = "examples.models:transformer"
 def load_factory(text: str, option: str) -> Callable[..., Any]:
     """The function that ``text`` names, for example ``examples.models:transformer``.
 
-    Packages are looked for in the current folder first. What the function raises later on becomes
-    an InputError that names ``option``.
+    Packages are searched in the current folder first. Exceptions of the function become an
+    InputError that names ``option``.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def _import(package: str, option: str) -> Any:
                 f"{option}: there is no module {error.name!r} in the current folder or installed"
             ) from None
         raise InputError(f"{option}: importing {package!r} raised {_told(error)}") from error
-    except Exception as error:  # whatever the user's module does when it is imported
+    except Exception as error:  # the user's module may raise anything when it is imported
         raise InputError(f"{option}: importing {package!r} raised {_told(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""``import``, ``model`` and ``cluster``: the documents that a plan starts from."""
+"""``import``, ``model`` and ``cluster``: the input documents of a plan."""
 
 import re
 from dataclasses import replace
@@ -29,14 +29,14 @@ class Source(StrEnum):
 
 
 class Precision(StrEnum):
-    """Of an analytic profile."""
+    """Number type of an analytic profile."""
 
     FP32 = "fp32"
     FP16 = "fp16"
 
 
 class Attention(StrEnum):
-    """How an analytic profile counts attention."""
+    """Attention kernel of an analytic profile."""
 
     FUSED = "fused"
     MATERIALIZED = "materialized"
@@ -48,14 +48,14 @@ def import_(
     output: OutputFile = None,
     microbatch_size: MicrobatchSize = None,
     device: Annotated[
-        str | None, typer.Option(help="Kind of device that was measured; without it, any device.")
+        str | None, typer.Option(help="Kind of device that was measured; default: any device.")
     ] = None,
     contract: Annotated[
         bool, typer.Option("--contract", help="Merge branches, so that layers are cut points.")
     ] = False,
     throughputs: Annotated[
         Path | None,
-        typer.Option(help="gavel: the table of throughputs beside the trace.", metavar="FILE"),
+        typer.Option(help="gavel: the table of throughputs of the trace.", metavar="FILE"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -97,16 +97,14 @@ def model(
     output: OutputFile = None,
     microbatch_size: MicrobatchSize = None,
     device: Annotated[
-        str, typer.Option(help="Kind of device; several with commas for a mixed cluster.")
+        str, typer.Option(help="Kind of device; several, separated by commas, for a mixed cluster.")
     ] = "v100",
     precision: Annotated[
-        Precision, typer.Option(help="Of weights and activations.")
+        Precision, typer.Option(help="Type of weights and activations.")
     ] = Precision.FP32,
     attention: Annotated[
         Attention,
-        typer.Option(
-            help="One kernel that keeps no matrix of scores, or one operation after another."
-        ),
+        typer.Option(help="One kernel that keeps no matrix of scores, or separate operations."),
     ] = Attention.FUSED,
     optimizer_state: Annotated[
         int,
@@ -118,7 +116,7 @@ def model(
     sequence: Annotated[int | None, typer.Option(help="gpt: tokens in a sequence.")] = None,
     vocabulary: Annotated[int | None, typer.Option(help="gpt: entries in the vocabulary.")] = None,
     image: Annotated[
-        int | None, typer.Option(help="Networks for images: their height and width.")
+        int | None, typer.Option(help="Vision models: height and width of the images.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -168,7 +166,8 @@ def cluster(
     dgx1: Annotated[bool, typer.Option("--dgx1", help="Eight V100 in a cube of NVLinks.")] = False,
     device: Annotated[str, typer.Option(help="Kind of device.")] = "v100",
     memory: Annotated[
-        str | None, typer.Option(help="Memory of a device, for example 16GB; else the kind's.")
+        str | None,
+        typer.Option(help="Memory of a device, for example 16GB; default: that of the kind."),
     ] = None,
     host_bandwidth: Annotated[
         str | None,
@@ -240,7 +239,7 @@ def _servers(
 
 
 def hand_out(document: "Chain | Cluster", output: Path | None, as_json: bool) -> int:
-    """Print the document, or write it to ``output`` and print what it is."""
+    """Print the document, or write it to ``output`` and print a summary."""
     from stagewright.graphs.documents import documents
     from stagewright.graphs.models.chain import Chain
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during a search: it ends early, and what it found is kept."""
+"""Ctrl-C and SIGTERM end a search early and keep its best answer."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def _end(number: int) -> None:
-    """End at once, whatever other threads do, with the terminal as it was."""
+    """End immediately, without waiting for other threads, and restore the terminal."""
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), f"{SHOW_CURSOR}\n".encode())
     os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""``schedule`` and ``jobshop``: scheduling problems in plain numbers, without a model."""
+"""``schedule`` and ``jobshop``: scheduling problems given by times, without a model."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Backend = Annotated[
     str | None,
-    typer.Option("--backend", help="Solver; cp-sat if left out.", metavar="NAME"),
+    typer.Option("--backend", help="Solver; default: cp-sat.", metavar="NAME"),
 ]
 
 
@@ -63,7 +63,9 @@ def schedule(
     ] = "0",
     in_flight: Annotated[
         str | None,
-        typer.Option(help="Most microbatches in flight: one, or one per stage.", metavar="N,..."),
+        typer.Option(
+            help="Maximum number of microbatches in flight: one, or one per stage.", metavar="N,..."
+        ),
     ] = None,
     devices: Annotated[
         str | None,
@@ -80,7 +82,7 @@ def schedule(
     backend: Backend = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Schedule the microbatches of a pipeline whose stages are given by their times."""
+    """Schedule the microbatches of a pipeline of stages with given times."""
     from stagewright.service.pipeline_requests import ScheduleRequest
     from stagewright.service.scheduling import schedule as answer_of
 
@@ -112,7 +114,7 @@ def jobshop(
     backend: Backend = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Solve a job shop: jobs visit machines in given orders, the last is to end soonest."""
+    """Solve a job shop: minimise the makespan of jobs that visit machines in given orders."""
     from stagewright.formulations.pipelines.jobshop import parse_jobshop
     from stagewright.graphs.documents.documents import read_text
     from stagewright.service.pipeline_requests import JobShopRequest
@@ -187,7 +189,7 @@ def _read_devices(text: str | None, stages: int) -> tuple[int, ...]:
 
 
 def _numbers(option: str, text: str) -> list[float]:
-    """Numbers with commas or spaces between them."""
+    """Numbers separated by commas or spaces."""
     try:
         return [float(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -195,7 +197,7 @@ def _numbers(option: str, text: str) -> list[float]:
 
 
 def _per_place(option: str, values: list[T], size: int, places: str) -> list[T]:
-    """``values``, one per place; a single one is for all places."""
+    """``values``, one per place; a single one is used for all places."""
     if len(values) == 1:
         return values * size
     if len(values) != size:
@@ -272,6 +274,6 @@ def _drawn_blocks(problem: "MakespanProblem", timetable: "Timetable") -> list[li
 
 
 def _label(label: str, columns: int) -> str:
-    """``label`` in so many columns; only the microbatch's last digits where it is too long."""
+    """``label`` in a fixed number of columns; shortened to the microbatch's last digits."""
     text = label if len(label) < columns else label[-max(columns - 1, 1) :]
     return (text.ljust(columns - 1) + "|")[:columns]

@@ -1,7 +1,6 @@
-"""What commands write: refused before any work where it cannot be written, or something be lost.
+"""Outputs of commands: refused before any work if they cannot be written, or overwrite an input.
 
-An option of a command says what it writes in its annotation, ``Writes(".json")``; what is a path
-otherwise is read.
+An option that is written is annotated with ``Writes(".json")``; all other paths are read.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ STANDARD_OUTPUT = Path("/dev/stdout")
 class Writes:
     """Marks an option whose value is written: names end in one of ``suffixes``, or have none.
 
-    Without suffixes every name will do; ``several`` files are written into a folder.
+    Without suffixes every name is accepted; ``several`` files are written into a folder.
     """
 
     def __init__(self, *suffixes: str, several: bool = False) -> None:
@@ -34,7 +33,7 @@ class Writes:
 
 
 class Reads:
-    """Marks an option that may name a file though it is no path."""
+    """Marks an option that may name a file though its type is not a path."""
 
 
 class Named(NamedTuple):
@@ -46,16 +45,16 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What a command reads, and what it writes and how."""
+    """The files that a command reads and writes."""
 
     read: list[Named]
     written: list[tuple[Named, Writes]]
 
 
 def checked(command: Command) -> Command:
-    """``command``, refusing to begin where one of its outputs cannot be written safely.
+    """Wrap ``command`` to fail early if one of its outputs cannot be written safely.
 
-    An output ``-`` is standard output, where nothing else is printed then.
+    An output ``-`` is standard output, on which nothing else is then printed.
     """
 
     @functools.wraps(command)
@@ -72,7 +71,7 @@ def checked(command: Command) -> Command:
 
 @contextlib.contextmanager
 def _standard_output(files: _Files, as_json: bool) -> Iterator[None]:
-    """Print to standard error where standard output is one of the files to write."""
+    """Print to standard error if standard output is one of the files to write."""
     if not files.written:
         yield
         return
@@ -86,7 +85,7 @@ def _standard_output(files: _Files, as_json: bool) -> Iterator[None]:
 
 
 def require_apart(outputs: Sequence[Named], inputs: Sequence[Named]) -> None:
-    """Refuse an output that is an input or another output, under whatever name."""
+    """Refuse an output that is the same file as an input or another output."""
     for position, output in enumerate(outputs):
         for other in (*inputs, *outputs[:position]):
             if _same(output.path, other.path):
@@ -96,7 +95,7 @@ def require_apart(outputs: Sequence[Named], inputs: Sequence[Named]) -> None:
 
 
 def require_folder(*paths: Path) -> None:
-    """Refuse files that cannot be written where they are to be."""
+    """Refuse files that cannot be written."""
     for path in paths:
         folder = os.path.dirname(os.path.realpath(path))
         if os.path.isdir(path):
@@ -119,7 +118,7 @@ def _require_writable(named: Named, writes: Writes) -> None:
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether two names are of one file, be it there or not; what is thrown away is never lost."""
+    """Whether two names are the same file, existing or not; never for devices like /dev/null."""
     real = os.path.realpath(one)
     if real == os.devnull:
         return False
@@ -156,12 +155,12 @@ def _paths(command: Command) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
 
 
 def _option(name: str, kind: Any, marks: tuple[Any, ...]) -> str:
-    """What the user calls an argument: ``--save-prices``, or ``PLAN`` without dashes."""
+    """The name of an argument on the command line: ``--save-prices`` or ``PLAN``."""
     for mark in marks:
         if isinstance(mark, ArgumentInfo):
             return (mark.metavar or name).rstrip(".").upper()
         if isinstance(mark, OptionInfo):
-            # Within Annotated typer takes the first name for a default.
+            # Within Annotated typer reads the first name as a default.
             for spelled in (mark.default, *(mark.param_decls or ())):
                 if isinstance(spelled, str):
                     return spelled

@@ -1,4 +1,4 @@
-"""``partition``: stages of least bottleneck, by the recurrence or as an integer program."""
+"""``partition``: stages with minimum bottleneck, by the recurrence or an integer program."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +28,7 @@ def partition(
     cluster: ClusterFile,
     microbatches: Annotated[int, typer.Option(help="Microbatches in an iteration.")],
     stages: Annotated[
-        int | None, typer.Option(help="Number of stages; else every number.", metavar="N")
+        int | None, typer.Option(help="Number of stages; default: every number.", metavar="N")
     ] = None,
     backend: Annotated[
         str,
@@ -41,7 +41,7 @@ def partition(
     time_limit: TimeLimit = 10.0,
     as_json: JsonFlag = False,
 ) -> int:
-    """Divide a model into stages of least bottleneck (SPP's BPPM); exit code 1 if none fits."""
+    """Divide a model into stages of minimum bottleneck (SPP's BPPM); exit code 1 if none fits."""
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
     from stagewright.service.pipeline_requests import PartitionRequest

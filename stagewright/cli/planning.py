@@ -38,21 +38,21 @@ def plan(
     ] = "auto",
     memory_limit: Annotated[
         str | None,
-        typer.Option(help="What a device may use of its memory, such as 8GB.", metavar="SIZE"),
+        typer.Option(help="Limit on the memory of every device, such as 8GB.", metavar="SIZE"),
     ] = None,
     period: Annotated[
         float | None,
-        typer.Option(help="Periodic planners: seconds between microbatches; else the least."),
+        typer.Option(help="Periodic planners: seconds between microbatches; default: the minimum."),
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(help="Periodic planners: devices that share a stage; else the best number."),
+        typer.Option(help="Periodic planners: devices per stage; default: the best number."),
     ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(
             help="none; full or layer: stages keep their input, or every layer's, and recompute "
-            "the rest; auto: whatever is best. Default: auto for the planners auto and general, "
+            "the rest; auto: the best of them. Default: auto for the planners auto and general, "
             "none for the others.",
             metavar="<none|full|layer|auto>",
         ),
@@ -61,9 +61,9 @@ def plan(
         bool | None,
         typer.Option(
             "--offload/--no-offload",
-            help="Whether stages may keep activations in the host's memory, for which the cluster "
-            "file tells the link: with auto, general, madpipe and 1f1b-star where it helps (auto "
-            "and general try it unless told otherwise), with the other planners every stage.",
+            help="Whether stages may offload activations to host memory; the cluster file must "
+            "have the bandwidth. With auto, general, madpipe and 1f1b-star where it helps (auto "
+            "and general try it by default), with the other planners every stage.",
         ),
     ] = None,
     time_limit: TimeLimit = 10.0,
@@ -75,7 +75,7 @@ def plan(
     """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time.
 
     Ctrl-C (or SIGTERM) ends the search and keeps the best plan found so far; a second one ends
-    at once.
+    immediately.
     """
     from stagewright.graphs.documents.units import parse_bytes
     from stagewright.graphs.machines.cluster import load_cluster
@@ -122,7 +122,7 @@ def _print_result(chain: "Chain", result: "Result") -> None:
 
     if result.plan is not None:
         print_plan(result.plan, chain)
-    # A portfolio's reason stands beside its best attempt already.
+    # A portfolio's reason is already printed with its best attempt.
     shown = result.reason and (result.plan is None or not result.attempts)
     reason = f": {result.reason}" if shown else ""
     of = " in its class" if result.status == "optimal" and str(result.plans) != "every plan" else ""
@@ -134,7 +134,7 @@ def _print_result(chain: "Chain", result: "Result") -> None:
         cost = "-" if one.cost_seconds is None else format_seconds(one.cost_seconds)
         rows.append((one.planner, one.status.value, cost, f"{one.wall_seconds:.2f}", one.reason))
     if rows:
-        head = ("<planner", "<status", "cost", "seconds", "<how it went")
+        head = ("<planner", "<status", "cost", "seconds", "<notes")
         print_table(head, rows)
 
 

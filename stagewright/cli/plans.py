@@ -1,4 +1,4 @@
-"""``check``, ``simulate`` and ``show``: what is done with a plan file."""
+"""``check``, ``simulate`` and ``show``: commands on a plan file."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def check(
     threads: Threads = DEFAULT_THREADS,
     as_json: JsonFlag = False,
 ) -> int:
-    """Check a plan's rules and proofs again, from the definitions; exit code 1 if one is broken."""
+    """Check a plan's rules and proofs from their definitions; exit code 1 if one is broken."""
     from stagewright.service.pipeline_requests import CheckRequest
     from stagewright.service.plans import check as check_plan
 
@@ -95,7 +95,7 @@ def simulate(
     model: ModelFile,
     cluster: ClusterFile,
     jitter: Annotated[
-        float, typer.Option(help="Spread of the durations: deviation of their logarithm.")
+        float, typer.Option(help="Jitter: standard deviation of the durations' logarithm.")
     ] = 0.0,
     straggler: Annotated[
         list[str] | None,
@@ -104,7 +104,7 @@ def simulate(
     seed: Seed = 0,
     as_json: JsonFlag = False,
 ) -> int:
-    """Run the order of a plan as discrete events, with jitter and stragglers if wanted."""
+    """Simulate the order of a plan by discrete events, optionally with jitter and stragglers."""
     from stagewright.graphs.documents.errors import InvalidPlan
     from stagewright.service.answers import InvalidAnswer
     from stagewright.service.pipeline_requests import SimulateRequest
@@ -146,7 +146,7 @@ def show(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Draw a plan, or print its summary where no file is asked for."""
+    """Draw a plan, or print its summary if no file is given."""
     from stagewright.executor.drawing.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html
@@ -173,7 +173,7 @@ def show(
 
 
 def _read_plan(plan: Path, model: Path, cluster: Path) -> dict[str, Any]:
-    """The plan, and the model and cluster of the problem that it must answer."""
+    """The plan, and the model and cluster of its problem."""
     from stagewright.formulations.plans.pipeline import PipelineProblem
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.graphs.machines.cluster import load_cluster
@@ -206,7 +206,7 @@ def _print_simulation(plan: "PipelinePlan", answer: "SimulateAnswer") -> None:
 
     def of_stage(devices: Sequence[str]) -> tuple[str, str]:
         idle = max(found.idle_seconds[device] for device in devices)
-        # Rounded to nanoseconds: below that is only the rounding of sums.
+        # Rounded to nanoseconds, to remove the rounding errors of sums.
         slack = abs(round(min(found.slack_seconds[device] for device in devices), 9))
         return percent(idle / (found.iteration_seconds or 1.0)), format_seconds(slack)
 

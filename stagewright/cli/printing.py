@@ -45,7 +45,7 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
 
 
 def _manner(stage: "Stage") -> str:
-    """What a stage does that others do not: turns, recomputation, offloading."""
+    """Special features of a stage: round-robin replication, recomputation, offloading."""
     turns = ["round-robin"] if stage.turns > 1 else []
     again = [f"recompute {stage.recompute}"] if stage.recompute != "none" else []
     return ", ".join([*turns, *again, *(["offload"] if stage.offload else [])])

@@ -18,7 +18,7 @@ from stagewright.cli.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
 
 EVERY_LAYER = range(sys.maxsize)
-TIMEOUT_SECONDS = 60.0  # that a rank waits for another one
+TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
 
 def profile(
@@ -34,18 +34,20 @@ def profile(
         ),
     ],
     microbatch_sizes: Annotated[
-        str, typer.Option(help="Samples; several with commas.", metavar="B,B,...")
+        str, typer.Option(help="Samples; several sizes separated by commas.", metavar="B,B,...")
     ] = "1,2,4",
     loss: LossFunction = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What measures.")] = "cpu",
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Device that is measured.")
+    ] = "cpu",
     kind: Annotated[
-        str, typer.Option(help="Kind of device that clusters will name; else the device's name.")
+        str, typer.Option(help="Kind of device, as in cluster files; default: the device's name.")
     ] = "",
     rounds: Annotated[int, typer.Option(help="Medians are of so many.", min=1)] = 9,
     threads: Annotated[int, typer.Option(help="Threads that compute on a CPU.", min=1)] = 1,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16"],
-        typer.Option(help="Type of the computation; bfloat16 is autocast of float32 parameters."),
+        typer.Option(help="Compute type; bfloat16 is autocast of float32 parameters."),
     ] = "float32",
     optimizer: Optimizer = "adamw",
     clip_norm: ClipNorm = None,
@@ -99,14 +101,15 @@ def profile_links(
         int | None, typer.Option(help="Processes to start here; not under torchrun.", min=2)
     ] = None,
     sizes: Annotated[
-        str, typer.Option(help="Messages; two sizes or more.", metavar="SIZE,SIZE,...")
+        str, typer.Option(help="Message sizes; at least two.", metavar="SIZE,SIZE,...")
     ] = "4kB,64kB,1MB,16MB",
     rounds: Annotated[int, typer.Option(help="Medians are of so many.", min=1)] = 9,
     kind: Annotated[
-        str, typer.Option(help="Kind of device in the file; else the device's name.")
+        str, typer.Option(help="Kind of device in the file; default: the device's name.")
     ] = "",
     memory: Annotated[
-        str | None, typer.Option(help="Memory of a device, for example 16GB; else the machine's.")
+        str | None,
+        typer.Option(help="Memory of a device, for example 16GB; default: the machine's."),
     ] = None,
     output: OutputFile = None,
     as_json: JsonFlag = False,
@@ -151,7 +154,7 @@ def _read_sizes(text: str) -> list[int]:
 
 @contextmanager
 def _reporting(task: str) -> Iterator[Callable[[str], None]]:
-    """Show what a measurement is at on stderr while the body runs, where that is a terminal."""
+    """Show the progress of a measurement on stderr while the body runs, if that is a terminal."""
     from rich.console import Console
     from rich.markup import escape
 

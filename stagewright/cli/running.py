@@ -1,4 +1,4 @@
-"""``run``: train by a plan, on the ranks that it needs."""
+"""``run``: train a model by a plan."""
 
 import ast
 import inspect
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stagewright.executor.training.training import Course, NamedOptimizer, Task
     from stagewright.formulations.plans.plan import PipelinePlan
 
-PROGRESS_SECONDS = 0.5  # between two lines of progress
+PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress
 
 
 def run(
@@ -49,7 +49,8 @@ def run(
         ),
     ],
     steps: Annotated[
-        int, typer.Option(help="Mini-batches to train on, in all.", min=1, show_default=False)
+        int,
+        typer.Option(help="Total number of mini-batches to train on.", min=1, show_default=False),
     ],
     loss: LossFunction = None,
     optimizer: Optimizer = "sgd:lr=0.01",
@@ -60,7 +61,7 @@ def run(
     ] = "float32",
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Folder of checkpoints; the two newest stay.", metavar="DIR"),
+        typer.Option(help="Folder of checkpoints; the two newest are kept.", metavar="DIR"),
         Writes(several=True),
     ] = None,
     checkpoint_every: Annotated[
@@ -68,7 +69,7 @@ def run(
         typer.Option(help="Steps between checkpoints; one is written at the end.", min=1),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint.")
     ] = False,
     save_parameters: Annotated[
         Path | None,
@@ -76,14 +77,14 @@ def run(
         Writes(".pt", ".pth", ".bin", ".ckpt"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write what happened when.", metavar="FILE"), Writes(".json")
+        Path | None, typer.Option(help="Write a trace of the run.", metavar="FILE"), Writes(".json")
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank waits for another one.")
     ] = 60.0,
     as_json: JsonFlag = False,
 ) -> int:
-    """Train a model by a plan: here on processes that it starts, under torchrun as one of them.
+    """Train a model by a plan: start local processes or, under torchrun, run as one of its ranks.
 
     Each rank computes with OMP_NUM_THREADS threads, by default one.
     """
@@ -137,7 +138,7 @@ def run(
 def _start(
     parsed: "PipelinePlan", read_task: "Callable[[PipelinePlan], Task]", plan: Path, as_json: bool
 ) -> int:
-    """Start the ranks; what each of them would refuse is refused before, once."""
+    """Check the task once, then start the ranks."""
     from stagewright.cli import main
     from stagewright.executor.programs.program import plan_devices
     from stagewright.executor.training.ranks.launch import LocalRanks
@@ -168,7 +169,7 @@ def _require_runnable(task: "Task") -> None:
 
 
 def _progress(steps: int) -> Callable[[int, float, float], None]:
-    """Tell a person at a terminal, now and then, how far the training is."""
+    """Report the progress of the training on a terminal."""
     from stagewright.graphs.documents.units import format_seconds
 
     told = -math.inf
@@ -216,7 +217,7 @@ def parse_optimizer(text: str) -> "NamedOptimizer":
     Raises
     ------
     InputError
-        If torch has no such optimizer, or the optimizer no such argument or value.
+        If torch has no such optimizer, or the optimizer has no such argument or value.
     """
     import torch
 
@@ -242,7 +243,7 @@ def parse_optimizer(text: str) -> "NamedOptimizer":
 
 
 def _parse_arguments(text: str, listed: str) -> dict[str, Any]:
-    """The keyword arguments in ``listed``, whose values are Python's literals."""
+    """The keyword arguments in ``listed``, with Python literals as values."""
     try:
         call = ast.parse(f"f({listed})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -256,7 +257,7 @@ def _parse_arguments(text: str, listed: str) -> dict[str, Any]:
 
 
 def _optimizers() -> "dict[str, type[torch.optim.Optimizer]]":
-    """The optimizers of torch by lower-case name, but for one that evaluates the loss itself."""
+    """The optimizers of torch by lower-case name, except LBFGS, which evaluates the loss itself."""
     import torch
 
     return {

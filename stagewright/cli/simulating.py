@@ -1,4 +1,4 @@
-"""``simulate-cluster``: a trace of jobs, or a stream of them, under a policy."""
+"""``simulate-cluster``: simulate a trace or a stream of jobs under a policy."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +54,8 @@ def simulate_cluster(
         bool, typer.Option("--multi-gpu", help="With --poisson: jobs on 1, 2, 4 or 8 accelerators.")
     ] = False,
     priorities: Annotated[
-        bool, typer.Option("--priorities", help="With --poisson: a fifth of the jobs weigh 5.")
+        bool,
+        typer.Option("--priorities", help="With --poisson: a fifth of the jobs have weight 5."),
     ] = False,
     slos: Annotated[
         bool,
@@ -77,7 +78,7 @@ def simulate_cluster(
         float, typer.Option(help="Least time between two allocations.")
     ] = 1920.0,
     ideal: Annotated[
-        bool, typer.Option("--ideal", help="No rounds: every job has exactly its share.")
+        bool, typer.Option("--ideal", help="No rounds: every job receives exactly its share.")
     ] = False,
     hours_to_failure: Annotated[
         float | None, typer.Option(help="Mean hours until an accelerator fails.")
@@ -85,7 +86,7 @@ def simulate_cluster(
     repair_hours: Annotated[float, typer.Option(help="Hours that a repair takes.")] = 1.0,
     seed: Seed = 0,
     timeline: Annotated[
-        Path | None, typer.Option(help="Draw who ran where.", metavar="FILE.png"), PICTURE
+        Path | None, typer.Option(help="Draw the assignments.", metavar="FILE.png"), PICTURE
     ] = None,
     completion: Annotated[
         Path | None,
@@ -134,7 +135,7 @@ def simulate_cluster(
 
 
 def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) -> None:
-    """Before the simulation, which may take hours."""
+    """Check the options before the simulation, which may take hours."""
     from stagewright.executor.drawing.cluster_chart import require_suffix
 
     for path in (timeline, *others):
@@ -184,7 +185,7 @@ def _window(text: str | None) -> tuple[int, int] | None:
 
 @contextmanager
 def _progress(window: tuple[int, int] | None) -> "Iterator[Callable[[Progress], None] | None]":
-    """A bar on stderr where that is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 

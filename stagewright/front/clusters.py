@@ -45,8 +45,8 @@ def allocate(
     workload, pool
         See :func:`load_workload` and :func:`parse_pool`.
     policy
-        One that ``stagewright policies`` lists. With the default no job can have more without
-        another having less; ``max-min`` is faster and may leave accelerators idle.
+        One that ``stagewright policies`` lists. With the default no job can be raised without
+        lowering another; ``max-min`` is faster and may leave accelerators idle.
     space_sharing
         Two jobs may run on the same accelerators at once.
     placement
@@ -54,10 +54,10 @@ def allocate(
     budget_dollars
         For the policy ``makespan-budget``.
     parts
-        For very many jobs, with ``max-min`` and ``makespan``: split jobs and accelerators into so
-        many parts and solve each; the gap is what that may lose. ``seed`` deals the jobs.
+        For very many jobs, with ``max-min`` and ``makespan``: split jobs and accelerators into
+        this many parts and solve each; the gap bounds the loss. ``seed`` assigns jobs to parts.
     at_once
-        Solve the parts at once, on Ray.
+        Solve the parts in parallel, on Ray.
     time_limit
         Seconds, of each part.
     backend
@@ -108,7 +108,7 @@ def rounds(
 ) -> "RoundsAnswer | AllocateAnswer":
     """Realise a policy's allocation, or the given one, in ``rounds`` rounds.
 
-    The answer is the policy's where it has no allocation.
+    Without an allocation the answer is the policy's.
     """
     from stagewright.service.allocating import rounds as answer
     from stagewright.service.cluster_requests import RoundsRequest
@@ -134,11 +134,11 @@ def simulate_cluster(
     policy: str = "max-min",
     **options: Any,
 ) -> "SimulateClusterAnswer":
-    """Simulate a cluster on a workload, or on jobs that arrive without end.
+    """Simulate a cluster on a workload, or on an endless stream of jobs.
 
     ``options`` are the other fields of
     :class:`~stagewright.service.cluster_requests.SimulateClusterRequest`, such as
-    ``round_seconds`` and ``window``. The answer's ``timeline`` is all that happened.
+    ``round_seconds`` and ``window``. The answer's ``timeline`` is the full record.
     """
     from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
     from stagewright.service.cluster_simulation import simulate_cluster as answer
@@ -161,11 +161,11 @@ def run_cluster(
     Parameters
     ----------
     programs
-        What trains each model: a function of a lease
+        The program of each model: a function of a lease
         (:class:`~stagewright.executor.clusters.leases.LeaseIterator`).
     folder
-        Checkpoints and the store of jobs, seen by all nodes. Where it holds these jobs from
-        before, they go on from there.
+        Folder of checkpoints and of the job store, shared by all nodes. Jobs that it already
+        contains continue from their checkpoints.
     options
         The other fields of :class:`~stagewright.service.cluster_requests.RunClusterRequest`, such
         as ``round_seconds`` and ``address``.
@@ -181,7 +181,7 @@ def run_cluster(
 
 
 def estimate(reference: "Throughputs", workload: "Workload") -> "EstimateAnswer":
-    """Estimate how fast the new jobs of ``workload`` run beside others, from ``reference`` jobs.
+    """Estimate the rates of new jobs of ``workload`` in pairs, from ``reference`` jobs.
 
     A new job needs its rates alone and in some pairs. The answer's ``workload`` has all rates.
     """
@@ -192,14 +192,14 @@ def estimate(reference: "Throughputs", workload: "Workload") -> "EstimateAnswer"
 
 
 def cloud(market: "Market", rates: Mapping[str, float], **options: Any) -> "CloudAnswer":
-    """Compare ways of renting cloud GPUs for a job, and plan where it runs when.
+    """Compare strategies of renting cloud GPUs for a job, and plan its instances over time.
 
     Parameters
     ----------
     market
         See :func:`load_market`.
     rates
-        Work per hour of each kind of GPU, of which a V100 does 1.
+        Work per hour of each kind of GPU, relative to a V100.
     options
         The other fields of :class:`~stagewright.service.cloud_requests.CloudRequest`, such as
         ``v100_hours`` and ``strategy``.

@@ -50,7 +50,7 @@ def plan(
     Parameters
     ----------
     chain, cluster
-        What is trained and on what; see :func:`load_model` and :func:`load_cluster`.
+        The model and the cluster; see :func:`load_model` and :func:`load_cluster`.
     microbatches
         Microbatches in an iteration.
     planner
@@ -58,20 +58,20 @@ def plan(
     time_limit
         Seconds.
     threads, seed
-        For the solvers; one thread makes a run repeatable.
+        Of the solvers; with one thread a run is reproducible.
     memory_limit_bytes
-        What a device may use of its memory; None: all of it.
+        Limit on the memory of every device; None: no limit.
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size and a period (:class:`~stagewright.solvers.planners.proposal.Choices`).
     on_progress
         Called with the best iteration and the best bound so far, whenever one of them improves.
-        ``best()`` of what it gets is the best checked plan so far, or None.
+        ``best()`` of its argument is the best checked plan so far, or None.
     stop
         Ends the search within about a second once it is set, by another thread or a signal
-        handler: a :class:`threading.Event`, or what has its ``is_set()``. The best checked plan so
-        far is the answer then, with the status ``interrupted``. Without a token Ctrl-C raises
-        KeyboardInterrupt, as everywhere, and what was found is lost.
+        handler: a :class:`threading.Event`, or an object with ``is_set()``. The answer is then the
+        best checked plan so far, with the status ``interrupted``. Without a token Ctrl-C raises
+        KeyboardInterrupt, and the plans found are lost.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def plan(
     Raises
     ------
     InputError
-        If an argument cannot be planned: one line that says what and why.
+        If an argument is not valid, with the reason in one line.
     """
     from stagewright.service.planning import plan as answer
     from stagewright.solvers.planners.proposal import Choices
@@ -118,8 +118,8 @@ def partition(
 ) -> "PartitionAnswer":
     """Divide ``chain`` into stages on ``cluster`` with the least bottleneck (SPP's BPPM).
 
-    ``stages`` None: for every number of stages. ``backend``: ``recurrence`` is exact and quick;
-    a backend of integer programs, such as ``highs``, is a second opinion on small cases.
+    ``stages`` None: for every number of stages. ``backend``: ``recurrence`` is exact and fast;
+    a backend of integer programs, such as ``highs``, verifies small cases independently.
     """
     from stagewright.service.partitioning import partition as answer
 
@@ -146,9 +146,9 @@ def check(plan: "PipelinePlan", chain: "Chain", cluster: "Cluster") -> "tuple[Vi
 def check_proofs(
     plan: "PipelinePlan", chain: "Chain", cluster: "Cluster", time_limit: float = 60.0
 ) -> "tuple[Verdict, ...]":
-    """What becomes of every bound and guarantee of a valid plan when it is proved again.
+    """Prove every bound and guarantee of a valid plan again.
 
-    ``verified``, ``refuted``, or ``claimed`` where the search behind it does not end within
+    The result is ``verified``, ``refuted``, or ``claimed`` if its search does not end within
     ``time_limit`` seconds. :func:`check` verifies those that need no search.
     """
     from stagewright.service.plans import check as answer
@@ -185,7 +185,7 @@ def simulate(
 
 
 def compare(plan: "PipelinePlan", trace: "Trace") -> "CompareAnswer":
-    """What ``plan`` predicted and what ``trace``, of a run of it, measured.
+    """Compare the predictions of ``plan`` with the measurements in ``trace``, of a run of it.
 
     Raises
     ------
@@ -211,7 +211,7 @@ def schedule(
     backend: str | None = None,
     stop: StopToken | None = None,
 ) -> "ScheduleAnswer":
-    """Schedule a pipeline whose stages are given by their times.
+    """Schedule a pipeline of stages with given times.
 
     Parameters
     ----------
@@ -220,11 +220,11 @@ def schedule(
     transfers
         Times of each channel between neighbouring stages; empty: none takes time.
     in_flight
-        The most microbatches in flight on each stage; empty: no limit.
+        Maximum number of microbatches in flight on each stage; empty: no limit.
     kind
         ``gpipe``, ``1f1b``, ``pe``, or the ``optimal`` schedule.
     backend
-        Solver of the optimal schedule; CP-SAT if left out.
+        Solver of the optimal schedule (default: CP-SAT).
     """
     from stagewright.service.scheduling import schedule as answer
 

@@ -179,6 +179,6 @@ def test_the_progress_line_ticks_and_keeps_the_best(monkeypatch: pytest.MonkeyPa
     line.take(Progress(0.3, 0.5, 0.2))  # a search of its own, whose best is worse
     assert drawn(line) == "planning [x]: 120 s, best 0.25, bound 0.2, gap 20.00%"
     stop.set()
-    assert "once more Ctrl-C" in drawn(line)
+    assert "a second Ctrl-C" in drawn(line)
     line.take(Progress(0.4, 0.0, 0.0))
     assert "best 0, bound 0, gap 0.00%" in drawn(line)

@@ -783,7 +783,7 @@ def test_launch_refusals():
     refuses("--to kubernetes needs --image", plan, "kubernetes", LAUNCH)
     refuses("--image does not apply to slurm", plan, "slurm", replace(LAUNCH, image="x"))
     two = replace(LAUNCH, cluster=machines(4, 4))
-    refuses(r"rank 2 \('s0g1'\) is back on the server of 's0g0'", plan, "torchrun", two)
+    refuses(r"rank 2 \('s0g1'\) is on the server of 's0g0'", plan, "torchrun", two)
     refuses("1 devices of the server of 's1g0' and 2", on_devices("s0g0", "s0g1", "s1g0"),
             "torchrun", two)  # fmt: skip
     refuses("has no device 's1g0' of the plan", plan, "torchrun",

@@ -382,7 +382,7 @@ def test_what_does_not_fit_is_told_with_the_bytes():
         None, math.inf, math.inf, True,
     )  # fmt: skip
     # Two layers on each: 12 of weights, 2 of buffers, 8 kept are 22; all on one are 40.
-    assert "would need at least 5.2" in answer.reason
+    assert "needs at least 5.2" in answer.reason
     assert answer.reason.endswith("MB more")
     enough = PipelineProblem(model, uniform_servers(1, 2, Link(SPEED), memory_bytes=22 * MIB), 4)
     assert least_period(StageAllocationProblem(enough, singles(enough), 1)).stages is not None

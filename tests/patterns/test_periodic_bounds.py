@@ -159,5 +159,5 @@ def test_two_offloaded_stages_on_a_device_are_refused():
         Stage((2, 4), ("g1",)),
         Stage((4, 6), ("g0",), offload=True),
     ]
-    with pytest.raises(InputError, match="one of its stages only"):
+    with pytest.raises(InputError, match="only one of its stages"):
         pattern_problem(problem, stages)

@@ -47,7 +47,7 @@ def problem_of(chain: Chain, devices: int, memory: float, microbatches: int = 8)
 
 
 def solved(problem: PipelineProblem, planner: str, choices: Choices = ALONE) -> Result:
-    result = plan(problem, planner, Limits(5), choices=choices)
+    result = plan(problem, planner, Limits(30), choices=choices)
     if result.plan is not None:
         assert check(problem, result.plan) == ()
         assert isinstance(result.plan.schedule, PeriodicSchedule)

@@ -1,1 +1,1 @@
-"""What each policy asks for: one module states one policy's problem."""
+"""The policies' problems, one module each."""

@@ -1,10 +1,9 @@
-"""AlloX (Le et al., EuroSys 2020): jobs queue at accelerators so that they wait least on average.
+"""AlloX (Le et al., EuroSys 2020): queues of minimum mean completion time.
 
-A job that is the k-th from the end of an accelerator's queue delays itself and the k - 1 behind
-it: it adds k times its duration there to the sum of completion times. So the best queues are a
-matching of least cost of jobs to places (accelerator, k). Accelerators of a type are alike: of
-each type, ``count`` jobs fit on each k. Jobs have one accelerator, and run to their end once they
-have started.
+The k-th job from the end of an accelerator's queue delays itself and the k - 1 jobs after it: it
+adds k times its duration to the sum of completion times. So the best queues are a matching of
+minimum cost of jobs to places (accelerator, k). Accelerators of a type are equal: of each type,
+``count`` jobs fit on each k. Jobs have one accelerator, and are not preempted.
 """
 
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class Matching:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queues:
-    """Where each job queues, and how many are behind it, itself included; shape (jobs,)."""
+    """The queue of each job, and how many jobs are after it, including itself; shape (jobs,)."""
 
     worker: Ints
     position: Ints
@@ -87,7 +86,7 @@ def matching(problem: AllocationProblem) -> Matching:
 
 
 def queues(problem: AllocationProblem, asked: Matching, chosen: Floats) -> Queues:
-    """What the matching's variables say.
+    """The queues of the matching's variables.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""First in, first out (thesis 5.4.2): who came earlier runs where it is fastest.
+"""First in, first out (thesis 5.4.2): earlier jobs run where they are fastest.
 
     maximise_X  sum_m  (M - m) * throughput(m, X) / throughput(m, X^fastest)
 

@@ -1,4 +1,4 @@
-"""Finish-time fairness (thesis 5.4.2, after Themis): nobody is late beside 1/n of the cluster.
+"""Finish-time fairness (thesis 5.4.2, after Themis): completion relative to 1/n of the cluster.
 
     minimise_X  max_m  rho_m,
     rho_m = (t_m + num_steps_m / throughput(m, X))

@@ -2,7 +2,7 @@
 
 X^isolated gives each of n jobs 1/n of every type, divided by its scale, at most all of its time.
 A static partition gives every entity, or without entities every job, a part in proportion to its
-weight; an entity divides its part among its jobs. What an owner cannot use is lent to nobody.
+weight; an entity divides its part among its jobs. An unused part stays idle.
 
 Both are judged by the least normalised throughput of max-min fairness, at the weights by which
 they divide.

@@ -51,14 +51,14 @@ POLICIES: dict[str, Policy] = {
         Policy("las", "max-min of time alone, all accelerators alike", "max_min", aware=False),
         Policy("makespan", "finish the last job as early as possible", "makespan"),
         Policy("makespan-agnostic", "makespan, all accelerators alike", "makespan", aware=False),
-        Policy("finish-time-fairness", "nobody late beside 1/n of the cluster", "finish_time"),
+        Policy("finish-time-fairness", "least delay relative to 1/n of the cluster", "finish_time"),
         Policy(
             "finish-time-fairness-agnostic",
             "finish-time-fairness, all accelerators alike",
             "finish_time",
             aware=False,
         ),
-        Policy("fifo", "who came first runs where it is fastest", "fifo", fills=False),
+        Policy("fifo", "earlier jobs run where they are fastest", "fifo", fills=False),
         Policy("fifo-agnostic", "fifo, all accelerators alike", "fifo", aware=False, fills=False),
         Policy(
             "sjf", "who is done soonest runs where it is fastest", "shortest_first", fills=False

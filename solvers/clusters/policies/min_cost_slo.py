@@ -33,7 +33,7 @@ def solve(problem: AllocationProblem, limits: Limits) -> AllocationResult:
 
     floor = np.where(slo.too_fast(problem), 0.0, slo.needs(problem))
     if not _fit(problem, floor, left()):
-        status, met = _met(problem, floor, left())
+        status, met = _met_fraction(problem, floor, left())
         if met is None:
             return AllocationResult(status, None, None, None, None)
         floor = floor * met
@@ -50,8 +50,10 @@ def _fit(problem: AllocationProblem, need: Floats, limits: Limits) -> bool:
     return level.theta >= 1 + _ROOM
 
 
-def _met(problem: AllocationProblem, need: Floats, limits: Limits) -> tuple[Status, Floats | None]:
-    """What part of its need every job can have when the total of the missing parts is least."""
+def _met_fraction(
+    problem: AllocationProblem, need: Floats, limits: Limits
+) -> tuple[Status, Floats | None]:
+    """The fraction of its need that each job gets when the total shortfall is minimal."""
     single = np.where(need > 0, np.arange(len(problem)) + 1, 0)
     groups = group_by(problem, single)
     form, asking = slo.shortfall_program(polytope(problem, groups), groups.total(need))
