@@ -9,8 +9,6 @@ from math import inf
 from time import monotonic
 from typing import NamedTuple
 
-import numpy as np
-
 from stagewright.formulations.checking.check import PROOF, check, refutations
 from stagewright.formulations.checking.proofs import ROUNDING, Verdict, scheduling_of, verdicts
 from stagewright.formulations.checking.violations import Violation
@@ -33,6 +31,7 @@ from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, is_fill_and_drain_bound
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planners.exact import exact
+from stagewright.solvers.planners.periodic.device_groups import interchangeable
 
 MARGIN = 1e-6  # relative; the searches ignore smaller improvements
 
@@ -186,14 +185,10 @@ def _allocations(
 
 
 def _groups(problem: PipelineProblem, size: int) -> tuple[tuple[int, ...], ...] | None:
-    """Groups of ``size`` devices; None if devices or links differ, so that the grouping matters."""
-    cluster = problem.cluster
-    order = recursive_device_order(cluster)
-    apart = ~np.eye(len(order), dtype=bool)
-    links = np.stack([cluster.bandwidth[apart], cluster.latency[apart]])
-    machines = {(device.kind, device.memory_bytes) for device in cluster.devices}
-    if size > 1 and (len(machines) > 1 or (links != links[:, :1]).any()):
+    """Groups of ``size`` devices; None if it matters which devices form a group."""
+    if size > 1 and not interchangeable(problem, size):
         return None
+    order = recursive_device_order(problem.cluster)
     last = len(order) - len(order) % size
     return tuple(tuple(sorted(order[i : i + size])) for i in range(0, last, size))
 

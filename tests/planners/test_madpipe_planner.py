@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from stagewright.cli import app
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
 from stagewright.formulations.patterns.one_f_one_b import least_period
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -26,6 +28,7 @@ from stagewright.graphs.machines.cluster import Device, Link, from_matrix, unifo
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planning import Result, plan
+from stagewright.solvers.proofs import check_with_proofs
 
 ALONE = Choices(group_size=1)
 
@@ -330,3 +333,34 @@ def test_the_command_says_no_and_refuses(files: list[str]):
     code, _, error = run(*asked, "--memory-limit", "8")
     assert code == 2
     assert "8GB" in error
+
+
+def three_devices(slow_pair: bool, kinds: str) -> PipelineProblem:
+    bandwidth = np.full((3, 3), 2e10)
+    if slow_pair:
+        bandwidth[0, 1] = bandwidth[1, 0] = 1e9
+    devices = [Device(f"d{i}", kind, 4e9) for i, kind in enumerate(kinds)]
+    chain = chain_of([0.03, 0.02, 0.05, 0.01], [1e8] * 4, output=1e6, parameters=5e7)
+    return PipelineProblem(chain, from_matrix(devices, bandwidth.tolist()), 2)
+
+
+@pytest.mark.parametrize("planner", ["madpipe", "1f1b-star"])
+@pytest.mark.parametrize(
+    ("slow_pair", "kinds"), [(False, "aaa"), (True, "aaa"), (False, "aab"), (False, "aba")]
+)
+def test_no_bound_is_refuted_where_groups_differ(planner: str, slow_pair: bool, kinds: str):
+    """Of three devices two form one group: a bound for that group says nothing of the others."""
+    problem = three_devices(slow_pair, kinds)
+    result = solved(problem, planner, Choices())
+    assert result.plan is not None
+    broken, verdicts = check_with_proofs(problem, result.plan, Limits(20.0))
+    assert broken == ()
+    assert all(verdict.verdict != "refuted" for verdict in verdicts)
+    assert result.plan.certificate is not None
+    searched = [
+        bound.plans.equal_groups
+        for bound in result.plan.certificate.bounds
+        if bound.proved_by == ALLOCATIONS
+    ]
+    if slow_pair or kinds != "aaa":
+        assert all(sizes is not None and 2 not in sizes for sizes in searched)

@@ -53,6 +53,24 @@ def distinct(problem: PipelineProblem, groups: Groups) -> list[int]:
     return [g for g, sort in enumerate(sorts) if sorts.index(sort) == g]
 
 
+def interchangeable(problem: PipelineProblem, size: int) -> bool:
+    """Whether it does not matter which devices form a group of ``size``.
+
+    Otherwise a bound for one partition into groups says nothing about the others, even if the
+    groups of that partition are alike or there is only one.
+    """
+    cluster = problem.cluster
+    if size == len(cluster):
+        return True
+    apart = ~np.eye(len(cluster), dtype=bool)
+    links = np.stack([cluster.bandwidth[apart], cluster.latency[apart]])
+    machines = {
+        (device.kind, float(memory))
+        for device, memory in zip(cluster.devices, problem.memory_bytes, strict=True)
+    }
+    return len(machines) == 1 and bool((links == links[:, :1]).all())
+
+
 def named_group(problem: PipelineProblem, group: Sequence[int]) -> tuple[str, ...]:
     """The names of a group's devices."""
     return tuple(problem.cluster.devices[v].name for v in group)

@@ -32,6 +32,7 @@ from stagewright.solvers.patterns.allocation_search import (
 from stagewright.solvers.patterns.joint_patterns import joint_optimum
 from stagewright.solvers.planners.periodic.device_groups import (
     distinct,
+    interchangeable,
     longest_update,
     named_group,
     orders,
@@ -166,8 +167,7 @@ def jointly(search: PeriodicSearch, size: int) -> None:
         asked = search.figures.of(answer.stages)
         low = period_bound(asked)
         search.consider(FoundPattern(answer.stages, asked, answer.pattern, low, low))
-    # With different devices, other partitions into groups are possible, so the bound is not valid.
-    if not search.choices.offload and (size == 1 or len(distinct(search.problem, groups)) == 1):
+    if not search.choices.offload and (size == 1 or interchangeable(search.problem, size)):
         recompute = search.choices.periodic_recomputations
         plans = replace(SEARCHED_ALLOCATIONS, recompute=recompute, equal_groups=(size,))
         search.bounds[size].append(Bound(answer.bound, ALLOCATIONS, "problem", plans))

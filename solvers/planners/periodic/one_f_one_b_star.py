@@ -19,7 +19,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.solvers.patterns.madpipe import least_period as least_allocation_period
 from stagewright.solvers.planners.periodic.device_groups import (
     Groups,
-    distinct,
+    interchangeable,
     longest_update,
     orders,
 )
@@ -81,8 +81,8 @@ def _one_f_one_b(search: PeriodicSearch, stages: tuple[Stage, ...]) -> float:
 
 
 def is_plain(search: PeriodicSearch, groups: Groups) -> bool:
-    """Whether ``groups`` is the only possible order of groups, without offloading."""
-    return not search.choices.offload and len(distinct(search.problem, groups)) == 1
+    """Whether any other groups, in any order, would do the same, without offloading."""
+    return not search.choices.offload and interchangeable(search.problem, len(groups[0]))
 
 
 PLANNER = PeriodicPlanner(
