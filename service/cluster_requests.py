@@ -120,7 +120,9 @@ class SimulateClusterRequest(Request):
         for name in ("round_seconds", "reset_seconds", "repair_hours"):
             require_positive(getattr(self, name), name)
         if self.hours_to_failure is not None:
-            require_positive(self.hours_to_failure, "hours_to_failure")
+            require_positive(
+                self.hours_to_failure, "hours_to_failure", "a positive number of hours"
+            )
         if self.arrivals is not None and self.window is None:
             raise InputError("arrivals have no end: give a window")
         return self._require_window()

@@ -8,6 +8,8 @@ from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Throughputs
 from stagewright.graphs.workloads.pool import Pool
 
+MOST_ROUNDS = 1_000_000  # eleven years of rounds of six minutes
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -43,6 +45,14 @@ class Rules:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise InputError(f"{name} must be more than zero, got {value!r}")
+
+    def require_one_more(self, rounds: int) -> None:
+        """Refuse a simulation that has no end in sight after this many rounds."""
+        if rounds >= MOST_ROUNDS:
+            raise InputError(
+                f"the jobs need more than {MOST_ROUNDS:,} rounds of {self.round_seconds:g} s: "
+                "choose longer rounds"
+            )
 
 
 def table_of(throughputs: Throughputs, pool: Pool, rules: Rules) -> RateTable:

@@ -279,6 +279,7 @@ class _ClusterRun:
         self.leases = sum(any(job in self.active for job in one.jobs) for one in assignments)
         self.busy += busy
         length = self.now - start
+        self.rules.require_one_more(len(self.rounds))
         self.rounds.append(
             Round(
                 start,

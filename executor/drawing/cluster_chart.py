@@ -159,7 +159,12 @@ def draw_jct_cdf(
             raise InputError(f"{name}: no job completed, there is no completion time to draw")
         part = np.arange(1, len(hours) + 1) / len(hours)
         axes.step(hours, part, where="post", label=f"{name} (mean {hours.mean():.2f} h)")
-    axes.set(xlabel="job completion time, hours", ylabel="fraction of the jobs", ylim=(0, 1))
+    axes.set(
+        xlabel="job completion time, hours",
+        ylabel="fraction of the jobs",
+        ylim=(0, 1),
+        title="Completed jobs",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     _write(figure, path)
@@ -181,7 +186,12 @@ def draw_utilisation(timeline: ClusterTimeline, path: str | os.PathLike[str]) ->
     counts = np.array([accelerator.count for accelerator in timeline.pool.accelerators])
     for name, part in zip(timeline.pool.names, (busy / counts).T, strict=True):
         axes.plot(middle, part, label=name)
-    axes.set(xlabel="hours", ylabel="fraction of the accelerators in use", ylim=(0, 1.02))
+    axes.set(
+        xlabel="hours",
+        ylabel="fraction of the accelerators in use",
+        ylim=(-0.02, 1.02),
+        title="Utilisation by type of accelerator",
+    )
     axes.margins(x=0)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")

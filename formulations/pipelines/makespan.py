@@ -17,6 +17,7 @@ constraint still holds:
 * The all-reduce waits for all backwards (weight gradients) of its stage.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -82,6 +83,9 @@ class MakespanProblem:
                 raise InputError(f"{name} needs {size} values, got {len(values)}")
             for s, value in enumerate(values):
                 require_amount(value, f"{name}[{s}]")
+        times = (self.forward, self.backward, self.send_forward, self.send_backward, self.reduce)
+        if not math.isfinite(self.microbatches * sum(map(sum, times))):
+            raise InputError("the times are too large: their sum is not a finite number")
         if min(self.in_flight) < 1:
             raise InputError(f"in_flight must be at least 1 everywhere, got {self.in_flight}")
         _require_devices(self)

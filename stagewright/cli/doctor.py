@@ -1,6 +1,7 @@
 """``doctor``: installed packages and working backends."""
 
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -57,8 +58,10 @@ def _packages() -> list[Finding]:
 
 
 def _name(requirement: str) -> str:
-    """The distribution that a requirement such as ``pulp<4,>=3.2`` names."""
-    return requirement.split(";")[0].strip().partition(" ")[0].rstrip("<>=!~,.0123456789")
+    """The distribution that a requirement such as ``jinja2<4,>=3.1`` names."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found is not None  # it is one of our own
+    return found[0]
 
 
 def _package(name: str) -> Finding:

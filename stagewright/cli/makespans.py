@@ -71,7 +71,8 @@ def schedule(
         str | None,
         typer.Option(
             help="The device of each stage, from 0 in the order of their use, such as 0,1,0,1; "
-            "one per stage if left out. Nothing is transferred between stages on one device.",
+            "one per stage if left out. Nothing is transferred between stages on one device; "
+            "every other pair of neighbouring stages has its own channel.",
             metavar="D,...",
         ),
     ] = None,

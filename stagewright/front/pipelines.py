@@ -204,6 +204,8 @@ def schedule(
     *,
     transfers: Sequence[float] = (),
     in_flight: Sequence[int] = (),
+    device: Sequence[int] = (),
+    weight_gradient: Sequence[float] = (),
     kind: str = "optimal",
     time_limit: float = 10.0,
     threads: int = 1,
@@ -221,6 +223,12 @@ def schedule(
         Times of each channel between neighbouring stages; empty: none takes time.
     in_flight
         Maximum number of microbatches in flight on each stage; empty: no limit.
+    device
+        Device of each stage, numbered in the order of their first stages; empty: one per stage.
+        Every pair of neighbouring stages on two devices has its own channel.
+    weight_gradient
+        Times of each stage's weight gradient; ``backward`` is the input gradient then. Empty:
+        backwards are whole.
     kind
         ``gpipe``, ``1f1b``, ``pe``, or the ``optimal`` schedule.
     backend
@@ -232,7 +240,7 @@ def schedule(
         name: tuple(values) if isinstance(values, list) else values
         for name, values in (
             ("forward", forward), ("backward", backward), ("transfers", transfers),
-            ("in_flight", in_flight),
+            ("in_flight", in_flight), ("device", device), ("weight_gradient", weight_gradient),
         )
     }  # fmt: skip
     request = ScheduleRequest.of(

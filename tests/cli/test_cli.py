@@ -158,7 +158,7 @@ def test_simulate_says_no_to_a_plan_that_cannot_run(files: Path) -> None:
     [
         (["--straggler", "g2"], "write DEVICE=FACTOR"),
         (["--straggler", "g2=fast"], "write DEVICE=FACTOR"),
-        (["--straggler", "nobody=2"], "'nobody' is no device"),
+        (["--straggler", "nobody=2"], "'nobody' is not a device"),
         (["--straggler", "g2=-1"], "must be finite and not negative"),
         (["--jitter", "nan"], "jitter must be finite"),
     ],
@@ -464,7 +464,8 @@ def test_schedule_draws_the_rows() -> None:
         (["--times", "1,2;1,2,3;1,2"], "write F,B for every stage or F,I,W"),
         (["--times", "1,2", "--devices", "0,1"], "--devices needs 3 values"),
         (["--times", "1,2", "--devices", "0,1,-1"], "--devices must be whole numbers from 0"),
-        (["--times", "1,2", "--devices", "1,0,1"], "devices are numbered in the order"),
+        (["--times", "1e308,1e308"], "their sum is not a finite number"),
+        (["--times", "1,2", "--devices", "1,0,1"], "devices are numbered in order of first use"),
         (["--times", "1,two"], "no list of numbers"),
         (["--times", "1,2;1,2"], "--times needs one value or 3"),
         (["--times", "-1,2"], "must be finite and not negative"),
@@ -653,6 +654,13 @@ def test_doctor_finds_every_backend_working() -> None:
     names = ("python", "ortools", "backend cp-sat", "backend highs", "backend pulp-cbc")
     assert all(found[name] for name in names)
     assert "backend pulp-highs" in answered("doctor")
+
+
+def test_doctor_asks_for_distributions_by_their_names() -> None:
+    from stagewright.cli.doctor import _name
+
+    names = {"jinja2>=3.1": "jinja2", "pulp<4,>=3.2": "pulp", "scipy": "scipy"}
+    assert {text: _name(text) for text in names} == names
 
 
 def test_doctor_says_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,6 +299,12 @@ def test_names():
         stagewright.magic  # noqa: B018
 
 
+def test_schedules_several_stages_on_a_device_with_split_backwards():
+    answer = stagewright.schedule(2, [1, 1], [1, 1], device=[0, 0], weight_gradient=[1, 1])
+    assert (answer.makespan, answer.bound) == (12, 12)
+    assert {text[1] for text in answer.order[0]} == {"F", "I", "W"}
+
+
 def test_schedules_and_partitions(model, cluster):
     answer = stagewright.schedule(3, (1, 1), (2, 2))
     assert (answer.status, answer.makespan) == (Status.OPTIMAL, 12)

@@ -270,3 +270,11 @@ def test_published_completion_times(policy: str, shuffle_seed: int | None, hours
         Rules(shuffle_seed=shuffle_seed),
     )
     assert timeline.mean_jct_seconds() / 3600 == pytest.approx(hours, rel=0.03)
+
+
+def test_rounds_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagewright.executor.clusters.rules.MOST_ROUNDS", 3)
+    jobs = [Job("a", "m", 100.0)]
+    assert simulate_cluster(jobs, UNIT, ONE, equal, Rules(round_seconds=50.0)).makespan_seconds > 0
+    with pytest.raises(InputError, match=r"more than 3 rounds of 10 s: choose longer rounds"):
+        simulate_cluster(jobs, UNIT, ONE, equal, Rules(round_seconds=10.0))

@@ -303,8 +303,8 @@ def test_a_wrong_incumbent_is_refused() -> None:
 @pytest.mark.parametrize(
     ("groups", "recompute", "message"),
     [
-        ((), ("none",), "groups: at least one"),
-        (((0,), ()), ("none",), "a device in each"),
+        ((), ("none",), "groups: give at least one"),
+        (((0,), ()), ("none",), "each with at least one device"),
         (((0,), (0, 1)), ("none",), "disjoint and of positions 0 to 1"),
         (((0,), (2,)), ("none",), "disjoint and of positions 0 to 1"),
         (((0,),), (), 'of "none" and "full"'),
