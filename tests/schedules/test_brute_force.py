@@ -21,67 +21,64 @@ def optimum(stages, microbatches, times, device, transfers, in_flight):
     count. A microbatch is (steps done of its chain, its weight gradients done).
     """
     split = len(times[0]) == 3
-    chain = []
-    for s in range(stages):
-        chain.append(("F", s))
-        if s + 1 < stages and device[s] != device[s + 1] and transfers[s]:
-            chain.append(("T", s))
-    for s in reversed(range(stages)):
-        chain.append(("B", s))
-        if s and device[s] != device[s - 1] and transfers[s - 1]:
-            chain.append(("T", s - 1))
+    chain = chain_of(stages, device, transfers)
     ranks = 1 + max(device)
 
-    def resource(kind, s):
-        return ranks + s if kind == "T" else device[s]
+    def extended(clocks, m, order, kind, s):
+        """The clocks after one more operation: when devices and channels are free, chains ready."""
+        place = ranks + s if kind == "T" else device[s]
+        seconds = transfers[s] if kind == "T" else times[s]["FBW".index(kind)]
+        for clock in clocks:
+            free, ready = list(clock[: ranks + stages]), list(clock[ranks + stages :])
+            free[place] = max(free[place], 0 if kind == "W" else ready[m]) + seconds
+            if kind != "W":
+                ready[m] = free[place]
+            yield (*free, *(ready[one] for one in order))
 
-    def seconds(kind, s):
-        return transfers[s] if kind == "T" else times[s]["FBW".index(kind)]
-
-    def options(jobs):
-        """(microbatch, its next state, kind, stage) of every operation that may come next."""
-        held = [0] * stages
-        for step, done in jobs:
-            for kind, s in chain[:step]:
-                held[s] += kind == "F"
-                held[s] -= kind == "B" and not split
-            for s in done:
-                held[s] -= 1
-        for m, (step, done) in enumerate(jobs):
-            if step < len(chain):
-                kind, s = chain[step]
-                if kind != "F" or held[s] < in_flight[s]:
-                    yield m, (step + 1, done), kind, s
-            if split:
-                for kind, s in chain[:step]:
-                    if kind == "B" and s not in done:
-                        yield m, (step, done | {s}), "W", s
-
-    def key(job):
-        return job[0], sorted(job[1])
-
-    total = microbatches * (len(chain) + split * stages)
     layer = {((0, frozenset()),) * microbatches: {(0,) * (ranks + stages + microbatches)}}
-    for _ in range(total):
+    for _ in range(microbatches * (len(chain) + split * stages)):
         following = {}
-        for jobs, fronts in layer.items():
-            for m, job, kind, s in options(jobs):
+        for jobs, clocks in layer.items():
+            for m, job, kind, s in options(chain, in_flight, split, jobs):
                 moved = [*jobs[:m], job, *jobs[m + 1 :]]
-                order = sorted(range(microbatches), key=lambda one: key(moved[one]))
-                state = tuple(moved[one] for one in order)
-                front = following.setdefault(state, set())
-                place = resource(kind, s)
-                for clock in fronts:
-                    free, ready = list(clock[: ranks + stages]), list(clock[ranks + stages :])
-                    after = 0 if kind == "W" else ready[m]
-                    end = max(free[place], after) + seconds(kind, s)
-                    free[place] = end
-                    if kind != "W":
-                        ready[m] = end
-                    front.add((*free, *(ready[one] for one in order)))
+                order = sorted(
+                    range(microbatches), key=lambda n: (moved[n][0], sorted(moved[n][1]))
+                )
+                state = tuple(moved[n] for n in order)
+                following.setdefault(state, set()).update(extended(clocks, m, order, kind, s))
         layer = {state: undominated(front) for state, front in following.items()}
-    (fronts,) = layer.values()
-    return min(max(clock) for clock in fronts)
+    (clocks,) = layer.values()
+    return min(max(clock) for clock in clocks)
+
+
+def chain_of(stages, device, transfers):
+    """The operations of a microbatch in their order, without weight gradients."""
+    sent = [s for s in range(stages - 1) if device[s] != device[s + 1] and transfers[s]]
+    chain = []
+    for s in range(stages):
+        chain += [("F", s), *([("T", s)] if s in sent else [])]
+    for s in reversed(range(stages)):
+        chain += [("B", s), *([("T", s - 1)] if s - 1 in sent else [])]
+    return chain
+
+
+def options(chain, in_flight, split, jobs):
+    """(microbatch, its next state, kind, stage) of every operation that may come next."""
+    for m, (step, done) in enumerate(jobs):
+        if step < len(chain):
+            kind, s = chain[step]
+            if kind != "F" or held(chain, split, jobs, s) < in_flight[s]:
+                yield m, (step + 1, done), kind, s
+        for kind, s in chain[:step] if split else ():
+            if kind == "B" and s not in done:
+                yield m, (step, done | {s}), "W", s
+
+
+def held(chain, split, jobs, s):
+    """Microbatches in flight on stage ``s``."""
+    begun = sum(("F", s) in chain[:step] for step, _ in jobs)
+    ended = sum(s in done if split else ("B", s) in chain[:step] for step, done in jobs)
+    return begun - ended
 
 
 def undominated(front):
