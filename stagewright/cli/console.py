@@ -30,6 +30,10 @@ BEGAN = monotonic()  # the command line is imported when a command begins
 WIDTH_WITHOUT_TERMINAL = 120
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(help="Limit on the memory of every device, such as 8GB.", metavar="SIZE"),
+]
 ModelFile = Annotated[Path, typer.Option("--model", help="Model file.", metavar="FILE")]
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file.", metavar="FILE")]
 PlanFile = Annotated[Path, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)]

@@ -7,6 +7,7 @@ import typer
 from stagewright.cli.console import (
     ClusterFile,
     JsonFlag,
+    MemoryLimit,
     ModelFile,
     TimeLimit,
     ask,
@@ -33,21 +34,25 @@ def partition(
     backend: Annotated[
         str,
         typer.Option(
-            help="recurrence; or a solver of integer programs for small cases: highs, pulp-cbc, "
-            "pulp-highs.",
+            help="recurrence; or, for small cases, a solver of integer programs such as highs, "
+            "pulp-cbc or cvxpy.",
             metavar="NAME",
         ),
     ] = "recurrence",
+    memory_limit: MemoryLimit = None,
     time_limit: TimeLimit = 10.0,
     as_json: JsonFlag = False,
 ) -> int:
     """Divide a model into stages of minimum bottleneck (SPP's BPPM); exit code 1 if none fits."""
+    from stagewright.graphs.documents.units import parse_bytes
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
     from stagewright.service.pipeline_requests import PartitionRequest
 
     request = ask(
         PartitionRequest,
+        {"memory_limit_bytes": "--memory-limit"},
+        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
         chain=load_model(model),
         cluster=load_cluster(cluster),
         microbatches=microbatches,

@@ -8,6 +8,7 @@ from stagewright.cli.console import (
     DEFAULT_THREADS,
     ClusterFile,
     JsonFlag,
+    MemoryLimit,
     ModelFile,
     OutputFile,
     Seed,
@@ -36,10 +37,7 @@ def plan(
     planner: Annotated[
         str, typer.Option(help="One of those that `stagewright planners` lists.")
     ] = "auto",
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(help="Limit on the memory of every device, such as 8GB.", metavar="SIZE"),
-    ] = None,
+    memory_limit: MemoryLimit = None,
     period: Annotated[
         float | None,
         typer.Option(help="Periodic planners: seconds between microbatches; default: the minimum."),
