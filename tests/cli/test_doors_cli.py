@@ -59,7 +59,7 @@ def test_a_program_that_is_too_large_is_refused() -> None:
 def test_a_partition_keeps_the_memory_limit(files: Path) -> None:
     arguments = ["partition", *given_to(files), "--microbatches", 4, "--stages", 2]
     assert answered_json(*arguments)["partitions"][0]["stages"] is not None
-    tight = answered_json(*arguments, "--memory-limit", "1kB", code=1)
+    tight = answered_json(*arguments, "--memory-limit", "1MB", code=1)
     assert tight["partitions"][0]["stages"] is None
 
 
