@@ -154,12 +154,9 @@ def check_best_plan(case, digest):
     assert not stagewright.check(stagewright.load_plan(path), case.chain, case.cluster)
 
 
-@pytest.mark.parametrize("seed", slow_after(8, seeds()))
-def test_bounds_hold_in_their_classes(seed, tmp_path):
-    case, digest = Case(seed, tmp_path), None
-    asked = [(planner, None) for planner in PLANNERS]
-    if case.knows_hosts():
-        asked += [(planner, True) for planner in OFFLOADING]
+def check_answers(case, asked):
+    """The answers of planners, each with or without offloading."""
+    digest = None
     for planner, offload in asked:
         result = case.plan(planner, offload)
         if result.plan is None:
@@ -172,3 +169,21 @@ def test_bounds_hold_in_their_classes(seed, tmp_path):
         check_bounds(case, document, result.plan.certificate)
     if digest is not None:
         check_best_plan(case, digest)
+
+
+def planners_for(case):
+    asked = [(planner, None) for planner in PLANNERS]
+    return asked + [(planner, True) for planner in OFFLOADING if case.knows_hosts()]
+
+
+@pytest.mark.parametrize(("turn", "seed"), list(enumerate(seeds()))[:100])
+def test_bounds_hold_for_planners_in_rotation(turn, seed, tmp_path):
+    case = Case(seed, tmp_path)
+    asked = planners_for(case)
+    check_answers(case, [asked[turn % len(asked)], asked[(turn + 5) % len(asked)]])
+
+
+@pytest.mark.parametrize("seed", slow_after(4, seeds()))
+def test_bounds_hold_for_every_planner(seed, tmp_path):
+    case = Case(seed, tmp_path)
+    check_answers(case, planners_for(case))
