@@ -34,7 +34,7 @@ from stagewright.solvers.pipelines.scheduling import solve_schedule
 LIMITS = Limits(seconds=20, threads=2)
 SLACK = 1 + 1e-9
 
-quick = examples(100)
+quick = examples(40)
 
 # Two stages on each of two devices, in the shape of a V, and split backwards.
 PLACED = MakespanProblem(
@@ -114,7 +114,7 @@ def test_disjunctions_reach_the_optimum(problem):
     assert problem.evaluate(model.invert(answer.values)) == pytest.approx(optimum)
 
 
-@examples(400)
+@examples(60)
 @given(random_placed_makespan())
 def test_no_bound_exceeds_the_optimum(problem):
     optimum = problem.evaluate(optimal_timetable(problem))
