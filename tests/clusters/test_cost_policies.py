@@ -341,7 +341,7 @@ def test_a_larger_budget_is_never_slower_and_a_boundless_one_is_makespan(seed):
         for dollars in (0.5, 2, 8, 1e6)
     ]
     assert all(after <= before * (1 + 1e-8) for before, after in pairwise(found))
-    assert found[-1] == pytest.approx(allocate(asked, "makespan").objective, rel=1e-8)
+    assert found[-1] == pytest.approx(allocate(asked, "makespan").objective, rel=1e-7)
     assert found[-1] >= budget.unit_seconds(asked) * (1 - 1e-9)
 
 
