@@ -261,8 +261,9 @@ def test_no_job_can_gain_unless_another_loses(problem: AllocationProblem):
 @examples(40, derandomize=True)
 @given(random_case())
 def test_the_default_leaves_nothing_to_give_away(case: Case):
+    pairs = case.space_sharing and bool(case.workload.throughputs.pairs)
     result = stagewright.allocate(
-        case.workload, case.pool, space_sharing=case.space_sharing, placement=case.placement
+        case.workload, case.pool, space_sharing=pairs, placement=case.placement
     )
     assert result.status is Status.OPTIMAL, result.notes
     assert result.allocation is not None
