@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from makespan_oracle import optimal_timetable
 from oracles import brute_force_makespan
@@ -69,6 +69,12 @@ def ones(**changes):
 
 
 # The oracle
+
+
+# The next forward waits for a weight gradient that starts and ends when the forward starts.
+INSTANT_WEIGHT_GRADIENTS = MakespanProblem(
+    2, (1.0, 1.0), (1.0, 1.0), (0.0,), (0.0,), (0.0, 0.0), (1, 1), (0, 0), (0.0, 0.0)
+)
 
 
 @quick
@@ -144,6 +150,7 @@ def test_list_schedules_keep_every_rule(problem):
 
 @quick
 @given(random_placed_makespan(max_stages=4, max_microbatches=4), st.sampled_from(LIST_KINDS))
+@example(INSTANT_WEIGHT_GRADIENTS, "pe")
 def test_the_order_of_a_timetable_gives_it_again(problem, kind):
     timetable = list_schedule(problem, kind)
     if timetable is not None:
