@@ -1,5 +1,6 @@
 """What all tests may ask for."""
 
+import gc
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +16,17 @@ settings.load_profile(QUICK)  # --hypothesis-profile nightly, which is read late
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_a_cover(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests stay until the end: collections of garbage need not look through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
