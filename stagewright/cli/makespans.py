@@ -1,5 +1,6 @@
 """``schedule`` and ``jobshop``: scheduling problems given by times, without a model."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -36,6 +37,17 @@ Backend = Annotated[
     str | None,
     typer.Option("--backend", help="Solver; default: cp-sat.", metavar="NAME"),
 ]
+
+
+SPELLED = {
+    "forward": "--times: forward",
+    "backward": "--times: backward",
+    "weight_gradient": "--times: weight gradient",
+    "send_forward": "--transfer",
+    "send_backward": "--transfer",
+    "device": "--devices",
+}
+"""Options whose name differs from the field of a schedule's request or problem."""
 
 
 class Kind(StrEnum):
@@ -90,6 +102,7 @@ def schedule(
     limits = read_limits(time_limit, threads, seed)
     request = ask(
         ScheduleRequest,
+        SPELLED,
         **_read_times(stages, microbatches, times, transfer, in_flight),
         device=_read_devices(devices, stages),
         kind=kind.value,
@@ -192,7 +205,7 @@ def _read_devices(text: str | None, stages: int) -> tuple[int, ...]:
 def _numbers(option: str, text: str) -> list[float]:
     """Numbers separated by commas or spaces."""
     try:
-        return [float(part) for part in text.replace(",", " ").split()]
+        return [float(part) for part in re.split(r"\s*,\s*|\s+", text.strip())]
     except ValueError:
         raise InputError(f"{option}: {text!r} is no list of numbers") from None
 
