@@ -1,6 +1,7 @@
 """What all tests may ask for."""
 
 import gc
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -9,6 +10,10 @@ import pytest
 from hypothesis import settings  # noqa: TID251
 from profiles import QUICK, leave_a_cover
 from ranks import Ranks
+
+# Before torch is imported. Threads of several workers would wait for each other by spinning, and
+# would make sums in another order than ranks do, which have one.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.load_profile(QUICK)  # --hypothesis-profile nightly, which is read later, overrides it
 
