@@ -27,7 +27,7 @@ from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
 from stagewright.solvers.pipelines.structure_scheduling import EQUAL, best_schedule
 from stagewright.solvers.planners.moves import StructureMoves
-from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
+from stagewright.solvers.planners.planner import SearchPlanner
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.seeds import pipelines
 
@@ -228,22 +228,10 @@ class _StructureSearch:
             idle = 0 if self.best.beats(before) else idle + 1
 
 
-class GeneralPlanner:
-    """The search over all finite plans; by default it tries every memory mode."""
-
-    name = "general"
-    summary = (
-        "local search over all finite plans: several stages on a device, any replication, I and W, "
-        "recomputation, offloading"
-    )
-    source = "list schedules within memory"
-    options = Options(ANY_RECOMPUTATION, offload=True)
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
-        """The best plan found."""
-        return plan_general(problem, limits, on_progress, choices)
-
-
-PLANNER = GeneralPlanner()
+PLANNER = SearchPlanner(
+    "general",
+    "local search over all finite plans: several stages on a device, any replication, I and W, "
+    "recomputation, offloading",
+    "list schedules within memory",
+    plan_general,
+)
