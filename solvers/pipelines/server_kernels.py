@@ -1,48 +1,34 @@
 """Compiled search of the server-aware relaxation: labels of prefixes of stages.
 
-After a change of :mod:`windows`, change this file, too: numba recompiles a cached kernel only if
-the kernel's own file changes. docs/certificates.md has the conditions and why each is necessary.
+After a change of :mod:`windows` or :mod:`server_labels`, change this file, too: numba recompiles a
+cached kernel only if the kernel's own file changes. docs/certificates.md has the conditions and why
+each is necessary.
 """
 
 from typing import NamedTuple
 
-import numpy as np
 from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import Place, ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.server_labels import (
+    BACK,
+    BACKWARDS,
+    FORTH,
+    FORWARDS,
+    RUNS,
+    TRIP,
+    TRIPS,
+    Labels,
+    insert,
+)
 from stagewright.solvers.pipelines.server_tables import FAST, SLOW, Rest
 from stagewright.solvers.pipelines.windows import least_schedule
-
-# The values of a label, in seconds but for RUNS.
-TRIP = 0  # of 4: the way to the end of the prefix and back, then k backwards and an all-reduce
-TRIPS = 4  # for the k of _before_last
-FORTH = 4  # the way of one microbatch to the end of the prefix
-BACK = 5  # its way back
-FORWARDS = 6  # the slowest forward or transfer so far, and the same for backwards
-BACKWARDS = 7
-RUNS = 8  # two entries: servers that the closed runs need at least
-VALUES = 10
 
 SPLIT, TURNS = 0, 1  # how the last stage of a prefix shares its microbatches
 NEW, SAME, SPANS, TAKES_TURNS = (int(place) for place in Place)
 NONE, GAVE_UP = -1, -2
 MARGIN = 1e-9
-
-
-class Labels(NamedTuple):
-    """Nondominated labels by [last stage's kind, layers placed, devices used].
-
-    ``counts`` has shape (1 or 2, L + 1, V + 1), the others have a further axis for N labels.
-    ``room`` is the number of free devices in the server of the current run, ``pieces`` the pieces
-    in which the last stage sends, ``source`` the index of the last stage among those placed.
-    """
-
-    counts: Ints
-    room: Ints
-    pieces: Ints
-    source: Ints
-    values: Floats
 
 
 class Search(NamedTuple):
@@ -62,61 +48,6 @@ class Search(NamedTuple):
     steps: Ints
     values: Floats
     tails: Floats
-
-
-@njit(cache=True, error_model="numpy")
-def _is_dominated(
-    room: int, pieces: int, values: Floats, by_room: int, by_pieces: int, by: Floats
-) -> bool:
-    if by_room < room or by_pieces < pieces:
-        return False
-    for i in range(VALUES):  # noqa: SIM110 (numba has no all())
-        if by[i] > values[i]:
-            return False
-    return True
-
-
-@njit(cache=True, error_model="numpy")
-def _insert(
-    labels: Labels, at: tuple[int, int, int], room: int, pieces: int, values: Floats, source: int
-) -> None:
-    """Add a label unless it is dominated; a full list merges it with another, which relaxes."""
-    rooms, cut, known = labels.room[at], labels.pieces[at], labels.values[at]
-    sources = labels.source[at]
-    for i in range(labels.counts[at]):
-        if _is_dominated(room, pieces, values, rooms[i], cut[i], known[i]):
-            return
-    kept = 0
-    for i in range(labels.counts[at]):
-        if not _is_dominated(rooms[i], cut[i], known[i], room, pieces, values):
-            rooms[kept], cut[kept], sources[kept] = rooms[i], cut[i], sources[i]
-            known[kept] = known[i]
-            kept += 1
-    labels.counts[at] = kept
-    if kept == len(rooms):
-        i = _closest(kept, room, pieces, values, rooms, cut, known)
-        rooms[i], cut[i] = max(rooms[i], room), max(cut[i], pieces)
-        known[i] = np.minimum(known[i], values)
-        return
-    rooms[kept], cut[kept], sources[kept] = room, pieces, source
-    known[kept] = values
-    labels.counts[at] += 1
-
-
-@njit(cache=True, error_model="numpy")
-def _closest(
-    count: int, room: int, pieces: int, values: Floats, rooms: Ints, cut: Ints, known: Floats
-) -> int:
-    """The label that loses least by a merger."""
-    chosen, least = 0, np.inf
-    for i in range(count):
-        loss = 0.02 * abs(cut[i] - pieces) / min(cut[i], pieces) + 0.02 * abs(rooms[i] - room)
-        for k in range(VALUES):
-            weight = 1.0 if k in (TRIP, FORTH, TRIPS - 1) else 0.05 if k >= RUNS else 0.3
-            loss += weight * abs(known[i, k] - values[k]) / (known[i, k] + values[k] + 1e-30)
-        if loss < least:
-            chosen, least = i, loss
-    return chosen
 
 
 @njit(cache=True, error_model="numpy")
@@ -207,42 +138,45 @@ def _arrive(search: Search, state: tuple[int, int, int], place: int, c: int) -> 
         values[:] = known
         if place != SAME and room > 0:  # the run is closed
             values[RUNS : RUNS + 2] += form.packing[:, form.room - room]
+        several = last == TURNS or place == TAKES_TURNS
+        send = 0.0
         if used > 0:
             pieces = form.pieces[c] * labels.pieces[last, l, used, i]
-            if not _cross(search, known, last == TURNS, place, l, left, pieces):
-                continue
-        if not _exceeds(search, values, 0.0, left, l):
-            at = room if place == SAME else form.room
-            source = labels.source[last, l, used, i]
-            _insert(search.arrivals, (0, 0, 0), at, 1, values, source)
+            send = _send(form, l, pieces, FAST if place == SAME or several else SLOW)
+            _cross(search, known, send, several)
+        if _exceeds(search, values, 0.0, left, l):
+            continue
+        if used > 0 and not several and _is_crowded(search, known, send, left, l):
+            continue
+        at = room if place == SAME else form.room
+        insert(search.arrivals, (0, 0, 0), at, 1, values, labels.source[last, l, used, i])
 
 
 @njit(cache=True, error_model="numpy", inline="always")
-def _cross(
-    search: Search, known: Floats, turned: bool, place: int, l: int, left: int, pieces: int
-) -> bool:
-    """Add a channel to ``search.values``; whether it may be in time.
+def _cross(search: Search, known: Floats, send: float, several: bool) -> None:
+    """Add a channel to ``search.values``.
 
-    Devices that take turns have a channel each; how many microbatches pass it is not known.
+    Devices that take turns have ``several``, one each; how many microbatches pass it is not known.
     """
-    form, values = search.form, search.values
-    M, several = form.microbatches, turned or place == TAKES_TURNS
-    send = _send(form, l, pieces, FAST if place == SAME or several else SLOW)
+    M, values = search.form.microbatches, search.values
     for k in range(TRIPS):
         values[TRIP + k] = known[TRIP + k] + 2 * send
+        if not several:
+            later = known[TRIP] + (2 + _before_last(M, k)) * send
+            values[TRIP + k] = max(values[TRIP + k], later)
     values[FORTH] = known[FORTH] + send
     values[BACK] = known[BACK] + send
-    if several:
+    if not several:
+        values[FORWARDS] = max(known[FORWARDS], send)
+        values[BACKWARDS] = max(known[BACKWARDS], send)
+
+
+@njit(cache=True, error_model="numpy", inline="always")
+def _is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -> bool:
+    """Whether the channel after ``known`` cannot carry all microbatches in time."""
+    if known[TRIP] + 2 * search.form.microbatches * send > search.until:
         return True
-    around = send + search.rest.path[left, l]
-    if known[TRIP] + 2 * M * send > search.until or _is_late(search, known, send, send, around):
-        return False
-    for k in range(TRIPS):
-        later = known[TRIP] + (2 + _before_last(M, k)) * send
-        values[TRIP + k] = max(values[TRIP + k], later)
-    values[FORWARDS] = max(known[FORWARDS], send)
-    values[BACKWARDS] = max(known[BACKWARDS], send)
-    return True
+    return _is_late(search, known, send, send, send + search.rest.path[left, l])
 
 
 @njit(cache=True, error_model="numpy")
@@ -301,7 +235,7 @@ def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arri
             search.values[RUNS : RUNS + 2] += taken
         sort = TURNS if turned else SPLIT
         at = sort, m, used
-        _insert(search.labels, at, room, form.pieces[c], search.values, steps[0] - 1)
+        insert(search.labels, at, room, form.pieces[c], search.values, steps[0] - 1)
     return False
 
 
@@ -354,24 +288,36 @@ def _try(
 @njit(cache=True, error_model="numpy")
 def _expand(search: Search, state: tuple[int, int, int]) -> bool:
     """Place every next stage after the labels of ``state``; whether a plan is complete."""
-    last, _, used = state
-    form = search.form
-    for place in range(4):
-        if (place == SAME and (last == TURNS or used == 0)) or (
-            place == SPANS and form.servers < 2
-        ):
+    form, (last, _, used) = search.form, state
+    for c in range(len(form.devices)):
+        r = form.devices[c]
+        if used + r > form.size:
             continue
-        first = form.turns if place == TAKES_TURNS else 0
-        for c in range(first, len(form.devices) if place == TAKES_TURNS else form.turns):
-            r = form.devices[c]
-            if used + r > form.size or (r > form.room and place < SPANS):
-                break
-            if place == SPANS and form.pieces[c] == 1:
-                continue
-            _arrive(search, state, place, c)
-            for arrival in range(search.arrivals.counts[0, 0, 0]):
-                if _place(search, state, place, c, arrival):
-                    return True
+        if c >= form.turns:
+            if _place_after(search, state, TAKES_TURNS, TAKES_TURNS, c):
+                return True
+            continue
+        first = NEW if r <= form.room else SPANS
+        end = SPANS if form.servers > 1 and form.pieces[c] > 1 else NEW
+        if first <= end and _place_after(search, state, first, end, c):
+            return True
+        continues = last == SPLIT and used > 0 and r <= form.room
+        if continues and _place_after(search, state, SAME, SAME, c):
+            return True
+    return False
+
+
+@njit(cache=True, error_model="numpy")
+def _place_after(
+    search: Search, state: tuple[int, int, int], place: int, other: int, c: int
+) -> bool:
+    """Place the stages of choice c at ``place`` and at ``other``, to which the channel is equal."""
+    _arrive(search, state, place, c)
+    for arrival in range(search.arrivals.counts[0, 0, 0]):
+        if _place(search, state, place, c, arrival):
+            return True
+        if other != place and _place(search, state, other, c, arrival):
+            return True
     return False
 
 

@@ -20,11 +20,10 @@ from stagewright.solvers.pipelines.relaxation import relaxed_load_bound
 from stagewright.solvers.pipelines.server_kernels import (
     GAVE_UP,
     NONE,
-    VALUES,
-    Labels,
     Search,
     find,
 )
+from stagewright.solvers.pipelines.server_labels import VALUES, Labels
 from stagewright.solvers.pipelines.server_tables import Before, Rest, fill_before, fill_rest
 
 MARGIN = 1e-9
@@ -34,7 +33,7 @@ MOST_LABELS = 48  # of a state; more are merged
 LABEL_BYTES = 4e8  # of all states
 MOST_STAGES = 1_000_000  # placed stages that are remembered, for the relaxed plans
 MOST_ARRIVALS = 240
-STEPS_PER_SECOND = 2e5  # a low estimate
+STEPS_PER_SECOND = 3e5  # a low estimate
 TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
 
 OnRelaxed = Callable[[Levels, tuple[RelaxedStage, ...]], None]
