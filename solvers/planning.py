@@ -1,12 +1,12 @@
 """Entry point of all planners: run one or the portfolio, then assemble, check and certify."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 
 from stagewright.formulations.checking.certificates import best_of
-from stagewright.formulations.forms.answers import Limits, OnProgress, Status, silent
+from stagewright.formulations.forms.answers import GapStop, Limits, OnProgress, Status, silent
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
@@ -16,13 +16,10 @@ from stagewright.formulations.patterns.one_f_one_b import (
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
-from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan
 from stagewright.formulations.plans.plan_class import (
-    DISJOINT_SPLIT,
-    DISJOINT_WHOLE,
     EVERY_PLAN,
     PATTERNS,
     PlanClass,
@@ -30,11 +27,16 @@ from stagewright.formulations.plans.plan_class import (
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
 from stagewright.solvers.planners import auto, exact, general, spp
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
+from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.periodic import madpipe, one_f_one_b_star
-from stagewright.solvers.planners.planner import Planner, require_honoured, require_host_links
+from stagewright.solvers.planners.planner import (
+    Planner,
+    checking_seconds,
+    require_honoured,
+    require_host_links,
+)
 from stagewright.solvers.planners.proposal import (
     Attempt,
     Choices,
@@ -74,7 +76,8 @@ class Result:
     ``plans``, and ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. If infeasible,
     ``plans`` is the class that has no plan, None if only the planner's own kind of plan was
     searched. ``reason`` says why there is no plan, or has notes of the planner; ``attempts`` are
-    the results of the planners of a portfolio.
+    the results of the planners of a portfolio. ``ended`` says that planning ended at the requested
+    gap, else it is empty.
     """
 
     status: Status
@@ -88,6 +91,7 @@ class Result:
     reason: str = ""
     attempts: tuple[Attempt, ...] = ()
     plans: PlanClass | None = None
+    ended: str = ""
 
 
 def plan(
@@ -99,8 +103,8 @@ def plan(
 ) -> Result:
     """Plan ``problem``; infeasible, out of time and interrupted are statuses, not errors.
 
-    ``on_progress`` receives the iteration of the best plan, the best bound on every plan so far,
-    and a function that returns the plan.
+    ``on_progress`` receives the iteration of the best plan, the best bound so far on its class of
+    plans, and a function that returns the plan.
 
     The first use on a machine compiles the kernels, which does not count towards the limit.
 
@@ -124,9 +128,12 @@ def plan(
     if reason is not None:
         nothing = NoPlan(reason, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
-    make_plan = partial(_certified_plan, problem, planner)
-    report = reporting(problem, on_progress, proposer.options.period_seconds, make_plan)
-    answer = proposer.propose(problem, asked, limits, report)
+    known, target = ClassBounds(problem, limits.seconds), GapStop(limits.gap, limits.stop)
+    make_plan = partial(_certified_plan, problem, planner, known)
+    report = reporting(known, on_progress, proposer.options.period_seconds, make_plan, target)
+    answer = proposer.propose(
+        problem, asked, _search_limits(problem, limits, target, began), report
+    )
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
     certified = make_plan(answer)
@@ -134,10 +141,23 @@ def plan(
     proof = certified.certificate
     assert proof is not None
     status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
+    ended = ""
+    if target.reached and status is Status.FEASIBLE:
+        ended = f"a gap of {proof.gap:.2%} is reached, at most {limits.gap:.2%} was asked for"
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
-        proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts, proof.plans,
+        proof.proved_by, monotonic() - began, "; ".join(filter(None, (ended, *answer.notes))),
+        attempts, proof.plans, ended,
     )  # fmt: skip
+
+
+def _search_limits(
+    problem: PipelineProblem, limits: Limits, target: GapStop, began: float
+) -> Limits:
+    """The limits of the search, with the time to check and certify its answer left out."""
+    left = limits.seconds - (monotonic() - began)
+    seconds = max(left - checking_seconds(problem), left / 2, 0.0)
+    return replace(limits, seconds=seconds, stop=target if limits.gap > 0 else limits.stop)
 
 
 def _refused(
@@ -161,22 +181,25 @@ def _refused(
 
 
 def _certified_plan(
-    problem: PipelineProblem, planner: str, answer: Proposal | PeriodicProposal
+    problem: PipelineProblem,
+    planner: str,
+    known: ClassBounds,
+    answer: Proposal | PeriodicProposal,
 ) -> PipelinePlan:
     """The certified plan of a proposal."""
     if isinstance(answer, PeriodicProposal):
-        return _certified_pattern(problem, planner, answer)
-    return _certified(problem, planner, answer)
+        return _certified_pattern(problem, planner, known, answer)
+    return _certified(problem, planner, known, answer)
 
 
 def _certified_pattern(
-    problem: PipelineProblem, planner: str, proposal: PeriodicProposal
+    problem: PipelineProblem, planner: str, known: ClassBounds, proposal: PeriodicProposal
 ) -> PipelinePlan:
     assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern)
     asked = pattern_problem(problem, proposal.stages)
     load = asked.iteration_seconds(pattern_load_bound(asked))
     bounds = [
-        *every_plan_bounds(problem),
+        *known.every,
         *proposal.bounds,
         Bound(load, PATTERN_LOAD, "schedule", PATTERNS),
         Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
@@ -184,24 +207,15 @@ def _certified_pattern(
     return certify(problem, assembled, bounds, ())
 
 
-def _fill_and_drain(problem: PipelineProblem, plans: PlanClass, cost: float) -> tuple[Bound, ...]:
-    """The relaxation's bound for the smaller of its classes that contains ``plans``."""
-    for wider, name, known in (
-        (False, FILL_AND_DRAIN, DISJOINT_SPLIT),
-        (True, WIDE_FILL_AND_DRAIN, DISJOINT_WHOLE),
-    ):
-        if known.contains(plans):
-            return (Bound(fill_and_drain_bound(problem, cost, wider), name, "problem", known),)
-    return ()
-
-
-def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:
+def _certified(
+    problem: PipelineProblem, planner: str, known: ClassBounds, proposal: Proposal
+) -> PipelinePlan:
     assembled = assemble(problem, planner, proposal.stages, proposal.starts)
     assert assembled.predicted is not None
     cost = assembled.predicted.iteration_seconds
     bounds = [
-        *every_plan_bounds(problem),
-        *_fill_and_drain(problem, class_of(assembled), cost),
+        *known.every,
+        *known.relaxed(class_of(assembled), cost),
         *proposal.bounds,
     ]
     scheduling = scheduling_of(problem, proposal.stages)

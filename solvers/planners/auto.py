@@ -15,15 +15,16 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Predicted
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.plans.starts import starts_of, timetable_of
-from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.baselines.dp import plan_dp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
+from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options, checking_seconds
 from stagewright.solvers.planners.proposal import (
     Attempt,
     Choices,
@@ -37,11 +38,12 @@ from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
 
 HEURISTICS: tuple[tuple[str, PlanFunction], ...] = (
-    ("spp", plan_spp),
     ("dp", plan_dp),
     ("gpipe", plan_gpipe),
-    ("pipedream", plan_pipedream),
+    ("balanced", plan_balanced),
     ("hetpipe", plan_hetpipe),
+    ("pipedream", plan_pipedream),
+    ("spp", plan_spp),
 )
 GOOD_ENOUGH = 1e-6  # relative gap
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
@@ -56,9 +58,9 @@ def plan_auto(
 ) -> Proposal | NoPlan:
     """The best checked plan of the portfolio within ``limits.seconds``.
 
-    SPP runs first and may use half of the time; the baselines are fast. The rest of the time is for
-    a local search on the stages of the best plan of disjoint split stages, CP-SAT on its schedule,
-    the search over all finite plans, and the exact joint planner.
+    The cheapest planners run first, so that there is a plan early. SPP may use half of the time.
+    The rest is for a local search on the stages of the best plan of disjoint split stages, CP-SAT
+    on its schedule, the search over all finite plans, and the exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     for name, run in HEURISTICS:
@@ -95,20 +97,26 @@ class _Portfolio:
     attempts: list[Attempt] = field(default_factory=list)
     refusals: dict[str, NoPlan] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.relaxation = FillAndDrain(self.problem)
+        self.checking = checking_seconds(self.problem)
+
     def left(self) -> float:
-        return self.limits.left(monotonic() - self.began)
+        """The seconds left for a search whose plan is then checked."""
+        return max(0.0, self.limits.left(monotonic() - self.began) - self.checking)
 
     def is_open(self) -> bool:
         """Whether there is a plan that time and bounds allow to improve."""
         return (
             self.best is not None
             and self.left() > 0
-            and fill_and_drain_bound(self.problem, self.cost) < self.cost * (1 - GOOD_ENOUGH)
+            and not self.relaxation.proves(self.cost * (1 - GOOD_ENOUGH))
         )
 
     def consider(self, name: str, run: PlanFunction, seconds: float) -> None:
         since = monotonic()
-        answer = run(self.problem, replace(self.limits, seconds=seconds), self.on_progress)
+        limits = replace(self.limits, seconds=min(seconds, self.left()))
+        answer = run(self.problem, limits, self.on_progress)
         spent = monotonic() - since
         if isinstance(answer, NoPlan):
             self.refusals[name] = answer

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -163,7 +164,7 @@ class _PlanSearch:
         elapsed = perf_counter() - self.began
         if elapsed > self._reported + REPORT_SECONDS:
             self._reported = elapsed
-            self.on_progress(Progress(elapsed, None, min(bound, self.bound())))
+            self._tell(None, bound)
 
     def bound(self) -> float:
         """A lower bound on all plans, at most the time of the best one."""
@@ -226,10 +227,14 @@ class _PlanSearch:
         seconds = candidate.scheduling.evaluate(times)
         if seconds < self.cost:
             self.cost, self.best = seconds, (candidate.stages, times)
-            elapsed = perf_counter() - self.began
             stages = named_stages(self.problem, candidate.stages)
-            made = partial(proposal_of, self.problem, stages, times)
-            self.on_progress(Progress(elapsed, seconds, min(bound, self.bound()), made))
+            self._tell(seconds, bound, partial(proposal_of, self.problem, stages, times))
+
+    def _tell(
+        self, seconds: float | None, bound: float, made: Callable[[], Proposal] | None = None
+    ) -> None:
+        elapsed, bound = perf_counter() - self.began, min(bound, self.bound())
+        self.on_progress(Progress(elapsed, seconds, bound, made, DISJOINT_SPLIT))
 
     def _dominated(self, scheduling: MakespanProblem) -> bool:
         """Whether a closed plan has no larger times and no lower in-flight limits."""

@@ -15,6 +15,7 @@ from stagewright.solvers.planners.proposal import (
     Recomputation,
 )
 
+ACTION_SECONDS = 2e-5  # predicted, to assemble and check an action
 ANY_RECOMPUTATION: tuple[Recomputation, ...] = get_args(Recomputation)
 
 
@@ -51,6 +52,14 @@ class Planner(Protocol):
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
     ) -> Proposal | PeriodicProposal | NoPlan:
         """The best plan found within ``limits``."""
+
+
+def checking_seconds(problem: PipelineProblem) -> float:
+    """Predicted seconds to assemble and check the plan with the most stages on disjoint devices."""
+    layers = len(problem.chain)
+    computations = min(len(problem.cluster), int(problem.replicas_per_layer.sum()))
+    transfers = min(len(problem.cluster), layers)
+    return 2 * problem.microbatches * (computations + transfers) * ACTION_SECONDS
 
 
 def require_honoured(planner: Planner, choices: Choices, every: Iterable[Planner]) -> None:

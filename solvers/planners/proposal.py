@@ -16,9 +16,15 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Guarantee, Stage
-from stagewright.formulations.plans.plan_class import RECOMPUTE, PlanClass, Recompute
+from stagewright.formulations.plans.plan_class import (
+    RECOMPUTE,
+    PlanClass,
+    Recompute,
+    class_of_stages,
+)
 from stagewright.formulations.plans.starts import starts_of
 from stagewright.formulations.plans.timing import Blocks, durations
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
 
@@ -163,6 +169,14 @@ def proposal_of(
     """The proposal of a timetable with whole backwards."""
     starts = starts_of(problem, stages, times)
     return Proposal(tuple(stages), starts, bounds, notes=notes)
+
+
+def class_of_proposal(proposal: Proposal | PeriodicProposal) -> PlanClass:
+    """The smallest class of the proposed plan."""
+    if isinstance(proposal, PeriodicProposal):
+        return class_of_stages(proposal.stages, False, "periodic", DOUBLE_BUFFER.name)
+    parts = not np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT]).all()
+    return class_of_stages(proposal.stages, bool(parts), "finite", FLUSH.name)
 
 
 def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:
