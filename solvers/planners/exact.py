@@ -173,11 +173,11 @@ class _PlanSearch:
 
     def _expand(self, prefix: Prefix) -> bool:
         """Push the children; False if the time limit is reached before the last one."""
-        for child in self._tree.children(prefix):
+        for child in self._tree.children(prefix, lambda: self._left() <= 0):
             if self._left() <= 0:
                 return False
             self._push(child.bound, child)
-        return True
+        return self._left() > 0
 
     def _complete(self, prefix: Prefix) -> None:
         """Push a complete plan with the bounds on its schedule, unless it is dominated."""
