@@ -51,7 +51,8 @@ class _Problem(Search):
 class PlanRequest(_Problem):
     """Plan the training of a model on a cluster; see ``Choices`` for what may be chosen.
 
-    Planning ends as soon as the gap of the best plan is at most ``gap`` (0.01 is 1 %).
+    The search starts from the plan ``start``, of the same layers, if there is one. It ends as soon
+    as the gap of the best plan is at most ``gap`` (0.01 is 1 %).
     """
 
     microbatches: int = 8
@@ -61,6 +62,7 @@ class PlanRequest(_Problem):
     group_size: int | None = None
     period_seconds: float | None = None
     gap: float = 0.0
+    start: PipelinePlan | None = None
 
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search, with the gap at which it may end."""

@@ -46,6 +46,7 @@ from stagewright.solvers.planners.proposal import (
     scheduling_of,
 )
 from stagewright.solvers.planners.reporting import reporting
+from stagewright.solvers.planners.warm_start import require_same_layers
 from stagewright.solvers.planners.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative gap of an optimal plan; rounding of ticks and sums is below it
@@ -112,7 +113,7 @@ def plan(
     ------
     InputError
         If ``planner`` is not one of PLANNERS, or does not support ``choices``, or the requested
-        period is below the load bound.
+        period is below the load bound, or the plan to start from has other layers.
     """
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
@@ -121,6 +122,8 @@ def plan(
     require_honoured(proposer, asked, PLANNERS.values())
     if asked.offload:
         require_host_links(problem)
+    if asked.start is not None:
+        require_same_layers(problem.chain, asked.start)
     compile_kernels()
     began = monotonic()
     limits = limits or Limits()

@@ -24,7 +24,12 @@ from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options, checking_seconds
+from stagewright.solvers.planners.planner import (
+    ACTION_SECONDS,
+    ANY_RECOMPUTATION,
+    Options,
+    checking_seconds,
+)
 from stagewright.solvers.planners.proposal import (
     Attempt,
     Choices,
@@ -36,16 +41,18 @@ from stagewright.solvers.planners.proposal import (
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
+from stagewright.solvers.planners.warm_start import warm_start
 
 HEURISTICS: tuple[tuple[str, PlanFunction], ...] = (
     ("dp", plan_dp),
     ("gpipe", plan_gpipe),
-    ("balanced", plan_balanced),
     ("hetpipe", plan_hetpipe),
+    ("balanced", plan_balanced),
     ("pipedream", plan_pipedream),
     ("spp", plan_spp),
 )
 GOOD_ENOUGH = 1e-6  # relative gap
+NOTED_SECONDS = 0.05  # checks that take less say little about the machine
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
 EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
 
@@ -58,11 +65,15 @@ def plan_auto(
 ) -> Proposal | NoPlan:
     """The best checked plan of the portfolio within ``limits.seconds``.
 
-    The cheapest planners run first, so that there is a plan early. SPP may use half of the time.
-    The rest is for a local search on the stages of the best plan of disjoint split stages, CP-SAT
-    on its schedule, the search over all finite plans, and the exact joint planner.
+    A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
+    early. SPP may use half of the time. The rest is for a local search on the stages of the best
+    plan of disjoint split stages, CP-SAT on its schedule, the search over all finite plans, and the
+    exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
+    if portfolio.choices.start is not None:
+        portfolio.consider("given", portfolio.begin, limits.seconds / 4)
+        portfolio.consider("given, improved", portfolio.climb, portfolio.left() / 4)
     for name, run in HEURISTICS:
         if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 2)
@@ -99,11 +110,13 @@ class _Portfolio:
 
     def __post_init__(self) -> None:
         self.relaxation = FillAndDrain(self.problem)
-        self.checking = checking_seconds(self.problem)
+        self.predicted = self.checking = checking_seconds(self.problem)
 
     def left(self) -> float:
         """The seconds left for a search whose plan is then checked."""
-        return max(0.0, self.limits.left(monotonic() - self.began) - self.checking)
+        # Twice: after the search and at the end, for which the predicted time is already left out.
+        checks = 2 * self.checking - self.predicted
+        return max(0.0, self.limits.left(monotonic() - self.began) - checks)
 
     def is_open(self) -> bool:
         """Whether there is a plan that time and bounds allow to improve."""
@@ -123,10 +136,7 @@ class _Portfolio:
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        plan = assemble(self.problem, name, answer.stages, answer.starts)
-        require_valid(self.problem, plan)
-        predicted = plan.predicted
-        assert predicted is not None
+        predicted = self._checked(name, answer)
         cost = predicted.iteration_seconds
         known = self.best.notes if self.best else ()
         notes = "; ".join(note for note in answer.notes if note not in known)
@@ -145,6 +155,18 @@ class _Portfolio:
         shared = [bound for bound in worse.bounds if bound.scope == "problem"]
         self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
 
+    def _checked(self, name: str, answer: Proposal) -> Predicted:
+        """The predictions of a valid plan; the time of a large one corrects the predicted time."""
+        since = monotonic()
+        plan = assemble(self.problem, name, answer.stages, answer.starts)
+        require_valid(self.problem, plan)
+        spent = monotonic() - since
+        if spent > NOTED_SECONDS:
+            slower = spent / (len(plan.actions) * ACTION_SECONDS)
+            self.checking = max(self.checking, slower * self.predicted)
+        assert plan.predicted is not None
+        return plan.predicted
+
     def _wins(self, answer: Proposal, cost: float, fullest: float) -> bool:
         """Whether ``answer`` is faster; ties are broken by memory, then by the number of stages.
 
@@ -156,6 +178,21 @@ class _Portfolio:
         if abs(fullest - self.fullest) > EQUAL:
             return fullest < self.fullest
         return len(answer.stages) <= len(self.best.stages)
+
+    def begin(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """The given plan on the present devices."""
+        assert self.choices.start is not None
+        return warm_start(problem, self.choices.start, self.choices, limits)
+
+    def climb(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """A local search from the given plan."""
+        if self.plain is not None:
+            return self.refine(problem, limits, on_progress)
+        return self.search(problem, limits, on_progress)
 
     def is_unsettled(self) -> bool:
         """Whether the exact joint planner may find a better plan, or prove that there is none."""
@@ -247,7 +284,7 @@ class AutoPlanner:
         "improved by CP-SAT"
     )
     source = "portfolio"
-    options = Options(ANY_RECOMPUTATION, offload=True)
+    options = Options(ANY_RECOMPUTATION, offload=True, start=True)
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress

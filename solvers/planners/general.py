@@ -30,6 +30,7 @@ from stagewright.solvers.planners.moves import StructureMoves
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.seeds import pipelines
+from stagewright.solvers.planners.warm_start import warm_start
 
 STARTS = 6  # structures that hill climbing starts from
 KICKS = 3  # random moves between a local optimum and the next start
@@ -72,11 +73,7 @@ def plan_general(
     if reason is not None:
         return NoPlan(reason, plans=EVERY_PLAN)
     asked = choices or Choices()
-    if asked.recompute is None:
-        asked = replace(asked, recompute="auto")
-    if asked.offload is None:
-        asked = replace(asked, offload=True)
-    search = _StructureSearch(problem, limits, on_progress, asked)
+    search = _StructureSearch(problem, limits, on_progress, asked.any_mode)
     search.run(known)
     return search.answer()
 
@@ -237,13 +234,19 @@ class GeneralPlanner:
         "recomputation, offloading"
     )
     source = "list schedules within memory"
-    options = Options(ANY_RECOMPUTATION, offload=True)
+    options = Options(ANY_RECOMPUTATION, offload=True, start=True)
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
         """The best plan found."""
-        return plan_general(problem, limits, on_progress, choices)
+        began = monotonic()
+        known = []
+        if choices.start is not None:
+            first = warm_start(problem, choices.start, choices, limits)
+            known = [first] if isinstance(first, Proposal) else []
+        left = replace(limits, seconds=limits.left(monotonic() - began))
+        return plan_general(problem, left, on_progress, choices, known)
 
 
 PLANNER = GeneralPlanner()

@@ -27,6 +27,7 @@ class Options:
     offload: bool = False
     group_size: bool = False
     period_seconds: bool = False
+    start: bool = False
 
 
 class Planner(Protocol):
@@ -90,3 +91,5 @@ def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
         yield "a group size", lambda one: one.group_size
     if choices.period_seconds is not None:
         yield "a period", lambda one: one.period_seconds
+    if choices.start is not None:
+        yield "a given plan to start from", lambda one: one.start

@@ -1,5 +1,6 @@
 """``plan`` and ``planners``: from a model and a cluster to a certified plan."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -72,6 +73,15 @@ def plan(
             metavar="SHARE",
         ),
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Start from this plan of the same layers, made for other times, memory or "
+            "devices; planners auto and general.",
+            metavar="FILE",
+        ),
+    ] = None,
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,
@@ -83,6 +93,7 @@ def plan(
     Ctrl-C (or SIGTERM) ends the search and keeps the best plan found so far; a second one ends
     immediately.
     """
+    from stagewright.formulations.plans.plan import load_plan
     from stagewright.graphs.documents.units import parse_bytes, parse_share
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
@@ -101,6 +112,7 @@ def plan(
         offload=offload,
         group_size=group_size,
         period_seconds=period,
+        start=None if start is None else load_plan(start),
         gap=0.0 if gap is None else parse_share(gap, "--gap"),
         time_limit=limits.seconds,
         threads=limits.threads,

@@ -43,6 +43,7 @@ def plan(
     seed: int = 0,
     memory_limit_bytes: float | None = None,
     choices: "Choices | None" = None,
+    start: "PipelinePlan | None" = None,
     on_progress: OnProgress = silent,
     stop: StopToken | None = None,
 ) -> "Result":
@@ -68,6 +69,11 @@ def plan(
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size and a period (:class:`~stagewright.solvers.planners.proposal.Choices`).
+    start
+        Planners ``auto`` and ``general``: a plan of the same layers to start from, though times,
+        memory or devices may have changed. Its stages keep the devices that are still there, by
+        name, and get free ones for the others. The answer is never worse than this plan with the
+        present times, if that is valid.
     on_progress
         Called with the best iteration and the best bound on its class of plans (``plans``) so far,
         whenever one of them improves.
@@ -104,6 +110,7 @@ def plan(
         group_size=asked.group_size,
         period_seconds=asked.period_seconds,
         gap=parse_share(gap, "gap"),
+        start=asked.start if start is None else start,
         time_limit=time_limit,
         threads=threads,
         seed=seed,

@@ -192,7 +192,7 @@ class TestInfeasible:
         )
         result = plan(problem, "auto", LIMITS)
         assert [attempt.planner for attempt in result.attempts] == [
-            "dp", "gpipe", "balanced", "hetpipe", "pipedream", "spp", "spp, recomputing",
+            "dp", "gpipe", "hetpipe", "balanced", "pipedream", "spp", "spp, recomputing",
             "general", "exact",
         ]  # fmt: skip
         assert all(attempt.reason for attempt in result.attempts)
