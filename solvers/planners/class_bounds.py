@@ -48,8 +48,8 @@ class ClassBounds:
         return ()
 
     def best(self, plans: PlanClass, cost: float) -> float:
-        """The best bound on a class that contains ``plans``, at most ``cost``."""
-        known = (*self.every, *self.relaxed(plans, cost))
-        of_class = [(bound.plans, bound.seconds) for bound in known]
-        of_class += list(self._reported.items())
-        return min(cost, max(seconds for one, seconds in of_class if one.contains(plans)))
+        """The best known bound on a class that contains ``plans``, at most ``cost``."""
+        known = [(bound.plans, bound.seconds) for bound in self.every]
+        known += [(one, relaxation.low) for one, _, relaxation in self._relaxed]
+        known += self._reported.items()
+        return min(cost, max(seconds for one, seconds in known if one.contains(plans)))

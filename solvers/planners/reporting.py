@@ -58,10 +58,11 @@ class Reporter:
         if step.plans is not None:
             self.bounds.report([(step.plans, step.bound)])
         if step.objective is not None:
-            if step.best is not None and step.objective <= self.best_cost:
-                self._keep(step.best, step.objective)
             self.cost = min(self.cost, step.objective)
+        better = self._keep(step)
         self.report()
+        if better:
+            self._tighten()
 
     def report(self) -> None:
         """Report the best plan and the bound."""
@@ -73,11 +74,23 @@ class Reporter:
         if not self.target.reached and self.best is not None:
             self._aim(self.best, self.bounds.best(self.plans, self.best_cost))
 
-    def _keep(self, best: Callable[[], Any], cost: float) -> None:
-        proposal = best()
-        self.best, self.best_cost, self.plans = best, cost, class_of_proposal(proposal)
+    def _tighten(self) -> None:
+        """Report a better bound on the class of the best plan, if the relaxation has one."""
+        known = self.bounds.best(self.plans, self.best_cost)
+        self.bounds.relaxed(self.plans, self.best_cost)
+        if self.bounds.best(self.plans, self.best_cost) > known:
+            self.report()
+
+    def _keep(self, step: Progress) -> bool:
+        """Keep the plan of a report, if it is at hand and none is better."""
+        if step.best is None or step.objective is None or step.objective > self.best_cost:
+            return False
+        proposal = step.best()
+        self.best, self.best_cost = step.best, step.objective
+        self.plans = class_of_proposal(proposal)
         whole = [bound for bound in proposal.bounds if bound.scope == "problem"]
         self.bounds.report((bound.plans, bound.seconds) for bound in whole)
+        return True
 
     def _aim(self, best: Callable[[], Any], bound: float) -> None:
         """Say that the gap is reached, after a check of the plan."""
