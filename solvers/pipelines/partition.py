@@ -50,9 +50,10 @@ class PartitionSearch:
     bound: dict[int, float] = field(init=False)
     found: dict[int, tuple[float, Cuts]] = field(init=False)
     passes: int = field(init=False, default=0)
-    began: float = field(init=False, default_factory=monotonic)
+    began: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.began = monotonic()
         self.form = ByRecurrence().apply(self.question)
         layers, size = len(self.form.parameters) - 1, len(self.form.memory)
         self.most = min(layers, size, self.most or size)
