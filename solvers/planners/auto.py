@@ -70,9 +70,9 @@ def plan_auto(
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
-        portfolio.consider("given", portfolio.begin, limits.seconds / 4)
+        portfolio.consider("given", portfolio.begin, limits.seconds / 10)
         if portfolio.has_time():
-            portfolio.consider("given, improved", portfolio.climb, portfolio.left() / 4)
+            portfolio.consider("given, improved", portfolio.climb, portfolio.left() / 8)
     for name, run in HEURISTICS:
         if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 3)
