@@ -27,7 +27,7 @@ from stagewright.formulations.plans.plan_class import (
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.planners import auto, exact, general, spp
+from stagewright.solvers.planners import auto, exact, general, servers, spp
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.periodic import madpipe, one_f_one_b_star
@@ -63,6 +63,7 @@ PLANNERS: dict[str, Planner] = {
         hetpipe.PLANNER,
         one_f_one_b_star.PLANNER,
         madpipe.PLANNER,
+        servers.PLANNER,
         general.PLANNER,
         auto.PLANNER,
     )

@@ -27,6 +27,7 @@ from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.planner import (
     ANY_RECOMPUTATION,
     Options,
+    SearchPlanner,
     checking_seconds,
 )
 from stagewright.solvers.planners.proposal import (
@@ -271,22 +272,11 @@ def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
     )
 
 
-class AutoPlanner:
-    """The portfolio."""
-
-    name = "auto"
-    summary = (
-        "all but the asynchronous ones within the time limit, then the best plan's schedule "
-        "improved by CP-SAT"
-    )
-    source = "portfolio"
-    options = Options(ANY_RECOMPUTATION, offload=True, start=True)
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
-        """The best plan of all planners."""
-        return plan_auto(problem, limits, on_progress, choices)
-
-
-PLANNER = AutoPlanner()
+PLANNER = SearchPlanner(
+    "auto",
+    "all but the asynchronous ones within the time limit, then the best plan's schedule improved "
+    "by CP-SAT",
+    "portfolio",
+    plan_auto,
+    Options(ANY_RECOMPUTATION, offload=True, start=True),
+)

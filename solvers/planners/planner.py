@@ -55,6 +55,26 @@ class Planner(Protocol):
         """The best plan found within ``limits``."""
 
 
+SearchFunction = Callable[[PipelineProblem, Limits, OnProgress, Choices], Proposal | NoPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlanner:
+    """A planner by a search that decides each stage's memory savings itself."""
+
+    name: str
+    summary: str
+    source: str
+    search: SearchFunction
+    options: Options = Options(ANY_RECOMPUTATION, offload=True)
+
+    def propose(
+        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """The best plan found."""
+        return self.search(problem, limits, on_progress, choices)
+
+
 def checking_seconds(problem: PipelineProblem) -> float:
     """Predicted seconds to assemble and check the plan with the most stages on disjoint devices."""
     layers = len(problem.chain)

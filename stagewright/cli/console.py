@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -182,14 +183,15 @@ def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: An
 
     ``options`` has the options whose name differs from the field.
     """
+    options = options or {}
     try:
         return kind.of(**fields)
     except InputError as error:
         first, _, rest = str(error).partition(" ")
-        name = first.rstrip(":")
-        if name not in fields:
+        name, *_ = re.split(r"[\[:]", first)
+        if name not in fields and name not in options:
             raise
-        option = (options or {}).get(name, spelled(name))
+        option = options.get(name, spelled(name))
         raise InputError(f"{option}{first[len(name) :]} {rest}") from None
 
 

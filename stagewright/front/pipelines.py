@@ -8,6 +8,7 @@ from stagewright.graphs.documents.units import parse_share, require_type
 from stagewright.service.pipeline_requests import (
     CheckRequest,
     CompareRequest,
+    JobShopRequest,
     PartitionRequest,
     PlanRequest,
     ScheduleRequest,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipeline_answers import (
         CompareAnswer,
+        JobShopAnswer,
         PartitionAnswer,
         ScheduleAnswer,
     )
@@ -250,7 +252,7 @@ def schedule(
     from stagewright.service.scheduling import schedule as answer
 
     times: dict[str, Any] = {
-        name: tuple(values) if isinstance(values, list) else values
+        name: _as_tuples(values)
         for name, values in (
             ("forward", forward), ("backward", backward), ("transfers", transfers),
             ("in_flight", in_flight), ("device", device), ("weight_gradient", weight_gradient),
@@ -266,3 +268,43 @@ def schedule(
         backend=backend,
     )
     return answer(request, stop=stop)
+
+
+def jobshop(
+    jobs: Sequence[Sequence[tuple[int, int]]],
+    *,
+    time_limit: float = 10.0,
+    threads: int = 1,
+    seed: int = 0,
+    backend: str | None = None,
+    stop: StopToken | None = None,
+) -> "JobShopAnswer":
+    """Minimise the makespan of jobs that visit machines in given orders.
+
+    Parameters
+    ----------
+    jobs
+        The steps of each job in their order, as (machine, duration).
+    backend
+        Solver (default: CP-SAT).
+
+    Examples
+    --------
+    >>> jobshop([[(0, 3), (1, 2)], [(1, 2), (0, 4)]]).makespan
+    7
+    """
+    from stagewright.service.scheduling import jobshop as answer
+
+    request = JobShopRequest.of(
+        jobs=_as_tuples(jobs),
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
+        backend=backend,
+    )
+    return answer(request, stop=stop)
+
+
+def _as_tuples(values: Any) -> Any:
+    """``values`` with tuples for lists, as requests have them."""
+    return tuple(map(_as_tuples, values)) if isinstance(values, list | tuple) else values
