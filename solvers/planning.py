@@ -116,15 +116,8 @@ def plan(
         If ``planner`` is not one of PLANNERS, or does not support ``choices``, or the requested
         period is below the load bound, or the plan to start from has other layers.
     """
-    if planner not in PLANNERS:
-        raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
-    proposer = PLANNERS[planner]
     asked = choices or Choices()
-    require_honoured(proposer, asked, PLANNERS.values())
-    if asked.offload:
-        require_host_links(problem)
-    if asked.start is not None:
-        require_same_layers(problem.chain, asked.start)
+    proposer = _able_planner(problem, planner, asked)
     compile_kernels()
     began = monotonic()
     limits = limits or Limits()
@@ -135,18 +128,40 @@ def plan(
     known, target = ClassBounds(problem, limits.seconds), GapStop(limits.gap, limits.stop)
     make_plan = partial(_certified_plan, problem, planner, known)
     report = reporting(known, on_progress, proposer.options.period_seconds, make_plan, target)
-    answer = proposer.propose(
-        problem, asked, _search_limits(problem, limits, target, began), report
-    )
+    searched = _search_limits(problem, limits, target, began)
+    answer = proposer.propose(problem, asked, searched, report)
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
-    certified = make_plan(answer)
+    return _answered(planner, answer, make_plan(answer), limits, target, began)
+
+
+def _able_planner(problem: PipelineProblem, planner: str, asked: Choices) -> Planner:
+    """The planner of that name, if it supports what is asked for."""
+    if planner not in PLANNERS:
+        raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
+    require_honoured(PLANNERS[planner], asked, PLANNERS.values())
+    if asked.offload:
+        require_host_links(problem)
+    if asked.start is not None:
+        require_same_layers(problem.chain, asked.start)
+    return PLANNERS[planner]
+
+
+def _answered(
+    planner: str,
+    answer: Proposal | PeriodicProposal,
+    certified: PipelinePlan,
+    limits: Limits,
+    target: GapStop,
+    began: float,
+) -> Result:
+    """The result with the certified plan of ``answer``."""
     attempts = () if isinstance(answer, PeriodicProposal) else answer.attempts
     proof = certified.certificate
     assert proof is not None
     status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
     ended = ""
-    if target.reached and status is Status.FEASIBLE:
+    if target.reached and status is Status.FEASIBLE and proof.gap <= limits.gap:
         ended = f"a gap of {proof.gap:.2%} is reached, at most {limits.gap:.2%} was asked for"
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
