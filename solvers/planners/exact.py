@@ -1,6 +1,7 @@
 """The exact joint planner: best-first branch and bound over plans, CP-SAT for their schedules."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -152,15 +153,15 @@ class _PlanSearch(BestFirst[Prefix | _CompletePlan]):
         elapsed = perf_counter() - self.began
         if elapsed > self._reported + REPORT_SECONDS:
             self._reported = elapsed
-            self.on_progress(Progress(elapsed, None, min(bound, self.bound())))
+            self._tell(None, bound)
 
     def _expand(self, prefix: Prefix) -> bool:
         """Push the children; False if the time limit is reached before the last one."""
-        for child in self._tree.children(prefix):
+        for child in self._tree.children(prefix, lambda: self._left() <= 0):
             if self._left() <= 0:
                 return False
             self._push(child.bound, child)
-        return True
+        return self._left() > 0
 
     def _complete(self, prefix: Prefix) -> None:
         """Push a complete plan with the bounds on its schedule, unless it is dominated."""
@@ -210,10 +211,14 @@ class _PlanSearch(BestFirst[Prefix | _CompletePlan]):
         seconds = candidate.scheduling.evaluate(times)
         if seconds < self.cost:
             self.cost, self.best = seconds, (candidate.stages, times)
-            elapsed = perf_counter() - self.began
             stages = named_stages(self.problem, candidate.stages)
-            made = partial(proposal_of, self.problem, stages, times)
-            self.on_progress(Progress(elapsed, seconds, min(bound, self.bound()), made))
+            self._tell(seconds, bound, partial(proposal_of, self.problem, stages, times))
+
+    def _tell(
+        self, seconds: float | None, bound: float, made: Callable[[], Proposal] | None = None
+    ) -> None:
+        elapsed, bound = perf_counter() - self.began, min(bound, self.bound())
+        self.on_progress(Progress(elapsed, seconds, bound, made, DISJOINT_SPLIT))
 
     def _dominated(self, scheduling: MakespanProblem) -> bool:
         """Whether a closed plan has no larger times and no lower in-flight limits."""

@@ -15,6 +15,7 @@ from stagewright.solvers.planners.proposal import (
     Recomputation,
 )
 
+ACTION_SECONDS = 2e-5  # predicted, to assemble and check an action
 ANY_RECOMPUTATION: tuple[Recomputation, ...] = get_args(Recomputation)
 
 
@@ -26,6 +27,7 @@ class Options:
     offload: bool = False
     group_size: bool = False
     period_seconds: bool = False
+    start: bool = False
 
 
 class Planner(Protocol):
@@ -73,6 +75,14 @@ class SearchPlanner:
         return self.search(problem, limits, on_progress, choices)
 
 
+def checking_seconds(problem: PipelineProblem) -> float:
+    """Predicted seconds to assemble and check the plan with the most stages on disjoint devices."""
+    layers = len(problem.chain)
+    computations = min(len(problem.cluster), int(problem.replicas_per_layer.sum()))
+    transfers = min(len(problem.cluster), layers)
+    return 2 * problem.microbatches * (computations + transfers) * ACTION_SECONDS
+
+
 def require_honoured(planner: Planner, choices: Choices, every: Iterable[Planner]) -> None:
     """Refuse choices that ``planner`` does not support, and name those of ``every`` that do."""
     for what, honours in _asked(choices):
@@ -101,3 +111,5 @@ def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
         yield "a group size", lambda one: one.group_size
     if choices.period_seconds is not None:
         yield "a period", lambda one: one.period_seconds
+    if choices.start is not None:
+        yield "a given plan to start from", lambda one: one.start

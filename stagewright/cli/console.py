@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, StopToken
+    from stagewright.formulations.plans.plan_class import PlanClass
     from stagewright.service.answers import Answer
     from stagewright.service.requests import Request
 
@@ -135,13 +136,16 @@ class ProgressLine:
     stop: "StopToken | None" = None
     best: float = math.inf
     bound: float = -math.inf
+    plans: "PlanClass | None" = None
     reported: bool = False
 
     def take(self, news: "Progress") -> None:
         """Keep a better answer or bound."""
         self.reported = True
         self.best = self.best if news.objective is None else min(self.best, news.objective)
-        self.bound = max(self.bound, news.bound)
+        # A bound on another class of plans replaces the previous one.
+        self.bound = max(self.bound, news.bound) if news.plans == self.plans else news.bound
+        self.plans = news.plans
 
     def __rich__(self) -> "Text":
         from rich.text import Text

@@ -364,12 +364,35 @@ def test_plan_says_no_when_the_time_is_too_short(files: Path, planner: str) -> N
         (["--microbatches", 4, "--threads", 0], "--threads must be"),
         (["--microbatches", 4, "--seed", -1], "--seed must be"),
         (["--microbatches", 4, "--planner", "magic"], "magic"),
+        (["--microbatches", 4, "--gap", "200%"], "--gap must be from 0 to 100%"),
+        (["--microbatches", 4, "--gap", ""], "--gap must be from 0 to 100%"),
         (["--microbatches", 4, "-o", "/nowhere/plan.json"], "folder /nowhere does not exist"),
         (["--microbatches", 4, "-o", "/"], "/ is a folder"),
     ],
 )
 def test_plan_refuses_options(options: list[object], message: str, files: Path) -> None:
     assert message in refused("plan", *given_to(files), *options)
+
+
+def test_plan_ends_at_the_gap_and_says_so(files: Path) -> None:
+    arguments = ["plan", *given_to(files), "--microbatches", 4]
+    document = answered_json(*arguments, "--gap", "99%")
+    assert document["gap"] <= 0.99
+    printed = answered(*arguments, "--gap", "99%")
+    assert "is reached, at most 99.00% was asked for" in printed
+
+
+def test_plan_starts_from_a_plan_and_refuses_one_of_other_layers(files: Path) -> None:
+    options = ["--microbatches", 4, "--from", files / "plan.json"]
+    given = json.loads((files / "plan.json").read_text())["predicted"]["iteration_seconds"]
+    document = answered_json("plan", *given_to(files), *options, "--time-limit", 1)
+    assert document["attempts"][0]["planner"] == "given"
+    assert document["cost_seconds"] <= document["attempts"][0]["cost_seconds"] <= given
+    assert "use general or auto" in refused("plan", *given_to(files), *options, "--planner", "spp")
+    model = load_model(files / "model.json")
+    save_model(replace(model, layers=model.layers[:-1]), files / "model.json")
+    line = refused("plan", *given_to(files), *options)
+    assert "the given plan is for 6 layers, model 'small' has 5" in line
 
 
 def test_planners_are_listed() -> None:

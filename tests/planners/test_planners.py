@@ -130,6 +130,7 @@ class TestEveryPlanner:
             "1f1b-star",
             "madpipe",
             "general",
+            "servers",
             "auto",
         }
         for name, info in PLANNERS.items():
@@ -192,7 +193,8 @@ class TestInfeasible:
         )
         result = plan(problem, "auto", LIMITS)
         assert [attempt.planner for attempt in result.attempts] == [
-            *HEURISTICS, "spp, recomputing", "general", "exact",
+            "dp", "gpipe", "hetpipe", "balanced", "pipedream", "spp", "spp, recomputing",
+            "general", "exact",
         ]  # fmt: skip
         assert all(attempt.reason for attempt in result.attempts)
         assert "bytes short" in result.reason
