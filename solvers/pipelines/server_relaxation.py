@@ -1,7 +1,8 @@
 """The bound of the server-aware relaxation, by bisection over a search with labels."""
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import monotonic
 from typing import NamedTuple
@@ -36,6 +37,7 @@ MOST_ARRIVALS = 240
 STEPS_PER_SECOND = 3e5  # a low estimate
 TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
 
+OnPlan = Callable[[tuple[RelaxedStage, ...]], None]
 OnRelaxed = Callable[[Levels, tuple[RelaxedStage, ...]], None]
 
 
@@ -59,18 +61,22 @@ def server_bound(
 
 def is_server_bound(problem: PipelineProblem, seconds: float, wide: bool = False) -> bool:
     """Whether some relaxation proves that no plan of the class takes less than ``seconds``."""
-    if seconds <= relaxed_load_bound(problem):
-        return True
-    searches = ServerBounds(problem, wide).searches
-    return any(one.answer(seconds, np.inf).proves for _, one in searches)
+    return ServerBounds(problem, wide).proves(seconds)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerBounds:
-    """The searches of all relaxations of a problem whose tables are small enough."""
+    """The best bound of all relaxations of a problem whose tables are small enough.
+
+    ``low`` is proved; it rises with every question.
+    """
 
     problem: PipelineProblem
     wide: bool = False
+    low: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.low = relaxed_load_bound(self.problem)
 
     @cached_property
     def searches(self) -> tuple[tuple[Levels, "ServerSearch"], ...]:
@@ -80,22 +86,22 @@ class ServerBounds:
         return tuple((level, one) for level, one in every if one.is_small)
 
     def bound(
-        self, incumbent: float, seconds: float, on_relaxed: OnRelaxed = lambda *_: None
+        self,
+        incumbent: float,
+        seconds: float = math.inf,
+        on_relaxed: OnRelaxed = lambda *_: None,
     ) -> float:
         """As :func:`server_bound`; ``on_relaxed`` receives the relaxed plans that are found."""
-        best, until = relaxed_load_bound(self.problem), monotonic() + seconds
-        for level, one in self.searches:
-            best = _by_tables(one, best, incumbent)
-            high, growth = best, FIRST_STEP
-            while best < incumbent and high == best and monotonic() < until:
-                high, growth = min(incumbent, best * (1 + growth)), growth * 2
-                found = one.answer(high, _steps(until))
-                if found.plan:
-                    on_relaxed(level, found.plan)
-                if found.proves:
-                    best = high
-            best = _bisected(one, best, high, until, partial(on_relaxed, level))
-        return best
+        until = monotonic() + seconds
+        for level, one in self.searches if seconds > 0 else ():
+            self.low = one.raised(self.low, incumbent, until, partial(on_relaxed, level))
+        return min(self.low, incumbent)
+
+    def proves(self, seconds: float) -> bool:
+        """Whether no plan takes less than ``seconds``."""
+        if any(one.proves(seconds) for _, one in self.searches if seconds > self.low):
+            self.low = seconds
+        return seconds <= self.low
 
     def near(
         self, seconds: float, steps: float
@@ -107,53 +113,65 @@ class ServerBounds:
                 yield level, found.plan
 
 
-def _by_tables(search: "ServerSearch", low: float, most: float) -> float:
-    """The largest time up to ``most`` that the tables alone prove to be too short."""
-    high = low
-    while low < most and high == low:
-        high = min(most, 2 * high)
-        low = high if search.answer(high, 0).proves else low
-    return _bisected(search, low, high, None, lambda _: None)
-
-
-def _bisected(
-    search: "ServerSearch",
-    low: float,
-    high: float,
-    until: float | None,
-    on_plan: Callable[[tuple[RelaxedStage, ...]], None],
-) -> float:
-    """The largest time between ``low`` and ``high`` that is proved to be too short.
-
-    A search that ends without an answer counts as no proof; without ``until`` all do.
-    """
-    while high > low * (1 + PRECISION) and (until is None or monotonic() < until):
-        middle = (low + high) / 2
-        found = search.answer(middle, _steps(until) if until else 0)
-        if found.proves:
-            low = middle
-            continue
-        high = middle
-        if found.plan:
-            on_plan(found.plan)
-    return low
-
-
 def _steps(until: float) -> float:
     return max(0.0, until - monotonic()) * STEPS_PER_SECOND
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerSearch:
-    """The search over the relaxed plans of ``form``."""
+    """The search over the relaxed plans of ``form``.
+
+    ``high`` is the least time for which a search ended without a proof; inf before the first.
+    """
 
     form: ServerRelaxation
+    high: float = math.inf
 
     @property
     def is_small(self) -> bool:
         """Whether the tables are small enough."""
         choices, layers = self.form.forward.shape
         return bool(choices * layers**2 / 2 * self.form.size <= TABLE_STEPS)
+
+    def raised(self, low: float, most: float, until: float, on_plan: OnPlan) -> float:
+        """The largest time from ``low``, which is proved, to ``most`` that is proved too short.
+
+        The tables prove a first bound. From there, times grow until there is a relaxed plan.
+        """
+        if self.high == math.inf:
+            low = self._by_tables(low, most)
+        growth = FIRST_STEP
+        while low < most and self.high == math.inf and monotonic() < until:
+            low = self._ask(low, min(most, low * (1 + growth)), _steps(until), on_plan)
+            growth *= 2
+        while min(most, self.high) > low * (1 + PRECISION) and monotonic() < until:
+            low = self._ask(low, (low + min(most, self.high)) / 2, _steps(until), on_plan)
+        return low
+
+    def proves(self, seconds: float) -> bool:
+        """Whether no relaxed plan takes less than ``seconds``."""
+        return seconds < self.high and self.answer(seconds, math.inf).proves
+
+    def _ask(self, low: float, seconds: float, steps: float, on_plan: OnPlan) -> float:
+        """``seconds`` if no plan is as fast, else ``low``, with ``seconds`` as the new high."""
+        found = self.answer(seconds, steps)
+        if found.proves:
+            return seconds
+        self.high = seconds
+        if found.plan:
+            on_plan(found.plan)
+        return low
+
+    def _by_tables(self, low: float, most: float) -> float:
+        """The largest time up to ``most`` that the tables alone prove to be too short."""
+        high = low
+        while low < most and high == low:
+            high = min(most, 2 * high)
+            low = high if self.answer(high, 0).proves else low
+        while high > low * (1 + PRECISION):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.answer(middle, 0).proves else (low, middle)
+        return low
 
     def answer(self, seconds: float, steps: float) -> Answer:
         """A relaxed plan of less than ``seconds``, or the proof that there is none.

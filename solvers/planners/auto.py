@@ -39,6 +39,7 @@ from stagewright.solvers.planners.proposal import (
     scheduling_of,
 )
 from stagewright.solvers.planners.refine import refine
+from stagewright.solvers.planners.servers import plan_servers
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
 from stagewright.solvers.planners.warm_start import warm_start
@@ -65,9 +66,9 @@ def plan_auto(
     """The best checked plan of the portfolio within ``limits.seconds``.
 
     A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
-    early. SPP may use a third of the time. The rest is for a local search on the stages of the best
-    plan of disjoint split stages, CP-SAT on its schedule, the search over all finite plans, and the
-    exact joint planner.
+    early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a local
+    search on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, the
+    search over all finite plans, and the exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
@@ -79,6 +80,7 @@ def plan_auto(
             portfolio.consider(name, run, limits.seconds / 3)
     for name, step, is_wanted, share in (
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
+        ("servers", plan_servers, portfolio.is_open, 1 / 3),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 3),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
         ("general", portfolio.search, portfolio.has_time, 1 / 2),
@@ -131,6 +133,9 @@ class _Portfolio:
         limits = replace(self.limits, seconds=min(seconds, self.left()))
         answer = run(self.problem, limits, self.on_progress)
         spent = monotonic() - since
+        for bound in answer.bounds:
+            if bound.scope == "problem" and bound.plans.contains(DISJOINT_SPLIT):
+                self.relaxation.low = max(self.relaxation.low, bound.seconds)
         if isinstance(answer, NoPlan):
             self.refusals[name] = answer
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER

@@ -118,7 +118,8 @@ class _Packing:
             return
         self.best = one
         made = partial(self._proposal, one, ())
-        self.on_progress(Progress(monotonic() - self.began, one.seconds, self.bound, made))
+        elapsed = monotonic() - self.began
+        self.on_progress(Progress(elapsed, one.seconds, self.bound, made, DISJOINT_SPLIT))
 
     def _proposal(self, one: _Candidate, bounds: tuple[Bound, ...]) -> Proposal:
         return proposal_of(self.problem, named_stages(self.problem, one.stages), one.times, bounds)
