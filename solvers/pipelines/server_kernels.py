@@ -1,6 +1,6 @@
 """Compiled search of the server-aware relaxation: labels of prefixes of stages.
 
-After a change of :mod:`windows` or :mod:`server_labels`, change this file, too: numba recompiles a
+After a change of :mod:`paced_machine` or :mod:`server_labels`, change this file, too: numba recompiles a
 cached kernel only if the kernel's own file changes. docs/certificates.md has the conditions and why
 each is necessary.
 """
@@ -11,6 +11,7 @@ from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import Place, ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.paced_machine import least_schedule
 from stagewright.solvers.pipelines.server_labels import (
     BACK,
     BACKWARDS,
@@ -23,7 +24,6 @@ from stagewright.solvers.pipelines.server_labels import (
     insert,
 )
 from stagewright.solvers.pipelines.server_tables import FAST, SLOW, Rest
-from stagewright.solvers.pipelines.windows import least_schedule
 
 SPLIT, TURNS = 0, 1  # how the last stage of a prefix shares its microbatches
 NEW, SAME, SPANS, TAKES_TURNS = (int(place) for place in Place)
