@@ -20,8 +20,8 @@ from stagewright.solvers.pipelines.window_search import compile_window_kernels, 
 ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
 
 # Shares of the time limit after which the next method takes over.
-IMPROVEMENT = 0.2
-SEARCH = 0.8
+IMPROVEMENT = 0.05
+SEARCH = 0.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)

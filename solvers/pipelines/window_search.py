@@ -69,11 +69,15 @@ def search_windows(
     while bound < incumbent * (1 - BELOW) and not is_over():
         search = WindowSearch(problem, incumbent * (1 - BELOW), effort, is_over)
         bound = max(bound, search.bound())
-        found = search.schedule() if bound < search.target else Searched(bound)
-        bound = max(bound, found.bound)
-        if found.timetable is not None:
-            best, incumbent = found.timetable, found.timetable.makespan(problem)
-        bound = _bisect(problem, incumbent, bound, effort, is_over)
+        for _ in range(2):  # below the incumbent, and near the bound
+            found = search.schedule() if bound < search.target else Searched(bound)
+            bound = max(bound, found.bound)
+            if found.timetable is not None:
+                best, incumbent = found.timetable, found.timetable.makespan(problem)
+            bound, nearer = _bisect(search, incumbent, bound)
+            if nearer is search:
+                break
+            search = nearer
         effort = effort.more()
     return Searched(incumbent if bound >= incumbent * (1 - BELOW) else bound, best)
 
@@ -85,20 +89,16 @@ def compile_window_kernels() -> None:
     WindowSearch(tiny, 2.0, Effort()).bound()
 
 
-def _bisect(
-    problem: MakespanProblem,
-    high: float,
-    bound: float,
-    effort: Effort,
-    is_over: Callable[[], bool],
-) -> float:
-    """The largest target that is refuted with ``effort``, at least ``bound``."""
-    smallest = SMALLEST * high
-    while high - bound > smallest and not is_over():
-        target = (bound + high) / 2
-        found = WindowSearch(problem, target, effort, is_over).bound()
-        bound, high = max(bound, found), high if found >= target else target
-    return bound
+def _bisect(search: "WindowSearch", incumbent: float, bound: float) -> tuple[float, "WindowSearch"]:
+    """The largest target that is refuted with the same effort, and the search that is not."""
+    high = min(search.target, incumbent)
+    while high - bound > SMALLEST * incumbent and not search.is_over():
+        half = WindowSearch(search.problem, (bound + high) / 2, search.effort, search.is_over)
+        found = half.bound()
+        bound = max(bound, found)
+        if found < half.target:
+            search, high = half, half.target
+    return bound, search
 
 
 class Direction(NamedTuple):
