@@ -31,6 +31,7 @@ from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.server_relaxation import SERVERS, SERVERS_AND_TURNS
 from stagewright.formulations.pipelines.spp import (
     LEMMA_1,
     LEMMA_1_PREMISE,
@@ -230,6 +231,8 @@ ARGUMENTS: dict[str, Argument] = {
     every_plan.LAYER_PATH: Argument("problem", EVERY_FINITE, _finite(every_plan.layer_path_bound)),
     FILL_AND_DRAIN: Argument("problem", DISJOINT_SPLIT),
     WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
+    SERVERS: Argument("problem", DISJOINT_SPLIT),
+    SERVERS_AND_TURNS: Argument("problem", DISJOINT_WHOLE),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
     CP_SAT: Argument("schedule", DISJOINT_SPLIT),
     WINDOWS: Argument("schedule", DISJOINT_SPLIT),
