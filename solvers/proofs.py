@@ -22,6 +22,7 @@ from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.pipelines.server_relaxation import SERVERS, SERVERS_AND_TURNS
 from stagewright.formulations.pipelines.spp import LEMMA_1
+from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan
 from stagewright.formulations.plans.plan_class import PATTERNS, class_of
@@ -210,6 +211,7 @@ RERUNS: dict[str, Rerun] = {
     SERVERS_AND_TURNS: _servers,
     JOINT_SEARCH: _joint,
     CP_SAT: _schedule,
+    WINDOWS: _schedule,
     PATTERN: _pattern,
     ALLOCATIONS: _allocations,
 }

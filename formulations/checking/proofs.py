@@ -41,6 +41,7 @@ from stagewright.formulations.pipelines.spp import (
     theorem1_premise,
     theorem1_seconds,
 )
+from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import (
@@ -234,6 +235,7 @@ ARGUMENTS: dict[str, Argument] = {
     SERVERS_AND_TURNS: Argument("problem", DISJOINT_WHOLE),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
     CP_SAT: Argument("schedule", DISJOINT_SPLIT),
+    WINDOWS: Argument("schedule", DISJOINT_SPLIT),
     **{name: Argument("schedule", DISJOINT_SPLIT, _of_schedule) for name in OF_SCHEDULES},
     **{name: Argument("problem", EVERY_PERIODIC, _of_periods) for name in OF_PERIODS},
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),
