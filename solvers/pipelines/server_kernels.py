@@ -1,8 +1,8 @@
 """Compiled search of the server-aware relaxation: labels of prefixes of stages.
 
-After a change of :mod:`paced_machine` or :mod:`server_labels`, change this file, too: numba recompiles a
-cached kernel only if the kernel's own file changes. docs/certificates.md has the conditions and why
-each is necessary.
+After a change of :mod:`paced_machine` or :mod:`server_labels`, change this file, too: numba
+recompiles a cached kernel only if the kernel's own file changes. docs/certificates.md has the
+conditions and why each is necessary.
 """
 
 from typing import NamedTuple

@@ -136,9 +136,14 @@ class ServerSearch:
     def raised(self, low: float, most: float, until: float, on_plan: OnPlan) -> float:
         """The largest time from ``low``, which is proved, to ``most`` that is proved too short.
 
-        The tables prove a first bound. From there, times grow until there is a relaxed plan.
+        The tables prove a first bound; then times grow until there is a relaxed plan. Without
+        a positive ``low`` there is nothing to grow from.
         """
+        if low <= 0:
+            return low
         if self.high == math.inf:
+            if self.answer(math.inf, 0).proves:
+                return most
             low = self._by_tables(low, most)
         growth = FIRST_STEP
         while low < most and self.high == math.inf and monotonic() < until:
@@ -150,7 +155,8 @@ class ServerSearch:
 
     def proves(self, seconds: float) -> bool:
         """Whether no relaxed plan takes less than ``seconds``."""
-        return seconds < self.high and self.answer(seconds, math.inf).proves
+        is_open = seconds < self.high or self.high == math.inf
+        return is_open and self.answer(seconds, math.inf).proves
 
     def _ask(self, low: float, seconds: float, steps: float, on_plan: OnPlan) -> float:
         """``seconds`` if no plan is as fast, else ``low``, with ``seconds`` as the new high."""

@@ -214,3 +214,23 @@ def test_the_search_gives_up_after_its_steps():
     stopped = search.answer(bound * 1.1, 0)
     assert not stopped.plan
     assert not stopped.proves
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_without_work_the_bound_is_zero(wide):
+    layers = tuple(Layer(f"l{i}", GB, (LayerCost(2, 0.0, 1.0, GB, 0.0),)) for i in range(3))
+    problem = PipelineProblem(
+        Chain("idle", "by hand", 2, layers), uniform_servers(2, 2, Link(GB), Link(GB / 2)), 3
+    )
+    assert server_bound(problem, inf, LONG, wide) == 0.0
+    assert server_bound(problem, 1.0, LONG, wide) == 0.0
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_of_no_plan_every_time_is_a_bound(wide):
+    cost = LayerCost(2, 1.0, 1.0, GB, 1.0)
+    chain = Chain("large", "by hand", 2, (Layer("a", GB, (cost,)), Layer("b", 1e15, (cost,))))
+    problem = PipelineProblem(chain, uniform_servers(2, 2, Link(GB), Link(GB / 2)), 3)
+    assert server_bound(problem, inf, LONG, wide) == inf
+    assert server_bound(problem, 7.0, LONG, wide) == 7.0
+    assert is_server_bound(problem, inf, wide)

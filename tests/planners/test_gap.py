@@ -4,27 +4,18 @@ import threading
 from dataclasses import replace
 
 import pytest
-from plans import small_problem
+from plans import long_problem, small_problem
 
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Progress, Status
-from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.front.pipelines import plan as plan_from_python
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import parse_share
-from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.service.pipeline_requests import PlanRequest
 from stagewright.solvers.planning import plan
 
 LONG = 600.0  # seconds that no test here takes, unless the gap does not end the search
-
-
-def long_problem() -> PipelineProblem:
-    """Nobody proves the optimum of this within a minute."""
-    cluster = uniform_servers(2, 4, Link(10e9), Link(1e9, 1e-5), memory_bytes=16e9)
-    return PipelineProblem(analytic_model("bert-large", 4), cluster, microbatches=12)
 
 
 @pytest.mark.parametrize(

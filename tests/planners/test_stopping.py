@@ -7,7 +7,7 @@ from time import monotonic
 
 import numpy as np
 import pytest
-from plans import small_problem
+from plans import long_problem, small_problem
 from scipy import sparse
 
 from stagewright.formulations.checking.check import check
@@ -15,9 +15,6 @@ from stagewright.formulations.forms.answers import Limits, Progress, Status, sil
 from stagewright.formulations.forms.models import LinearProgram
 from stagewright.formulations.pipelines.jobshop import JobShop
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.analytic import analytic_model
 from stagewright.solvers.backends import cpsat
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.backends.stoppable import run_stoppable
@@ -26,12 +23,6 @@ from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planning import PLANNERS, plan
 
 LONG = 600.0  # seconds that no test here may take
-
-
-def long_problem() -> PipelineProblem:
-    """Nobody proves the optimum of this within a minute."""
-    cluster = uniform_servers(2, 4, Link(10e9), Link(1e9, 1e-5), memory_bytes=16e9)
-    return PipelineProblem(analytic_model("bert-large", 4), cluster, microbatches=12)
 
 
 class AtFirstPlan:
