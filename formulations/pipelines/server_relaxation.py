@@ -18,7 +18,7 @@ import numpy as np
 from scipy.sparse import csgraph
 
 from stagewright.formulations.pipelines.bppm import prefix_sums
-from stagewright.formulations.plans.memory import buffers_per_boundary, state_factor
+from stagewright.formulations.plans.memory import buffers_per_boundary, state_factors
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.cluster import Cluster
@@ -250,7 +250,7 @@ def _limits(problem: PipelineProblem, choice: _Choice, wide: bool) -> Ints:
     layers, microbatches = len(problem.chain), problem.microbatches
     parameters = _between(prefix_sums(problem.chain.parameter_bytes))
     free = float(problem.memory_bytes.max()) * (1 + 1e-9)
-    free_bytes = free - state_factor(problem, choice.devices) * parameters
+    free_bytes = free - state_factors(problem, choice.devices)[choice.devices] * parameters
     saved = problem.saved_per_layer(choice.shares)
     possible = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1)
     too_few = np.append(0, np.cumsum(problem.replicas_per_layer < choice.shares))
