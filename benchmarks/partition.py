@@ -36,6 +36,9 @@ SEED = 7
 LIMITS = Limits(seconds=600)
 
 
+SAMPLES = 16  # of GPT's microbatches, so that several devices can share one
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """An instance with its targets; ``uneven`` draws every layer's time from half to 1.5 times."""
@@ -76,7 +79,7 @@ def problem(case: Case) -> PipelineProblem:
     """BERT-large on the simulated cluster of SPP V-B; GPT on NVLink servers of A100."""
     if case.name == "bert-large":
         return bert()
-    chain = analytic_model("gpt", 2, "a100-80gb", layers=case.layers - 2)
+    chain = analytic_model("gpt", SAMPLES, "a100-80gb", layers=case.layers - 2)
     cluster = uniform_servers(
         case.servers, case.gpus, Link(300e9, 3e-6), Link(25e9, 1e-5), kind="a100-80gb",
         memory_bytes=80e9,

@@ -15,6 +15,7 @@ from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.importers import read_pipedream
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
+from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.baselines.pipedream import optimize, partition
 from stagewright.solvers.planning import plan
 
@@ -29,6 +30,22 @@ PROFILES = (
 )  # fmt: skip
 
 
+SAMPLES = {
+    "alexnet": 256, "vgg16": 128, "resnet50": 128, "resnet101": 64, "densenet121": 64,
+    "inception_v3": 128, "gnmt": 64, "gnmt_large": 64,
+}  # fmt: skip
+"""Samples of the profiled mini-batches, which the files do not say.
+
+From the bytes of a layer of known shape; of GNMT as in PipeDream's paper.
+"""
+
+
+def read_profile(profile: str, contract: bool = False) -> Chain:
+    """The chain of a profile; a microbatch is the profiled mini-batch."""
+    path, samples = DATA / f"{profile}.graph.txt", SAMPLES[profile]
+    return read_pipedream(path, microbatch_size=samples, contract=contract)
+
+
 def clusters() -> tuple[Cluster, ...]:
     """V100 servers as in table 2.1 of Narayanan's thesis (A: PCIe, 10 Gbps; B: NVLink, 25 Gbps)."""
     return (
@@ -41,10 +58,9 @@ def clusters() -> tuple[Cluster, ...]:
 def problem(case: tuple[str, Cluster]) -> PipelineProblem:
     """A profile on a cluster."""
     profile, cluster = case
-    path = DATA / f"{profile}.graph.txt"
-    chain = read_pipedream(path)
+    chain = read_profile(profile)
     if len(chain) >= CONTRACTED_FROM:
-        chain = read_pipedream(path, contract=True)
+        chain = read_profile(profile, contract=True)
     return PipelineProblem(chain, cluster, MICROBATCHES)
 
 
@@ -102,7 +118,7 @@ REFERENCES = (
 
 def reference_problem(reference: Reference) -> PipelineProblem:
     """The profile, not contracted, on devices that all see one bandwidth."""
-    chain = read_pipedream(DATA / f"{reference.profile}.graph.txt")
+    chain = read_profile(reference.profile)
     return PipelineProblem(
         chain, uniform_servers(1, reference.devices, Link(reference.bandwidth)), 1
     )

@@ -411,10 +411,13 @@ def _stage_trends(rows: Sequence[ByStages]) -> tuple[tuple[object, ...], ...]:
     bottlenecks = {row.stages: row.bottleneck_seconds for row in rows}
     best = min(rows, key=lambda row: row.pe_seconds)
     least = min(bottlenecks, key=lambda count: bottlenecks[count])
-    four = bottlenecks[4] / min(bottlenecks.values())
+    # Stages of more devices than a microbatch has samples are not possible.
+    steady = max(4, min(bottlenecks))
+    ratio = bottlenecks[steady] / min(bottlenecks.values())
     return (
         (11, "W falls and is about stable from 4 stages on",
-         f"W at 4 stages is {four:.2f} times the least, which is at {least}", four < STEADY),
+         f"W at {steady} stages is {ratio:.2f} times the least, which is at {least}",
+         ratio < STEADY),
         (11, "the time falls, then rises; 6 stages are best",
          f"best at {best.stages} stages, W smallest at {least}", best.stages == 6),
         (11, "the least W is not the best plan",
