@@ -14,11 +14,10 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.pipedream import DATA
+from benchmarks.pipedream import DATA, read_profile
 from benchmarks.report import Table
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.graphs.importers import read_pipedream
 from stagewright.graphs.machines.cluster import (
     Cluster,
     Device,
@@ -69,11 +68,8 @@ def _analytic(
     return title, partial(analytic_model, name, samples, kinds or "v100", **sizes)
 
 
-def _pipedream(name: str, samples: int, contract: bool = False) -> tuple[str, Callable[[], Chain]]:
-    path = DATA / f"{name}.graph.txt"
-    return f"pipedream {name}", partial(
-        read_pipedream, path, microbatch_size=samples, contract=contract
-    )
+def _pipedream(name: str, contract: bool = False) -> tuple[str, Callable[[], Chain]]:
+    return f"pipedream {name}", partial(read_profile, name, contract)
 
 
 def _servers(
@@ -137,10 +133,10 @@ INSTANCES = tuple(
         (_example("resnet152.v100"), _servers(4, 8, 12, 1.25), 8),
         (_analytic("resnet152", 32), _servers(4, 8, 130, 12.5), 8),
         (_example("vgg19.v100"), _servers(8, 4, 12, 1.25), 8),
-        (_pipedream("gnmt_large", 64), _servers(4, 8, 130, 12.5), 8),
-        (_pipedream("vgg16", 64), _servers(8, 4, 12, 1.25), 32),
-        (_pipedream("resnet50", 128, contract=True), _servers(4, 8, 130, 12.5), 8),
-        (_pipedream("resnet50", 128, contract=True), _servers(16, 8, 130, 12.5), 32),
+        (_pipedream("gnmt_large"), _servers(4, 8, 130, 12.5), 8),
+        (_pipedream("vgg16"), _servers(8, 4, 12, 1.25), 32),
+        (_pipedream("resnet50", contract=True), _servers(4, 8, 130, 12.5), 8),
+        (_pipedream("resnet50", contract=True), _servers(16, 8, 130, 12.5), 32),
         (_example("xlnet-large.v100"), _servers(16, 8, 130, 1.25), 8),
         (_example("bert-large.v100"), _servers(16, 8, 130, 12.5), 32),
         (GPT24, _servers(16, 8, 130, 12.5), 32),
