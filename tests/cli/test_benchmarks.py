@@ -18,6 +18,7 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planning import plan
 
 
@@ -175,6 +176,15 @@ def test_memory_keeps_pipedream_from_its_prediction():
     assert roomy.achieved == pytest.approx(roomy.predicted)
     assert tight.achieved > roomy.achieved
     assert madpipe.pipedream(small_network(1e8, 1e9)) == madpipe.Periods(None, None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_madpipes_gap_is_that_of_its_certificate(seed):
+    asked = small_network(5e8, 1e9, seed)
+    planned = madpipe.madpipe(asked)
+    found = plan(asked, "madpipe", madpipe.LIMITS, choices=Choices(group_size=1))
+    assert planned.bound * asked.microbatches == pytest.approx(found.bound, rel=1e-6)
+    assert planned.gap == pytest.approx(found.gap, abs=1e-6)
 
 
 def test_networks_of_the_madpipe_study_keep_what_the_paper_counts():
