@@ -11,6 +11,7 @@ from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import Place, ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.compiled import inner
 from stagewright.solvers.pipelines.paced_machine import least_schedule
 from stagewright.solvers.pipelines.server_labels import (
     BACK,
@@ -50,7 +51,7 @@ class Search(NamedTuple):
     tails: Floats
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _send(form: ServerRelaxation, l: int, pieces: int, link: int) -> float:
     """Seconds of a transfer before layer l."""
     size = form.boundary[l] * form.share[min(form.samples, pieces)]
@@ -58,13 +59,13 @@ def _send(form: ServerRelaxation, l: int, pieces: int, link: int) -> float:
     return seconds
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _before_last(microbatches: int, i: int) -> int:
     """The number of later microbatches k of a label's i-th trip: 0, M/4, M/2, M - 1."""
     return microbatches - 1 if i == TRIPS - 1 else min(microbatches - 1, microbatches * i // 4)
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
     """Set tails[k] to what follows the k-th last backward at least; they ascend."""
     step = 0
@@ -76,7 +77,7 @@ def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
             tails[k] = max(tails[k], tails[k - 1])
 
 
-@njit(cache=True, error_model="numpy", inline="always")
+@inner
 def _is_late(search: Search, known: Floats, f: float, b: float, around: float) -> bool:
     """Whether the schedule of a device or channel after ``known`` cannot end in time."""
     M, pace, back = search.form.microbatches, max(known[FORWARDS], f), max(known[BACKWARDS], b)
@@ -95,7 +96,7 @@ def _is_late(search: Search, known: Floats, f: float, b: float, around: float) -
     return late
 
 
-@njit(cache=True, error_model="numpy", inline="always")
+@inner
 def _waits(search: Search, k: int, f: float, b: float, around: float, head_and_tail: float) -> bool:
     """Whether a split stage with at most k microbatches in flight cannot end in time.
 
@@ -110,7 +111,7 @@ def _waits(search: Search, k: int, f: float, b: float, around: float, head_and_t
     return late
 
 
-@njit(cache=True, error_model="numpy", inline="always")
+@inner
 def _exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> bool:
     """Whether the layers from l on, after a channel of ``send``, make any plan too slow."""
     rest, last = search.rest, (search.form.microbatches - 1) * values[FORWARDS]
@@ -124,7 +125,7 @@ def _exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> 
     return exceeds
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _arrive(search: Search, state: tuple[int, int, int], place: int, c: int) -> None:
     """Collect the labels after the channel from ``state`` to a stage of choice c."""
     last, l, used = state
@@ -152,7 +153,7 @@ def _arrive(search: Search, state: tuple[int, int, int], place: int, c: int) -> 
         insert(search.arrivals, (0, 0, 0), at, 1, values, labels.source[last, l, used, i])
 
 
-@njit(cache=True, error_model="numpy", inline="always")
+@inner
 def _cross(search: Search, known: Floats, send: float, several: bool) -> None:
     """Add a channel to ``search.values``.
 
@@ -171,7 +172,7 @@ def _cross(search: Search, known: Floats, send: float, several: bool) -> None:
         values[BACKWARDS] = max(known[BACKWARDS], send)
 
 
-@njit(cache=True, error_model="numpy", inline="always")
+@inner
 def _is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -> bool:
     """Whether the channel after ``known`` cannot carry all microbatches in time."""
     if known[TRIP] + 2 * search.form.microbatches * send > search.until:
@@ -179,13 +180,13 @@ def _is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -
     return _is_late(search, known, send, send, send + search.rest.path[left, l])
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _most_in_turns(microbatches: int, rounds: int) -> int:
     """The most devices among which one has ``rounds`` of the microbatches."""
     return microbatches if rounds == 1 else -(-microbatches // (rounds - 1)) - 1
 
 
-@njit(cache=True, error_model="numpy", inline="always")
+@inner
 def _extend(search: Search, known: Floats, f: float, b: float, finish: float, most: int) -> None:
     """Set ``search.values`` after one more stage, in which at most ``most`` devices take turns.
 
@@ -202,7 +203,7 @@ def _extend(search: Search, known: Floats, f: float, b: float, finish: float, mo
         values[BACKWARDS] = max(known[BACKWARDS], b)
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int) -> bool:
     """Place every stage of choice c after an arrival; whether one ends with the last layer."""
     form, steps, layers = search.form, search.steps, search.form.forward.shape[1] - 1
@@ -239,7 +240,7 @@ def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arri
     return False
 
 
-@njit(cache=True, error_model="numpy", inline="always")
+@inner
 def _try(
     search: Search,
     known: Floats,
@@ -285,7 +286,7 @@ def _try(
     return not late, False
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _expand(search: Search, state: tuple[int, int, int]) -> bool:
     """Place every next stage after the labels of ``state``; whether a plan is complete."""
     form, (last, _, used) = search.form, state
@@ -307,7 +308,7 @@ def _expand(search: Search, state: tuple[int, int, int]) -> bool:
     return False
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _place_after(
     search: Search, state: tuple[int, int, int], place: int, other: int, c: int
 ) -> bool:

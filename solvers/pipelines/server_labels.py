@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.compiled import inner
 
 # The values of a label, in seconds but for RUNS.
 TRIP = 0  # of 4: the way to the end of the prefix and back, then k backwards and an all-reduce
@@ -33,7 +33,7 @@ class Labels(NamedTuple):
     values: Floats
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _is_dominated(
     room: int, pieces: int, values: Floats, by_room: int, by_pieces: int, by: Floats
 ) -> bool:
@@ -45,7 +45,7 @@ def _is_dominated(
     return True
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def insert(
     labels: Labels, at: tuple[int, int, int], room: int, pieces: int, values: Floats, source: int
 ) -> None:
@@ -72,7 +72,7 @@ def insert(
     labels.counts[at] += 1
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _closest(
     count: int, room: int, pieces: int, values: Floats, rooms: Ints, cut: Ints, known: Floats
 ) -> int:

@@ -10,6 +10,7 @@ from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import ServerRelaxation
 from stagewright.graphs.documents.arrays import Floats
+from stagewright.solvers.pipelines.compiled import inner
 
 FAST, SLOW = 0, 1
 
@@ -46,7 +47,7 @@ class _Stage(NamedTuple):
     finish: float
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     f = form.forward[c, stop] - form.forward[c, start]
     both = f + form.backward[c, stop] - form.backward[c, start]
@@ -56,7 +57,7 @@ def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     return _Stage(f, both, form.rounds[c] * both, finish + form.update[stop] - form.update[start])
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _send(form: ServerRelaxation, l: int, c: int, others: int, link: int) -> float:
     """Seconds of a transfer before layer l between choice c and at most ``others`` devices."""
     pieces = min(form.samples, form.pieces[c] * max(others, 1))
@@ -83,7 +84,7 @@ def fill_before(form: ServerRelaxation, until: float, before: Before) -> None:
             before.forth[used + 1, l] = min(before.forth[used + 1, l], before.forth[used, l])
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _add_stages(
     form: ServerRelaxation, until: float, used: int, l: int, c: int, before: Before
 ) -> None:
@@ -117,7 +118,7 @@ def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) 
                         _put_first(form, until, before, d, l, c, rest)
 
 
-@njit(cache=True, error_model="numpy")
+@inner
 def _put_first(
     form: ServerRelaxation, until: float, before: Before, d: int, l: int, c: int, rest: Rest
 ) -> None:

@@ -23,7 +23,7 @@ from stagewright.solvers.planners.spp import plan_spp
 def compile_kernels() -> None:
     """Run every kernel on a tiny problem, at most once per process.
 
-    Numba compiles on the first use on a machine (about ten seconds) and loads the kernels from its
+    Numba compiles on the first use on a machine (one to two minutes) and loads the kernels from its
     cache on disk later (under a second).
     """
     cost = LayerCost(4, 1.0, 1e6, 1e6, backward_seconds=1.0)
