@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 TORCH := 2.13.0
 
+# The tests start many processes; without bytecode each of them compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all check bench lock clean
 
 demo: $(READY)  ## plan models, then train one by its plan; pictures in demo-output/

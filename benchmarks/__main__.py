@@ -22,6 +22,7 @@ from benchmarks import (
     pipedream,
     policies,
     schedule,
+    servers,
     split_backward,
     spp,
 )
@@ -32,6 +33,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "ordering": ordering.tables,
     "partition": partition.tables,
     "schedule": schedule.tables,
+    "servers": servers.tables,
     "jobshop": jobshop.tables,
     "spp": spp.tables,
     "pipedream": pipedream.tables,

@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from stagewright.executor.clusters.workload import require_settings
 from stagewright.formulations.clusters.allocation_plan import AllocationPlan
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count, require_seed
@@ -159,6 +160,9 @@ class RunClusterRequest(Request):
     def _require_sense(self) -> Self:
         if self.retries < 0:
             raise InputError(f"retries must be at least 0, got {self.retries}")
+        require_settings(
+            self.round_seconds, self.grace_seconds, self.patience_seconds, self.feedback
+        )
         return self
 
 
@@ -170,7 +174,7 @@ class EstimateRequest(Request):
 
 
 class MeasureRequest(Request):
-    """Choose the pairs in which a new job is to be measured."""
+    """Choose a part of all pairs in which a new job is to be measured; at least one."""
 
     reference: Throughputs
     model: str
@@ -181,4 +185,8 @@ class MeasureRequest(Request):
     @model_validator(mode="after")
     def _require_sense(self) -> Self:
         require_seed(self.seed, "seed")
+        if not self.model:
+            raise InputError("model must not be empty")
+        if not 0 < self.fraction <= 1:
+            raise InputError(f"fraction must be above 0 and at most 1, got {self.fraction:g}")
         return self

@@ -71,7 +71,7 @@ def _by_recurrence(
     found = search.solve(count)
     if found is not None:
         return _choice(question, count, Status.OPTIMAL, found.stages, found.bound_seconds)
-    status = limits.status(found=False) if limits.stopped() else Status.INFEASIBLE
+    status = limits.status(found=False) if search.is_over else Status.INFEASIBLE
     return _choice(question, count, status, None, None)
 
 

@@ -1,5 +1,6 @@
 """Requests about plans of pipelines, and about scheduling problems."""
 
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, Self
@@ -7,10 +8,12 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from stagewright.executor.programs.trace import Trace
+from stagewright.formulations.forms.answers import Limits, StopToken
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import (
+    parse_share,
     require_amount,
     require_count,
     require_seed,
@@ -46,7 +49,11 @@ class _Problem(Search):
 
 
 class PlanRequest(_Problem):
-    """Plan the training of a model on a cluster; see ``Choices`` for what may be chosen."""
+    """Plan the training of a model on a cluster; see ``Choices`` for what may be chosen.
+
+    The search starts from the plan ``start``, of the same layers, if there is one. It ends as soon
+    as the gap of the best plan is at most ``gap`` (0.01 is 1 %).
+    """
 
     microbatches: int = 8
     planner: str = "auto"
@@ -54,6 +61,12 @@ class PlanRequest(_Problem):
     offload: bool | None = None
     group_size: int | None = None
     period_seconds: float | None = None
+    gap: float = 0.0
+    start: PipelinePlan | None = None
+
+    def limits(self, stop: StopToken | None = None) -> Limits:
+        """The limits of the search, with the gap at which it may end."""
+        return replace(super().limits(stop), gap=parse_share(self.gap, "gap"))
 
 
 class PartitionRequest(_Problem):

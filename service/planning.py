@@ -26,7 +26,11 @@ def plan(
         If the request has options that no plan, or not this planner, supports.
     """
     choices = Choices(
-        request.recompute, request.offload, request.group_size, request.period_seconds
+        request.recompute,
+        request.offload,
+        request.group_size,
+        request.period_seconds,
+        request.start,
     )
     return answer_of(
         request.problem,

@@ -1,12 +1,12 @@
 """Entry point of all planners: run one or the portfolio, then assemble, check and certify."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 
 from stagewright.formulations.checking.certificates import best_of
-from stagewright.formulations.forms.answers import Limits, OnProgress, Status, silent
+from stagewright.formulations.forms.answers import GapStop, Limits, OnProgress, Status, silent
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
     PATTERN_MEMORY,
@@ -16,13 +16,10 @@ from stagewright.formulations.patterns.one_f_one_b import (
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
-from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan
 from stagewright.formulations.plans.plan_class import (
-    DISJOINT_SPLIT,
-    DISJOINT_WHOLE,
     EVERY_PLAN,
     PATTERNS,
     PlanClass,
@@ -30,11 +27,16 @@ from stagewright.formulations.plans.plan_class import (
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
-from stagewright.solvers.planners import auto, exact, general, spp
+from stagewright.solvers.planners import auto, exact, general, servers, spp
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
+from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.periodic import madpipe, one_f_one_b_star
-from stagewright.solvers.planners.planner import Planner, require_honoured, require_host_links
+from stagewright.solvers.planners.planner import (
+    Planner,
+    checking_seconds,
+    require_honoured,
+    require_host_links,
+)
 from stagewright.solvers.planners.proposal import (
     Attempt,
     Choices,
@@ -44,6 +46,7 @@ from stagewright.solvers.planners.proposal import (
     scheduling_of,
 )
 from stagewright.solvers.planners.reporting import reporting
+from stagewright.solvers.planners.warm_start import require_same_layers
 from stagewright.solvers.planners.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative gap of an optimal plan; rounding of ticks and sums is below it
@@ -60,6 +63,7 @@ PLANNERS: dict[str, Planner] = {
         hetpipe.PLANNER,
         one_f_one_b_star.PLANNER,
         madpipe.PLANNER,
+        servers.PLANNER,
         general.PLANNER,
         auto.PLANNER,
     )
@@ -74,7 +78,8 @@ class Result:
     ``plans``, and ``gap`` is (cost - bound) / cost; ``seconds`` is the wall time. If infeasible,
     ``plans`` is the class that has no plan, None if only the planner's own kind of plan was
     searched. ``reason`` says why there is no plan, or has notes of the planner; ``attempts`` are
-    the results of the planners of a portfolio.
+    the results of the planners of a portfolio. ``ended`` says that planning ended at the requested
+    gap, else it is empty.
     """
 
     status: Status
@@ -88,6 +93,7 @@ class Result:
     reason: str = ""
     attempts: tuple[Attempt, ...] = ()
     plans: PlanClass | None = None
+    ended: str = ""
 
 
 def plan(
@@ -99,8 +105,8 @@ def plan(
 ) -> Result:
     """Plan ``problem``; infeasible, out of time and interrupted are statuses, not errors.
 
-    ``on_progress`` receives the iteration of the best plan, the best bound on every plan so far,
-    and a function that returns the plan.
+    ``on_progress`` receives the iteration of the best plan, the best bound so far on its class of
+    plans, and a function that returns the plan.
 
     The first use on a machine compiles the kernels, which does not count towards the limit.
 
@@ -108,15 +114,10 @@ def plan(
     ------
     InputError
         If ``planner`` is not one of PLANNERS, or does not support ``choices``, or the requested
-        period is below the load bound.
+        period is below the load bound, or the plan to start from has other layers.
     """
-    if planner not in PLANNERS:
-        raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
-    proposer = PLANNERS[planner]
     asked = choices or Choices()
-    require_honoured(proposer, asked, PLANNERS.values())
-    if asked.offload:
-        require_host_links(problem)
+    proposer = _able_planner(problem, planner, asked)
     compile_kernels()
     began = monotonic()
     limits = limits or Limits()
@@ -124,20 +125,58 @@ def plan(
     if reason is not None:
         nothing = NoPlan(reason, plans=EVERY_PLAN)
         return _refused(problem, planner, nothing, limits, monotonic() - began)
-    make_plan = partial(_certified_plan, problem, planner)
-    report = reporting(problem, on_progress, proposer.options.period_seconds, make_plan)
-    answer = proposer.propose(problem, asked, limits, report)
+    known, target = ClassBounds(problem, limits.seconds), GapStop(limits.gap, limits.stop)
+    make_plan = partial(_certified_plan, problem, planner, known)
+    report = reporting(known, on_progress, proposer.options.period_seconds, make_plan, target)
+    searched = _search_limits(problem, limits, target, began)
+    answer = proposer.propose(problem, asked, searched, report)
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
-    certified = make_plan(answer)
+    return _answered(planner, answer, make_plan(answer), limits, target, began)
+
+
+def _able_planner(problem: PipelineProblem, planner: str, asked: Choices) -> Planner:
+    """The planner of that name, if it supports what is asked for."""
+    if planner not in PLANNERS:
+        raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
+    require_honoured(PLANNERS[planner], asked, PLANNERS.values())
+    if asked.offload:
+        require_host_links(problem)
+    if asked.start is not None:
+        require_same_layers(problem.chain, asked.start)
+    return PLANNERS[planner]
+
+
+def _answered(
+    planner: str,
+    answer: Proposal | PeriodicProposal,
+    certified: PipelinePlan,
+    limits: Limits,
+    target: GapStop,
+    began: float,
+) -> Result:
+    """The result with the certified plan of ``answer``."""
     attempts = () if isinstance(answer, PeriodicProposal) else answer.attempts
     proof = certified.certificate
     assert proof is not None
     status = Status.OPTIMAL if proof.gap <= OPTIMAL_GAP else limits.status(found=True)
+    ended = ""
+    if target.reached and status is Status.FEASIBLE and proof.gap <= limits.gap:
+        ended = f"a gap of {proof.gap:.2%} is reached, at most {limits.gap:.2%} was asked for"
     return Result(
         status, planner, certified, proof.cost_seconds, proof.bound_seconds, proof.gap,
-        proof.proved_by, monotonic() - began, "; ".join(answer.notes), attempts, proof.plans,
+        proof.proved_by, monotonic() - began, "; ".join(filter(None, (ended, *answer.notes))),
+        attempts, proof.plans, ended,
     )  # fmt: skip
+
+
+def _search_limits(
+    problem: PipelineProblem, limits: Limits, target: GapStop, began: float
+) -> Limits:
+    """The limits of the search, with the time to check and certify its answer left out."""
+    left = limits.seconds - (monotonic() - began)
+    seconds = max(left - checking_seconds(problem), left / 2, 0.0)
+    return replace(limits, seconds=seconds, stop=target if limits.gap > 0 else limits.stop)
 
 
 def _refused(
@@ -161,22 +200,25 @@ def _refused(
 
 
 def _certified_plan(
-    problem: PipelineProblem, planner: str, answer: Proposal | PeriodicProposal
+    problem: PipelineProblem,
+    planner: str,
+    known: ClassBounds,
+    answer: Proposal | PeriodicProposal,
 ) -> PipelinePlan:
     """The certified plan of a proposal."""
     if isinstance(answer, PeriodicProposal):
-        return _certified_pattern(problem, planner, answer)
-    return _certified(problem, planner, answer)
+        return _certified_pattern(problem, planner, known, answer)
+    return _certified(problem, planner, known, answer)
 
 
 def _certified_pattern(
-    problem: PipelineProblem, planner: str, proposal: PeriodicProposal
+    problem: PipelineProblem, planner: str, known: ClassBounds, proposal: PeriodicProposal
 ) -> PipelinePlan:
     assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern)
     asked = pattern_problem(problem, proposal.stages)
     load = asked.iteration_seconds(pattern_load_bound(asked))
     bounds = [
-        *every_plan_bounds(problem),
+        *known.every,
         *proposal.bounds,
         Bound(load, PATTERN_LOAD, "schedule", PATTERNS),
         Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
@@ -184,24 +226,15 @@ def _certified_pattern(
     return certify(problem, assembled, bounds, ())
 
 
-def _fill_and_drain(problem: PipelineProblem, plans: PlanClass, cost: float) -> tuple[Bound, ...]:
-    """The relaxation's bound for the smaller of its classes that contains ``plans``."""
-    for wider, name, known in (
-        (False, FILL_AND_DRAIN, DISJOINT_SPLIT),
-        (True, WIDE_FILL_AND_DRAIN, DISJOINT_WHOLE),
-    ):
-        if known.contains(plans):
-            return (Bound(fill_and_drain_bound(problem, cost, wider), name, "problem", known),)
-    return ()
-
-
-def _certified(problem: PipelineProblem, planner: str, proposal: Proposal) -> PipelinePlan:
+def _certified(
+    problem: PipelineProblem, planner: str, known: ClassBounds, proposal: Proposal
+) -> PipelinePlan:
     assembled = assemble(problem, planner, proposal.stages, proposal.starts)
     assert assembled.predicted is not None
     cost = assembled.predicted.iteration_seconds
     bounds = [
-        *every_plan_bounds(problem),
-        *_fill_and_drain(problem, class_of(assembled), cost),
+        *known.every,
+        *known.relaxed(class_of(assembled), cost),
         *proposal.bounds,
     ]
     scheduling = scheduling_of(problem, proposal.stages)

@@ -20,7 +20,9 @@ from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.server_relaxation import SERVERS, SERVERS_AND_TURNS
 from stagewright.formulations.pipelines.spp import LEMMA_1
+from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan
 from stagewright.formulations.plans.plan_class import PATTERNS, class_of
@@ -30,6 +32,7 @@ from stagewright.solvers.patterns.pattern import best_pattern
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, is_fill_and_drain_bound
 from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.pipelines.server_relaxation import is_server_bound, server_bound
 from stagewright.solvers.planners.exact import exact
 from stagewright.solvers.planners.periodic.device_groups import interchangeable
 
@@ -131,6 +134,14 @@ def _fill_and_drain(
     return Proof(fill_and_drain_bound(problem, bound.seconds, wide), complete=True)
 
 
+def _servers(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits) -> Proof:
+    """Verify the bound by one search over labels."""
+    wide = bound.proved_by == SERVERS_AND_TURNS
+    if is_server_bound(problem, bound.seconds * (1 - ROUNDING), wide):
+        return Proof(bound.seconds)
+    return Proof(server_bound(problem, bound.seconds, limits.seconds, wide))
+
+
 def _joint(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits) -> Proof:
     answer = exact(problem, limits)
     return Proof(answer.bound_seconds, answer.cost_seconds or inf)
@@ -196,8 +207,11 @@ def _groups(problem: PipelineProblem, size: int) -> tuple[tuple[int, ...], ...] 
 RERUNS: dict[str, Rerun] = {
     FILL_AND_DRAIN: _fill_and_drain,
     WIDE_FILL_AND_DRAIN: _fill_and_drain,
+    SERVERS: _servers,
+    SERVERS_AND_TURNS: _servers,
     JOINT_SEARCH: _joint,
     CP_SAT: _schedule,
+    WINDOWS: _schedule,
     PATTERN: _pattern,
     ALLOCATIONS: _allocations,
 }

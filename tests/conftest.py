@@ -1,5 +1,7 @@
 """What all tests may ask for."""
 
+import gc
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -9,12 +11,27 @@ from hypothesis import settings  # noqa: TID251
 from profiles import QUICK, leave_a_cover
 from ranks import Ranks
 
+# Before torch is imported. Threads of several workers would wait for each other by spinning, and
+# would make sums in another order than ranks do, which have one.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 settings.load_profile(QUICK)  # --hypothesis-profile nightly, which is read later, overrides it
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_a_cover(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests stay until the end: collections of garbage need not look through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

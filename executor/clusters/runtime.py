@@ -25,7 +25,12 @@ from stagewright.executor.clusters.rates import has_moved, measured, surviving
 from stagewright.executor.clusters.ray_ranks import Accelerators, call, connected
 from stagewright.executor.clusters.report import ClusterReport, Ledger, Placed, outcome
 from stagewright.executor.clusters.rounds import Assignment, Mechanism
-from stagewright.executor.clusters.workload import ClusterJob, problem_after, require_runnable
+from stagewright.executor.clusters.workload import (
+    ClusterJob,
+    problem_after,
+    require_runnable,
+    require_settings,
+)
 from stagewright.formulations.clusters.allocation import (
     Allocation,
     AllocationProblem,
@@ -87,7 +92,8 @@ def run_cluster(
     SupersededError
         If another scheduler has taken over the folder.
     """
-    require_runnable(jobs, round_seconds, grace_seconds, patience_seconds, feedback)
+    require_runnable(jobs)
+    require_settings(round_seconds, grace_seconds, patience_seconds, feedback)
     table = rate_table(
         throughputs,
         pool,

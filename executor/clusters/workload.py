@@ -28,19 +28,13 @@ class ClusterJob:
     program: TrainingFunction
 
 
-def require_runnable(
-    jobs: Sequence[ClusterJob],
-    round_seconds: float,
-    grace_seconds: float,
-    patience_seconds: float,
-    feedback: float,
-) -> None:
-    """Refuse jobs and settings under which nothing can run.
+def require_runnable(jobs: Sequence[ClusterJob]) -> None:
+    """Refuse jobs that cannot run.
 
     Raises
     ------
     InputError
-        In one line that names the job or the setting.
+        In one line that names the job.
     """
     if not jobs:
         raise InputError("there are no jobs to run")
@@ -53,6 +47,18 @@ def require_runnable(
     for name, times in names.items():
         if times > 1:
             raise InputError(f"two jobs are named {name!r}")
+
+
+def require_settings(
+    round_seconds: float, grace_seconds: float, patience_seconds: float, feedback: float
+) -> None:
+    """Refuse settings under which nothing can run.
+
+    Raises
+    ------
+    InputError
+        In one line that begins with the setting.
+    """
     require_amount(grace_seconds, "grace_seconds")
     require_amount(patience_seconds, "patience_seconds")
     require_amount(round_seconds, "round_seconds")

@@ -31,6 +31,7 @@ from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
+from stagewright.formulations.pipelines.server_relaxation import SERVERS, SERVERS_AND_TURNS
 from stagewright.formulations.pipelines.spp import (
     LEMMA_1,
     LEMMA_1_PREMISE,
@@ -40,6 +41,7 @@ from stagewright.formulations.pipelines.spp import (
     theorem1_premise,
     theorem1_seconds,
 )
+from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import (
@@ -229,8 +231,11 @@ ARGUMENTS: dict[str, Argument] = {
     every_plan.LAYER_PATH: Argument("problem", EVERY_FINITE, _finite(every_plan.layer_path_bound)),
     FILL_AND_DRAIN: Argument("problem", DISJOINT_SPLIT),
     WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
+    SERVERS: Argument("problem", DISJOINT_SPLIT),
+    SERVERS_AND_TURNS: Argument("problem", DISJOINT_WHOLE),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
     CP_SAT: Argument("schedule", DISJOINT_SPLIT),
+    WINDOWS: Argument("schedule", DISJOINT_SPLIT),
     **{name: Argument("schedule", DISJOINT_SPLIT, _of_schedule) for name in OF_SCHEDULES},
     **{name: Argument("problem", EVERY_PERIODIC, _of_periods) for name in OF_PERIODS},
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),

@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     is_finite,
+    parse_share,
     require_count,
     require_number,
     require_seed,
 )
+
+if TYPE_CHECKING:
+    from stagewright.formulations.plans.plan_class import PlanClass
 
 MAX_THREADS = 1024
 
@@ -38,13 +42,27 @@ class StopToken(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class GapStop:
+    """A stop token that is also set when a plan's gap is at most ``gap`` (``reached``)."""
+
+    gap: float
+    other: StopToken | None = None
+    reached: bool = False
+
+    def is_set(self) -> bool:
+        """Whether the gap is reached, or the other token is set."""
+        return self.reached or (self.other is not None and self.other.is_set())
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How long and with what a search may work; ``seed`` and ``threads`` as in CP-SAT.
 
     ``stop`` ends the work before ``seconds`` are over, once it is set; searches look at it as often
     as they look at the time. ``backend`` names the solver of forms that several accept; None is
-    the default for each.
+    the default for each. ``gap``: planning ends as soon as the relative gap of its best plan is at
+    most this.
     """
 
     seconds: float = 10.0
@@ -52,6 +70,7 @@ class Limits:
     seed: int = 0
     stop: StopToken | None = None
     backend: str | None = None
+    gap: float = 0.0
 
     def stopped(self) -> bool:
         """Whether the work is to end, whatever time is left."""
@@ -70,6 +89,8 @@ class Limits:
     @property
     def end(self) -> str:
         """What ended a search that was not complete."""
+        if isinstance(self.stop, GapStop) and self.stop.reached:
+            return "the gap"
         return "an interrupt" if self.stopped() else "the time limit"
 
 
@@ -88,6 +109,7 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
         raise InputError(f"{time_limit} must be a positive number of seconds, got {limits.seconds}")
     require_count(limits.threads, spelled("threads"), MAX_THREADS)
     require_seed(limits.seed, spelled("seed"))
+    parse_share(limits.gap, spelled("gap"))
     if not (limits.stop is None or callable(getattr(limits.stop, "is_set", None))):
         raise InputError(f"{spelled('stop')} must have is_set(), as a threading.Event has")
     return limits
@@ -97,6 +119,7 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
 class Progress:
     """An improvement while a backend works: the incumbent and the bound, after ``seconds``.
 
+    ``plans`` is the class of plans that the bound is proved for; None: it is not known here.
     ``best()`` is the incumbent itself where the search has it at hand: of a planner it is the best
     plan so far, assembled, checked and certified when it is asked for.
     """
@@ -105,6 +128,7 @@ class Progress:
     objective: float | None
     bound: float
     best: Callable[[], Any] | None = field(default=None, compare=False)
+    plans: "PlanClass | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -172,9 +172,9 @@ def one_machine_relaxation(problem: MakespanProblem, paths: _StagePaths) -> floa
     any one resource is a lower bound.
     """
     blocks, count = blocks_of(problem), problem.microbatches
-    head = _longest_paths(blocks, count)
+    head = longest_paths(blocks, count)
     # The tails are the heads of the problem reversed in time, which has the same form.
-    tail = _longest_paths(blocks.reversed(), count)[::-1, ::-1]
+    tail = longest_paths(blocks.reversed(), count)[::-1, ::-1]
     best = 0.0
     for own in blocks.members():
         work = np.repeat(blocks.durations[own], count)
@@ -217,7 +217,7 @@ def _limits(problem: MakespanProblem) -> NDArray[np.int64]:
     return np.minimum(problem.in_flight, problem.microbatches)
 
 
-def _longest_paths(blocks: BlockGraph, microbatches: int) -> Floats:
+def longest_paths(blocks: BlockGraph, microbatches: int) -> Floats:
     """Earliest starts with unlimited devices and channels, shape (blocks, M)."""
     work, release = blocks.durations.tolist(), blocks.releases.tolist()
     before = [[i for i in row if i != NONE] for row in blocks.before.tolist()]

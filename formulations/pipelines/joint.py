@@ -6,7 +6,7 @@ is reached once, up to symmetries of the cluster. A bound holds for all schedule
 the prefix. Notation as in :mod:`bounds`: head, round trip, tail.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -125,10 +125,15 @@ class JointPlanning:
         """Bounds on the layers after a prefix."""
         return _rest(self.relaxed, len(self.problem.cluster))
 
-    def children(self, prefix: Prefix) -> Iterator[Prefix]:
-        """Yield the prefixes with one more stage that can be completed."""
+    def children(
+        self, prefix: Prefix, over: Callable[[], bool] = lambda: False
+    ) -> Iterator[Prefix]:
+        """Yield the prefixes with one more stage that can be completed, until ``over``."""
         layers = len(self.problem.chain)
-        for counts in self._counts(prefix.taken):
+        most = self.problem.most_replicas(prefix.layers, prefix.layers + 1)
+        for counts in self._counts(prefix.taken, most):
+            if over():
+                return
             taken = tuple((*c, n) for c, n in zip(prefix.taken, counts, strict=True))
             devices = self._devices(prefix.taken, counts)
             for stop in range(prefix.layers + 1, layers + 1):
@@ -136,8 +141,8 @@ class JointPlanning:
                 if child is not None and child.bound < np.inf:
                     yield child
 
-    def _counts(self, taken: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
-        """Yield the numbers of devices of every class for the next stage, at least one in total.
+    def _counts(self, taken: tuple[tuple[int, ...], ...], most: int) -> Iterator[tuple[int, ...]]:
+        """Yield the numbers of devices of every class for the next stage, 1 to ``most`` in total.
 
         Of interchangeable classes with equal use so far, an earlier class gives at least as many.
         """
@@ -154,8 +159,8 @@ class JointPlanning:
                     yield chosen
                 return
             twin = twins[c]
-            most = left[c] if twin is None else min(left[c], chosen[twin])
-            for count in range(most + 1):
+            few = left[c] if twin is None else min(left[c], chosen[twin])
+            for count in range(min(few, most - sum(chosen)) + 1):
                 yield from choose((*chosen, count))
 
         return choose(())

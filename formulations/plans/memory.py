@@ -178,7 +178,7 @@ def in_flight_limit(
     saved = problem.saved_bytes(start, stop, parts)
     if free < 0 or saved > free:
         return 0
-    return problem.microbatches if saved == 0 else min(problem.microbatches, int(free // saved))
+    return problem.microbatches if saved == 0 else int(min(problem.microbatches, free // saved))
 
 
 def _gradients_wait(problem: PipelineProblem, devices: int) -> bool:

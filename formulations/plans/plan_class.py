@@ -118,19 +118,25 @@ class PlanClass:
 
 def class_of(plan: "PipelinePlan") -> PlanClass:
     """The smallest class that ``plan`` belongs to."""
-    stages = plan.stages
+    parts = any("I" in one.action or "W" in one.action for one in plan.schedule.actions)
+    return class_of_stages(plan.stages, parts, plan.schedule.kind, plan.weights)
+
+
+def class_of_stages(
+    stages: "tuple[Stage, ...]", parts: bool, schedule: ScheduleKind, weights: Weights
+) -> PlanClass:
+    """The smallest class of plans of ``stages``; ``parts``: whether some backwards are split."""
     sizes = {len(stage.devices) for stage in stages}
     kinds = {stage.replication for stage in stages if len(stage.devices) > 1}
     ways = {stage.recompute for stage in stages}
-    parts = any("I" in one.action or "W" in one.action for one in plan.schedule.actions)
     return PlanClass(
         sharing=_sharing(stages),
         replication=tuple(kind for kind in REPLICATION if kind in kinds),
         split_backward=parts,
         recompute=tuple(way for way in RECOMPUTE if way in ways),
         offload=any(stage.offload for stage in stages),
-        schedules=(plan.schedule.kind,),
-        weights=(plan.weights,),
+        schedules=(schedule,),
+        weights=(weights,),
         equal_groups=tuple(sizes) if len(sizes) == 1 else None,
         merged=all(set(a.devices) != set(b.devices) for a, b in pairwise(stages)),
     )

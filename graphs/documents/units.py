@@ -3,6 +3,7 @@
 import math
 import re
 import reprlib
+from contextlib import suppress
 from numbers import Real
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -54,6 +55,27 @@ def parse_bandwidth(text: str) -> float:
         ) from None
     require_bandwidth(value, f"bandwidth {text!r}")
     return value
+
+
+def parse_share(value: str | float, name: str) -> float:
+    """A share of a whole from ``1%``, ``0.01`` or a number.
+
+    Raises
+    ------
+    InputError
+        If it is not from 0 to 1 (100 %).
+    """
+    share = math.nan
+    if isinstance(value, str):
+        text = value.strip()
+        with suppress(ValueError):
+            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    else:
+        require_number(value, name)
+        share = float(value)
+    if not 0 <= share <= 1:
+        raise InputError(f"{name} must be from 0 to 100%, such as 1% or 0.01, got {value!r}")
+    return share
 
 
 def _plain_or_bytes(text: str) -> float:

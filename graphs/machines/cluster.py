@@ -203,10 +203,8 @@ def uniform_servers(
     name: str | None = None,
 ) -> Cluster:
     """A cluster of ``servers`` x ``devices_per_server`` equal devices named s0g0, s0g1, ..."""
-    if servers < 1 or devices_per_server < 1:
-        raise InputError(
-            f"a cluster needs at least one server and device, got {servers}x{devices_per_server}"
-        )
+    require_count(servers, "the number of servers", MAX_DEVICES)
+    require_count(devices_per_server, "the number of devices per server", MAX_DEVICES)
     require_count(servers * devices_per_server, "the number of devices", MAX_DEVICES)
     names = [[f"s{s}g{g}" for g in range(devices_per_server)] for s in range(servers)]
     return Cluster(

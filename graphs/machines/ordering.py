@@ -1,6 +1,7 @@
 """Recursive device ordering by minimum cuts (SPP section IV-B, Algorithm 2, RDO)."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from stagewright.graphs.machines.cluster import Cluster
 ROUNDING = 1e-12
 
 
+@lru_cache(maxsize=8)
 def recursive_device_order(cluster: Cluster) -> tuple[int, ...]:
     """Device positions in an order that keeps well-connected devices next to each other.
 

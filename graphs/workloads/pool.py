@@ -111,6 +111,8 @@ def _accelerator(match: re.Match[str]) -> Accelerator:
         raise InputError(f"{match[0]!r}: {match['price']!r} is not a price per hour") from None
     if per_server is None:
         return Accelerator(match["name"], count, None, price)
+    require_count(count, f"{match[0]!r}: the number of servers", MAX_ACCELERATORS)
+    require_count(int(per_server), f"{match[0]!r}: the number per server", MAX_ACCELERATORS)
     return Accelerator(match["name"], count * int(per_server), int(per_server), price)
 
 

@@ -34,10 +34,10 @@ def pairs_to_profile(
     Raises
     ------
     InputError
-        If the fraction is not from 0 to 1, or no reference job has this scale.
+        If the fraction is not above 0 and at most 1, or no reference job has this scale.
     """
-    if not 0 <= fraction <= 1:
-        raise InputError(f"fraction of pairs to profile: from 0 to 1, got {fraction:g}")
+    if not 0 < fraction <= 1:
+        raise InputError(f"fraction must be above 0 and at most 1, got {fraction:g}")
     model, scale = kind
     places = sorted(
         (rate.accelerator, rate.model)

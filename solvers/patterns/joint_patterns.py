@@ -7,11 +7,9 @@ feasible at every longer one (scale all starts), so a refuted length is a lower 
 are enumerated in windows of their bounds, and patterns are solved in order of these bounds.
 """
 
-import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from time import perf_counter
 from typing import NamedTuple
 
@@ -28,16 +26,14 @@ from stagewright.formulations.patterns.pattern_problems import PatternProblems
 from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.best_first import BestFirst
 from stagewright.solvers.patterns.allocation_walk import ROW, walk
 from stagewright.solvers.patterns.pattern import SAFETY, best_pattern
 
-PRECISION = 2e-7  # relative; smaller improvements are not searched for
 BEGINNING = 0.6  # share of the time limit for finding the first window
 TRIAL = 0.1  # share of the time limit for one trial of that
 STEP = 0.005  # relative width of the first window of bounds
 WIDER = 1.5  # factor of the width from one window to the next
-FIRST_SECONDS = 1.0  # time limit of the first attempt at a pattern
-GROWTH = 4.0  # factor of the time limit from one attempt to the next
 STEPS = 100_000  # of the enumeration per call, some tenths of a second
 BATCH = 1024  # allocations per call
 DONE = (Status.OPTIMAL, Status.INFEASIBLE)
@@ -116,8 +112,8 @@ class PatternFound(NamedTuple):
     done: bool
 
 
-class JointSearch:
-    """A heap of windows and candidates, ordered by the number of attempts, then by bound."""
+class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
+    """The search over windows of allocations and candidates."""
 
     def __init__(
         self,
@@ -126,15 +122,11 @@ class JointSearch:
         on_progress: OnProgress,
         incumbent: tuple[tuple[Stage, ...], Pattern] | None,
     ) -> None:
-        self.question, self.limits, self.on_progress = question, limits, on_progress
-        self.began = perf_counter()
-        self.cost = math.inf
+        super().__init__(limits)
+        self.question, self.on_progress = question, on_progress
         self.best: tuple[tuple[Stage, ...], Pattern] | None = None
         self.allocations = self.solves = 0
         self._problems = PatternProblems(question.problem)
-        self._heap: list[tuple[int, float, int, BoundWindow | AllocationCandidate]] = []
-        self._number = count()
-        self._closed = math.inf  # the least bound of all pruned items
         if incumbent is not None:
             self._offer(*incumbent)
         self._longest = longest_iteration(question.form)
@@ -143,7 +135,7 @@ class JointSearch:
         """Search until the heap is empty (True) or the time limit is reached (False)."""
         self._begin()
         while self._heap:
-            attempt, bound, _, item = heapq.heappop(self._heap)
+            attempt, bound, item = self._pop()
             if bound >= self._ceiling():
                 self._close(bound)
             elif self._left() <= 0:
@@ -154,11 +146,6 @@ class JointSearch:
             else:
                 self._open(item, bound)
         return True
-
-    def bound(self) -> float:
-        """A lower bound on the iteration of all plans, at most that of the best one."""
-        waiting = min((entry[1] for entry in self._heap), default=math.inf)
-        return min(self._closed, waiting, self.cost)
 
     def _begin(self) -> None:
         """Push the first nonempty window, found by bisection.
@@ -216,7 +203,7 @@ class JointSearch:
         """Solve the candidate's pattern, or prove that it is no better, with a time limit."""
         stages = stages_of(self.question, candidate.rows)
         problem = self._problems.of(stages)
-        seconds = min(self._left(), FIRST_SECONDS * GROWTH**attempt)
+        seconds = self._seconds(attempt)
         limits = replace(self.limits, seconds=seconds)
         self.solves += 1
         low = max(pattern_load_bound(problem), problem.period_of(bound))
@@ -240,23 +227,6 @@ class JointSearch:
         self.best = stages, pattern
         elapsed = perf_counter() - self.began
         self.on_progress(Progress(elapsed, self.cost, min(bound, self.bound())))
-
-    def _push(
-        self, bound: float, item: BoundWindow | AllocationCandidate, attempt: int = 0
-    ) -> None:
-        if bound >= self._ceiling():
-            self._close(bound)
-        else:
-            heapq.heappush(self._heap, (attempt, bound, next(self._number), item))
-
-    def _close(self, bound: float) -> None:
-        self._closed = min(self._closed, bound)
-
-    def _ceiling(self) -> float:
-        return self.cost * (1 - PRECISION)
-
-    def _left(self) -> float:
-        return self.limits.left(perf_counter() - self.began)
 
 
 def _below(problem: PatternProblem, low: float, high: float, limits: Limits) -> PatternFound | None:

@@ -1,5 +1,7 @@
 """The bounds of :mod:`every_plan`, with the best prices computed by HiGHS."""
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +24,7 @@ from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN, 
 from stagewright.solvers.backends.backend import solve
 
 
+@lru_cache(maxsize=8)
 def every_plan_bounds(problem: PipelineProblem) -> tuple[Bound, ...]:
     """Bounds on every plan that the checker accepts, and on every finite one.
 

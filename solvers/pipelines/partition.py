@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bppm import (
@@ -38,8 +39,8 @@ class PartitionSearch:
 
     A pass decides for all numbers of stages whether they fit under its limit, so narrowing one
     bracket narrows the others. W(xi) is at least ``bound[xi]``, and ``found[xi]`` is the best
-    placement so far with its bottleneck. The search can be stopped by the stop token of ``limits``;
-    it ignores the time limit.
+    placement so far with its bottleneck. The search ends early when ``limits`` do, counted from the
+    first moment.
     """
 
     question: BalancedPartition
@@ -49,14 +50,21 @@ class PartitionSearch:
     bound: dict[int, float] = field(init=False)
     found: dict[int, tuple[float, Cuts]] = field(init=False)
     passes: int = field(init=False, default=0)
+    began: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.began = monotonic()
         self.form = ByRecurrence().apply(self.question)
         layers, size = len(self.form.parameters) - 1, len(self.form.memory)
         self.most = min(layers, size, self.most or size)
         load = float(recurrence.least_work(self.form)[-1]) / size
         self.bound = dict.fromkeys(range(1, self.most + 1), load * (1 - recurrence_kernels.MARGIN))
         self.found = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the search was stopped, or has no time left."""
+        return self.limits.left(monotonic() - self.began) <= 0
 
     def test(self, limit: float) -> None:
         """Run one pass: find the numbers of stages that fit under ``limit``, with placements."""
@@ -75,11 +83,11 @@ class PartitionSearch:
         """A partition into ``stages`` stages with W at most 1 + ``ratio`` times the least.
 
         None if every partition that fits in memory has a bottleneck of ``ceiling`` or more, or if
-        the search was stopped. With ``ratio`` 0 the result is exact to the last bit of a float.
+        the search is over. With ``ratio`` 0 the result is exact to the last bit of a float.
         """
         self._find_one(stages, ceiling)
         narrow = FIRST_RATIO
-        while self.bound[stages] < ceiling and not self.limits.stopped():
+        while self.bound[stages] < ceiling and not self.is_over:
             low, (high, cuts) = self.bound[stages], self.found[stages]
             if high >= ceiling:
                 self.test(math.nextafter(ceiling, 0.0))
@@ -112,7 +120,7 @@ class PartitionSearch:
 
     def _find_one(self, stages: int, ceiling: float) -> None:
         """Raise the limit until a placement is found or the ceiling is exceeded."""
-        while not (stages in self.found or self.limits.stopped()) and self.bound[stages] < ceiling:
+        while not (stages in self.found or self.is_over) and self.bound[stages] < ceiling:
             limit = self.next_limit(self.bound[stages])
             self.test(min(limit, math.nextafter(ceiling, 0)) if ceiling < math.inf else limit)
 

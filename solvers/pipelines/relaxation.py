@@ -1,15 +1,20 @@
 """The bound of :mod:`relaxation`, computed by bisection over a dynamic program."""
 
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
 import numpy as np
 from numba import njit
 
 from stagewright.formulations.pipelines.relaxation import Relaxation, relax
 from stagewright.formulations.pipelines.spp import cheapest_work
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.arrays import Floats, Ints
 
 PRECISION = 1e-3  # relative width at which the bisection stops
-STEPS = 2e9  # pairs of states above which only the load bound is used
+STEPS = 2e9  # of a pass, above which only the load bound is used
+STEP_SECONDS = 3e-9  # predicted, of each
 MARGIN = 1e-9
 
 
@@ -25,33 +30,61 @@ def fill_and_drain_bound(problem: PipelineProblem, incumbent: float, wide: bool 
     The relaxation covers every number of stages, replication and order. If its tables would be too
     large, the load bound is returned. The class is DISJOINT_SPLIT, or DISJOINT_WHOLE if ``wide``.
     """
-    low = relaxed_load_bound(problem)
-    if not _is_small(problem) or low >= incumbent:
-        return low
-    form, size = relax(problem), len(problem.cluster)
-    if not _fits_under(form, size, incumbent, wide):
-        return incumbent
-    high = incumbent
-    while high > low * (1 + PRECISION):
-        middle = (low + high) / 2
-        if _fits_under(form, size, middle, wide):
-            high = middle
-        else:
-            low = middle
-    return low
+    return FillAndDrain(problem, wide).bound(incumbent)
 
 
 def is_fill_and_drain_bound(problem: PipelineProblem, seconds: float, wide: bool = False) -> bool:
     """Whether the relaxation proves that no plan of the class takes less than ``seconds``."""
-    if seconds <= relaxed_load_bound(problem):
-        return True
-    return _is_small(problem) and not _fits_under(
-        relax(problem), len(problem.cluster), seconds, wide
-    )
+    return FillAndDrain(problem, wide).proves(seconds)
 
 
-def _is_small(problem: PipelineProblem) -> bool:
-    return (len(problem.chain) * len(problem.cluster)) ** 2 / 4 <= STEPS
+@dataclass
+class FillAndDrain:
+    """The relaxation's value, between ``low`` (proved) and ``high``, narrowed by every question."""
+
+    problem: PipelineProblem
+    wide: bool = False
+    low: float = field(init=False)
+    high: float = field(init=False, default=math.inf)
+
+    def __post_init__(self) -> None:
+        self.low = relaxed_load_bound(self.problem)
+
+    @property
+    def pass_seconds(self) -> float:
+        """The predicted seconds of one pass."""
+        return self._steps * STEP_SECONDS
+
+    def bound(self, incumbent: float, seconds: float = math.inf) -> float:
+        """The bound, at most ``incumbent``; passes that do not fit in ``seconds`` are left out."""
+        while self.low < incumbent and self.high > min(incumbent, self.low * (1 + PRECISION)):
+            seconds -= self.pass_seconds
+            if seconds < 0 or self._steps > STEPS:
+                break
+            self.proves(incumbent if self.high > incumbent else (self.low + self.high) / 2)
+        return min(self.low, incumbent)
+
+    def proves(self, seconds: float) -> bool:
+        """Whether no plan takes less than ``seconds``, by at most one pass."""
+        if self.low < seconds < self.high and self._steps <= STEPS:
+            if _fits_under(self._form, len(self.problem.cluster), seconds, self.wide):
+                self.high = seconds
+            else:
+                self.low = seconds
+        return seconds <= self.low
+
+    @cached_property
+    def _form(self) -> Relaxation:
+        return relax(self.problem)
+
+    @cached_property
+    def _steps(self) -> float:
+        """The stages that a pass places at most: starts, ends, devices before, and devices."""
+        size, count = len(self.problem.cluster), self.problem.microbatches
+        numbers = min(size, int(self.problem.replicas_per_layer.max()))
+        if self.wide:  # ceil(M / r) has at most 2 sqrt(M) values
+            numbers = 2 * (numbers + min(size, 2 * math.isqrt(count) + 1))
+        return float(len(self.problem.chain) ** 2 / 2 * size * numbers)
 
 
 @njit(cache=True, error_model="numpy")
@@ -67,6 +100,7 @@ def _fits_under(form: Relaxation, size: int, limit: float, wide: bool) -> bool:
     there = np.full((2, size + 1, layers + 1), np.inf)
     way[0, 0, 0] = there[0, 0, 0] = 0.0
     until = limit * (1 + MARGIN)
+    turns = _turns(form.microbatches, size)
     for used in range(size):
         for last in range(2):
             for before in range(layers):
@@ -75,9 +109,21 @@ def _fits_under(form: Relaxation, size: int, limit: float, wide: bool) -> bool:
                 for r in range(1, min(size - used, replicas) + 1):
                     _place(form, until, used, r, before, last, 0, wide, way, there)
                 if wide:
-                    for r in range(2, size - used + 1):
+                    for r in turns[turns <= size - used]:
                         _place(form, until, used, r, before, last, 1, wide, way, there)
     return bool(np.isfinite(way[:, :, layers]).any())
+
+
+@njit(cache=True, error_model="numpy")
+def _turns(microbatches: int, size: int) -> Ints:
+    """The least numbers of devices, from 2 on, for each number of rounds of their microbatches.
+
+    More devices for the same number of rounds only lengthen the all-reduce.
+    """
+    numbers = np.arange(2, min(size, microbatches) + 1)
+    rounds = -(-microbatches // numbers)
+    turns: Ints = numbers[(numbers == 2) | (rounds < -(-microbatches // (numbers - 1)))]
+    return turns
 
 
 @njit(cache=True, error_model="numpy")

@@ -1,4 +1,4 @@
-"""Solve the makespan problem: list schedules, forward-backward improvement, then CP-SAT."""
+"""Solve the makespan problem: list schedules, local search, search in windows, then CP-SAT."""
 
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -8,16 +8,20 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress,
 from stagewright.formulations.pipelines.bounds import plans_of, schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
+from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
+from stagewright.solvers.pipelines.window_search import compile_window_kernels, search_windows
 
 ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
 
-IMPROVEMENT = 0.2  # share of the time limit after which CP-SAT takes over
+# Shares of the time limit after which the next method takes over.
+IMPROVEMENT = 0.05
+SEARCH = 0.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +85,9 @@ def solve_schedule(
     if found.status is not Status.OPTIMAL:
         found = _improved(problem, found, limits, began)
         note(_step(found))
+    if found.status is not Status.OPTIMAL and _is_for_windows(problem, limits):
+        found = _searched(problem, found, limits, began)
+        note(_step(found))
     if found.status is not Status.OPTIMAL:
         found = _proved(problem, found, limits, began, note)
     status = found.status if found.status is Status.OPTIMAL else limits.status(found=True)
@@ -109,6 +116,26 @@ def _improved(
     timetable = improve(problem, found.timetable, target, left)
     better = _result(problem, timetable, "forward-backward", found.bounds, perf_counter() - began)
     return better if _cost(better) < _cost(found) else found
+
+
+def _is_for_windows(problem: MakespanProblem, limits: Limits) -> bool:
+    """Whether the search in windows applies: to whole backwards, if no other solver is named."""
+    return limits.backend is None and not problem.is_split
+
+
+def _searched(
+    problem: MakespanProblem, found: ScheduleResult, limits: Limits, began: float
+) -> ScheduleResult:
+    """Search in windows for a share of the time limit, for a better schedule and a better bound."""
+    share = replace(limits, seconds=SEARCH * limits.seconds)
+    left = replace(limits, seconds=share.left(perf_counter() - began))
+    compile_window_kernels()
+    answer = search_windows(problem, _cost(found), found.bound, left)
+    bounds = (*found.bounds, Bound(answer.bound, WINDOWS, "schedule", plans_of(problem)))
+    timetable, source = found.timetable, found.source
+    if answer.timetable is not None:
+        timetable, source = answer.timetable, WINDOWS
+    return _result(problem, timetable, source, bounds, perf_counter() - began)
 
 
 def _proved(

@@ -72,13 +72,13 @@ def best_schedule(
         if found is None:
             continue
         starts = np.array(found)
-        reduces, updates, seconds = _finish(work, endings, starts)
+        reduces, updates, seconds = ending_starts(work, endings, starts)
         fullest = _fullest(work, run.peak)
         shorter = seconds < ceiling * (1 - EQUAL)
         equal = best is not None and seconds <= ceiling * (1 + EQUAL)
         if shorter or (best and equal and fullest < best.fullest):
             ceiling = min(ceiling, seconds)
-            blocks = _blocks(work, starts, reduces, updates)
+            blocks = blocks_of_starts(work, starts, reduces, updates)
             best = StructureSchedule(blocks, seconds, fullest, rule)
             if seconds <= bound * (1 + EQUAL):
                 break
@@ -90,7 +90,7 @@ def _fullest(work: Work, peaks: Sequence[float]) -> float:
     return float(((np.array(peaks) + work.memory - work.room) / work.memory).max())
 
 
-def _finish(work: Work, endings: Endings, starts: Floats) -> tuple[Floats, Floats, float]:
+def ending_starts(work: Work, endings: Endings, starts: Floats) -> tuple[Floats, Floats, float]:
     """Starts of all-reduces and optimizer steps, and the end of the last action.
 
     All-reduces start in the order in which their backwards end, optimizer steps in the order of
@@ -115,7 +115,8 @@ def _finish(work: Work, endings: Endings, starts: Floats) -> tuple[Floats, Float
     return reduces, updates, float(done.max())
 
 
-def _blocks(work: Work, starts: Floats, reduces: Floats, updates: Floats) -> Blocks:
+def blocks_of_starts(work: Work, starts: Floats, reduces: Floats, updates: Floats) -> Blocks:
+    """The starts by kind of action."""
     split = work.split[:, None]
     return {
         ActionKind.FORWARD: starts[FORWARD],

@@ -15,15 +15,21 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Predicted
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.formulations.plans.starts import starts_of, timetable_of
-from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.baselines.dp import plan_dp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
-from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
+from stagewright.solvers.planners.planner import (
+    ANY_RECOMPUTATION,
+    Options,
+    SearchPlanner,
+    checking_seconds,
+)
 from stagewright.solvers.planners.proposal import (
     Attempt,
     Choices,
@@ -33,15 +39,18 @@ from stagewright.solvers.planners.proposal import (
     scheduling_of,
 )
 from stagewright.solvers.planners.refine import refine
+from stagewright.solvers.planners.servers import plan_servers
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
+from stagewright.solvers.planners.warm_start import warm_start
 
 HEURISTICS: tuple[tuple[str, PlanFunction], ...] = (
-    ("spp", plan_spp),
     ("dp", plan_dp),
     ("gpipe", plan_gpipe),
-    ("pipedream", plan_pipedream),
     ("hetpipe", plan_hetpipe),
+    ("balanced", plan_balanced),
+    ("pipedream", plan_pipedream),
+    ("spp", plan_spp),
 )
 GOOD_ENOUGH = 1e-6  # relative gap
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
@@ -56,16 +65,22 @@ def plan_auto(
 ) -> Proposal | NoPlan:
     """The best checked plan of the portfolio within ``limits.seconds``.
 
-    SPP runs first and may use half of the time; the baselines are fast. The rest of the time is for
-    a local search on the stages of the best plan of disjoint split stages, CP-SAT on its schedule,
-    the search over all finite plans, and the exact joint planner.
+    A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
+    early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a local
+    search on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, the
+    search over all finite plans, and the exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
+    if portfolio.choices.start is not None:
+        portfolio.consider("given", portfolio.begin, limits.seconds / 10)
+        if portfolio.has_time():
+            portfolio.consider("given, improved", portfolio.climb, portfolio.left() / 8)
     for name, run in HEURISTICS:
         if portfolio.left() > 0:
-            portfolio.consider(name, run, limits.seconds / 2)
+            portfolio.consider(name, run, limits.seconds / 3)
     for name, step, is_wanted, share in (
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
+        ("servers", plan_servers, portfolio.is_open, 1 / 3),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 3),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
         ("general", portfolio.search, portfolio.has_time, 1 / 2),
@@ -95,30 +110,38 @@ class _Portfolio:
     attempts: list[Attempt] = field(default_factory=list)
     refusals: dict[str, NoPlan] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.relaxation = FillAndDrain(self.problem)
+        self.predicted = self.checking = checking_seconds(self.problem)
+
     def left(self) -> float:
-        return self.limits.left(monotonic() - self.began)
+        """The seconds left for a search whose plan is then checked."""
+        # Twice: after the search and at the end, for which the predicted time is already left out.
+        checks = 2 * self.checking - self.predicted
+        return max(0.0, self.limits.left(monotonic() - self.began) - checks)
 
     def is_open(self) -> bool:
         """Whether there is a plan that time and bounds allow to improve."""
         return (
             self.best is not None
             and self.left() > 0
-            and fill_and_drain_bound(self.problem, self.cost) < self.cost * (1 - GOOD_ENOUGH)
+            and not self.relaxation.proves(self.cost * (1 - GOOD_ENOUGH))
         )
 
     def consider(self, name: str, run: PlanFunction, seconds: float) -> None:
         since = monotonic()
-        answer = run(self.problem, replace(self.limits, seconds=seconds), self.on_progress)
+        limits = replace(self.limits, seconds=min(seconds, self.left()))
+        answer = run(self.problem, limits, self.on_progress)
         spent = monotonic() - since
+        for bound in answer.bounds:
+            if bound.scope == "problem" and bound.plans.contains(DISJOINT_SPLIT):
+                self.relaxation.low = max(self.relaxation.low, bound.seconds)
         if isinstance(answer, NoPlan):
             self.refusals[name] = answer
             status = Status.INFEASIBLE if answer.proved else Status.NO_ANSWER
             self.attempts.append(Attempt(name, status, None, spent, answer.reason))
             return
-        plan = assemble(self.problem, name, answer.stages, answer.starts)
-        require_valid(self.problem, plan)
-        predicted = plan.predicted
-        assert predicted is not None
+        predicted = self._checked(name, answer)
         cost = predicted.iteration_seconds
         known = self.best.notes if self.best else ()
         notes = "; ".join(note for note in answer.notes if note not in known)
@@ -137,6 +160,15 @@ class _Portfolio:
         shared = [bound for bound in worse.bounds if bound.scope == "problem"]
         self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
 
+    def _checked(self, name: str, answer: Proposal) -> Predicted:
+        """The predictions of a valid plan; a slower check than predicted is noted."""
+        since = monotonic()
+        plan = assemble(self.problem, name, answer.stages, answer.starts)
+        require_valid(self.problem, plan)
+        self.checking = max(self.checking, monotonic() - since)
+        assert plan.predicted is not None
+        return plan.predicted
+
     def _wins(self, answer: Proposal, cost: float, fullest: float) -> bool:
         """Whether ``answer`` is faster; ties are broken by memory, then by the number of stages.
 
@@ -148,6 +180,21 @@ class _Portfolio:
         if abs(fullest - self.fullest) > EQUAL:
             return fullest < self.fullest
         return len(answer.stages) <= len(self.best.stages)
+
+    def begin(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """The given plan on the present devices."""
+        assert self.choices.start is not None
+        return warm_start(problem, self.choices.start, self.choices, limits)
+
+    def climb(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """A local search from the given plan."""
+        if self.plain is not None:
+            return self.refine(problem, limits, on_progress)
+        return self.search(problem, limits, on_progress)
 
     def is_unsettled(self) -> bool:
         """Whether the exact joint planner may find a better plan, or prove that there is none."""
@@ -230,22 +277,11 @@ def fullest_share(problem: PipelineProblem, predicted: Predicted) -> float:
     )
 
 
-class AutoPlanner:
-    """The portfolio."""
-
-    name = "auto"
-    summary = (
-        "all but the asynchronous ones within the time limit, then the best plan's schedule "
-        "improved by CP-SAT"
-    )
-    source = "portfolio"
-    options = Options(ANY_RECOMPUTATION, offload=True)
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
-        """The best plan of all planners."""
-        return plan_auto(problem, limits, on_progress, choices)
-
-
-PLANNER = AutoPlanner()
+PLANNER = SearchPlanner(
+    "auto",
+    "all but the asynchronous ones within the time limit, then the best plan's schedule improved "
+    "by CP-SAT",
+    "portfolio",
+    plan_auto,
+    Options(ANY_RECOMPUTATION, offload=True, start=True),
+)

@@ -1,10 +1,9 @@
 """The exact joint planner: best-first branch and bound over plans, CP-SAT for their schedules."""
 
-import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from time import perf_counter
 
 import numpy as np
@@ -20,6 +19,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.solvers.backends.backend import solve
+from stagewright.solvers.best_first import BestFirst
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.relaxation import relaxed_load_bound
 from stagewright.solvers.planners.proposal import (
@@ -32,9 +32,6 @@ from stagewright.solvers.planners.proposal import (
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import UniformPlanner
 
-PRECISION = 2e-7  # relative; smaller improvements are not searched for
-FIRST_SECONDS = 1.0  # time limit of CP-SAT's first attempt at a schedule
-GROWTH = 4.0  # factor of the time limit from one attempt to the next
 STEPS = 2e7  # entries of the tables of bounds above which only the load bound is used
 REPORT_SECONDS = 0.5  # between two reports of the bound
 
@@ -117,24 +114,17 @@ class _CompletePlan:
     scheduling: MakespanProblem
 
 
-class _PlanSearch:
-    """A heap of prefixes and complete plans.
-
-    It is ordered by the number of CP-SAT attempts, then by bound, then by depth, deepest first.
-    """
+class _PlanSearch(BestFirst[Prefix | _CompletePlan]):
+    """The search over prefixes and complete plans, whose attempts are CP-SAT's."""
 
     def __init__(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress, cost: float
     ) -> None:
-        self.problem, self.limits, self.on_progress = problem, limits, on_progress
-        self.began = perf_counter()
-        self.cost = cost
+        super().__init__(limits, cost)
+        self.problem, self.on_progress = problem, on_progress
         self.best: tuple[tuple[StageChoice, ...], Timetable] | None = None
         self.plans = self.proofs = 0
         self._tree = JointPlanning(problem)
-        self._heap: list[tuple[int, float, int, int, Prefix | _CompletePlan]] = []
-        self._number = count()
-        self._closed = math.inf  # the least bound of all pruned items
         self._reported = 0.0  # time of the last report of the bound
         self._seen: set[MakespanProblem] = set()
         self._done: dict[int, list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {}
@@ -145,7 +135,7 @@ class _PlanSearch:
         while self._heap:
             if self._left() <= 0:
                 return False
-            attempt, bound, *_, item = heapq.heappop(self._heap)
+            attempt, bound, item = self._pop()
             self._report(bound)
             if bound >= self._ceiling():
                 self._close(bound)
@@ -163,20 +153,15 @@ class _PlanSearch:
         elapsed = perf_counter() - self.began
         if elapsed > self._reported + REPORT_SECONDS:
             self._reported = elapsed
-            self.on_progress(Progress(elapsed, None, min(bound, self.bound())))
-
-    def bound(self) -> float:
-        """A lower bound on all plans, at most the time of the best one."""
-        waiting = min((entry[1] for entry in self._heap), default=math.inf)
-        return min(self._closed, waiting, self.cost)
+            self._tell(None, bound)
 
     def _expand(self, prefix: Prefix) -> bool:
         """Push the children; False if the time limit is reached before the last one."""
-        for child in self._tree.children(prefix):
+        for child in self._tree.children(prefix, lambda: self._left() <= 0):
             if self._left() <= 0:
                 return False
             self._push(child.bound, child)
-        return True
+        return self._left() > 0
 
     def _complete(self, prefix: Prefix) -> None:
         """Push a complete plan with the bounds on its schedule, unless it is dominated."""
@@ -212,7 +197,7 @@ class _PlanSearch:
         # Ticks are rounded down, so a schedule below the ceiling fits in the horizon.
         horizon = math.floor(self._ceiling() / model.unit)
         form = replace(model.apply(), horizon=horizon, hint=None)
-        seconds = min(self._left(), FIRST_SECONDS * GROWTH**attempt)
+        seconds = self._seconds(attempt)
         answer = solve(form, "cp-sat", replace(self.limits, seconds=seconds))
         if answer.status is Status.INFEASIBLE:
             return False, (horizon + 1) * model.unit
@@ -226,31 +211,22 @@ class _PlanSearch:
         seconds = candidate.scheduling.evaluate(times)
         if seconds < self.cost:
             self.cost, self.best = seconds, (candidate.stages, times)
-            elapsed = perf_counter() - self.began
             stages = named_stages(self.problem, candidate.stages)
-            made = partial(proposal_of, self.problem, stages, times)
-            self.on_progress(Progress(elapsed, seconds, min(bound, self.bound()), made))
+            self._tell(seconds, bound, partial(proposal_of, self.problem, stages, times))
+
+    def _tell(
+        self, seconds: float | None, bound: float, made: Callable[[], Proposal] | None = None
+    ) -> None:
+        elapsed, bound = perf_counter() - self.began, min(bound, self.bound())
+        self.on_progress(Progress(elapsed, seconds, bound, made, DISJOINT_SPLIT))
 
     def _dominated(self, scheduling: MakespanProblem) -> bool:
         """Whether a closed plan has no larger times and no lower in-flight limits."""
         done = self._done.get(scheduling.stages)
         return done is not None and bool((np.array(done) <= _row(scheduling)).all(axis=1).any())
 
-    def _push(self, bound: float, item: Prefix | _CompletePlan, attempt: int = 0) -> None:
-        if bound >= self._ceiling():
-            self._close(bound)
-        else:
-            depth = item.layers if isinstance(item, Prefix) else len(self.problem.chain) + 1
-            heapq.heappush(self._heap, (attempt, bound, -depth, next(self._number), item))
-
-    def _close(self, bound: float) -> None:
-        self._closed = min(self._closed, bound)
-
-    def _ceiling(self) -> float:
-        return self.cost * (1 - PRECISION)
-
-    def _left(self) -> float:
-        return self.limits.left(perf_counter() - self.began)
+    def _depth(self, item: Prefix | _CompletePlan) -> int:
+        return item.layers if isinstance(item, Prefix) else len(self.problem.chain) + 1
 
 
 def _row(scheduling: MakespanProblem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -27,9 +27,10 @@ from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
 from stagewright.solvers.pipelines.structure_scheduling import EQUAL, best_schedule
 from stagewright.solvers.planners.moves import StructureMoves
-from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options
+from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options, SearchPlanner
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.seeds import pipelines
+from stagewright.solvers.planners.warm_start import warm_start
 
 STARTS = 6  # structures that hill climbing starts from
 KICKS = 3  # random moves between a local optimum and the next start
@@ -72,11 +73,7 @@ def plan_general(
     if reason is not None:
         return NoPlan(reason, plans=EVERY_PLAN)
     asked = choices or Choices()
-    if asked.recompute is None:
-        asked = replace(asked, recompute="auto")
-    if asked.offload is None:
-        asked = replace(asked, offload=True)
-    search = _StructureSearch(problem, limits, on_progress, asked)
+    search = _StructureSearch(problem, limits, on_progress, asked.any_mode)
     search.run(known)
     return search.answer()
 
@@ -228,22 +225,23 @@ class _StructureSearch:
             idle = 0 if self.best.beats(before) else idle + 1
 
 
-class GeneralPlanner:
-    """The search over all finite plans; by default it tries every memory mode."""
-
-    name = "general"
-    summary = (
-        "local search over all finite plans: several stages on a device, any replication, I and W, "
-        "recomputation, offloading"
-    )
-    source = "list schedules within memory"
-    options = Options(ANY_RECOMPUTATION, offload=True)
-
-    def propose(
-        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
-        """The best plan found."""
-        return plan_general(problem, limits, on_progress, choices)
+def plan_from_start(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
+) -> Proposal | NoPlan:
+    """The best plan found, from the given plan if there is one."""
+    began, known = monotonic(), []
+    if choices.start is not None:
+        first = warm_start(problem, choices.start, choices, limits)
+        known = [first] if isinstance(first, Proposal) else []
+    left = replace(limits, seconds=limits.left(monotonic() - began))
+    return plan_general(problem, left, on_progress, choices, known)
 
 
-PLANNER = GeneralPlanner()
+PLANNER = SearchPlanner(
+    "general",
+    "local search over all finite plans: several stages on a device, any replication, I and W, "
+    "recomputation, offloading",
+    "list schedules within memory",
+    plan_from_start,
+    Options(ANY_RECOMPUTATION, offload=True, start=True),
+)

@@ -54,6 +54,10 @@ class StructureMoves:
             for stage in structure.stages
         )
 
+    def has_mode(self, stage: Stage) -> bool:
+        """Whether the stage's memory mode is allowed."""
+        return ("offload" if stage.offload else stage.recompute) in self._modes()
+
     def _modes(self) -> list[MemoryMode]:
         hosts = [one.host_bytes_per_second for one in self.problem.cluster.devices]
         offload = self.choices.offload and None not in hosts

@@ -15,6 +15,7 @@ from stagewright.solvers.planners.proposal import (
     Recomputation,
 )
 
+ACTION_SECONDS = 2e-5  # predicted, to assemble and check an action
 ANY_RECOMPUTATION: tuple[Recomputation, ...] = get_args(Recomputation)
 
 
@@ -26,6 +27,7 @@ class Options:
     offload: bool = False
     group_size: bool = False
     period_seconds: bool = False
+    start: bool = False
 
 
 class Planner(Protocol):
@@ -51,6 +53,34 @@ class Planner(Protocol):
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
     ) -> Proposal | PeriodicProposal | NoPlan:
         """The best plan found within ``limits``."""
+
+
+SearchFunction = Callable[[PipelineProblem, Limits, OnProgress, Choices], Proposal | NoPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlanner:
+    """A planner by a search that decides each stage's memory savings itself."""
+
+    name: str
+    summary: str
+    source: str
+    search: SearchFunction
+    options: Options = Options(ANY_RECOMPUTATION, offload=True)
+
+    def propose(
+        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """The best plan found."""
+        return self.search(problem, limits, on_progress, choices)
+
+
+def checking_seconds(problem: PipelineProblem) -> float:
+    """Predicted seconds to assemble and check the plan with the most stages on disjoint devices."""
+    layers = len(problem.chain)
+    computations = min(len(problem.cluster), int(problem.replicas_per_layer.sum()))
+    transfers = min(len(problem.cluster), layers)
+    return 2 * problem.microbatches * (computations + transfers) * ACTION_SECONDS
 
 
 def require_honoured(planner: Planner, choices: Choices, every: Iterable[Planner]) -> None:
@@ -81,3 +111,5 @@ def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
         yield "a group size", lambda one: one.group_size
     if choices.period_seconds is not None:
         yield "a period", lambda one: one.period_seconds
+    if choices.start is not None:
+        yield "a given plan to start from", lambda one: one.start

@@ -15,10 +15,16 @@ from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound, Guarantee, Stage
-from stagewright.formulations.plans.plan_class import RECOMPUTE, PlanClass, Recompute
+from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan, Stage
+from stagewright.formulations.plans.plan_class import (
+    RECOMPUTE,
+    PlanClass,
+    Recompute,
+    class_of_stages,
+)
 from stagewright.formulations.plans.starts import starts_of
 from stagewright.formulations.plans.timing import Blocks, durations
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
 
@@ -76,12 +82,16 @@ class Choices:
         the best number).
     period_seconds
         Periodic planners: the exact period of the plan (None: the least).
+    start
+        ``auto`` and ``general``: a plan of the same layers, for this or another cluster, that the
+        search starts from.
     """
 
     recompute: Recomputation | None = None
     offload: bool | None = None
     group_size: int | None = None
     period_seconds: float | None = None
+    start: PipelinePlan | None = None
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
@@ -94,6 +104,13 @@ class Choices:
         period = self.period_seconds
         if period is not None and not (isinstance(period, int | float) and 0 < period < math.inf):
             raise InputError(f"the period must be a positive number of seconds, got {period!r}")
+
+    @property
+    def any_mode(self) -> "Choices":
+        """These choices, with every memory mode allowed unless it is set otherwise."""
+        recompute = "auto" if self.recompute is None else self.recompute
+        offload = True if self.offload is None else self.offload
+        return replace(self, recompute=recompute, offload=offload)
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
@@ -163,6 +180,14 @@ def proposal_of(
     """The proposal of a timetable with whole backwards."""
     starts = starts_of(problem, stages, times)
     return Proposal(tuple(stages), starts, bounds, notes=notes)
+
+
+def class_of_proposal(proposal: Proposal | PeriodicProposal) -> PlanClass:
+    """The smallest class of the proposed plan."""
+    if isinstance(proposal, PeriodicProposal):
+        return class_of_stages(proposal.stages, False, "periodic", DOUBLE_BUFFER.name)
+    parts = not np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT]).all()
+    return class_of_stages(proposal.stages, bool(parts), "finite", FLUSH.name)
 
 
 def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:

@@ -7,63 +7,96 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from stagewright.formulations.forms.answers import OnProgress, Progress, silent
-from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.checking.certificates import gap
+from stagewright.formulations.forms.answers import GapStop, OnProgress, Progress, silent
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
-from stagewright.solvers.pipelines.every_plan import every_plan_bounds
+from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN, PlanClass
+from stagewright.solvers.planners.class_bounds import ClassBounds
+from stagewright.solvers.planners.proposal import class_of_proposal
 
 MakePlan = Callable[[Any], PipelinePlan]
 
 
 def reporting(
-    problem: PipelineProblem, on_progress: OnProgress, periodic: bool, make_plan: MakePlan
+    bounds: ClassBounds,
+    on_progress: OnProgress,
+    periodic: bool,
+    make_plan: MakePlan,
+    target: GapStop,
 ) -> OnProgress:
     """The callback for a planner's progress; it reports the initial bound at once."""
-    if on_progress is silent:
+    if on_progress is silent and target.gap == 0:
         return silent
-    reporter = Reporter(problem, on_progress, periodic, make_plan)
-    reporter.begin()
+    reporter = Reporter(
+        bounds, on_progress, make_plan, target, EVERY_PLAN if periodic else EVERY_FINITE
+    )
+    reporter.report()
     return reporter
 
 
 @dataclass
 class Reporter:
-    """Reports the best plan so far and the bound on every plan to ``on_progress``.
+    """Reports the best plan so far, with the bound on its class, to ``on_progress``.
 
-    A planner runs several searches in sequence, each with its own clock and its own best plan. Its
-    bounds are on smaller classes of plans; they are in the certificate and not reported here.
+    A planner runs several searches in sequence, each with its own clock and its own best plan. The
+    bound improves while the best plan stays in its class, and may fall when another class has a
+    better plan. ``target`` is reached once the gap is small enough and the plan is checked.
     """
 
-    problem: PipelineProblem
+    bounds: ClassBounds
     on_progress: OnProgress
-    periodic: bool  # whether periodic plans are searched for
-    make_plan: MakePlan  # makes the plan of a planner's proposal
+    make_plan: MakePlan
+    target: GapStop
+    plans: PlanClass  # of the best plan; before there is one, of all that are searched
     began: float = field(default_factory=monotonic)
     cost: float = math.inf
-    bound: float = 0.0
     best: Callable[[], Any] | None = None
-
-    def begin(self) -> None:
-        """Report the bound before there is a plan."""
-        wanted = EVERY_PLAN if self.periodic else EVERY_FINITE
-        known = every_plan_bounds(self.problem)
-        self.bound = max(one.seconds for one in known if one.plans.contains(wanted))
-        self._report()
+    best_cost: float = math.inf  # of ``best``; ``cost`` may be of a plan that is not at hand
 
     def __call__(self, step: Progress) -> None:
-        """Update the best plan from a planner's report and pass it on."""
+        """Update the best plan and the bounds from a planner's report and pass it on."""
+        if step.plans is not None:
+            self.bounds.report([(step.plans, step.bound)])
         if step.objective is not None:
-            if step.best is not None and step.objective <= self.cost:
-                self.best = step.best
             self.cost = min(self.cost, step.objective)
-        self._report()
+        better = self._keep(step)
+        self.report()
+        if better:
+            self._tighten()
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Report the best plan and the bound."""
         cost = None if self.cost == math.inf else self.cost
-        seconds = monotonic() - self.began
+        bound = self.bounds.best(self.plans, self.cost)
         plan = None if self.best is None else partial(self._plan, self.best)
-        self.on_progress(Progress(seconds, cost, min(self.bound, self.cost), plan))
+        seconds = monotonic() - self.began
+        self.on_progress(Progress(seconds, cost, bound, plan, self.plans))
+        if not self.target.reached and self.best is not None:
+            self._aim(self.best, self.bounds.best(self.plans, self.best_cost))
+
+    def _tighten(self) -> None:
+        """Report a better bound on the class of the best plan, if the relaxation has one."""
+        known = self.bounds.best(self.plans, self.best_cost)
+        self.bounds.relaxed(self.plans, self.best_cost)
+        if self.bounds.best(self.plans, self.best_cost) > known:
+            self.report()
+
+    def _keep(self, step: Progress) -> bool:
+        """Keep the plan of a report, if it is at hand and none is better."""
+        if step.best is None or step.objective is None or step.objective > self.best_cost:
+            return False
+        proposal = step.best()
+        self.best, self.best_cost = step.best, step.objective
+        self.plans = class_of_proposal(proposal)
+        whole = [bound for bound in proposal.bounds if bound.scope == "problem"]
+        self.bounds.report((bound.plans, bound.seconds) for bound in whole)
+        return True
+
+    def _aim(self, best: Callable[[], Any], bound: float) -> None:
+        """Say that the gap is reached, after a check of the plan."""
+        if self.target.gap > 0 and gap(self.best_cost, bound) <= self.target.gap:
+            self._plan(best)
+            self.target.reached = True
 
     def _plan(self, made: Callable[[], Any]) -> PipelinePlan:
         return self.make_plan(made())

@@ -23,7 +23,7 @@ def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Struct
     own microbatch.
     """
     layers = len(problem.chain)
-    for length in _lengths(len(order), layers):
+    for length in lengths(len(order), layers):
         groups = [tuple(int(v) for v in part) for part in np.array_split(np.array(order), length)]
         for rounds in range(1, MOST_ROUNDS + 1):
             if rounds * length <= layers:
@@ -32,7 +32,8 @@ def pipelines(problem: PipelineProblem, order: Sequence[int]) -> Iterator[Struct
             yield from _folded(problem, groups, groups + groups[-2::-1])
 
 
-def _lengths(devices: int, layers: int) -> list[int]:
+def lengths(devices: int, layers: int) -> list[int]:
+    """The numbers of groups to try, ascending."""
     most = min(devices, layers)
     if most <= EVERY_LENGTH:
         return list(range(1, most + 1))

@@ -87,7 +87,8 @@ def plan_spp(
     left = replace(limits, seconds=limits.left(monotonic() - began))
     candidates = [*found.candidates, *_on_fewer_devices(problem, found, left, on_progress)]
     starts = sorted(candidates, key=_seconds)[:REFINED_STARTS]
-    refined = _refined(problem, starts, limits, on_progress)
+    left = replace(limits, seconds=limits.left(monotonic() - began))
+    refined = _refined(problem, starts, left, on_progress)
     return replace(
         refined,
         guarantees=_guarantees(problem, found, cost_of(problem, refined)),
@@ -134,12 +135,14 @@ def search_stage_counts(
     order = recursive_device_order(problem.cluster)[: min(usable, size or usable)]
     if limits.left(monotonic() - began) <= 0:
         return NoPlan(f"{limits.end} came before any partition was found", proved=False)
-    search = PartitionSearch(BalancedPartition(problem, order), limits=limits)
+    left = replace(limits, seconds=limits.left(monotonic() - began))
+    search = PartitionSearch(BalancedPartition(problem, order), limits=left)
     ratio = COARSE_RATIO if len(order) * len(problem.chain) > EXACT_UP_TO else 0.0
     candidates = _first_candidates(problem, search)
     if not search.found:
         # 1F1B's warm-up does not fit in memory; a single microbatch in flight may, but is slower.
-        search = PartitionSearch(BalancedPartition(problem, order, warm_up=1), limits=limits)
+        left = replace(limits, seconds=limits.left(monotonic() - began))
+        search = PartitionSearch(BalancedPartition(problem, order, warm_up=1), limits=left)
         candidates = _first_candidates(problem, search)
     best = min([*candidates, *([known] if known else [])], key=_seconds, default=None)
     paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
@@ -175,12 +178,13 @@ def _refined(
     limits: Limits,
     on_progress: OnProgress,
 ) -> Proposal:
-    """The best result of a short local search from each start."""
+    """The best result of a short local search from each start; all share the time."""
+    began = monotonic()
     ends = [
         refine(
             problem,
             proposal_of(problem, named_stages(problem, start.stages), start.times),
-            limits,
+            replace(limits, seconds=limits.left(monotonic() - began)),
             on_progress,
             REFINING_ATTEMPTS,
         )
@@ -190,7 +194,7 @@ def _refined(
 
 
 def _nothing_found(search: PartitionSearch) -> NoPlan:
-    if search.limits.stopped():
+    if search.is_over:
         return NoPlan(f"{search.limits.end} came before any partition was found", proved=False)
     proved = _is_proof(search.question.problem)
     return NoPlan(_why_nothing_fits(search), proved, plans=DISJOINT_SPLIT if proved else None)
@@ -235,14 +239,17 @@ def _first_candidates(
 ) -> list[_ScheduledPartition]:
     """Widen the limit until partitions are found; schedule the most promising of them."""
     limit = min(search.bound.values())
-    while not (search.found or search.limits.stopped()) and min(search.bound.values()) < math.inf:
+    while not (search.found or search.is_over) and min(search.bound.values()) < math.inf:
         limit = search.next_limit(limit)
         search.test(limit)
-    candidates = []
+    candidates: list[_ScheduledPartition] = []
     for count in sorted(search.found, key=lambda n: _promise(problem, search, n))[:3]:
         stages = ByRecurrence().invert(search.question, search.found[count][1])
-        candidates.append(_schedule(problem, stages))
-    return [candidate for candidate in candidates if candidate]
+        candidate = _schedule(problem, stages)
+        candidates += [candidate] if candidate else []
+        if candidates and search.is_over:
+            break
+    return candidates
 
 
 def _promise(problem: PipelineProblem, search: PartitionSearch, count: int) -> float:

@@ -12,6 +12,8 @@ from stagewright.solvers.patterns.joint_patterns import joint_optimum
 from stagewright.solvers.patterns.madpipe import least_period
 from stagewright.solvers.patterns.madpipe_grid import Grid, by_grid
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+from stagewright.solvers.pipelines.server_relaxation import is_server_bound
+from stagewright.solvers.pipelines.window_search import compile_window_kernels
 from stagewright.solvers.planners.baselines.pipedream import partition
 from stagewright.solvers.planners.exact import exact
 from stagewright.solvers.planners.spp import plan_spp
@@ -33,8 +35,10 @@ def compile_kernels() -> None:
     plan_spp(problem, Limits(), silent)
     partition(problem)
     fill_and_drain_bound(problem, 10.0, wide=True)
+    is_server_bound(problem, 10.0, wide=True)
     exact(problem, Limits(seconds=1.0))
     allocation = StageAllocationProblem(problem, ((0,), (1,)), special=0)
     least_period(allocation, Limits(seconds=1.0))
     by_grid(allocation, Grid(2, 2, 2), passes=1)
+    compile_window_kernels()
     joint_optimum(JointPatterns(problem, ((0,), (1,))), Limits(seconds=1.0))

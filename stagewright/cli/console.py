@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, StopToken
+    from stagewright.formulations.plans.plan_class import PlanClass
     from stagewright.service.answers import Answer
     from stagewright.service.requests import Request
 
@@ -134,13 +136,16 @@ class ProgressLine:
     stop: "StopToken | None" = None
     best: float = math.inf
     bound: float = -math.inf
+    plans: "PlanClass | None" = None
     reported: bool = False
 
     def take(self, news: "Progress") -> None:
         """Keep a better answer or bound."""
         self.reported = True
         self.best = self.best if news.objective is None else min(self.best, news.objective)
-        self.bound = max(self.bound, news.bound)
+        # A bound on another class of plans replaces the previous one.
+        self.bound = max(self.bound, news.bound) if news.plans == self.plans else news.bound
+        self.plans = news.plans
 
     def __rich__(self) -> "Text":
         from rich.text import Text
@@ -178,14 +183,15 @@ def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: An
 
     ``options`` has the options whose name differs from the field.
     """
+    options = options or {}
     try:
         return kind.of(**fields)
     except InputError as error:
         first, _, rest = str(error).partition(" ")
-        name = first.rstrip(":")
-        if name not in fields:
+        name, *_ = re.split(r"[\[:]", first)
+        if name not in fields and name not in options:
             raise
-        option = (options or {}).get(name, spelled(name))
+        option = options.get(name, spelled(name))
         raise InputError(f"{option}{first[len(name) :]} {rest}") from None
 
 

@@ -95,7 +95,13 @@ def _choose(
     from stagewright.service.estimating import measure
 
     request = ask(
-        MeasureRequest, reference=known, model=model, scale=scale, fraction=fraction, seed=seed
+        MeasureRequest,
+        {"model": "--choose"},
+        reference=known,
+        model=model,
+        scale=scale,
+        fraction=fraction,
+        seed=seed,
     )
     answer = measure(request)
     if as_json:

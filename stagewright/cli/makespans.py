@@ -1,5 +1,7 @@
 """``schedule`` and ``jobshop``: scheduling problems given by times, without a model."""
 
+import re
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -27,15 +29,28 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from stagewright.formulations.forms.answers import OnProgress, StopToken
     from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-    from stagewright.service.pipeline_answers import ScheduleAnswer
+    from stagewright.service.pipeline_answers import JobShopAnswer, ScheduleAnswer
 
 
+A = TypeVar("A")
 T = TypeVar("T")
 Backend = Annotated[
     str | None,
     typer.Option("--backend", help="Solver; default: cp-sat.", metavar="NAME"),
 ]
+
+
+SPELLED = {
+    "forward": "--times: forward",
+    "backward": "--times: backward",
+    "weight_gradient": "--times: weight gradient",
+    "send_forward": "--transfer",
+    "send_backward": "--transfer",
+    "device": "--devices",
+}
+"""Options whose name differs from the field of a schedule's request or problem."""
 
 
 class Kind(StrEnum):
@@ -87,19 +102,16 @@ def schedule(
     from stagewright.service.pipeline_requests import ScheduleRequest
     from stagewright.service.scheduling import schedule as answer_of
 
-    limits = read_limits(time_limit, threads, seed)
     request = ask(
         ScheduleRequest,
+        SPELLED,
+        **_read_limits(time_limit, threads, seed),
         **_read_times(stages, microbatches, times, transfer, in_flight),
         device=_read_devices(devices, stages),
         kind=kind.value,
-        time_limit=limits.seconds,
-        threads=limits.threads,
-        seed=limits.seed,
         backend=backend,
     )
-    with interruptible() as stop, progress("scheduling", stop) as on_progress:
-        answer = answer_of(request, on_progress, stop)
+    answer = _find(answer_of, request, "scheduling")
     if as_json:
         print_answer(answer)
     else:
@@ -121,30 +133,30 @@ def jobshop(
     from stagewright.service.pipeline_requests import JobShopRequest
     from stagewright.service.scheduling import jobshop as answer_of
 
-    limits = read_limits(time_limit, threads, seed)
     request = ask(
         JobShopRequest,
+        **_read_limits(time_limit, threads, seed),
         jobs=parse_jobshop(read_text(file), str(file)).jobs,
-        time_limit=limits.seconds,
-        threads=limits.threads,
-        seed=limits.seed,
         backend=backend,
     )
-    with interruptible() as stop, progress(f"scheduling {file.name}", stop) as on_progress:
-        answer = answer_of(request, on_progress, stop)
+    answer = _find(answer_of, request, f"scheduling {file.name}")
     if as_json:
         print_answer(answer)
-        return 1 if answer.starts is None else 0
-    found = "no answer" if answer.makespan is None else f"makespan {answer.makespan}"
-    print_lines(
-        f"{file.name}: {answer.jobs} jobs on {answer.machines} machines",
-        f"{found} ({answer.status}), bound {answer.bound} by {answer.proved_by}, "
-        f"gap {percent(answer.gap)}, {answer.wall_seconds:.2f} s",
-    )
-    rows = [(str(j), " ".join(map(str, row))) for j, row in enumerate(answer.starts or ())]
-    if rows:
-        print_table(("job", "<starts of its steps"), rows)
+    else:
+        _print_jobshop(file.name, answer)
     return 1 if answer.starts is None else 0
+
+
+def _read_limits(seconds: float, threads: int, seed: int) -> dict[str, Any]:
+    """The fields of a request."""
+    limits = read_limits(seconds, threads, seed)
+    return {"time_limit": limits.seconds, "threads": limits.threads, "seed": limits.seed}
+
+
+def _find(answer_of: Callable[[T, "OnProgress", "StopToken"], A], request: T, task: str) -> A:
+    """The answer, with progress shown as that of ``task``; Ctrl-C ends the search."""
+    with interruptible() as stop, progress(task, stop) as on_progress:
+        return answer_of(request, on_progress, stop)
 
 
 def _read_times(
@@ -192,7 +204,7 @@ def _read_devices(text: str | None, stages: int) -> tuple[int, ...]:
 def _numbers(option: str, text: str) -> list[float]:
     """Numbers separated by commas or spaces."""
     try:
-        return [float(part) for part in text.replace(",", " ").split()]
+        return [float(part) for part in re.split(r"\s*,\s*|\s+", text.strip())]
     except ValueError:
         raise InputError(f"{option}: {text!r} is no list of numbers") from None
 
@@ -204,6 +216,18 @@ def _per_place(option: str, values: list[T], size: int, places: str) -> list[T]:
     if len(values) != size:
         raise InputError(f"{option} needs one value or {size}, one per {places}; got {len(values)}")
     return values
+
+
+def _print_jobshop(name: str, answer: "JobShopAnswer") -> None:
+    found = "no answer" if answer.makespan is None else f"makespan {answer.makespan}"
+    print_lines(
+        f"{name}: {answer.jobs} jobs on {answer.machines} machines",
+        f"{found} ({answer.status}), bound {answer.bound} by {answer.proved_by}, "
+        f"gap {percent(answer.gap)}, {answer.wall_seconds:.2f} s",
+    )
+    rows = [(str(j), " ".join(map(str, row))) for j, row in enumerate(answer.starts or ())]
+    if rows:
+        print_table(("job", "<starts of its steps"), rows)
 
 
 def _print_schedule(answer: "ScheduleAnswer") -> None:

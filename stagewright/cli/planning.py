@@ -1,5 +1,6 @@
 """``plan`` and ``planners``: from a model and a cluster to a certified plan."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,6 +65,23 @@ def plan(
             "and general try it by default), with the other planners every stage.",
         ),
     ] = None,
+    gap: Annotated[
+        str | None,
+        typer.Option(
+            help="End as soon as the best plan is proved to be within this of the best of its "
+            "class, such as 1% or 0.01.",
+            metavar="SHARE",
+        ),
+    ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Start from this plan of the same layers, made for other times, memory or "
+            "devices; planners auto and general.",
+            metavar="FILE",
+        ),
+    ] = None,
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,
@@ -75,7 +93,8 @@ def plan(
     Ctrl-C (or SIGTERM) ends the search and keeps the best plan found so far; a second one ends
     immediately.
     """
-    from stagewright.graphs.documents.units import parse_bytes
+    from stagewright.formulations.plans.plan import load_plan
+    from stagewright.graphs.documents.units import parse_bytes, parse_share
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
     from stagewright.service.pipeline_requests import PlanRequest
@@ -93,6 +112,8 @@ def plan(
         offload=offload,
         group_size=group_size,
         period_seconds=period,
+        start=None if start is None else load_plan(start),
+        gap=0.0 if gap is None else parse_share(gap, "--gap"),
         time_limit=limits.seconds,
         threads=limits.threads,
         seed=limits.seed,
@@ -121,8 +142,9 @@ def _print_result(chain: "Chain", result: "Result") -> None:
     if result.plan is not None:
         print_plan(result.plan, chain)
     # A portfolio's reason is already printed with its best attempt.
-    shown = result.reason and (result.plan is None or not result.attempts)
-    reason = f": {result.reason}" if shown else ""
+    portfolio = result.plan is not None and result.attempts
+    shown = result.ended if portfolio else result.reason
+    reason = f": {shown}" if shown else ""
     of = " in its class" if result.status == "optimal" and str(result.plans) != "every plan" else ""
     print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
     if result.plan is None and result.status is not Status.NO_ANSWER:

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_type
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from stagewright.service.cluster_answers import (
         AllocateAnswer,
         EstimateAnswer,
+        MeasureAnswer,
         RoundsAnswer,
         RunClusterAnswer,
         SimulateClusterAnswer,
@@ -180,15 +182,51 @@ def run_cluster(
     return answer(request, programs)
 
 
-def estimate(reference: "Throughputs", workload: "Workload") -> "EstimateAnswer":
-    """Estimate the rates of new jobs of ``workload`` in pairs, from ``reference`` jobs.
+@overload
+def estimate(reference: "Throughputs", workload: "Workload") -> "EstimateAnswer": ...
+@overload
+def estimate(
+    reference: "Throughputs",
+    *,
+    choose: str,
+    scale: int = 1,
+    fraction: float = 0.2,
+    seed: int = 0,
+) -> "MeasureAnswer": ...
+def estimate(
+    reference: "Throughputs",
+    workload: "Workload | None" = None,
+    *,
+    choose: str | None = None,
+    scale: int = 1,
+    fraction: float = 0.2,
+    seed: int = 0,
+) -> "EstimateAnswer | MeasureAnswer":
+    """Estimate rates of new jobs that share accelerators, or choose the pairs to measure.
 
-    A new job needs its rates alone and in some pairs. The answer's ``workload`` has all rates.
+    Parameters
+    ----------
+    reference
+        The rates of jobs that are measured alone and in pairs.
+    workload
+        Its new jobs have their rates alone and in some pairs. The answer's ``workload`` has all
+        rates.
+    choose
+        Instead of a workload, a new model: the answer's ``pairs`` are to be measured.
+    scale, fraction, seed
+        With ``choose``: accelerators of the job, the fraction of all pairs, and of the draw.
     """
-    from stagewright.service.cluster_requests import EstimateRequest
-    from stagewright.service.estimating import estimate as answer
+    from stagewright.service import estimating
+    from stagewright.service.cluster_requests import EstimateRequest, MeasureRequest
 
-    return answer(EstimateRequest.of(reference=reference, workload=workload))
+    if (workload is None) == (choose is None):
+        raise InputError("give either a workload or choose, the model to measure")
+    if workload is not None:
+        return estimating.estimate(EstimateRequest.of(reference=reference, workload=workload))
+    request = MeasureRequest.of(
+        reference=reference, model=choose, scale=scale, fraction=fraction, seed=seed
+    )
+    return estimating.measure(request)
 
 
 def cloud(market: "Market", rates: Mapping[str, float], **options: Any) -> "CloudAnswer":

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
-from stagewright.graphs.documents.units import require_type
+from stagewright.graphs.documents.units import parse_share, require_type
 from stagewright.service.pipeline_requests import (
     CheckRequest,
     CompareRequest,
+    JobShopRequest,
     PartitionRequest,
     PlanRequest,
     ScheduleRequest,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.models.chain import Chain
     from stagewright.service.pipeline_answers import (
         CompareAnswer,
+        JobShopAnswer,
         PartitionAnswer,
         ScheduleAnswer,
     )
@@ -38,10 +40,12 @@ def plan(
     planner: str = "auto",
     time_limit: float = 10.0,
     *,
+    gap: float | str = 0.0,
     threads: int = 1,
     seed: int = 0,
     memory_limit_bytes: float | None = None,
     choices: "Choices | None" = None,
+    start: "PipelinePlan | None" = None,
     on_progress: OnProgress = silent,
     stop: StopToken | None = None,
 ) -> "Result":
@@ -57,6 +61,9 @@ def plan(
         ``auto`` (the portfolio) or one that ``stagewright planners`` lists.
     time_limit
         Seconds.
+    gap
+        Planning ends as soon as the best checked plan is proved to be within this share of the
+        best plan of its class: ``0.01`` or ``"1%"``.
     threads, seed
         Of the solvers; with one thread a run is reproducible.
     memory_limit_bytes
@@ -64,8 +71,14 @@ def plan(
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size and a period (:class:`~stagewright.solvers.planners.proposal.Choices`).
+    start
+        Planners ``auto`` and ``general``: a plan of the same layers to start from, though times,
+        memory or devices may have changed. Its stages keep the devices that are still there, by
+        name, and get free ones for the others. The answer is never worse than this plan with the
+        present times, if that is valid.
     on_progress
-        Called with the best iteration and the best bound so far, whenever one of them improves.
+        Called with the best iteration and the best bound on its class of plans (``plans``) so far,
+        whenever one of them improves.
         ``best()`` of its argument is the best checked plan so far, or None.
     stop
         Ends the search within about a second once it is set, by another thread or a signal
@@ -98,6 +111,8 @@ def plan(
         offload=asked.offload,
         group_size=asked.group_size,
         period_seconds=asked.period_seconds,
+        gap=parse_share(gap, "gap"),
+        start=asked.start if start is None else start,
         time_limit=time_limit,
         threads=threads,
         seed=seed,
@@ -237,7 +252,7 @@ def schedule(
     from stagewright.service.scheduling import schedule as answer
 
     times: dict[str, Any] = {
-        name: tuple(values) if isinstance(values, list) else values
+        name: _as_tuples(values)
         for name, values in (
             ("forward", forward), ("backward", backward), ("transfers", transfers),
             ("in_flight", in_flight), ("device", device), ("weight_gradient", weight_gradient),
@@ -253,3 +268,43 @@ def schedule(
         backend=backend,
     )
     return answer(request, stop=stop)
+
+
+def jobshop(
+    jobs: Sequence[Sequence[tuple[int, int]]],
+    *,
+    time_limit: float = 10.0,
+    threads: int = 1,
+    seed: int = 0,
+    backend: str | None = None,
+    stop: StopToken | None = None,
+) -> "JobShopAnswer":
+    """Minimise the makespan of jobs that visit machines in given orders.
+
+    Parameters
+    ----------
+    jobs
+        The steps of each job in their order, as (machine, duration).
+    backend
+        Solver (default: CP-SAT).
+
+    Examples
+    --------
+    >>> jobshop([[(0, 3), (1, 2)], [(1, 2), (0, 4)]]).makespan
+    7
+    """
+    from stagewright.service.scheduling import jobshop as answer
+
+    request = JobShopRequest.of(
+        jobs=_as_tuples(jobs),
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
+        backend=backend,
+    )
+    return answer(request, stop=stop)
+
+
+def _as_tuples(values: Any) -> Any:
+    """``values`` with tuples for lists, as requests have them."""
+    return tuple(map(_as_tuples, values)) if isinstance(values, list | tuple) else values

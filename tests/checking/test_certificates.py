@@ -9,9 +9,10 @@ from plans import made_up_certificate, make_stages, small_problem, valid_plan
 import stagewright
 from stagewright.formulations.checking.certificates import certificate, headlines
 from stagewright.formulations.checking.check import check, predict
-from stagewright.formulations.checking.proofs import verdicts
+from stagewright.formulations.checking.proofs import scheduling_of, verdicts
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines import every_plan
+from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan, load_plan
 from stagewright.formulations.plans.plan_class import (
@@ -30,6 +31,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, load_cluster, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost, load_model
+from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.planning import plan
 from stagewright.solvers.proofs import prove
 
@@ -229,13 +231,30 @@ class TestVerdicts:
         forged = replace(result.plan, certificate=replace(given, bounds=tuple(bounds)))
         assert prove(problem, forged, LIMITS)[i].verdict == "refuted"
 
+    def test_windows_of_stages_are_searched_again(self):
+        layers = tuple(Layer(f"l{i}", 1e8, (LayerCost(4, 0.01, 1e6, 1e6, 0.02),)) for i in range(3))
+        problem = PipelineProblem(
+            Chain("m", "test", 4, layers), uniform_servers(1, 3, Link(1e9)), 4
+        )
+        result = plan(problem, "spp", LIMITS)
+        assert result.plan is not None
+        assert result.plan.certificate is not None
+        scheduling = scheduling_of(problem, result.plan.stages)
+        assert scheduling is not None
+        optimum = solve_schedule(scheduling, "optimal", LIMITS).cost
+        for factor, verdict in ((1.0, "verified"), (1.01, "refuted")):
+            bound = Bound(factor * optimum, WINDOWS, "schedule", DISJOINT_SPLIT)
+            stated = replace(result.plan.certificate, bounds=(bound,), guarantees=())
+            found = prove(problem, replace(result.plan, certificate=stated), LIMITS)
+            assert [one.verdict for one in found] == [verdict]
+
 
 @needs_cases
 class TestCases:
     @pytest.mark.parametrize("name", MICROBATCHES)
     def test_no_bound_on_its_class_is_above_a_given_plan(self, name):
         problem = case(name)
-        result = plan(problem, "auto", LIMITS)
+        result = plan(problem, "auto", Limits(seconds=1.0))
         if result.plan is not None:
             assert check(problem, result.plan) == ()
         path = PROOFS / f"{name}.plan.json"

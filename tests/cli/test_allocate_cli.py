@@ -244,6 +244,10 @@ def test_another_backend_has_the_same_optimum(jobs: Path, backend: str):
 
 def test_backends_that_do_not_apply_are_refused(jobs: Path):
     options = ("allocate", "--jobs", jobs, "--cluster", "v100=1,k80=1", "--policy")
-    assert "unknown backend 'gurobi'" in refused(*options, "fifo", "--backend", "gurobi")
-    assert "accepts Intervals" in refused(*options, "fifo", "--backend", "cp-sat")
+    linear = "use highs or highs-ipm or pulp-highs or pulp-cbc or pdlp"
+    for policy, usable in (("fifo", f"{linear} or cvxpy"), ("allox", linear)):
+        line = refused(*options, policy, "--backend", "gurobi")
+        assert line.endswith(f"backend 'gurobi' is unknown; {usable}\n")
+    line = refused(*options, "fifo", "--backend", "cp-sat")
+    assert f"backend 'cp-sat' solves no linear programs; {linear} or cvxpy" in line
     assert "has no program to write out" in refused(*options, "allox", "--backend", "cvxpy")

@@ -2,25 +2,19 @@
 
 import re
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from math import exp, log
-from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pytest
-from profiles import slow_after
-from ranks import Ranks
 
 from benchmarks import auto, madpipe, partition, periodic, pipedream, report, spp
-from stagewright.executor.programs.lower import lower
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.pattern_problems import static_bytes
-from stagewright.formulations.plans.actions import COMPUTE
 from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -294,72 +288,6 @@ def test_examples_pair_profiles_with_clusters_of_their_devices():
     names = [(chain.name, cluster.name) for chain, cluster in auto.pairs()]
     assert ("bert-large", "dgx1") in names
     assert len(names) == len(set(names)) == 18
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_instruction_of_the_empty_interpreter_is_timed(world: int):
-    executor = executor_benchmark()
-    turns, microbatches = 2, executor.EMPTY_MICROBATCHES
-    taken: dict[str, int] = {}
-    for of_rank in executor.on_ranks(world, executor.overhead, turns):
-        for name, seconds in of_rank.items():
-            assert min(seconds) >= 0
-            taken[name] = taken.get(name, 0) + len(seconds)
-    boundaries = executor.EMPTY_STAGES - 1
-    of_stage = turns * microbatches
-    assert taken["F"] == taken["B"] == boundaries * of_stage
-    assert taken["F with the loss"] == taken["B with the loss"] == of_stage
-    sent = boundaries * of_stage if world == 2 else 0
-    for name in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"):
-        assert taken.get(name, 0) == sent
-
-
-def test_plan_in_order_runs_in_that_order():
-    executor = executor_benchmark()
-    for ranks, chunks, microbatches in product((1, 2, 4), (1, 2), (4, 8)):
-        orders = interleaved(ranks, chunks, microbatches).rows
-        program = lower(executor.plan_in_order(orders, [1] * ranks * chunks))
-        for row, order in zip(program.rows, orders, strict=True):
-            found = tuple(one.action for one in row if one.action.kind in COMPUTE)
-            assert found == order
-
-
-@pytest.mark.parametrize(
-    "schedule", slow_after(1, ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
-)
-def test_torch_has_the_same_losses(ranks: Ranks, schedule: str):
-    executor = executor_benchmark()
-    chunks = 1 if schedule in ("1F1B", "GPipe") else 2
-    case = executor.Race(schedule, chunks=chunks, hidden=16)
-    for turns in ranks.run(race, 2, case):  # which compares them
-        assert [clock.ended > clock.began for pair in turns for clock in pair] == [True, True]
-
-
-def race(_: Any, rank: int, case: Any) -> Any:
-    return executor_benchmark().race(rank, case, turns=1)
-
-
-@pytest.mark.slow
-def test_forecast_is_of_the_calmest_steps(ranks: Ranks):
-    executor = executor_benchmark()
-    case = executor.Forecast("gpipe", 16)
-    (outcome,), nothing = ranks.run(forecast, 2, case)
-    assert nothing == []
-    assert outcome.cuts == "0-4 on 1; 5-9 on 1"
-    assert outcome.comparison.steps == 3
-    assert min(outcome.ratio, outcome.ratio_of(executor.F), outcome.ratio_of(executor.B)) > 0
-
-
-def forecast(_: Any, rank: int, case: Any) -> Any:
-    return executor_benchmark().forecast(rank, case, turns=1, steps=3)
-
-
-def executor_benchmark() -> Any:
-    pytest.importorskip("torch", reason="the executor needs torch")
-    from benchmarks import executor
-
-    return executor
 
 
 def test_marks_of_the_tables_stand_in_the_readme_once():

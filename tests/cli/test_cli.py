@@ -298,7 +298,7 @@ def test_plan_refuses_two_devices_of_one_name(files: Path) -> None:
 
 
 def test_plan_writes_what_it_prints_and_check_accepts_it(files: Path) -> None:
-    arguments = ["plan", *given_to(files), "--microbatches", 4, "--time-limit", 5, "--threads", 1]
+    arguments = ["plan", *given_to(files), "--microbatches", 4, "--time-limit", 1, "--threads", 1]
     document = answered_json(*arguments, "-o", files / "new.json")
     assert {
         "status", "planner", "cost_seconds", "bound_seconds", "gap", "proved_by", "wall_seconds",
@@ -364,12 +364,35 @@ def test_plan_says_no_when_the_time_is_too_short(files: Path, planner: str) -> N
         (["--microbatches", 4, "--threads", 0], "--threads must be"),
         (["--microbatches", 4, "--seed", -1], "--seed must be"),
         (["--microbatches", 4, "--planner", "magic"], "magic"),
+        (["--microbatches", 4, "--gap", "200%"], "--gap must be from 0 to 100%"),
+        (["--microbatches", 4, "--gap", ""], "--gap must be from 0 to 100%"),
         (["--microbatches", 4, "-o", "/nowhere/plan.json"], "folder /nowhere does not exist"),
         (["--microbatches", 4, "-o", "/"], "/ is a folder"),
     ],
 )
 def test_plan_refuses_options(options: list[object], message: str, files: Path) -> None:
     assert message in refused("plan", *given_to(files), *options)
+
+
+def test_plan_ends_at_the_gap_and_says_so(files: Path) -> None:
+    arguments = ["plan", *given_to(files), "--microbatches", 4]
+    document = answered_json(*arguments, "--gap", "99%")
+    assert document["gap"] <= 0.99
+    printed = answered(*arguments, "--gap", "99%")
+    assert "is reached, at most 99.00% was asked for" in printed
+
+
+def test_plan_starts_from_a_plan_and_refuses_one_of_other_layers(files: Path) -> None:
+    options = ["--microbatches", 4, "--from", files / "plan.json"]
+    given = json.loads((files / "plan.json").read_text())["predicted"]["iteration_seconds"]
+    document = answered_json("plan", *given_to(files), *options, "--time-limit", 1)
+    assert document["attempts"][0]["planner"] == "given"
+    assert document["cost_seconds"] <= document["attempts"][0]["cost_seconds"] <= given
+    assert "use general or auto" in refused("plan", *given_to(files), *options, "--planner", "spp")
+    model = load_model(files / "model.json")
+    save_model(replace(model, layers=model.layers[:-1]), files / "model.json")
+    line = refused("plan", *given_to(files), *options)
+    assert "the given plan is for 6 layers, model 'small' has 5" in line
 
 
 def test_planners_are_listed() -> None:
@@ -465,7 +488,14 @@ def test_schedule_draws_the_rows() -> None:
         (["--times", "1,2", "--devices", "0,1"], "--devices needs 3 values"),
         (["--times", "1,2", "--devices", "0,1,-1"], "--devices must be whole numbers from 0"),
         (["--times", "1e308,1e308"], "their sum is not a finite number"),
-        (["--times", "1,2", "--devices", "1,0,1"], "devices are numbered in order of first use"),
+        (
+            ["--times", "1,2", "--devices", "1,0,1"],
+            "--devices[0] must be an integer from 0 to 0, got 1: devices are numbered in order of",
+        ),
+        (["--times", "1,2", "--devices", "0,1,2,"], "--devices: '0,1,2,' is no list of numbers"),
+        (["--times=1,-2"], "--times: backward[0] must be finite and not negative, got -2"),
+        (["--times", "1,2,nan"], "--times: weight gradient[0] must be finite"),
+        (["--times", "1,2", "--transfer=-1"], "--transfer[0] must be finite and not negative"),
         (["--times", "1,two"], "no list of numbers"),
         (["--times", "1,2;1,2"], "--times needs one value or 3"),
         (["--times", "-1,2"], "must be finite and not negative"),
@@ -621,7 +651,11 @@ def test_cluster_reads_files(tmp_path: Path) -> None:
         ([], "give one of"),
         (["2x2", "--dgx1"], "give one of"),
         (["8by4", "--intra", "1GB/s"], "write servers x devices"),
-        (["0x4", "--intra", "1GB/s"], "at least one server"),
+        (["0x4", "--intra", "1GB/s"], "the number of servers must be at least 1, got 0"),
+        (
+            ["2x0", "--intra", "1GB/s", "--inter", "1GB/s"],
+            "the number of devices per server must be at least 1, got 0",
+        ),
         (["8x4", "--intra", "100GB/s"], "--inter is missing"),
         (["8x4", "--inter", "100GB/s"], "--intra is missing"),
         (["1x4"], "--intra is missing"),

@@ -140,7 +140,9 @@ def test_what_to_measure_is_chosen() -> None:
     [
         ([], "give one of --jobs FILE, --choose MODEL"),
         (["--jobs", EXAMPLE, "--choose", "a"], "give one of --jobs FILE"),
-        (["--choose", "a", "--fraction", 2], "from 0 to 1, got 2"),
+        (["--choose", "a", "--fraction", 2], "--fraction must be above 0 and at most 1, got 2"),
+        (["--choose", "a", "--fraction", 0], "--fraction must be above 0 and at most 1, got 0"),
+        (["--choose", ""], "--choose must not be empty"),
         (["--choose", "a", "--scale", 99], "no reference job runs on 99 accelerators"),
         (["--choose", "a", "--seed", -1], "--seed must be"),
         (["--choose", "a", "-o", "a.json"], "--output is for the jobs file"),
@@ -161,8 +163,8 @@ def test_estimate_refuses(options: list[object], message: str) -> None:
         (["--program", "json:loads", "--program", "json:load"], "only one program"),
         (["--program", "json:loads", "--policy", "magic"], "unknown policy 'magic'"),
         (["--program", "json:loads", "--retries", -1], "--retries must be at least 0"),
-        (["--program", "json:loads", "--round-seconds", 0], "round_seconds must be more than zero"),
-        (["--program", "json:loads", "--feedback", 2], "feedback must be between 0 and 1"),
+        (["--program", "json:loads", "--round-seconds", 0], "--round-seconds must be more"),
+        (["--program", "json:loads", "--feedback", 2], "--feedback must be between 0 and 1"),
     ],
 )
 def test_run_cluster_refuses(options: list[object], message: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.prices import Market
 
 GB = 1e9
+RATES = Throughputs(tuple(Rate(model, 1, "v100", 1.0) for model in ("a", "b")))
 
 
 @pytest.fixture
@@ -252,6 +253,9 @@ def test_arguments_of_another_type_are_refused(tmp_path, monkeypatch, model, clu
         lambda value: stagewright.rounds(value, value),
         lambda value: stagewright.simulate_cluster(value, value),
         lambda value: stagewright.estimate(value, value),
+        lambda value: stagewright.estimate(value, choose="new"),
+        lambda value: stagewright.jobshop([value]),
+        stagewright.jobshop,
         lambda value: stagewright.cloud(value, {"v100": 1.0}),
         lambda value: stagewright.compare(value, value),
         lambda value: stagewright.partition(value, cluster),
@@ -303,6 +307,20 @@ def test_schedules_several_stages_on_a_device_with_split_backwards():
     answer = stagewright.schedule(2, [1, 1], [1, 1], device=[0, 0], weight_gradient=[1, 1])
     assert (answer.makespan, answer.bound) == (12, 12)
     assert {text[1] for text in answer.order[0]} == {"F", "I", "W"}
+
+
+def test_a_job_shop_has_the_makespan_of_its_busiest_machine():
+    answer = stagewright.jobshop([[(0, 3), (1, 2)], [(1, 2), (0, 4)]])
+    assert (answer.status, answer.makespan, answer.bound) == (Status.OPTIMAL, 7, 7)
+    assert answer.jobs == answer.machines == 2
+
+
+def test_pairs_to_measure_are_chosen():
+    answer = stagewright.estimate(RATES, choose="new", fraction=1.0)
+    assert answer.pairs == tuple(("v100", rate.model) for rate in RATES.alone)
+    assert len(stagewright.estimate(RATES, choose="new", fraction=0.01).pairs) == 1
+    with pytest.raises(stagewright.InputError, match="either a workload or choose"):
+        stagewright.estimate(RATES)
 
 
 def test_schedules_and_partitions(model, cluster):

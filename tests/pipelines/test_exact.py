@@ -19,8 +19,10 @@ from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers import best_first
+from stagewright.solvers.best_first import PRECISION
 from stagewright.solvers.planners import exact as module
-from stagewright.solvers.planners.exact import PRECISION, ExactAnswer, exact, plan_exact
+from stagewright.solvers.planners.exact import ExactAnswer, exact, plan_exact
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.spp import plan_spp
 
@@ -203,7 +205,7 @@ class TestOptimum:
         assert answer.bound_seconds == pytest.approx(220 * MS, rel=2 * PRECISION)
 
     def test_open_schedules_get_another_turn(self, monkeypatch):
-        monkeypatch.setattr(module, "FIRST_SECONDS", 1e-6)
+        monkeypatch.setattr(best_first, "FIRST_SECONDS", 1e-6)
         answer = exact(contended(), LIMITS)
         assert answer.proofs > 1
         assert answer.complete
@@ -230,7 +232,7 @@ class TestStopped:
 
     def test_before_a_proof(self, monkeypatch):
         """CP-SAT gets no time, and the search is stopped when it has asked twice."""
-        monkeypatch.setattr(module, "FIRST_SECONDS", 0.0)
+        monkeypatch.setattr(best_first, "FIRST_SECONDS", 0.0)
         search = module._PlanSearch(contended(), LIMITS, lambda _: None, inf)
         monkeypatch.setattr(search, "_left", lambda: 60.0 if search.proofs < 2 else 0.0)
         assert not search.run()

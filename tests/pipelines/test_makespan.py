@@ -17,6 +17,7 @@ from stagewright.formulations.pipelines.makespan_models import (
     ByIntervals,
     earliest,
 )
+from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.backends.backend import BACKENDS, solve
 from stagewright.solvers.pipelines import scheduling
@@ -62,7 +63,7 @@ def irregular(problem):
     )
 
 
-# Better than every rule, and above every static bound: only CP-SAT finds and proves it.
+# Better than every rule, and above every static bound: only a search finds and proves it.
 HARD = unequal(4, 8, 0, seed=10)
 # The same, and small enough for mixed-integer programs.
 SMALL_BUT_OPEN = unequal(2, 4, 0, seed=41)
@@ -229,7 +230,7 @@ def test_rules_are_checked_and_bounded(problem):
 
 
 def test_cp_sat_closes_what_the_bounds_leave_open():
-    result = solve_schedule(HARD, "optimal", LIMITS)
+    result = solve_schedule(HARD, "optimal", replace(LIMITS, backend="cp-sat"))
     assert result.status is Status.OPTIMAL
     assert result.proved_by == CP_SAT
     assert result.bound == result.cost
@@ -239,8 +240,16 @@ def test_cp_sat_closes_what_the_bounds_leave_open():
     assert result.rounding == 0
 
 
+def test_the_windows_close_the_same_and_cp_sat_does_not_run():
+    result = solve_schedule(HARD, "optimal", LIMITS)
+    assert result.status is Status.OPTIMAL
+    assert result.proved_by == WINDOWS
+    assert result.cost == solve_schedule(HARD, "optimal", replace(LIMITS, backend="cp-sat")).cost
+    assert result.log == ""
+
+
 def test_rounding_is_reported():
-    result = solve_schedule(irregular(HARD), "optimal", LIMITS)
+    result = solve_schedule(irregular(HARD), "optimal", replace(LIMITS, backend="cp-sat"))
     assert result.status is Status.OPTIMAL
     assert result.proved_by == CP_SAT
     assert 0 < result.rounding < 1e-5 * result.cost

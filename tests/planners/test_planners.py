@@ -87,7 +87,7 @@ class TestEveryPlanner:
             return once(problem, drawn)
 
         monkeypatch.setattr(checking, "read_times", counted)
-        result = plan(small_problem(), planner, LIMITS)
+        result = plan(small_problem(), planner, Limits(seconds=2.0))
         attempts = [one for one in result.attempts if one.cost_seconds is not None]
         assert result.plan is not None
         assert len(checked) == len(attempts) + 1
@@ -130,6 +130,7 @@ class TestEveryPlanner:
             "1f1b-star",
             "madpipe",
             "general",
+            "servers",
             "auto",
         }
         for name, info in PLANNERS.items():
@@ -192,7 +193,8 @@ class TestInfeasible:
         )
         result = plan(problem, "auto", LIMITS)
         assert [attempt.planner for attempt in result.attempts] == [
-            *HEURISTICS, "spp, recomputing", "general", "exact",
+            "dp", "gpipe", "hetpipe", "balanced", "pipedream", "spp", "spp, recomputing",
+            "general", "exact",
         ]  # fmt: skip
         assert all(attempt.reason for attempt in result.attempts)
         assert "bytes short" in result.reason

@@ -45,7 +45,7 @@ def saving(memory: float, rate: float = 100 * GB) -> PipelineProblem:
 
 
 def test_the_named_planners() -> None:
-    assert set(NAMED) == {"spp", "exact", "dp", "gpipe", "pipedream", "hetpipe"}
+    assert set(NAMED) == {"spp", "servers", "exact", "dp", "gpipe", "pipedream", "hetpipe"}
 
 
 @pytest.mark.parametrize("planner", NAMED)

@@ -108,6 +108,26 @@ def start(plan: PipelinePlan, nothing: Rows) -> Rows:
     return computations(plan)
 
 
+# 1F1B on three stages with an update after each of four microbatches.
+UPDATED_EACH: list[Step] = [
+    (
+        start,
+        [
+            "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+            "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+        ],
+    ),
+    (
+        with_updates,
+        [
+            "0F0 0F1 0F2 0B0 0UPDATE 0F3 0B1 0UPDATE 0B2 0UPDATE 0B3 0UPDATE",
+            "1F0 1F1 1B0 1UPDATE 1F2 1B1 1UPDATE 1F3 1B2 1UPDATE 1B3 1UPDATE",
+            "2F0 2B0 2UPDATE 2F1 2B1 2UPDATE 2F2 2B2 2UPDATE 2F3 2B3 2UPDATE",
+        ],
+    ),
+]
+
 CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "1F1B on three stages": (
         one_f_one_b(straight([1, 1, 1]), 3),
@@ -413,22 +433,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "stash": (
         one_f_one_b(straight([1, 1, 1]), 4, "stash"),
         [
-            (
-                start,
-                [
-                    "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-                    "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-                    "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
-                ],
-            ),
-            (
-                with_updates,
-                [
-                    "0F0 0F1 0F2 0B0 0UPDATE 0F3 0B1 0UPDATE 0B2 0UPDATE 0B3 0UPDATE",
-                    "1F0 1F1 1B0 1UPDATE 1F2 1B1 1UPDATE 1F3 1B2 1UPDATE 1B3 1UPDATE",
-                    "2F0 2B0 2UPDATE 2F1 2B1 2UPDATE 2F2 2B2 2UPDATE 2F3 2B3 2UPDATE",
-                ],
-            ),
+            *UPDATED_EACH,
             (
                 with_versions,
                 [
@@ -509,22 +514,7 @@ CASES: dict[str, tuple[PipelinePlan, list[Step]]] = {
     "stash and vertical sync": (
         one_f_one_b(straight([1, 1, 1]), 4, "stash+vertical-sync"),
         [
-            (
-                start,
-                [
-                    "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-                    "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-                    "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
-                ],
-            ),
-            (
-                with_updates,
-                [
-                    "0F0 0F1 0F2 0B0 0UPDATE 0F3 0B1 0UPDATE 0B2 0UPDATE 0B3 0UPDATE",
-                    "1F0 1F1 1B0 1UPDATE 1F2 1B1 1UPDATE 1F3 1B2 1UPDATE 1B3 1UPDATE",
-                    "2F0 2B0 2UPDATE 2F1 2B1 2UPDATE 2F2 2B2 2UPDATE 2F3 2B3 2UPDATE",
-                ],
-            ),
+            *UPDATED_EACH,
             (
                 with_versions,
                 [

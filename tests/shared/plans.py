@@ -24,7 +24,8 @@ from stagewright.formulations.plans.plan import (
 )
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, EVERY_PLAN, PATTERNS, class_of
 from stagewright.formulations.plans.weight_rules import Weights
-from stagewright.graphs.machines.cluster import Device, from_matrix
+from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
+from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 
 
@@ -363,3 +364,13 @@ def _slower(cost: LayerCost, factor: float) -> LayerCost:
         forward_seconds=cost.forward_seconds * factor,
         backward_seconds=cost.backward_seconds * factor,
     )
+
+
+def long_problem() -> PipelineProblem:
+    """Bounds are not tight on two kinds of devices: no first plan is proved optimal."""
+    cluster = uniform_servers(2, 4, Link(10e9), Link(1e9, 1e-5), memory_bytes=16e9)
+    devices = tuple(
+        replace(one, kind="v100" if i < 4 else "p100") for i, one in enumerate(cluster.devices)
+    )
+    chain = analytic_model("bert-large", 4, ("v100", "p100"))
+    return PipelineProblem(chain, replace(cluster, devices=devices), microbatches=12)

@@ -40,6 +40,11 @@ def slow_after(count: int, values: Iterable[Any]) -> list[Any]:
     ]
 
 
+def slow_but(count: int, turn: int, size: int) -> list[Any]:
+    """Marks of ``size`` instances: ``count`` from number ``turn`` on are quick, the others slow."""
+    return [() if (place - turn) % size < count else pytest.mark.slow for place in range(size)]
+
+
 def leave_a_cover(items: Iterable[pytest.Item]) -> None:
     """Mark the instances of tests marked ``covering`` as slow, but for few that show every value.
 

@@ -8,6 +8,7 @@ the function may make groups of its own; all of them are gone after the run. Wha
 the processes are plain pickles: a tensor that is sent is copied.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+# What ranks import sooner or later (optimizers the second); the server does it once for all.
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "hypothesis",
+    "pytest",
+    "stagewright.executor.training.runtime",
+)
 
 # How long the others may take to notice that a rank failed.
 GRACE_SECONDS = 5.0
@@ -108,7 +118,7 @@ class Ranks:
         if self._processes:
             return
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["torch", "torch._dynamo"])  # optimizers import the latter
+        server.set_forkserver_preload(list(PRELOADED))
         with _environment():
             for _ in range(self.world):
                 ours, theirs = server.Pipe()
@@ -165,6 +175,7 @@ def _work(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: nothing to look through in every collection
     pipe.send_bytes(b"ready")
     while True:
         try:

@@ -195,15 +195,23 @@ def one_f_one_b(
 ) -> PipelinePlan:
     """Stage s of p begins with p - s forwards, then one backward and one forward alternate."""
 
-    def order(s: int) -> list[Action]:
-        ahead = min(len(stages) - 1 - s, microbatches)
-        found = [Action(s, F, m) for m in range(ahead)]
-        for m in range(microbatches):
-            found += [Action(s, F, m + ahead)] if m + ahead < microbatches else []
-            found += [Action(s, B, m)]
-        return found
+    orders = [
+        _alternating(s, len(stages), microbatches, lambda m, s=s: [Action(s, B, m)])
+        for s in range(len(stages))
+    ]
+    return _per_stage(stages, microbatches, orders, weights)
 
-    return _per_stage(stages, microbatches, [order(s) for s in range(len(stages))], weights)
+
+def _alternating(
+    s: int, stages: int, microbatches: int, back: Callable[[int], list[Action]]
+) -> list[Action]:
+    """The forwards of stage s, each but the first p - s - 1 before a microbatch's way back."""
+    ahead = min(stages - 1 - s, microbatches)
+    found = [Action(s, F, m) for m in range(ahead)]
+    for m in range(microbatches):
+        found += [Action(s, F, m + ahead)] if m + ahead < microbatches else []
+        found += back(m)
+    return found
 
 
 def zero_bubble_h1(
@@ -212,12 +220,10 @@ def zero_bubble_h1(
     """1F1B whose backwards are split; stage s is s weight gradients behind (ZB-H1)."""
 
     def order(s: int) -> list[Action]:
-        ahead = min(len(stages) - 1 - s, microbatches)
-        found = [Action(s, F, m) for m in range(ahead)]
-        for m in range(microbatches):
-            found += [Action(s, F, m + ahead)] if m + ahead < microbatches else []
-            found += [Action(s, I, m)]
-            found += [Action(s, W, m - s)] if m >= s else []
+        def back(m: int) -> list[Action]:
+            return [Action(s, I, m), *([Action(s, W, m - s)] if m >= s else [])]
+
+        found = _alternating(s, len(stages), microbatches, back)
         late = range(max(0, microbatches - s), microbatches)
         return found + [Action(s, W, m) for m in late]
 

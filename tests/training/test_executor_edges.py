@@ -3,7 +3,6 @@
 import gc
 import resource
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,15 +98,6 @@ def doubles(samples: int, steps: int = STEPS) -> Any:
 
 def recomputed(plan: Any, recompute: str) -> Any:
     return replace(plan, stages=tuple(replace(one, recompute=recompute) for one in plan.stages))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks have: with more, sums are made in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def linear() -> nn.Module:

@@ -1,7 +1,7 @@
 """A run trains what the model says: each case against a plain loop over microbatches."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,15 +30,6 @@ STEPS, MICROBATCHES, SAMPLES = 2, 3, 12
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 RECOMPUTE = ("none", "full", "layer")
 SCHEDULES = (make.one_f_one_b, make.zero_bubble_h1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks have: with more, sums are made in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def linear() -> nn.Module:

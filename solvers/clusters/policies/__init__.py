@@ -8,8 +8,9 @@ from time import perf_counter
 
 from stagewright.formulations.clusters.allocation import AllocationProblem, check
 from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.models import LinearProgram
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.backends.backend import UnknownStatusError
+from stagewright.solvers.backends.backend import BACKENDS, UnknownStatusError
 from stagewright.solvers.clusters.policies.answer import AllocationResult
 
 Solve = Callable[..., AllocationResult]
@@ -152,6 +153,7 @@ def allocate(
         spending = ", ".join(one.name for one in POLICIES.values() if one.budget)
         raise InputError(f"policy {policy!r} spends no budget; {spending} does")
     limits = limits or Limits(seconds=math.inf)
+    _require_backend(chosen, backend)
     try:
         if backend == WRITTEN_OUT:
             result = _written_out(chosen, problem, limits, budget_dollars)
@@ -164,6 +166,20 @@ def allocate(
     if result.allocation is not None:
         check(problem, result.allocation)
     return replace(result, policy=policy, seconds=perf_counter() - began)
+
+
+def _require_backend(policy: Policy, name: str | None) -> None:
+    """Refuse a backend that the policy cannot use; the line lists those that it can."""
+    usable = [one.name for one in BACKENDS.values() if one.accepts is LinearProgram]
+    if name is None or name in usable:
+        return
+    # CVXPY is slow to import.
+    from stagewright.solvers.clusters.specification.reference import STATEMENTS
+
+    if policy.module not in STATEMENTS:
+        usable.remove(WRITTEN_OUT)
+    wrong = "solves no linear programs" if name in BACKENDS else "is unknown"
+    raise InputError(f"backend {name!r} {wrong}; use {' or '.join(usable)}")
 
 
 def _written_out(

@@ -22,6 +22,8 @@ from stagewright.solvers.planners.proposal import (
 )
 from stagewright.solvers.planners.uniform import UniformPlanner
 
+STEP_SECONDS = 4e-9  # predicted, of a choice in the tables
+
 
 @dataclass(frozen=True, slots=True)
 class LevelStage:
@@ -53,6 +55,9 @@ def plan_pipedream(
     Devices are used in the order of the cluster, as in the paper's homogeneous levels. If a stage
     has more devices than a microbatch can be split among, the last ones stay idle.
     """
+    needed = _predicted_seconds(problem)
+    if needed > limits.seconds:
+        return NoPlan(f"its tables take about {needed:.2g} s, more than is left", proved=False)
     stages = tuple(
         replace(one, devices=one.devices[: problem.most_replicas(one.start, one.stop)])
         for one in partition(problem)
@@ -85,6 +90,13 @@ def partition(problem: PipelineProblem) -> tuple[StageChoice, ...]:
         inner = _level_stages(levels[0], wide.start, wide.stop, len(columns))
         stages += _place([(part, columns) for part in inner])
     return tuple(stages)
+
+
+def _predicted_seconds(problem: PipelineProblem) -> float:
+    """Seconds that the tables of all levels take."""
+    layers, levels = len(problem.chain), _hierarchy(problem.cluster)
+    steps = [layers**3 / 6 * workers**2 / 2 for workers, _ in levels[:-1]]
+    return (sum(steps) + layers**2 / 2 * levels[-1][0] ** 2 / 2) * STEP_SECONDS
 
 
 def optimize(problem: PipelineProblem) -> tuple[LevelTables, ...]:

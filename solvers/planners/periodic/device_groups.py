@@ -6,6 +6,7 @@ import numpy as np
 
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.planners.proposal import Choices
 
@@ -41,15 +42,9 @@ def orders(problem: PipelineProblem, size: int) -> list[Groups]:
 
 def distinct(problem: PipelineProblem, groups: Groups) -> list[int]:
     """One group of each type: all groups if links differ, else one per type of devices."""
-    cluster = problem.cluster
-    apart = ~np.eye(len(cluster), dtype=bool)
-    links = np.stack([cluster.bandwidth[apart], cluster.latency[apart]])
-    if links.size and (links != links[:, :1]).any():
+    if not _links_are_equal(problem.cluster):
         return list(range(len(groups)))
-    sorts = [
-        tuple((cluster.devices[v].kind, float(problem.memory_bytes[v])) for v in group)
-        for group in groups
-    ]
+    sorts = [tuple(_machine(problem, v) for v in group) for group in groups]
     return [g for g, sort in enumerate(sorts) if sorts.index(sort) == g]
 
 
@@ -59,16 +54,23 @@ def interchangeable(problem: PipelineProblem, size: int) -> bool:
     Otherwise a bound for one partition into groups says nothing about the others, even if the
     groups of that partition are alike or there is only one.
     """
-    cluster = problem.cluster
-    if size == len(cluster):
+    devices = len(problem.cluster)
+    if size == devices:
         return True
+    machines = {_machine(problem, v) for v in range(devices)}
+    return len(machines) == 1 and _links_are_equal(problem.cluster)
+
+
+def _machine(problem: PipelineProblem, device: int) -> tuple[str, float]:
+    """The kind and the memory of a device."""
+    return problem.cluster.devices[device].kind, float(problem.memory_bytes[device])
+
+
+def _links_are_equal(cluster: Cluster) -> bool:
+    """Whether all pairs of devices have the same bandwidth and latency."""
     apart = ~np.eye(len(cluster), dtype=bool)
     links = np.stack([cluster.bandwidth[apart], cluster.latency[apart]])
-    machines = {
-        (device.kind, float(memory))
-        for device, memory in zip(cluster.devices, problem.memory_bytes, strict=True)
-    }
-    return len(machines) == 1 and bool((links == links[:, :1]).all())
+    return bool((links == links[:, :1]).all())
 
 
 def named_group(problem: PipelineProblem, group: Sequence[int]) -> tuple[str, ...]:

@@ -1,0 +1,343 @@
+"""Compiled search of the server-aware relaxation: labels of prefixes of stages.
+
+After a change of :mod:`paced_machine` or :mod:`server_labels`, change this file, too: numba
+recompiles a cached kernel only if the kernel's own file changes. docs/certificates.md has the
+conditions and why each is necessary.
+"""
+
+from typing import NamedTuple
+
+from numba import njit
+
+from stagewright.formulations.pipelines.server_relaxation import Place, ServerRelaxation
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.paced_machine import least_schedule
+from stagewright.solvers.pipelines.server_labels import (
+    BACK,
+    BACKWARDS,
+    FORTH,
+    FORWARDS,
+    RUNS,
+    TRIP,
+    TRIPS,
+    Labels,
+    insert,
+)
+from stagewright.solvers.pipelines.server_tables import FAST, SLOW, Rest
+
+SPLIT, TURNS = 0, 1  # how the last stage of a prefix shares its microbatches
+NEW, SAME, SPANS, TAKES_TURNS = (int(place) for place in Place)
+NONE, GAVE_UP = -1, -2
+MARGIN = 1e-9
+
+
+class Search(NamedTuple):
+    """The relaxed problem, what the remaining layers need, and arrays to work in.
+
+    ``arrivals`` are labels after a channel, for one state. ``placed[i]`` is (index of the previous
+    stage, start, stop, choice, place) of the i-th placed stage; ``steps`` counts the stages placed
+    and the stages tried.
+    """
+
+    form: ServerRelaxation
+    until: float
+    rest: Rest
+    labels: Labels
+    arrivals: Labels
+    placed: Ints
+    steps: Ints
+    values: Floats
+    tails: Floats
+
+
+@njit(cache=True, error_model="numpy")
+def _send(form: ServerRelaxation, l: int, pieces: int, link: int) -> float:
+    """Seconds of a transfer before layer l."""
+    size = form.boundary[l] * form.share[min(form.samples, pieces)]
+    seconds: float = size * form.seconds_per_byte[link] + form.latency[link]
+    return seconds
+
+
+@njit(cache=True, error_model="numpy")
+def _before_last(microbatches: int, i: int) -> int:
+    """The number of later microbatches k of a label's i-th trip: 0, M/4, M/2, M - 1."""
+    return microbatches - 1 if i == TRIPS - 1 else min(microbatches - 1, microbatches * i // 4)
+
+
+@njit(cache=True, error_model="numpy")
+def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
+    """Set tails[k] to what follows the k-th last backward at least; they ascend."""
+    step = 0
+    for k in range(microbatches):
+        while step + 1 < TRIPS and _before_last(microbatches, step + 1) <= k:
+            step += 1
+        tails[k] = max(known[BACK] + k * known[BACKWARDS], known[TRIP + step] - known[FORTH])
+        if k > 0:
+            tails[k] = max(tails[k], tails[k - 1])
+
+
+@njit(cache=True, error_model="numpy", inline="always")
+def _is_late(search: Search, known: Floats, f: float, b: float, around: float) -> bool:
+    """Whether the schedule of a device or channel after ``known`` cannot end in time."""
+    M, pace, back = search.form.microbatches, max(known[FORWARDS], f), max(known[BACKWARDS], b)
+    # A cheap estimate of what the windows may add; if it is too low, the bound is only weaker.
+    gain = pace + back - f - b + max(0.0, known[TRIP + TRIPS - 1] - known[TRIP] - (M - 1) * b)
+    gain += max(0.0, known[TRIP + 2] - known[TRIP] - (M // 2) * b)
+    if pace > 0:
+        gain += around * (1 - f / pace)
+    if back > 0:
+        gain += around * (1 - b / back)
+    if known[TRIP] + M * (f + b) + gain <= search.until:
+        return False
+    _fill_tails(M, known, search.tails)
+    slack = search.until - known[FORTH]
+    late: bool = least_schedule(M, f, b, pace, around, search.tails, slack) > slack
+    return late
+
+
+@njit(cache=True, error_model="numpy", inline="always")
+def _waits(search: Search, k: int, f: float, b: float, around: float, head_and_tail: float) -> bool:
+    """Whether a split stage with at most k microbatches in flight cannot end in time.
+
+    ``around`` is the time from a forward's start to its backward's. Warm-up and drain, and slots of
+    microbatches in flight, as in :mod:`bounds`.
+    """
+    M = search.form.microbatches
+    warm_up, drain = max(0.0, around - k * f), max(0.0, around - f - (k - 1) * b)
+    idle = warm_up + drain if k < M else max(warm_up, drain)
+    slots = -(-M // k) * (around + b)
+    late: bool = head_and_tail + max(M * (f + b) + idle, slots) > search.until
+    return late
+
+
+@njit(cache=True, error_model="numpy", inline="always")
+def _exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> bool:
+    """Whether the layers from l on, after a channel of ``send``, make any plan too slow."""
+    rest, last = search.rest, (search.form.microbatches - 1) * values[FORWARDS]
+    onward = 2 * send + rest.path[left, l]
+    exceeds: bool = (
+        values[TRIP + TRIPS - 1] + onward > search.until
+        or values[TRIP] + last + onward > search.until
+        or values[TRIP] + 2 * send + rest.fill[left, l] > search.until
+        or values[FORTH] + send + rest.reduced[left, l] > search.until
+    )
+    return exceeds
+
+
+@njit(cache=True, error_model="numpy")
+def _arrive(search: Search, state: tuple[int, int, int], place: int, c: int) -> None:
+    """Collect the labels after the channel from ``state`` to a stage of choice c."""
+    last, l, used = state
+    form, labels, values = search.form, search.labels, search.values
+    left = form.size - used
+    search.arrivals.counts[0, 0, 0] = 0
+    for i in range(labels.counts[last, l, used]):
+        known, room = labels.values[last, l, used, i], labels.room[last, l, used, i]
+        if place == SAME and room < form.devices[c]:
+            continue
+        values[:] = known
+        if place != SAME and room > 0:  # the run is closed
+            values[RUNS : RUNS + 2] += form.packing[:, form.room - room]
+        several = last == TURNS or place == TAKES_TURNS
+        send = 0.0
+        if used > 0:
+            pieces = form.pieces[c] * labels.pieces[last, l, used, i]
+            send = _send(form, l, pieces, FAST if place == SAME or several else SLOW)
+            _cross(search, known, send, several)
+        if _exceeds(search, values, 0.0, left, l):
+            continue
+        if used > 0 and not several and _is_crowded(search, known, send, left, l):
+            continue
+        at = room if place == SAME else form.room
+        insert(search.arrivals, (0, 0, 0), at, 1, values, labels.source[last, l, used, i])
+
+
+@njit(cache=True, error_model="numpy", inline="always")
+def _cross(search: Search, known: Floats, send: float, several: bool) -> None:
+    """Add a channel to ``search.values``.
+
+    Devices that take turns have ``several``, one each; how many microbatches pass it is not known.
+    """
+    M, values = search.form.microbatches, search.values
+    for k in range(TRIPS):
+        values[TRIP + k] = known[TRIP + k] + 2 * send
+        if not several:
+            later = known[TRIP] + (2 + _before_last(M, k)) * send
+            values[TRIP + k] = max(values[TRIP + k], later)
+    values[FORTH] = known[FORTH] + send
+    values[BACK] = known[BACK] + send
+    if not several:
+        values[FORWARDS] = max(known[FORWARDS], send)
+        values[BACKWARDS] = max(known[BACKWARDS], send)
+
+
+@njit(cache=True, error_model="numpy", inline="always")
+def _is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -> bool:
+    """Whether the channel after ``known`` cannot carry all microbatches in time."""
+    if known[TRIP] + 2 * search.form.microbatches * send > search.until:
+        return True
+    return _is_late(search, known, send, send, send + search.rest.path[left, l])
+
+
+@njit(cache=True, error_model="numpy")
+def _most_in_turns(microbatches: int, rounds: int) -> int:
+    """The most devices among which one has ``rounds`` of the microbatches."""
+    return microbatches if rounds == 1 else -(-microbatches // (rounds - 1)) - 1
+
+
+@njit(cache=True, error_model="numpy", inline="always")
+def _extend(search: Search, known: Floats, f: float, b: float, finish: float, most: int) -> None:
+    """Set ``search.values`` after one more stage, in which at most ``most`` devices take turns.
+
+    Of k + 1 microbatches some device has at least k // most + 1.
+    """
+    values = search.values
+    for k in range(TRIPS):
+        later = _before_last(search.form.microbatches, k) // most * b
+        values[TRIP + k] = max(known[TRIP + k], known[FORTH] + finish + later) + f + b
+    values[FORTH], values[BACK] = known[FORTH] + f, known[BACK] + b
+    values[FORWARDS], values[BACKWARDS] = known[FORWARDS], known[BACKWARDS]
+    if most == 1:
+        values[FORWARDS] = max(known[FORWARDS], f)
+        values[BACKWARDS] = max(known[BACKWARDS], b)
+
+
+@njit(cache=True, error_model="numpy")
+def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int) -> bool:
+    """Place every stage of choice c after an arrival; whether one ends with the last layer."""
+    form, steps, layers = search.form, search.steps, search.form.forward.shape[1] - 1
+    known, source = (
+        search.arrivals.values[0, 0, 0, arrival],
+        search.arrivals.source[0, 0, 0, arrival],
+    )
+    inside = place in (NEW, SAME)
+    room = search.arrivals.room[0, 0, 0, arrival] - form.devices[c] if inside else 0
+    runs, taken = known[RUNS : RUNS + 2], form.packing[:, form.room - room]
+    if inside and max(runs[0] + taken[0], runs[1] + taken[1]) > form.servers + MARGIN:
+        return False
+    used, turned = state[2] + form.devices[c], place == TAKES_TURNS
+    link = FAST if inside or (turned and form.devices[c] <= form.room) else SLOW
+    for m in range(state[1] + 1, layers + 1):
+        steps[1] += 1
+        fits, ends = _try(search, known, state[1], m, c, link, room, used, turned)
+        if ends:
+            return False
+        if not fits:
+            continue
+        if steps[0] < len(search.placed):
+            entry = search.placed[steps[0]]
+            entry[0], entry[1], entry[2], entry[3], entry[4] = source, state[1], m, c, place
+        steps[0] += 1
+        if m == layers:
+            return True
+        search.values[RUNS : RUNS + 2] = runs
+        if inside and room == 0:
+            search.values[RUNS : RUNS + 2] += taken
+        sort = TURNS if turned else SPLIT
+        at = sort, m, used
+        insert(search.labels, at, room, form.pieces[c], search.values, steps[0] - 1)
+    return False
+
+
+@njit(cache=True, error_model="numpy", inline="always")
+def _try(
+    search: Search,
+    known: Floats,
+    l: int,
+    m: int,
+    c: int,
+    link: int,
+    room: int,
+    used: int,
+    turned: bool,
+) -> tuple[bool, bool]:
+    """Whether layers [l, m) may be a stage; whether none from l to m or further can be.
+
+    ``search.values`` are those of the label after it.
+    """
+    form = search.form
+    f = form.forward[c, m] - form.forward[c, l]
+    b = form.backward[c, m] - form.backward[c, l]
+    finish = form.ring[link, c] * (form.parameters[m] - form.parameters[l])
+    finish += form.ring_latency[link, c] + form.update[m] - form.update[l]
+    work = form.rounds[c] * (f + b)
+    if known[TRIP] + work > search.until or known[FORTH] + work + finish > search.until:
+        return False, True
+    _extend(
+        search, known, f, b, finish,
+        _most_in_turns(form.microbatches, form.rounds[c]) if turned else 1,
+    )  # fmt: skip
+    left, last = form.size - used, m == form.forward.shape[1] - 1
+    if form.limit[c, l, m] == 0 or (left == 0 and not last):
+        return False, False
+    if last:
+        return not _exceeds(search, search.values, 0.0, left, m), False
+    wide = form.turns < len(form.devices)
+    next_link = FAST if room > 0 or wide else SLOW
+    send = _send(form, m, form.pieces[c] * left, next_link)
+    if _exceeds(search, search.values, send, left, m):
+        return False, False
+    around = f + 2 * send + search.rest.path[left, m]
+    late = not turned and (
+        _waits(search, form.limit[c, l, m], f, b, around, known[TRIP])
+        or _is_late(search, known, f, b, around)
+    )
+    return not late, False
+
+
+@njit(cache=True, error_model="numpy")
+def _expand(search: Search, state: tuple[int, int, int]) -> bool:
+    """Place every next stage after the labels of ``state``; whether a plan is complete."""
+    form, (last, _, used) = search.form, state
+    for c in range(len(form.devices)):
+        r = form.devices[c]
+        if used + r > form.size:
+            continue
+        if c >= form.turns:
+            if _place_after(search, state, TAKES_TURNS, TAKES_TURNS, c):
+                return True
+            continue
+        first = NEW if r <= form.room else SPANS
+        end = SPANS if form.servers > 1 and form.pieces[c] > 1 else NEW
+        if first <= end and _place_after(search, state, first, end, c):
+            return True
+        continues = last == SPLIT and used > 0 and r <= form.room
+        if continues and _place_after(search, state, SAME, SAME, c):
+            return True
+    return False
+
+
+@njit(cache=True, error_model="numpy")
+def _place_after(
+    search: Search, state: tuple[int, int, int], place: int, other: int, c: int
+) -> bool:
+    """Place the stages of choice c at ``place`` and at ``other``, to which the channel is equal."""
+    _arrive(search, state, place, c)
+    for arrival in range(search.arrivals.counts[0, 0, 0]):
+        if _place(search, state, place, c, arrival):
+            return True
+        if other != place and _place(search, state, other, c, arrival):
+            return True
+    return False
+
+
+@njit(cache=True, error_model="numpy")
+def find(search: Search, most: float) -> int:
+    """The index of the last stage of a relaxed plan in time.
+
+    NONE if there is none, GAVE_UP after ``most`` steps without an answer.
+    """
+    form, labels = search.form, search.labels
+    labels.counts[:] = 0
+    labels.counts[SPLIT, 0, 0] = 1
+    labels.room[SPLIT, 0, 0, 0], labels.source[SPLIT, 0, 0, 0] = 0, NONE
+    labels.values[SPLIT, 0, 0, 0] = 0.0
+    search.steps[:] = 0
+    for used in range(form.size):
+        for l in range(form.forward.shape[1] - 1):
+            if search.steps[1] > most:
+                return GAVE_UP
+            for last in range(len(labels.counts)):
+                if labels.counts[last, l, used] > 0 and _expand(search, (last, l, used)):
+                    return int(search.steps[0]) - 1
+    return NONE

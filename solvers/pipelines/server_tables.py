@@ -1,0 +1,141 @@
+"""Compiled tables of the server-aware relaxation: what layers before and after a cut need at least.
+
+They are in one file because numba recompiles a cached kernel only if the kernel's own file changes.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from stagewright.formulations.pipelines.server_relaxation import ServerRelaxation
+from stagewright.graphs.documents.arrays import Floats
+
+FAST, SLOW = 0, 1
+
+
+class Before(NamedTuple):
+    """What the first l layers need at least on at most d devices, shape (V + 1, L + 1) by [d, l].
+
+    ``path`` is the way of one microbatch there and back, ``forth`` its way there.
+    """
+
+    path: Floats
+    forth: Floats
+
+
+class Rest(NamedTuple):
+    """What the layers from l on need at least on at most d devices, shape (V + 1, L + 1) by [d, l].
+
+    ``path`` is the way of one microbatch there and back; ``fill`` the largest, over stages and
+    channels, of the way to it and back and M microbatches on it; ``reduced`` the same with the way
+    there alone, and the all-reduce and the optimizer's step of a stage. inf if nothing fits.
+    """
+
+    path: Floats
+    fill: Floats
+    reduced: Floats
+
+
+class _Stage(NamedTuple):
+    """Seconds of a stage: forward, both ways, M microbatches, all-reduce and step."""
+
+    forward: float
+    both: float
+    work: float
+    finish: float
+
+
+@njit(cache=True, error_model="numpy")
+def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
+    f = form.forward[c, stop] - form.forward[c, start]
+    both = f + form.backward[c, stop] - form.backward[c, start]
+    link = FAST if form.devices[c] <= form.room else SLOW
+    weights = form.parameters[stop] - form.parameters[start]
+    finish = form.ring[link, c] * weights + form.ring_latency[link, c]
+    return _Stage(f, both, form.rounds[c] * both, finish + form.update[stop] - form.update[start])
+
+
+@njit(cache=True, error_model="numpy")
+def _send(form: ServerRelaxation, l: int, c: int, others: int, link: int) -> float:
+    """Seconds of a transfer before layer l between choice c and at most ``others`` devices."""
+    pieces = min(form.samples, form.pieces[c] * max(others, 1))
+    size = form.boundary[l] * form.share[pieces]
+    seconds: float = size * form.seconds_per_byte[link] + form.latency[link]
+    return seconds
+
+
+@njit(cache=True, error_model="numpy")
+def fill_before(form: ServerRelaxation, until: float, before: Before) -> None:
+    """Fill ``before``, with stages that alone stay within ``until``."""
+    layers = form.forward.shape[1] - 1
+    before.path[:] = np.inf
+    before.forth[:] = np.inf
+    before.path[0, 0] = before.forth[0, 0] = 0.0
+    for used in range(form.size):
+        for l in range(layers if used > 0 else 1):
+            if before.path[used, l] < np.inf and (l > 0) == (used > 0):
+                for c in range(len(form.devices)):
+                    if used + form.devices[c] <= form.size:
+                        _add_stages(form, until, used, l, c, before)
+        for l in range(layers + 1):
+            before.path[used + 1, l] = min(before.path[used + 1, l], before.path[used, l])
+            before.forth[used + 1, l] = min(before.forth[used + 1, l], before.forth[used, l])
+
+
+@njit(cache=True, error_model="numpy")
+def _add_stages(
+    form: ServerRelaxation, until: float, used: int, l: int, c: int, before: Before
+) -> None:
+    """Extend the first l layers on ``used`` devices by every stage of choice c."""
+    send = _send(form, l, c, used, FAST) if used > 0 else 0.0
+    head, forth = before.path[used, l] + 2 * send, before.forth[used, l] + send
+    d = used + form.devices[c]
+    for m in range(l + 1, form.forward.shape[1]):
+        stage = _stage(form, c, l, m)
+        if head + stage.work > until or forth + stage.work + stage.finish > until:
+            return
+        if form.limit[c, l, m] > 0:
+            before.path[d, m] = min(before.path[d, m], head + stage.both)
+            before.forth[d, m] = min(before.forth[d, m], forth + stage.forward)
+
+
+@njit(cache=True, error_model="numpy")
+def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) -> None:
+    """Fill ``rest``, with stages that stay within ``until`` after the least way ``before``."""
+    layers = form.forward.shape[1] - 1
+    for table in (rest.path, rest.fill, rest.reduced):
+        table[:] = np.inf
+        table[:, layers] = 0.0
+    for d in range(1, form.size + 1):
+        for l in range(layers - 1, -1, -1):
+            for table in (rest.path, rest.fill, rest.reduced):
+                table[d, l] = table[d - 1, l]
+            if before.path[form.size - d, l] < np.inf:
+                for c in range(len(form.devices)):
+                    if form.devices[c] <= d:
+                        _put_first(form, until, before, d, l, c, rest)
+
+
+@njit(cache=True, error_model="numpy")
+def _put_first(
+    form: ServerRelaxation, until: float, before: Before, d: int, l: int, c: int, rest: Rest
+) -> None:
+    """Improve the entries [d, l] by every first stage of choice c."""
+    layers, left = form.forward.shape[1] - 1, d - form.devices[c]
+    head, forth = before.path[form.size - d, l], before.forth[form.size - d, l]
+    wide = form.turns < len(form.devices)
+    link = FAST if form.devices[c] <= form.room or wide else SLOW
+    crossings = 1 if wide else form.microbatches
+    for m in range(l + 1, layers + 1):
+        stage = _stage(form, c, l, m)
+        if head + stage.work > until or forth + stage.work + stage.finish > until:
+            return
+        if form.limit[c, l, m] == 0 or (m < layers and left == 0):
+            continue
+        send = _send(form, m, c, left, link) if m < layers else 0.0
+        around = max(2 * send + rest.fill[left, m], 2 * crossings * send)
+        onward = stage.forward + send + rest.reduced[left, m]
+        rest.path[d, l] = min(rest.path[d, l], stage.both + 2 * send + rest.path[left, m])
+        rest.fill[d, l] = min(rest.fill[d, l], max(stage.work, stage.both + around))
+        rest.reduced[d, l] = min(rest.reduced[d, l], max(stage.work + stage.finish, onward))

@@ -1,0 +1,149 @@
+"""Plans from the server-aware relaxation: its relaxed plans, packed into servers."""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from time import monotonic
+
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.server_relaxation import SERVERS, Levels, RelaxedStage
+from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
+from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.pipelines.server_relaxation import STEPS_PER_SECOND, ServerBounds
+from stagewright.solvers.planners.packing import packed
+from stagewright.solvers.planners.proposal import (
+    NoPlan,
+    Proposal,
+    named_stages,
+    proposal_of,
+)
+from stagewright.solvers.planners.refine import refine
+from stagewright.solvers.planners.uniform import UniformPlanner
+
+BOUND_SHARE = 0.3  # of the time limit, for the bound
+STEP, STEPS = 0.003, 24  # relative times above the bound at which relaxed plans are taken
+STEP_SHARE = 0.01  # of the time limit, for each of them
+BEST = 4  # plans that are scheduled by CP-SAT
+SCHEDULE_SHARE = 0.08  # of the time limit, for each of them
+WORTH_IT = 1e-6  # relative improvement
+
+
+def plan_servers(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+) -> Proposal | NoPlan:
+    """The best schedule of relaxed plans near the bound, then refined."""
+    search = _Packing(problem, limits, on_progress)
+    return search.run()
+
+
+@dataclass
+class _Candidate:
+    """Stages and their best schedule so far; ``bound`` holds for every schedule of them."""
+
+    stages: tuple[StageChoice, ...]
+    scheduling: MakespanProblem
+    times: Timetable
+    seconds: float
+    bound: float
+
+
+@dataclass
+class _Packing:
+    """The packed plans so far."""
+
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    began: float = field(default_factory=monotonic)
+    bound: float = 0.0
+    best: _Candidate | None = None
+    found: dict[tuple[StageChoice, ...], _Candidate | None] = field(default_factory=dict)
+
+    def run(self) -> Proposal | NoPlan:
+        relaxed = ServerBounds(self.problem)
+        self.bound = relaxed.bound(math.inf, BOUND_SHARE * self._left(), self._consider)
+        steps = STEP_SHARE * self.limits.seconds * STEPS_PER_SECOND
+        for i in range(1, STEPS + 1):
+            if self._left() <= 0 or self._is_settled():
+                break
+            for level, plan in relaxed.near(self.bound * (1 + i * STEP), steps):
+                self._consider(level, plan)
+        bounds = (Bound(self.bound, SERVERS, "problem", DISJOINT_SPLIT),)
+        if self.best is None:
+            return NoPlan("no relaxed plan fits into the servers", proved=False, bounds=bounds)
+        self._schedule()
+        known = self._proposal(self.best, bounds)
+        left = replace(self.limits, seconds=self._left())
+        return known if self._is_settled() else refine(self.problem, known, left, self.on_progress)
+
+    def _consider(self, level: Levels, relaxed: tuple[RelaxedStage, ...]) -> None:
+        """Pack a relaxed plan and schedule its stages, if they are new and fit in memory."""
+        stages = packed(level, self._speed, relaxed)
+        if stages in self.found:
+            return
+        self.found[stages] = None
+        scheduling = makespan_problem(self.problem, stages)
+        if scheduling is None:
+            return
+        times = best_list_schedule(scheduling)[1]
+        bound = max(one.seconds for one in schedule_bounds(scheduling))
+        candidate = _Candidate(stages, scheduling, times, times.makespan(scheduling), bound)
+        self.found[stages] = candidate
+        self._offer(candidate)
+
+    def _schedule(self) -> None:
+        """Improve the schedules of the most promising plans."""
+        known = [one for one in self.found.values() if one is not None]
+        for one in sorted(known, key=lambda one: (one.bound, one.seconds))[:BEST]:
+            assert self.best is not None
+            if one.bound >= self.best.seconds * (1 - WORTH_IT) or self._left() <= 0:
+                continue
+            share = min(self._left(), SCHEDULE_SHARE * self.limits.seconds)
+            limits = replace(self.limits, seconds=share)
+            solved = solve_schedule(one.scheduling, "optimal", limits, incumbent=one.times)
+            assert solved.timetable is not None
+            assert solved.cost is not None
+            one.times, one.seconds, one.bound = solved.timetable, solved.cost, solved.bound
+            self._offer(one)
+
+    def _offer(self, one: _Candidate) -> None:
+        if self.best is not None and one.seconds >= self.best.seconds and one is not self.best:
+            return
+        self.best = one
+        made = partial(self._proposal, one, ())
+        elapsed = monotonic() - self.began
+        self.on_progress(Progress(elapsed, one.seconds, self.bound, made, DISJOINT_SPLIT))
+
+    def _proposal(self, one: _Candidate, bounds: tuple[Bound, ...]) -> Proposal:
+        return proposal_of(self.problem, named_stages(self.problem, one.stages), one.times, bounds)
+
+    def _is_settled(self) -> bool:
+        return self.best is not None and self.best.seconds <= self.bound * (1 + WORTH_IT)
+
+    def _left(self) -> float:
+        return self.limits.left(monotonic() - self.began)
+
+    @cached_property
+    def _speed(self) -> tuple[float, ...]:
+        """Seconds of all layers on each device."""
+        costs = {kind: self.problem.costs(kind, 1) for kind in self.problem.kinds}
+        seconds = {
+            kind: float((one.forward_seconds + one.backward_seconds).sum())
+            for kind, one in costs.items()
+        }
+        return tuple(seconds[device.kind] for device in self.problem.cluster.devices)
+
+
+PLANNER = UniformPlanner(
+    "servers",
+    "cuts and replicas of a relaxation that knows slow links, packed into servers",
+    "server-aware relaxation",
+    plan_servers,
+)

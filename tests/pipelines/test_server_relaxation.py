@@ -1,0 +1,236 @@
+"""The server-aware relaxation: never above the joint optimum; runs are packed into servers."""
+
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from oracles import brute_force_joint
+from plans import scaled
+from profiles import examples
+from strategies import PROBLEMS, hard_problem
+
+from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.pipelines.server_relaxation import (
+    Levels,
+    Place,
+    RelaxedStage,
+    dual_feasible,
+    levels_of,
+)
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
+from stagewright.graphs.machines.topology import dgx1
+from stagewright.graphs.models.analytic import analytic_model
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, relaxed_load_bound
+from stagewright.solvers.pipelines.server_relaxation import (
+    PRECISION,
+    ServerBounds,
+    is_server_bound,
+    server_bound,
+)
+from stagewright.solvers.planners.exact import exact
+from stagewright.solvers.planners.packing import packed
+from stagewright.solvers.planners.proposal import NoPlan, cost_of
+from stagewright.solvers.planners.servers import plan_servers
+
+ROUNDING = 1e-9  # relative, of sums of floats
+LONG = 60.0  # seconds
+GB = 1e9
+
+quick = examples(40, derandomize=True)
+
+
+@st.composite
+def server_problems(draw):
+    """Two or three levels of links, 3 to 6 devices of one or two kinds, tight memory."""
+    groups = draw(st.sampled_from([(2, 2), (1, 2), (3, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)]))
+    home = [s for s, size in enumerate(groups) for _ in range(size)]
+    rack = [s // 2 for s in home]
+    fast, slow, slowest = (draw(st.sampled_from([1, 3, 10, 40])) * GB for _ in range(3))
+    links = [
+        [0.0 if u == v else fast if home[u] == home[v] else slow if rack[u] == rack[v] else slowest
+         for v in range(len(home))]
+        for u in range(len(home))
+    ]  # fmt: skip
+    memory = draw(st.sampled_from([1e12, 60e9, 30e9]))
+    kinds = draw(st.sampled_from(["a", "ab"]))
+    devices = [Device(f"d{v}", kinds[home[v] % len(kinds)], memory) for v in range(len(home))]
+    seconds = st.floats(0.1, 4.0)
+    samples = draw(st.integers(1, 4))
+
+    def cost(kind):
+        return LayerCost(
+            samples, draw(seconds), draw(st.floats(0, 8 * GB)), draw(st.floats(0, 8 * GB)),
+            draw(seconds), update_seconds=draw(st.sampled_from([0.0, 0.5])), device_kind=kind,
+        )  # fmt: skip
+
+    layers = tuple(
+        Layer(f"l{i}", draw(st.floats(0, 5 * GB)), tuple(cost(kind) for kind in kinds))
+        for i in range(draw(st.integers(2, 4)))
+    )
+    chain = Chain("drawn", "by hand", samples, layers)
+    return PipelineProblem(chain, from_matrix(devices, links), draw(st.integers(1, 4)))
+
+
+@pytest.mark.parametrize("problems", PROBLEMS)
+@quick
+@given(st.data())
+def test_never_above_the_joint_optimum(problems, data):
+    problem = data.draw(PROBLEMS[problems]())
+    optimum = brute_force_joint(problem)
+    assume(optimum < inf)
+    for wide in (False, True):
+        for incumbent in (optimum, 1.3 * optimum, inf):
+            bound = server_bound(problem, incumbent, LONG, wide)
+            assert relaxed_load_bound(problem) <= bound * (1 + ROUNDING)
+            assert bound <= optimum * (1 + ROUNDING)
+
+
+@quick
+@given(server_problems())
+def test_never_above_the_optimum_on_servers(problem):
+    answer = exact(problem, Limits(seconds=20))
+    assume(answer.complete)
+    bound = server_bound(problem, inf, LONG)
+    assert bound <= answer.bound_seconds * (1 + 1e-6)
+    assert server_bound(problem, inf, LONG, wide=True) <= answer.bound_seconds * (1 + 1e-6)
+
+
+@quick
+@given(hard_problem(5, 4, 4), st.sampled_from((2.0, 3.0, 0.5)))
+def test_twice_the_times_is_twice_the_bound(problem, factor):
+    other = server_bound(scaled(problem, factor), inf, LONG)
+    assert other == pytest.approx(factor * server_bound(problem, inf, LONG), rel=3 * PRECISION)
+
+
+@quick
+@given(server_problems())
+def test_a_bound_is_verified_and_more_is_not(problem):
+    for wide in (False, True):
+        bound = server_bound(problem, inf, LONG, wide)
+        assume(bound < inf)
+        assert is_server_bound(problem, bound, wide)
+        assert not is_server_bound(problem, bound * (1 + 3 * PRECISION), wide)
+
+
+@quick
+@given(server_problems())
+def test_plans_are_never_below_the_bound(problem):
+    answer = plan_servers(problem, Limits(seconds=2), silent)
+    if isinstance(answer, NoPlan):
+        return
+    cost = cost_of(problem, answer)
+    assert answer.bounds[0].seconds <= cost * (1 + ROUNDING)
+    taken = [name for stage in answer.stages for name in stage.devices]
+    assert len({*taken}) == len(taken)
+
+
+def test_slow_links_between_servers_raise_the_bound():
+    """bert-large on 8 servers of 4: 198 ms, where the best link everywhere gives 168 ms."""
+    cluster = uniform_servers(8, 4, Link(12 * GB), Link(1.25 * GB))
+    problem = PipelineProblem(analytic_model("bert-large", 4), cluster, 8)
+    plain = fill_and_drain_bound(problem, 100.0)
+    bound = server_bound(problem, inf, LONG)
+    answer = plan_servers(problem, Limits(seconds=8), silent)
+    assert not isinstance(answer, NoPlan)
+    assert bound > 1.1 * plain
+    assert cost_of(problem, answer) <= 1.04 * bound
+
+
+def test_uniform_links_have_one_server():
+    """On equal links the relaxation proves no less than filling and draining."""
+    cluster = uniform_servers(1, 8, Link(GB))
+    problem = PipelineProblem(analytic_model("vgg16", 8), cluster, 4)
+    (level,) = levels_of(cluster)
+    assert (level.servers, level.room) == (1, 8)
+    plain = fill_and_drain_bound(problem, 100.0)
+    assert server_bound(problem, inf, LONG) >= plain * (1 - 3 * PRECISION)
+
+
+def test_levels_of_clusters():
+    assert [one.home for one in levels_of(uniform_servers(2, 2, Link(2 * GB), Link(GB)))] == [
+        (0, 0, 1, 1)
+    ]
+    assert len(tuple(levels_of(dgx1()))) >= 1
+    three = np.array([[0, 9, 3, 1], [9, 0, 3, 1], [3, 3, 0, 1], [1, 1, 1, 0.0]]) * GB
+    devices = [Device(f"d{v}", "a", 1e9) for v in range(4)]
+    found = {one.home: one for one in levels_of(from_matrix(devices, three))}
+    assert {max(home) + 1 for home in found} == {2, 3}
+    assert found[0, 0, 0, 1].seconds_per_byte == pytest.approx((1 / 9 / GB, 1 / GB))
+    assert found[0, 0, 1, 2].seconds_per_byte == pytest.approx((1 / 9 / GB, 1 / 3 / GB))
+
+
+@given(st.integers(1, 12), st.sampled_from([1, 2]), st.data())
+def test_dual_feasible_functions(room, k, data):
+    """Numbers that fit into a server count at most one server."""
+    values = dual_feasible(room, k)
+    left, total = room, 0.0
+    while left > 0:
+        size = data.draw(st.integers(1, left))
+        left -= size
+        total += values[size]
+    assert total <= 1 + 1e-12
+    assert (np.diff(values) >= 0).all()
+
+
+def test_runs_are_packed_into_servers():
+    level = Levels((0, 0, 0, 0, 1, 1, 1, 1), (0.0, 1.0), (0.0, 0.0))
+    relaxed = (
+        RelaxedStage(0, 1, 2, Place.NEW),
+        RelaxedStage(1, 2, 1, Place.SAME),
+        RelaxedStage(2, 3, 2, Place.SPANS),
+        RelaxedStage(3, 4, 3, Place.NEW),
+    )
+    stages = packed(level, [1.0] * 8, relaxed)
+    homes = [{level.home[v] for v in stage.devices} for stage in stages]
+    assert homes[0] == homes[1] != homes[3]
+    assert len(homes[0]) == len(homes[3]) == 1
+    assert len(homes[2]) == 2
+    assert [(one.start, one.stop) for one in stages] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    devices = [v for stage in stages for v in stage.devices]
+    assert len({*devices}) == 8
+
+
+def test_faster_servers_are_filled_first():
+    level = Levels((0, 0, 1, 1), (0.0, 1.0), (0.0, 0.0))
+    relaxed = (RelaxedStage(0, 1, 1, Place.NEW), RelaxedStage(1, 2, 1, Place.SAME))
+    stages = packed(level, [2.0, 2.0, 1.0, 1.0], relaxed)
+    assert [stage.devices for stage in stages] == [(2,), (3,)]
+
+
+def test_the_search_gives_up_after_its_steps():
+    cluster = uniform_servers(4, 4, Link(12 * GB), Link(1.25 * GB))
+    problem = PipelineProblem(analytic_model("vgg16", 32), cluster, 8)
+    ((_, search),) = ServerBounds(problem).searches
+    bound = server_bound(problem, inf, LONG)
+    found = search.answer(bound * 1.1, np.inf)
+    assert [one.stop for one, _ in pairwise(found.plan)] == [
+        two.start for _, two in pairwise(found.plan)
+    ]
+    stopped = search.answer(bound * 1.1, 0)
+    assert not stopped.plan
+    assert not stopped.proves
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_without_work_the_bound_is_zero(wide):
+    layers = tuple(Layer(f"l{i}", GB, (LayerCost(2, 0.0, 1.0, GB, 0.0),)) for i in range(3))
+    problem = PipelineProblem(
+        Chain("idle", "by hand", 2, layers), uniform_servers(2, 2, Link(GB), Link(GB / 2)), 3
+    )
+    assert server_bound(problem, inf, LONG, wide) == 0.0
+    assert server_bound(problem, 1.0, LONG, wide) == 0.0
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_of_no_plan_every_time_is_a_bound(wide):
+    cost = LayerCost(2, 1.0, 1.0, GB, 1.0)
+    chain = Chain("large", "by hand", 2, (Layer("a", GB, (cost,)), Layer("b", 1e15, (cost,))))
+    problem = PipelineProblem(chain, uniform_servers(2, 2, Link(GB), Link(GB / 2)), 3)
+    assert server_bound(problem, inf, LONG, wide) == inf
+    assert server_bound(problem, 7.0, LONG, wide) == 7.0
+    assert is_server_bound(problem, inf, wide)

@@ -1,0 +1,98 @@
+"""Planning ends at the requested gap, with a checked plan and a certificate that shows the gap."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from plans import long_problem, small_problem
+
+from stagewright.formulations.checking.check import check
+from stagewright.formulations.forms.answers import Limits, Progress, Status
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.front.pipelines import plan as plan_from_python
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import parse_share
+from stagewright.service.pipeline_requests import PlanRequest
+from stagewright.solvers.planning import plan
+
+LONG = 600.0  # seconds that no test here takes, unless the gap does not end the search
+
+
+@pytest.mark.parametrize(
+    ("planner", "gap"), [("auto", 0.5), ("auto", 0.2), ("exact", 0.2), ("general", 0.4),
+                         ("madpipe", 0.5), ("1f1b-star", 0.5)],
+)  # fmt: skip
+def test_a_search_ends_at_the_gap(planner, gap):
+    problem = long_problem()
+    steps: list[Progress] = []
+    result = plan(problem, planner, Limits(LONG, gap=gap), steps.append)
+    assert result.status is Status.FEASIBLE
+    assert check(problem, result.plan) == ()
+    assert result.gap == result.plan.certificate.gap <= gap
+    assert f"at most {gap:.2%} was asked for" in result.ended
+    assert result.ended in result.reason
+    before = [step for step in steps[:-1] if step.objective is not None]
+    assert all(1 - step.bound / step.objective > gap for step in before)
+
+
+def test_the_gap_ends_the_portfolio_after_the_step_that_reaches_it():
+    few, more = (plan(long_problem(), limits=Limits(LONG, gap=gap)) for gap in (0.9, 0.2))
+    assert len(few.attempts) < len(more.attempts)
+    assert few.cost >= more.cost
+
+
+def test_a_bound_that_the_search_proves_reaches_the_gap():
+    """Only the joint search's bound, which grows while it works, is good enough here."""
+    problem = small_problem(layers=4, devices=3, microbatches=4)
+    loose = plan(problem, "spp", Limits(LONG))
+    optimal = plan(problem, "exact", Limits(LONG))
+    assert optimal.status is Status.OPTIMAL
+    assert loose.gap > 0.01
+    near = plan(problem, "exact", Limits(LONG, gap=loose.gap / 2))
+    assert near.gap <= loose.gap / 2
+    assert near.status is Status.OPTIMAL or near.ended
+    assert near.cost >= optimal.cost
+    assert near.bound <= optimal.cost * (1 + 1e-9)
+    assert DISJOINT_SPLIT.contains(near.plans) or near.plans.contains(DISJOINT_SPLIT)
+
+
+def test_without_a_gap_nothing_changes():
+    problem = small_problem()
+    result = plan(problem, "spp", Limits(LONG))
+    again = plan(problem, "spp", Limits(LONG, gap=0.0), [].append)
+    assert (again.cost, again.ended) == (result.cost, "")
+
+
+def test_an_optimum_stays_optimal_and_an_interrupt_stays_one():
+    problem = small_problem(layers=3, devices=2)
+    assert plan(problem, "exact", Limits(LONG, gap=1e-6)).status is Status.OPTIMAL
+    token = threading.Event()
+    token.set()
+    stopped = plan(long_problem(), "exact", Limits(LONG, stop=token, gap=0.01))
+    assert stopped.status is Status.INTERRUPTED
+    assert stopped.ended == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("1%", 0.01), ("0.01", 0.01), (0.01, 0.01), (" 2.5 % ", 0.025), (0, 0.0),
+                        ("100%", 1.0)],
+)  # fmt: skip
+def test_a_share_is_a_percentage_or_a_number(text, share):
+    assert parse_share(text, "gap") == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["-1%", "nan", "200%", "", "%", "one", "1%%", 1.5, -0.1, "inf"])
+def test_nonsense_is_refused_in_one_line(text):
+    problem = small_problem()
+    with pytest.raises(InputError, match="gap must be from 0 to 100%") as caught:
+        plan_from_python(problem.chain, problem.cluster, gap=text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_request_has_the_gap_as_a_number():
+    problem = small_problem()
+    given = {"chain": problem.chain, "cluster": problem.cluster}
+    assert PlanRequest.of(**given, gap=0.01).limits() == replace(Limits(10.0), gap=0.01)
+    for wrong in ("1%", True, -1.0, 2.0):
+        with pytest.raises(InputError):
+            PlanRequest.of(**given, gap=wrong)
