@@ -35,7 +35,7 @@ from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.periodic.madpipe import plan_madpipe
-from stagewright.solvers.planners.proposal import Choices, NoPlan
+from stagewright.solvers.planners.proposal import Choices, NoPlan, class_of_proposal
 from stagewright.solvers.planners.warm_up import compile_kernels
 
 NETWORKS = {
@@ -157,7 +157,10 @@ def madpipe(asked: PipelineProblem) -> Planned:
     if isinstance(found, NoPlan):
         return Planned(Periods(None, None), None, seconds)
     require_valid(asked, assemble_pattern(asked, "madpipe", found.stages, found.pattern))
-    bound = max(bound.seconds for bound in found.bounds) / asked.microbatches
+    own = class_of_proposal(found)
+    # Bounds on the schedules of the same stages say nothing about other allocations.
+    whole = [b.seconds for b in found.bounds if b.scope == "problem" and b.plans.contains(own)]
+    bound = max(whole) / asked.microbatches
     return Planned(Periods(found.predicted_seconds, found.pattern.period), bound, seconds)
 
 
