@@ -60,7 +60,7 @@ def race(_: Any, rank: int, case: Any) -> Any:
 @pytest.mark.slow
 def test_forecast_is_of_the_calmest_steps(ranks: Ranks):
     case = executor.Forecast("gpipe", 16)
-    (outcome,), nothing = ranks.run(forecast, 2, case)
+    (outcome,), nothing = ranks.run(forecast, 2, case, timeout_seconds=300)
     assert nothing == []
     assert outcome.cuts == "0-4 on 1; 5-9 on 1"
     assert outcome.comparison.steps == 3
