@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csgraph
 
-from stagewright.formulations.pipelines.bppm import prefix_sums
+from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums, range_sums
 from stagewright.formulations.plans.memory import buffers_per_boundary, state_factors
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
@@ -68,7 +68,7 @@ class Levels:
     @property
     def room(self) -> int:
         """The number of devices of the largest server."""
-        return max(self.home.count(server) for server in range(self.servers))
+        return int(np.bincount(self.home).max())
 
 
 class ServerRelaxation(NamedTuple):
@@ -303,14 +303,13 @@ def _limits(problem: PipelineProblem, choice: _Choice, ranks: Ints, wide: bool) 
     one layer must fit, and then all microbatches do.
     """
     layers, microbatches = len(problem.chain), problem.microbatches
-    parameters = _between(prefix_sums(problem.chain.parameter_bytes))
+    parameters = range_sums(prefix_sums(problem.chain.parameter_bytes))
     memory = problem.memory_bytes[(ranks == choice.rank) | choice.takes_turns]
     free = float(memory.max()) * (1 + 1e-9)
     free_bytes = free - state_factors(problem, choice.devices)[choice.devices] * parameters
     saved = problem.saved_per_layer(choice.shares)
-    possible = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1)
-    too_few = np.append(0, np.cumsum(problem.replicas_per_layer < choice.shares))
-    possible &= too_few[None, :] == too_few[:, None]
+    first = earliest_starts(problem.replicas_per_layer, choice.shares)[-1]
+    possible = np.triu(first[None, :] <= np.arange(layers + 1)[:, None], 1)
     if wide:
         largest = np.zeros((layers + 1, layers + 1))
         for k in range(layers):
@@ -318,14 +317,8 @@ def _limits(problem: PipelineProblem, choice: _Choice, ranks: Ints, wide: bool) 
         return np.where(possible & (largest <= free_bytes), microbatches, 0)
     buffers = buffers_per_boundary(problem, choice.shares)
     free_bytes -= buffers[:, None] + buffers[None, :]
-    held = _between(prefix_sums(saved))
+    held = range_sums(prefix_sums(saved))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         fits = np.where(held > 0, np.floor(free_bytes / held), microbatches)
-    return np.where(possible & (free_bytes >= 0), np.clip(fits, 0, microbatches), 0).astype(
-        np.int64
-    )
-
-
-def _between(prefix: Floats) -> Floats:
-    """Sums over the layers [k, l), shape (L + 1, L + 1)."""
-    return prefix[None, :] - prefix[:, None]
+    fits = np.clip(fits, 0, microbatches).astype(np.int64)
+    return np.where(possible & (free_bytes >= 0), fits, 0)
