@@ -188,6 +188,11 @@ def prefix_sums(values: Floats) -> Floats:
     return sums
 
 
+def range_sums(prefix: Floats) -> Floats:
+    """Sums over the layers [k, l) from prefix sums, shape (L + 1, L + 1) by k and l."""
+    return prefix[None, :] - prefix[:, None]
+
+
 def earliest_starts(replicas: Ints, most: int) -> Ints:
     """out[r, l] = the least l' such that each of the layers (l', l] can be split among r."""
     layers = np.arange(1, len(replicas) + 1)

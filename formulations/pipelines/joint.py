@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.bppm import StageChoice, range_sums
 from stagewright.formulations.pipelines.relaxation import Relaxation, relax
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -319,17 +319,12 @@ def _next_stage(
 
 
 def _stages(form: Relaxation, r: int) -> _StageTimes:
-    forward = _between(form.forward[r])
-    parameters = _between(form.parameters)
-    needed = form.state_factor[r] * parameters + _between(form.saved[r])
+    forward = range_sums(form.forward[r])
+    parameters = range_sums(form.parameters)
+    needed = form.state_factor[r] * parameters + range_sums(form.saved[r])
     fits = np.triu(needed <= form.memory * (1 + MARGIN), 1)
     fits &= form.first[r][None, :] <= np.arange(len(form.parameters))[:, None]
-    compute = np.where(fits, forward + _between(form.backward[r]), np.inf)
+    compute = np.where(fits, forward + range_sums(form.backward[r]), np.inf)
     load = form.microbatches * compute
     ring = 2 * (r - 1) * (parameters / r * form.seconds_per_byte + form.latency)
-    return _StageTimes(forward, compute, load, load + ring + _between(form.update))
-
-
-def _between(prefix: Floats) -> Floats:
-    """Sums over the layers [l, l'), shape (L + 1, L + 1)."""
-    return prefix[None, :] - prefix[:, None]
+    return _StageTimes(forward, compute, load, load + ring + range_sums(form.update))

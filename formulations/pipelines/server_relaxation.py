@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csgraph
 
-from stagewright.formulations.pipelines.bppm import prefix_sums
+from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums, range_sums
 from stagewright.formulations.plans.memory import buffers_per_boundary, state_factors
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.machines.cluster import Cluster
 
 SERVERS = "server-aware relaxation"
 SERVERS_AND_TURNS = "server-aware relaxation, also of devices that take turns"
+RANKS = 3  # at most; slower kinds share the last one
 
 
 class Place(IntEnum):
@@ -44,6 +45,7 @@ class RelaxedStage:
     stop: int
     devices: int
     place: Place
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,15 @@ class Levels:
     @property
     def room(self) -> int:
         """The number of devices of the largest server."""
-        return max(self.home.count(server) for server in range(self.servers))
+        return int(np.bincount(self.home).max())
 
 
 class ServerRelaxation(NamedTuple):
-    """Tables of the relaxed problem, for L layers and C choices of replication.
+    """Tables of the relaxed problem, for L layers, C choices of replication and K ranks.
 
-    A choice stands for all numbers of devices with the same largest share of a microbatch: it uses
-    the fewest of them, and sends and receives in as many pieces as the most of them.
+    A choice stands for all numbers of devices with the same largest share of a microbatch, and for
+    a rank: it uses the fewest of them, and sends and receives in as many pieces as the most of
+    them.
 
     Attributes
     ----------
@@ -81,6 +84,12 @@ class ServerRelaxation(NamedTuple):
         M, and the samples of a microbatch.
     size, servers, room
         Devices in total, servers, and devices of the largest server.
+    available
+        Devices of each rank and of all faster ones, shape (K,).
+    rank
+        Of a choice, shape (C,); devices that take turns may be of any kind, and have rank 0.
+    together
+        Whether devices of two ranks are in one server, shape (K, K).
     devices, pieces
         Devices of a choice, and pieces in which its stage sends a microbatch, shape (C,).
     rounds
@@ -94,7 +103,7 @@ class ServerRelaxation(NamedTuple):
         The most microbatches in flight of a stage of layers [k, l), shape (C, L + 1, L + 1) by
         [choice, k, l]; 0 if the stage is not possible.
     update
-        Prefix sums of seconds of the optimizer's step, shape (L + 1,).
+        Prefix sums of seconds of the optimizer's step, shape (C, L + 1).
     parameters
         Prefix sums of parameter bytes, shape (L + 1,).
     boundary
@@ -116,6 +125,9 @@ class ServerRelaxation(NamedTuple):
     size: int
     servers: int
     room: int
+    available: Ints
+    rank: Ints
+    together: Bools
     devices: Ints
     pieces: Ints
     rounds: Ints
@@ -142,13 +154,14 @@ def server_relaxations(
     They cover the plans of DISJOINT_SPLIT, or of DISJOINT_WHOLE if ``wide``.
     """
     levels = tuple(levels_of(problem.cluster))
-    best = _relaxation(problem, levels[0], wide)
-    return tuple((level, best._replace(**_links(level, best.devices))) for level in levels)
+    best, ranks = _relaxation(problem, levels[0], wide), ranks_of(problem)
+    return tuple((level, best._replace(**_links(level, best.devices, ranks))) for level in levels)
 
 
 def _relaxation(problem: PipelineProblem, level: Levels, wide: bool) -> ServerRelaxation:
-    choices = tuple(_choices(problem, wide))
-    costs = [[problem.costs(kind, one.shares) for one in choices] for kind in problem.kinds]
+    ranks = ranks_of(problem)
+    choices = tuple(_choices(problem, ranks, wide))
+    costs = [_fastest(problem, one, ranks) for one in choices]
     boundary = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
     pieces = range(1, problem.chain.microbatch_size + 1)
     devices = np.array([one.devices for one in choices])
@@ -156,27 +169,62 @@ def _relaxation(problem: PipelineProblem, level: Levels, wide: bool) -> ServerRe
         microbatches=problem.microbatches,
         samples=problem.chain.microbatch_size,
         size=len(problem.cluster),
+        available=np.cumsum(np.bincount(ranks)),
+        rank=np.array([one.rank for one in choices]),
         devices=devices,
         pieces=np.array([one.pieces for one in choices]),
         rounds=np.array([one.rounds for one in choices]),
-        turns=sum(one.shares == one.devices for one in choices),
-        forward=prefix_sums(np.min([[c.forward_seconds for c in row] for row in costs], axis=0)),
-        backward=prefix_sums(np.min([[c.backward_seconds for c in row] for row in costs], axis=0)),
-        limit=np.array([_limits(problem, one, wide) for one in choices]),
-        update=prefix_sums(np.min([problem.update_per_layer(k) for k in problem.kinds], axis=0)),
+        turns=sum(not one.takes_turns for one in choices),
+        forward=prefix_sums(np.array([forward for forward, _, _ in costs])),
+        backward=prefix_sums(np.array([backward for _, backward, _ in costs])),
+        limit=np.array([_limits(problem, one, ranks, wide) for one in choices]),
+        update=prefix_sums(np.array([update for _, _, update in costs])),
         parameters=prefix_sums(problem.chain.parameter_bytes),
         boundary=np.array([0.0, *boundary, 0.0]),
         share=np.array([1.0, *(problem.share_bytes(1.0, p) for p in pieces)]),
-        **_links(level, devices),
+        **_links(level, devices, ranks),
     )
 
 
-def _links(level: Levels, devices: Ints) -> dict[str, Any]:
+def ranks_of(problem: PipelineProblem) -> Ints:
+    """The rank of every device, shape (V,): 0 for the kind with the least seconds of all layers."""
+    seconds = {}
+    for kind in problem.kinds:
+        costs = problem.costs(kind, 1)
+        seconds[kind] = float((costs.forward_seconds + costs.backward_seconds).sum())
+    order = sorted(problem.kinds, key=lambda kind: seconds[kind])
+    return np.array(
+        [min(order.index(device.kind), RANKS - 1) for device in problem.cluster.devices]
+    )
+
+
+def _fastest(
+    problem: PipelineProblem, choice: "_Choice", ranks: Ints
+) -> tuple[Floats, Floats, Floats]:
+    """Forward, backward and optimizer's step in seconds per layer of the slowest replica, (L,).
+
+    The slowest device of a stage has the rank of the choice; devices that take turns have any.
+    """
+    kinds = {
+        device.kind
+        for device, rank in zip(problem.cluster.devices, ranks, strict=True)
+        if choice.takes_turns or rank == choice.rank
+    }
+    costs = [problem.costs(kind, choice.shares) for kind in kinds]
+    forward = np.min([one.forward_seconds for one in costs], axis=0)
+    backward = np.min([one.backward_seconds for one in costs], axis=0)
+    return forward, backward, np.min([problem.update_per_layer(kind) for kind in kinds], axis=0)
+
+
+def _links(level: Levels, devices: Ints, ranks: Ints) -> dict[str, Any]:
     """The fields of a relaxation that depend on the links."""
     pace, latency = np.array(level.seconds_per_byte), np.array(level.latency)
+    has = np.zeros((level.servers, int(ranks.max()) + 1), dtype=bool)
+    has[list(level.home), ranks] = True
     return {
         "servers": level.servers,
         "room": level.room,
+        "together": (has[:, :, None] & has[:, None, :]).any(axis=0),
         "seconds_per_byte": pace,
         "latency": latency,
         "ring": pace[:, None] * (2 * (devices - 1) / devices),
@@ -224,37 +272,44 @@ class _Choice:
     shares: int  # among which a microbatch is split
     pieces: int
     rounds: int
+    rank: int
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.shares < self.devices
 
 
-def _choices(problem: PipelineProblem, wide: bool) -> Iterator[_Choice]:
-    """The least devices for every share of a microbatch, and for every number of turns."""
+def _choices(problem: PipelineProblem, ranks: Ints, wide: bool) -> Iterator[_Choice]:
+    """The least devices for every share of a microbatch and rank, and for every number of turns."""
     size, microbatches = len(problem.cluster), problem.microbatches
+    available = np.cumsum(np.bincount(ranks))
     most = min(size, int(problem.replicas_per_layer.max()))
     numbers = range(1, most + 1)
     for r in numbers:
         if r == 1 or problem.samples(r) < problem.samples(r - 1):
             same = [q for q in numbers if problem.samples(q) == problem.samples(r)]
-            yield _Choice(r, r, same[-1], microbatches)
+            for rank in np.flatnonzero(available >= r).tolist():
+                yield _Choice(r, r, same[-1], microbatches, rank)
     for r in range(2, size + 1 if wide else 2):
         turns = -(-microbatches // r)
         if turns < -(-microbatches // (r - 1)):
-            yield _Choice(r, 1, 1, turns)
+            yield _Choice(r, 1, 1, turns, 0)
 
 
-def _limits(problem: PipelineProblem, choice: _Choice, wide: bool) -> Ints:
-    """Microbatches in flight of layers [k, l) on the largest memory, shape (L + 1, L + 1).
+def _limits(problem: PipelineProblem, choice: _Choice, ranks: Ints, wide: bool) -> Ints:
+    """Microbatches in flight of layers [k, l) on the largest memory of the rank, (L + 1, L + 1).
 
     If ``wide``, stages may recompute layer by layer or offload: the states and the activations of
     one layer must fit, and then all microbatches do.
     """
     layers, microbatches = len(problem.chain), problem.microbatches
-    parameters = _between(prefix_sums(problem.chain.parameter_bytes))
-    free = float(problem.memory_bytes.max()) * (1 + 1e-9)
+    parameters = range_sums(prefix_sums(problem.chain.parameter_bytes))
+    memory = problem.memory_bytes[(ranks == choice.rank) | choice.takes_turns]
+    free = float(memory.max()) * (1 + 1e-9)
     free_bytes = free - state_factors(problem, choice.devices)[choice.devices] * parameters
     saved = problem.saved_per_layer(choice.shares)
-    possible = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1)
-    too_few = np.append(0, np.cumsum(problem.replicas_per_layer < choice.shares))
-    possible &= too_few[None, :] == too_few[:, None]
+    first = earliest_starts(problem.replicas_per_layer, choice.shares)[-1]
+    possible = np.triu(first[None, :] <= np.arange(layers + 1)[:, None], 1)
     if wide:
         largest = np.zeros((layers + 1, layers + 1))
         for k in range(layers):
@@ -262,14 +317,8 @@ def _limits(problem: PipelineProblem, choice: _Choice, wide: bool) -> Ints:
         return np.where(possible & (largest <= free_bytes), microbatches, 0)
     buffers = buffers_per_boundary(problem, choice.shares)
     free_bytes -= buffers[:, None] + buffers[None, :]
-    held = _between(prefix_sums(saved))
-    with np.errstate(divide="ignore", invalid="ignore"):
+    held = range_sums(prefix_sums(saved))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         fits = np.where(held > 0, np.floor(free_bytes / held), microbatches)
-    return np.where(possible & (free_bytes >= 0), np.clip(fits, 0, microbatches), 0).astype(
-        np.int64
-    )
-
-
-def _between(prefix: Floats) -> Floats:
-    """Sums over the layers [k, l), shape (L + 1, L + 1)."""
-    return prefix[None, :] - prefix[:, None]
+    fits = np.clip(fits, 0, microbatches).astype(np.int64)
+    return np.where(possible & (free_bytes >= 0), fits, 0)

@@ -21,12 +21,12 @@ from stagewright.solvers.pipelines.server_labels import (
     RUNS,
     TRIP,
     TRIPS,
+    UP_TO,
     Labels,
     insert,
 )
 from stagewright.solvers.pipelines.server_tables import FAST, SLOW, Rest
 
-SPLIT, TURNS = 0, 1  # how the last stage of a prefix shares its microbatches
 NEW, SAME, SPANS, TAKES_TURNS = (int(place) for place in Place)
 NONE, GAVE_UP = -1, -2
 MARGIN = 1e-9
@@ -112,15 +112,23 @@ def _waits(search: Search, k: int, f: float, b: float, around: float, head_and_t
 
 
 @inner
+def _fast_left(search: Search, values: Floats) -> int:
+    """The first index of ``rest`` for a label: how many devices of rank 0 are left."""
+    most = len(search.rest.path) - 1
+    return max(0, most - int(values[UP_TO]))
+
+
+@inner
 def _exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> bool:
     """Whether the layers from l on, after a channel of ``send``, make any plan too slow."""
     rest, last = search.rest, (search.form.microbatches - 1) * values[FORWARDS]
-    onward = 2 * send + rest.path[left, l]
+    q = _fast_left(search, values)
+    onward = 2 * send + rest.path[q, left, l]
     exceeds: bool = (
         values[TRIP + TRIPS - 1] + onward > search.until
         or values[TRIP] + last + onward > search.until
-        or values[TRIP] + 2 * send + rest.fill[left, l] > search.until
-        or values[FORTH] + send + rest.reduced[left, l] > search.until
+        or values[TRIP] + 2 * send + rest.fill[q, left, l] > search.until
+        or values[FORTH] + send + rest.reduced[q, left, l] > search.until
     )
     return exceeds
 
@@ -139,7 +147,7 @@ def _arrive(search: Search, state: tuple[int, int, int], place: int, c: int) -> 
         values[:] = known
         if place != SAME and room > 0:  # the run is closed
             values[RUNS : RUNS + 2] += form.packing[:, form.room - room]
-        several = last == TURNS or place == TAKES_TURNS
+        several = last == len(form.available) or place == TAKES_TURNS
         send = 0.0
         if used > 0:
             pieces = form.pieces[c] * labels.pieces[last, l, used, i]
@@ -177,7 +185,8 @@ def _is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -
     """Whether the channel after ``known`` cannot carry all microbatches in time."""
     if known[TRIP] + 2 * search.form.microbatches * send > search.until:
         return True
-    return _is_late(search, known, send, send, send + search.rest.path[left, l])
+    around = send + search.rest.path[_fast_left(search, known), left, l]
+    return _is_late(search, known, send, send, around)
 
 
 @inner
@@ -204,6 +213,18 @@ def _extend(search: Search, known: Floats, f: float, b: float, finish: float, mo
 
 
 @inner
+def _count(form: ServerRelaxation, known: Floats, c: int, values: Floats) -> bool:
+    """Count the devices of choice c in ``values`` by rank; whether there are as many."""
+    values[UP_TO:] = known[UP_TO:]
+    enough = True
+    if c < form.turns:
+        for rank in range(form.rank[c], len(form.available) - 1):
+            values[UP_TO + rank] += form.devices[c]
+            enough = enough and values[UP_TO + rank] <= form.available[rank]
+    return enough
+
+
+@inner
 def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int) -> bool:
     """Place every stage of choice c after an arrival; whether one ends with the last layer."""
     form, steps, layers = search.form, search.steps, search.form.forward.shape[1] - 1
@@ -216,6 +237,8 @@ def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arri
     runs, taken = known[RUNS : RUNS + 2], form.packing[:, form.room - room]
     if inside and max(runs[0] + taken[0], runs[1] + taken[1]) > form.servers + MARGIN:
         return False
+    if not _count(form, known, c, search.values):
+        return False
     used, turned = state[2] + form.devices[c], place == TAKES_TURNS
     link = FAST if inside or (turned and form.devices[c] <= form.room) else SLOW
     for m in range(state[1] + 1, layers + 1):
@@ -225,19 +248,25 @@ def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arri
             return False
         if not fits:
             continue
-        if steps[0] < len(search.placed):
-            entry = search.placed[steps[0]]
-            entry[0], entry[1], entry[2], entry[3], entry[4] = source, state[1], m, c, place
-        steps[0] += 1
+        _remember(search, source, state[1], m, c, place)
         if m == layers:
             return True
         search.values[RUNS : RUNS + 2] = runs
         if inside and room == 0:
             search.values[RUNS : RUNS + 2] += taken
-        sort = TURNS if turned else SPLIT
-        at = sort, m, used
+        at = len(form.available) if turned else form.rank[c], m, used
         insert(search.labels, at, room, form.pieces[c], search.values, steps[0] - 1)
     return False
+
+
+@inner
+def _remember(search: Search, source: int, start: int, stop: int, c: int, place: int) -> None:
+    """Note a placed stage, if there is room for it."""
+    index = search.steps[0]
+    if index < len(search.placed):
+        entry = search.placed[index]
+        entry[0], entry[1], entry[2], entry[3], entry[4] = source, start, stop, c, place
+    search.steps[0] += 1
 
 
 @inner
@@ -260,7 +289,7 @@ def _try(
     f = form.forward[c, m] - form.forward[c, l]
     b = form.backward[c, m] - form.backward[c, l]
     finish = form.ring[link, c] * (form.parameters[m] - form.parameters[l])
-    finish += form.ring_latency[link, c] + form.update[m] - form.update[l]
+    finish += form.ring_latency[link, c] + form.update[c, m] - form.update[c, l]
     work = form.rounds[c] * (f + b)
     if known[TRIP] + work > search.until or known[FORTH] + work + finish > search.until:
         return False, True
@@ -278,7 +307,7 @@ def _try(
     send = _send(form, m, form.pieces[c] * left, next_link)
     if _exceeds(search, search.values, send, left, m):
         return False, False
-    around = f + 2 * send + search.rest.path[left, m]
+    around = f + 2 * send + search.rest.path[_fast_left(search, search.values), left, m]
     late = not turned and (
         _waits(search, form.limit[c, l, m], f, b, around, known[TRIP])
         or _is_late(search, known, f, b, around)
@@ -302,7 +331,8 @@ def _expand(search: Search, state: tuple[int, int, int]) -> bool:
         end = SPANS if form.servers > 1 and form.pieces[c] > 1 else NEW
         if first <= end and _place_after(search, state, first, end, c):
             return True
-        continues = last == SPLIT and used > 0 and r <= form.room
+        split = used > 0 and last < len(form.available)
+        continues = split and r <= form.room and form.together[last, form.rank[c]]
         if continues and _place_after(search, state, SAME, SAME, c):
             return True
     return False
@@ -330,9 +360,9 @@ def find(search: Search, most: float) -> int:
     """
     form, labels = search.form, search.labels
     labels.counts[:] = 0
-    labels.counts[SPLIT, 0, 0] = 1
-    labels.room[SPLIT, 0, 0, 0], labels.source[SPLIT, 0, 0, 0] = 0, NONE
-    labels.values[SPLIT, 0, 0, 0] = 0.0
+    labels.counts[0, 0, 0] = 1
+    labels.room[0, 0, 0, 0], labels.source[0, 0, 0, 0] = 0, NONE
+    labels.values[0, 0, 0, 0] = 0.0
     search.steps[:] = 0
     for used in range(form.size):
         for l in range(form.forward.shape[1] - 1):

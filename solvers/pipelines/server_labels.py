@@ -7,7 +7,7 @@ import numpy as np
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.compiled import inner
 
-# The values of a label, in seconds but for RUNS.
+# The values of a label, in seconds but for RUNS and UP_TO.
 TRIP = 0  # of 4: the way to the end of the prefix and back, then k backwards and an all-reduce
 TRIPS = 4  # for the k of _before_last
 FORTH = 4  # the way of one microbatch to the end of the prefix
@@ -15,15 +15,17 @@ BACK = 5  # its way back
 FORWARDS = 6  # the slowest forward or transfer so far, and the same for backwards
 BACKWARDS = 7
 RUNS = 8  # two entries: servers that the closed runs need at least
-VALUES = 10
+UP_TO = 10  # two entries: devices of rank 0, and of ranks 0 and 1
+VALUES = 12
 
 
 class Labels(NamedTuple):
-    """Nondominated labels by [last stage's kind, layers placed, devices used].
+    """Nondominated labels by [last stage's sort, layers placed, devices used].
 
-    ``counts`` has shape (1 or 2, L + 1, V + 1), the others have a further axis for N labels.
-    ``room`` is the number of free devices in the server of the current run, ``pieces`` the pieces
-    in which the last stage sends, ``source`` the index of the last stage among those placed.
+    The sort is the rank of a split stage, or the number of ranks if its devices take turns.
+    ``counts`` has shape (ranks or ranks + 1, L + 1, V + 1); the others have one more axis, for N
+    labels. ``room`` is the number of free devices in the server of the current run, ``pieces`` the
+    pieces in which the last stage sends, ``source`` the index of the last stage among those placed.
     """
 
     counts: Ints
@@ -81,7 +83,8 @@ def _closest(
     for i in range(count):
         loss = 0.02 * abs(cut[i] - pieces) / min(cut[i], pieces) + 0.02 * abs(rooms[i] - room)
         for k in range(VALUES):
-            weight = 1.0 if k in (TRIP, FORTH, TRIPS - 1) else 0.05 if k >= RUNS else 0.3
+            weight = 1.0 if k in (TRIP, FORTH, TRIPS - 1) else 0.3
+            weight = 0.05 if RUNS <= k < UP_TO else weight
             loss += weight * abs(known[i, k] - values[k]) / (known[i, k] + values[k] + 1e-30)
         if loss < least:
             chosen, least = i, loss

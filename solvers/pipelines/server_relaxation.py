@@ -35,6 +35,7 @@ LABEL_BYTES = 4e8  # of all states
 MOST_STAGES = 1_000_000  # placed stages that are remembered, for the relaxed plans
 MOST_ARRIVALS = 240
 STEPS_PER_SECOND = 3e5  # a low estimate
+COUNTED_STEPS = 1e8  # of the tables that count the devices of rank 0
 TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
 
 OnPlan = Callable[[tuple[RelaxedStage, ...]], None]
@@ -130,8 +131,12 @@ class ServerSearch:
     @property
     def is_small(self) -> bool:
         """Whether the tables are small enough."""
+        return self._table_steps <= TABLE_STEPS
+
+    @property
+    def _table_steps(self) -> float:
         choices, layers = self.form.forward.shape
-        return bool(choices * layers**2 / 2 * self.form.size <= TABLE_STEPS)
+        return float(choices * layers**2 / 2 * self.form.size)
 
     def raised(self, low: float, most: float, until: float, on_plan: OnPlan) -> float:
         """The largest time from ``low``, which is proved, to ``most`` that is proved too short.
@@ -188,7 +193,7 @@ class ServerSearch:
         work = self._work._replace(until=seconds * (1 - MARGIN))
         fill_before(self.form, work.until, self._before)
         fill_rest(self.form, work.until, self._before, work.rest)
-        if not np.isfinite(work.rest.path[self.form.size, 0]):
+        if not np.isfinite(work.rest.path[-1, self.form.size, 0]):
             return Answer((), True)
         found = find(work, steps)
         if found in (NONE, GAVE_UP):
@@ -200,7 +205,8 @@ class ServerSearch:
         placed = self._work.placed
         while 0 <= found < len(placed):
             found, start, stop, choice, place = placed[found].tolist()
-            yield RelaxedStage(start, stop, int(self.form.devices[choice]), Place(place))
+            devices, rank = int(self.form.devices[choice]), int(self.form.rank[choice])
+            yield RelaxedStage(start, stop, devices, Place(place), rank)
 
     @cached_property
     def _before(self) -> Before:
@@ -211,15 +217,22 @@ class ServerSearch:
         """The shape of the tables, by devices and layers."""
         return self.form.size + 1, self.form.forward.shape[1]
 
+    @property
+    def _counted(self) -> int:
+        """Devices of rank 0, if the tables count them; otherwise 0."""
+        fast = int(self.form.available[0])
+        counts = fast < self.form.size and self._table_steps * fast <= COUNTED_STEPS
+        return fast if counts else 0
+
     @cached_property
     def _work(self) -> Search:
-        kinds = 2 if self.form.turns < len(self.form.devices) else 1
-        states = (kinds, self._entries[1], self._entries[0])
+        turned = self.form.turns < len(self.form.devices)
+        states = (len(self.form.available) + turned, self._entries[1], self._entries[0])
         most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (VALUES + 3)), 4, MOST_LABELS))
         return Search(
             form=self.form,
             until=0.0,
-            rest=Rest(*(np.zeros(self._entries) for _ in range(3))),
+            rest=Rest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
             labels=_empty(states, most),
             arrivals=_empty((1, 1, 1), MOST_ARRIVALS),
             placed=np.zeros((MOST_STAGES, 5), np.int64),

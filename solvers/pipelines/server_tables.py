@@ -26,8 +26,10 @@ class Before(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What the layers from l on need at least on at most d devices, shape (V + 1, L + 1) by [d, l].
+    """What the layers from l on need at least on at most d devices, of which q have rank 0.
 
+    The shape is (q + 1, V + 1, L + 1) by [q, d, l], for all q or for q = 0, which then stands for
+    any number.
     ``path`` is the way of one microbatch there and back; ``fill`` the largest, over stages and
     channels, of the way to it and back and M microbatches on it; ``reduced`` the same with the way
     there alone, and the all-reduce and the optimizer's step of a stage. inf if nothing fits.
@@ -54,7 +56,8 @@ def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     link = FAST if form.devices[c] <= form.room else SLOW
     weights = form.parameters[stop] - form.parameters[start]
     finish = form.ring[link, c] * weights + form.ring_latency[link, c]
-    return _Stage(f, both, form.rounds[c] * both, finish + form.update[stop] - form.update[start])
+    finish += form.update[c, stop] - form.update[c, start]
+    return _Stage(f, both, form.rounds[c] * both, finish)
 
 
 @inner
@@ -107,23 +110,51 @@ def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) 
     layers = form.forward.shape[1] - 1
     for table in (rest.path, rest.fill, rest.reduced):
         table[:] = np.inf
-        table[:, layers] = 0.0
-    for d in range(1, form.size + 1):
-        for l in range(layers - 1, -1, -1):
-            for table in (rest.path, rest.fill, rest.reduced):
-                table[d, l] = table[d - 1, l]
-            if before.path[form.size - d, l] < np.inf:
-                for c in range(len(form.devices)):
-                    if form.devices[c] <= d:
-                        _put_first(form, until, before, d, l, c, rest)
+        table[:, :, layers] = 0.0
+    for q in range(len(rest.path)):
+        for d in range(1, form.size + 1):
+            for l in range(layers - 1, -1, -1):
+                _fill_entry(form, until, before, (q, d, l), rest)
+
+
+@inner
+def _fill_entry(
+    form: ServerRelaxation, until: float, before: Before, at: tuple[int, int, int], rest: Rest
+) -> None:
+    q, d, l = at
+    for table in (rest.path, rest.fill, rest.reduced):
+        table[at] = table[q, d - 1, l]
+    if before.path[form.size - d, l] < np.inf:
+        for c in range(len(form.devices)):
+            if form.devices[c] <= d:
+                _put_first(form, until, before, at, c, rest)
+
+
+@inner
+def _rest_after(form: ServerRelaxation, c: int, q: int, most: int) -> int:
+    """The first index of ``rest`` after a stage of choice c; negative if it is not possible.
+
+    ``most`` is the largest first index: if it is 0, devices of rank 0 are not counted.
+    """
+    counted = most > 0 and c < form.turns and form.rank[c] == 0
+    return q - form.devices[c] if counted else q
 
 
 @inner
 def _put_first(
-    form: ServerRelaxation, until: float, before: Before, d: int, l: int, c: int, rest: Rest
+    form: ServerRelaxation,
+    until: float,
+    before: Before,
+    at: tuple[int, int, int],
+    c: int,
+    rest: Rest,
 ) -> None:
-    """Improve the entries [d, l] by every first stage of choice c."""
+    """Improve the entries [q, d, l] by every first stage of choice c."""
+    q, d, l = at
     layers, left = form.forward.shape[1] - 1, d - form.devices[c]
+    after = _rest_after(form, c, q, len(rest.path) - 1)
+    if after < 0:
+        return
     head, forth = before.path[form.size - d, l], before.forth[form.size - d, l]
     wide = form.turns < len(form.devices)
     link = FAST if form.devices[c] <= form.room or wide else SLOW
@@ -135,8 +166,8 @@ def _put_first(
         if form.limit[c, l, m] == 0 or (m < layers and left == 0):
             continue
         send = _send(form, m, c, left, link) if m < layers else 0.0
-        around = max(2 * send + rest.fill[left, m], 2 * crossings * send)
-        onward = stage.forward + send + rest.reduced[left, m]
-        rest.path[d, l] = min(rest.path[d, l], stage.both + 2 * send + rest.path[left, m])
-        rest.fill[d, l] = min(rest.fill[d, l], max(stage.work, stage.both + around))
-        rest.reduced[d, l] = min(rest.reduced[d, l], max(stage.work + stage.finish, onward))
+        around = max(2 * send + rest.fill[after, left, m], 2 * crossings * send)
+        onward = stage.forward + send + rest.reduced[after, left, m]
+        rest.path[at] = min(rest.path[at], stage.both + 2 * send + rest.path[after, left, m])
+        rest.fill[at] = min(rest.fill[at], max(stage.work, stage.both + around))
+        rest.reduced[at] = min(rest.reduced[at], max(stage.work + stage.finish, onward))

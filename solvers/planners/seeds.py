@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums, range_sums
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure
@@ -101,9 +102,8 @@ def _stage_seconds(problem: PipelineProblem, group: tuple[int, ...], round_robin
     tables = []
     for kind in sorted(kinds):
         costs = problem.costs(kind, shares)
-        work = np.append(0.0, np.cumsum(costs.forward_seconds + costs.backward_seconds))
-        tables.append(work[None, :] - work[:, None])
+        tables.append(range_sums(prefix_sums(costs.forward_seconds + costs.backward_seconds)))
     seconds = np.max(tables, axis=0) / (len(group) if round_robin else 1)
-    too_many = np.append(0, np.cumsum(problem.replicas_per_layer < shares))
-    possible = too_many[None, :] == too_many[:, None]
-    return np.where(possible & ~np.tri(layers + 1, dtype=bool), seconds, np.inf)
+    first = earliest_starts(problem.replicas_per_layer, shares)[-1]
+    possible = np.triu(first[None, :] <= np.arange(layers + 1)[:, None], 1)
+    return np.where(possible, seconds, np.inf)

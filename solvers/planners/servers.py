@@ -9,11 +9,17 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.server_relaxation import SERVERS, Levels, RelaxedStage
+from stagewright.formulations.pipelines.server_relaxation import (
+    SERVERS,
+    Levels,
+    RelaxedStage,
+    ranks_of,
+)
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.pipelines.server_relaxation import STEPS_PER_SECOND, ServerBounds
@@ -85,7 +91,7 @@ class _Packing:
 
     def _consider(self, level: Levels, relaxed: tuple[RelaxedStage, ...]) -> None:
         """Pack a relaxed plan and schedule its stages, if they are new and fit in memory."""
-        stages = packed(level, self._speed, relaxed)
+        stages = packed(level, self._ranks, relaxed)
         if stages in self.found:
             return
         self.found[stages] = None
@@ -131,14 +137,8 @@ class _Packing:
         return self.limits.left(monotonic() - self.began)
 
     @cached_property
-    def _speed(self) -> tuple[float, ...]:
-        """Seconds of all layers on each device."""
-        costs = {kind: self.problem.costs(kind, 1) for kind in self.problem.kinds}
-        seconds = {
-            kind: float((one.forward_seconds + one.backward_seconds).sum())
-            for kind, one in costs.items()
-        }
-        return tuple(seconds[device.kind] for device in self.problem.cluster.devices)
+    def _ranks(self) -> Ints:
+        return ranks_of(self.problem)
 
 
 PLANNER = UniformPlanner(

@@ -46,7 +46,7 @@ quick = examples(40, derandomize=True)
 
 @st.composite
 def server_problems(draw):
-    """Two or three levels of links, 3 to 6 devices of one or two kinds, tight memory."""
+    """Two or three levels of links, 3 to 6 devices of one to four kinds, tight memory."""
     groups = draw(st.sampled_from([(2, 2), (1, 2), (3, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)]))
     home = [s for s, size in enumerate(groups) for _ in range(size)]
     rack = [s // 2 for s in home]
@@ -57,8 +57,9 @@ def server_problems(draw):
         for u in range(len(home))
     ]  # fmt: skip
     memory = draw(st.sampled_from([1e12, 60e9, 30e9]))
-    kinds = draw(st.sampled_from(["a", "ab"]))
-    devices = [Device(f"d{v}", kinds[home[v] % len(kinds)], memory) for v in range(len(home))]
+    kinds = draw(st.sampled_from(["a", "ab", "abcd"]))
+    number = draw(st.sampled_from([home, range(len(home))]))
+    devices = [Device(f"d{v}", kinds[number[v] % len(kinds)], memory) for v in range(len(home))]
     seconds = st.floats(0.1, 4.0)
     samples = draw(st.integers(1, 4))
 
@@ -180,12 +181,12 @@ def test_dual_feasible_functions(room, k, data):
 def test_runs_are_packed_into_servers():
     level = Levels((0, 0, 0, 0, 1, 1, 1, 1), (0.0, 1.0), (0.0, 0.0))
     relaxed = (
-        RelaxedStage(0, 1, 2, Place.NEW),
-        RelaxedStage(1, 2, 1, Place.SAME),
-        RelaxedStage(2, 3, 2, Place.SPANS),
-        RelaxedStage(3, 4, 3, Place.NEW),
+        RelaxedStage(0, 1, 2, Place.NEW, 0),
+        RelaxedStage(1, 2, 1, Place.SAME, 0),
+        RelaxedStage(2, 3, 2, Place.SPANS, 0),
+        RelaxedStage(3, 4, 3, Place.NEW, 0),
     )
-    stages = packed(level, [1.0] * 8, relaxed)
+    stages = packed(level, np.zeros(8, np.int64), relaxed)
     homes = [{level.home[v] for v in stage.devices} for stage in stages]
     assert homes[0] == homes[1] != homes[3]
     assert len(homes[0]) == len(homes[3]) == 1
@@ -195,11 +196,32 @@ def test_runs_are_packed_into_servers():
     assert len({*devices}) == 8
 
 
-def test_faster_servers_are_filled_first():
-    level = Levels((0, 0, 1, 1), (0.0, 1.0), (0.0, 0.0))
-    relaxed = (RelaxedStage(0, 1, 1, Place.NEW), RelaxedStage(1, 2, 1, Place.SAME))
-    stages = packed(level, [2.0, 2.0, 1.0, 1.0], relaxed)
-    assert [stage.devices for stage in stages] == [(2,), (3,)]
+def test_stages_take_the_slowest_devices_of_their_rank():
+    level = Levels((0, 0, 1, 1, 2, 2), (0.0, 1.0), (0.0, 0.0))
+    relaxed = (
+        RelaxedStage(0, 1, 2, Place.NEW, 1),
+        RelaxedStage(1, 2, 1, Place.NEW, 1),
+        RelaxedStage(2, 3, 1, Place.SAME, 0),
+        RelaxedStage(3, 4, 2, Place.NEW, 0),
+    )
+    stages = packed(level, np.array([0, 0, 1, 1, 0, 1]), relaxed)
+    assert [stage.devices for stage in stages] == [(2, 3), (5,), (4,), (0, 1)]
+
+
+def test_only_as_many_fast_devices_are_used_as_there_are():
+    """One device of four is twice as fast as the others, and no link takes time."""
+    layers = tuple(
+        Layer(f"l{i}", 0.0, tuple(LayerCost(1, t, 0.0, 0.0, t, device_kind=kind)
+                                  for kind, t in (("a", 0.5), ("b", 1.0))))
+        for i in range(5)
+    )  # fmt: skip
+    chain = Chain("equal", "by hand", 1, layers)
+    links = [[0.0 if u == v else GB for v in range(4)] for u in range(4)]
+    devices = [Device(f"d{v}", "abbb"[v], 1e12) for v in range(4)]
+    problem = PipelineProblem(chain, from_matrix(devices, links), 16)
+    # The fast device has two layers, the others one each: 32 s of work, and 6 s of the others'.
+    assert server_bound(problem, inf, LONG) == pytest.approx(38.0, rel=PRECISION)
+    assert exact(problem, Limits(seconds=20)).bound_seconds == pytest.approx(38.0)
 
 
 def test_the_search_gives_up_after_its_steps():

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
-from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.bppm import StageChoice, prefix_sums, range_sums
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -79,9 +79,8 @@ def _partition(problem: PipelineProblem, server: Sequence[int]) -> list[int]:
 def _stage_times(problem: PipelineProblem, device: int) -> Floats:
     """Time of layers [start, stop) per microbatch on ``device``, inf where stop <= start."""
     costs = problem.costs(problem.cluster.devices[device].kind, 1)
-    work = np.concatenate([[0.0], np.cumsum(costs.forward_seconds + costs.backward_seconds)])
-    times = work[None, :] - work[:, None]
-    return np.where(np.tri(len(work), dtype=bool), np.inf, times)
+    times = range_sums(prefix_sums(costs.forward_seconds + costs.backward_seconds))
+    return np.where(np.tri(len(times), dtype=bool), np.inf, times)
 
 
 def _with_microbatches(scheduling: MakespanProblem, share: int) -> MakespanProblem:

@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 
 from stagewright.formulations.forms.answers import Limits, OnProgress
-from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.bppm import StageChoice, prefix_sums, range_sums
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
@@ -103,8 +103,8 @@ def optimize(problem: PipelineProblem) -> tuple[LevelTables, ...]:
     """The tables A^k, from the lowest level: devices of a server, then servers."""
     costs = [problem.costs(kind, 1) for kind in problem.kinds]
     work = np.max([c.forward_seconds + c.backward_seconds for c in costs], axis=0)
-    compute = _spans(work)
-    weights = _spans(problem.chain.parameter_bytes)
+    compute = range_sums(prefix_sums(work))
+    weights = range_sums(prefix_sums(problem.chain.parameter_bytes))
     activations = np.array([problem.boundary_bytes(s + 1) for s in range(len(work))])
     levels: list[LevelTables] = []
     for workers, bandwidth in _hierarchy(problem.cluster):
@@ -127,12 +127,6 @@ def _hierarchy(cluster: Cluster) -> list[tuple[int, float]]:
         return [(len(servers), slowest)]
     inside = min(float(cluster.bandwidth[np.ix_(server, server)].min()) for server in servers)
     return [(len(servers[0]), inside), (len(servers), slowest)]
-
-
-def _spans(values: Floats) -> Floats:
-    """out[i, j] = sum of values[i:j]."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(np.subtract.outer(sums, sums).T)
 
 
 def _level_stages(level: LevelTables, start: int, stop: int, workers: int) -> list[LevelStage]:
