@@ -12,6 +12,7 @@ device has the largest memory. docs/certificates.md has the conditions and their
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +30,19 @@ RANKS = 3  # at most; slower kinds share the last one
 
 
 class Place(IntEnum):
-    """Where a relaxed stage stands."""
+    """Where a relaxed stage is, and how near to the previous one."""
 
-    NEW = 0  # the first stage of a run
-    SAME = 1  # in the same server as the previous stage
-    SPANS = 2  # on several servers
-    TAKES_TURNS = 3  # anywhere, on devices that take turns
+    SAME = 0  # in the same server
+    NEAR = 1  # in another server of the same rack
+    NEW = 2  # in a server of another rack, or the first stage
+    SPANS_NEAR = 3  # on several servers of the same rack
+    SPANS = 4  # on several servers of another rack
+    SPANS_RACKS = 5  # on several racks
+    TAKES_TURNS = 6  # anywhere, on devices that take turns
+
+
+WITHIN = (0, 0, 0, 1, 1, 2)  # by place: whether the stage is in a server, in a rack, or neither
+APART = (0, 1, 2, 1, 2, 2)  # by place: the same for the stage and the previous one together
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +58,26 @@ class RelaxedStage:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The links of one threshold.
+    """The links of two thresholds, or of one, with one rack.
 
-    ``home`` is the server of every device, shape (V,); ``seconds_per_byte`` and ``latency`` are
-    those of the best link, and of the best link between servers.
+    ``home`` is the server of every device, shape (V,), and ``rack`` its rack; ``seconds_per_byte``
+    and ``latency`` are those of the best link, of the best between servers, and between racks.
     """
 
     home: tuple[int, ...]
-    seconds_per_byte: tuple[float, float]
-    latency: tuple[float, float]
+    rack: tuple[int, ...]
+    seconds_per_byte: tuple[float, float, float]
+    latency: tuple[float, float, float]
 
     @property
-    def servers(self) -> int:
-        """The number of servers."""
-        return max(self.home) + 1
+    def groups(self) -> Ints:
+        """The number of servers and of racks, shape (2,)."""
+        return np.array([max(self.home) + 1, max(self.rack) + 1])
 
     @property
-    def room(self) -> int:
-        """The number of devices of the largest server."""
-        return int(np.bincount(self.home).max())
+    def rooms(self) -> Ints:
+        """Devices of the largest server and rack, shape (2,)."""
+        return np.array([np.bincount(groups).max() for groups in (self.home, self.rack)])
 
 
 class ServerRelaxation(NamedTuple):
@@ -82,8 +91,10 @@ class ServerRelaxation(NamedTuple):
     ----------
     microbatches, samples
         M, and the samples of a microbatch.
-    size, servers, room
-        Devices in total, servers, and devices of the largest server.
+    size
+        Devices in total.
+    groups, rooms
+        Servers and racks, and devices of the largest of each, shape (2,).
     available
         Devices of each rank and of all faster ones, shape (K,).
     rank
@@ -112,19 +123,20 @@ class ServerRelaxation(NamedTuple):
         The largest of p pieces of a microbatch, as a fraction of it, shape (b + 1,) by p; with more
         pieces it is one sample, too.
     seconds_per_byte, latency
-        Of a transfer, shape (2,): fast and slow.
+        Of a transfer in a server, between servers, and between racks, shape (3,).
     ring, ring_latency
-        Seconds per byte of parameters of an all-reduce, and its latency, shape (2, C).
+        Seconds per byte of parameters of an all-reduce, and its latency, shape (3, C).
     packing
-        Values of two dual feasible functions of 0 ... ``room`` devices, shape (2, room + 1): of
-        runs that fit into the servers, the sum of the values is at most ``servers``.
+        Values of two dual feasible functions of 0 ... ``rooms[i]`` devices, shape
+        (2, 2, rooms[1] + 1) by [i, function, devices]: of runs that fit into the servers (i = 0) or
+        racks (i = 1), the sum of the values is at most ``groups[i]``.
     """
 
     microbatches: int
     samples: int
     size: int
-    servers: int
-    room: int
+    groups: Ints
+    rooms: Ints
     available: Ints
     rank: Ints
     together: Bools
@@ -219,41 +231,58 @@ def _fastest(
 def _links(level: Levels, devices: Ints, ranks: Ints) -> dict[str, Any]:
     """The fields of a relaxation that depend on the links."""
     pace, latency = np.array(level.seconds_per_byte), np.array(level.latency)
-    has = np.zeros((level.servers, int(ranks.max()) + 1), dtype=bool)
+    has = np.zeros((level.groups[0], int(ranks.max()) + 1), dtype=bool)
     has[list(level.home), ranks] = True
+    packing = np.full((2, 2, level.rooms[1] + 1), np.inf)
+    for i, room in enumerate(level.rooms):
+        for k in (1, 2):
+            packing[i, k - 1, : room + 1] = dual_feasible(room, k)
     return {
-        "servers": level.servers,
-        "room": level.room,
+        "groups": level.groups,
+        "rooms": level.rooms,
         "together": (has[:, :, None] & has[:, None, :]).any(axis=0),
         "seconds_per_byte": pace,
         "latency": latency,
         "ring": pace[:, None] * (2 * (devices - 1) / devices),
         "ring_latency": latency[:, None] * (2 * (devices - 1)),
-        "packing": np.array([dual_feasible(level.room, 1), dual_feasible(level.room, 2)]),
+        "packing": packing,
     }
 
 
 def levels_of(cluster: Cluster) -> Iterator[Levels]:
-    """The links of every threshold that leaves several servers, or of none if there is none."""
+    """The links of every pair of successive thresholds that leave several groups.
+
+    With one such threshold there is one rack; with none there is one server.
+    """
     size = len(cluster)
-    apart = ~np.eye(size, dtype=bool)
-    if size == 1:
-        yield Levels((0,), (0.0, 0.0), (0.0, 0.0))
-        return
-    links = cluster.bandwidth[apart]
-    pace, latency = 1 / float(links.max()), float(cluster.latency[apart].min())
-    found = False
-    for threshold in np.unique(links)[:-1]:
-        fast = (cluster.bandwidth > threshold) & apart
-        count, home = csgraph.connected_components(fast, directed=False)
-        if count > 1:
-            found = True
-            between = home[:, None] != home[None, :]
-            slow = 1 / float(cluster.bandwidth[between].max())
-            delay = float(cluster.latency[between].min())
-            yield Levels(tuple(home.tolist()), (pace, slow), (latency, delay))
-    if not found:
-        yield Levels((0,) * size, (pace, pace), (latency, latency))
+    one = (0,) * size
+    homes = [one]
+    for threshold in np.unique(cluster.bandwidth[~np.eye(size, dtype=bool)])[:-1]:
+        linked = cluster.bandwidth > threshold
+        count, home = csgraph.connected_components(linked, directed=False)
+        if count > 1 and len({*home}) > len({*homes[-1]}):
+            homes.append(tuple(home.tolist()))
+    # The first is the whole cluster: a rack only if there is no other.
+    nested = homes if len(homes) < 3 else homes[1:]
+    for rack, home in pairwise(nested) if len(nested) > 1 else [(one, one)]:
+        pace, latency = zip(*_best_links(cluster, home, rack), strict=True)
+        yield Levels(home, rack, pace, latency)
+
+
+def _best_links(
+    cluster: Cluster, home: tuple[int, ...], rack: tuple[int, ...]
+) -> Iterator[tuple[float, float]]:
+    """The best seconds per byte and latency of all links, between servers, and between racks.
+
+    Between the only server and itself, or rack, the links are the previous ones.
+    """
+    best = 0.0, 0.0
+    for groups in (range(len(cluster)), home, rack):
+        between = np.not_equal.outer(groups, groups)
+        if between.any():
+            links, latency = cluster.bandwidth[between], cluster.latency[between]
+            best = 1 / float(links.max()), float(latency.min())
+        yield best
 
 
 def dual_feasible(room: int, k: int) -> Floats:

@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 from numba import njit
 
-from stagewright.formulations.pipelines.server_relaxation import Place, ServerRelaxation
+from stagewright.formulations.pipelines.server_relaxation import (
+    APART,
+    WITHIN,
+    Place,
+    ServerRelaxation,
+)
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.compiled import inner
 from stagewright.solvers.pipelines.paced_machine import least_schedule
@@ -18,6 +23,8 @@ from stagewright.solvers.pipelines.server_labels import (
     BACKWARDS,
     FORTH,
     FORWARDS,
+    PIECES,
+    ROOM,
     RUNS,
     TRIP,
     TRIPS,
@@ -25,9 +32,10 @@ from stagewright.solvers.pipelines.server_labels import (
     Labels,
     insert,
 )
-from stagewright.solvers.pipelines.server_tables import FAST, SLOW, Rest
+from stagewright.solvers.pipelines.server_tables import FAST, Rest, least_link
 
-NEW, SAME, SPANS, TAKES_TURNS = (int(place) for place in Place)
+TAKES_TURNS = int(Place.TAKES_TURNS)
+ALONE = 2  # how near two stages are that are not in one rack
 NONE, GAVE_UP = -1, -2
 MARGIN = 1e-9
 
@@ -134,31 +142,43 @@ def _exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> 
 
 
 @inner
-def _arrive(search: Search, state: tuple[int, int, int], place: int, c: int) -> None:
-    """Collect the labels after the channel from ``state`` to a stage of choice c."""
+def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int) -> None:
+    """Collect the labels after the channel from ``state`` to a stage of choice c.
+
+    ``apart`` is 0 if the stage is in the same server, 1 if in the same rack, otherwise ALONE.
+    """
     last, l, used = state
     form, labels, values = search.form, search.labels, search.values
     left = form.size - used
+    several = last == len(form.available) or c >= form.turns
     search.arrivals.counts[0, 0, 0] = 0
     for i in range(labels.counts[last, l, used]):
-        known, room = labels.values[last, l, used, i], labels.room[last, l, used, i]
-        if place == SAME and room < form.devices[c]:
+        known = labels.values[last, l, used, i]
+        if apart < ALONE and -known[ROOM + apart] < form.devices[c]:
             continue
         values[:] = known
-        if place != SAME and room > 0:  # the run is closed
-            values[RUNS : RUNS + 2] += form.packing[:, form.room - room]
-        several = last == len(form.available) or place == TAKES_TURNS
+        for level in range(apart):
+            _close(form, known, level, values)
         send = 0.0
         if used > 0:
-            pieces = form.pieces[c] * labels.pieces[last, l, used, i]
-            send = _send(form, l, pieces, FAST if place == SAME or several else SLOW)
+            pieces = form.pieces[c] * int(-known[PIECES])
+            send = _send(form, l, pieces, FAST if several else apart)
             _cross(search, known, send, several)
         if _exceeds(search, values, 0.0, left, l):
             continue
         if used > 0 and not several and _is_crowded(search, known, send, left, l):
             continue
-        at = room if place == SAME else form.room
-        insert(search.arrivals, (0, 0, 0), at, 1, values, labels.source[last, l, used, i])
+        values[PIECES] = -1.0
+        insert(search.arrivals, (0, 0, 0), values, labels.source[last, l, used, i])
+
+
+@inner
+def _close(form: ServerRelaxation, known: Floats, level: int, values: Floats) -> None:
+    """Close the run in a server (level 0) or a rack (1), and start an empty one."""
+    room, at = int(-known[ROOM + level]), RUNS + 2 * level
+    if room > 0:
+        values[at : at + 2] += form.packing[level, :, form.rooms[level] - room]
+    values[ROOM + level] = -form.rooms[level]
 
 
 @inner
@@ -215,7 +235,7 @@ def _extend(search: Search, known: Floats, f: float, b: float, finish: float, mo
 @inner
 def _count(form: ServerRelaxation, known: Floats, c: int, values: Floats) -> bool:
     """Count the devices of choice c in ``values`` by rank; whether there are as many."""
-    values[UP_TO:] = known[UP_TO:]
+    values[UP_TO:ROOM] = known[UP_TO:ROOM]
     enough = True
     if c < form.turns:
         for rank in range(form.rank[c], len(form.available) - 1):
@@ -225,25 +245,37 @@ def _count(form: ServerRelaxation, known: Floats, c: int, values: Floats) -> boo
 
 
 @inner
+def _settle(form: ServerRelaxation, known: Floats, c: int, place: int, values: Floats) -> bool:
+    """Take the room of a stage from its server and rack; whether the runs still fit."""
+    values[RUNS:UP_TO] = known[RUNS:UP_TO]
+    values[PIECES] = -form.pieces[c]
+    fits = True
+    for level in range(len(form.rooms)):
+        values[ROOM + level] = 0.0
+        if c < form.turns and WITHIN[place] <= level:
+            room, at = int(-known[ROOM + level]) - form.devices[c], RUNS + 2 * level
+            taken = form.packing[level, :, form.rooms[level] - room]
+            most = max(known[at] + taken[0], known[at + 1] + taken[1])
+            fits = fits and most <= form.groups[level] + MARGIN
+            values[ROOM + level] = -room
+            if room == 0:
+                values[at : at + 2] += taken
+    return fits
+
+
+@inner
 def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int) -> bool:
     """Place every stage of choice c after an arrival; whether one ends with the last layer."""
     form, steps, layers = search.form, search.steps, search.form.forward.shape[1] - 1
-    known, source = (
-        search.arrivals.values[0, 0, 0, arrival],
-        search.arrivals.source[0, 0, 0, arrival],
-    )
-    inside = place in (NEW, SAME)
-    room = search.arrivals.room[0, 0, 0, arrival] - form.devices[c] if inside else 0
-    runs, taken = known[RUNS : RUNS + 2], form.packing[:, form.room - room]
-    if inside and max(runs[0] + taken[0], runs[1] + taken[1]) > form.servers + MARGIN:
-        return False
-    if not _count(form, known, c, search.values):
+    known, values = search.arrivals.values[0, 0, 0, arrival], search.values
+    source = search.arrivals.source[0, 0, 0, arrival]
+    if not (_settle(form, known, c, place, values) and _count(form, known, c, values)):
         return False
     used, turned = state[2] + form.devices[c], place == TAKES_TURNS
-    link = FAST if inside or (turned and form.devices[c] <= form.room) else SLOW
+    link = least_link(form, c) if turned else WITHIN[place]
     for m in range(state[1] + 1, layers + 1):
         steps[1] += 1
-        fits, ends = _try(search, known, state[1], m, c, link, room, used, turned)
+        fits, ends = _try(search, known, state[1], m, c, link, used)
         if ends:
             return False
         if not fits:
@@ -251,11 +283,8 @@ def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arri
         _remember(search, source, state[1], m, c, place)
         if m == layers:
             return True
-        search.values[RUNS : RUNS + 2] = runs
-        if inside and room == 0:
-            search.values[RUNS : RUNS + 2] += taken
         at = len(form.available) if turned else form.rank[c], m, used
-        insert(search.labels, at, room, form.pieces[c], search.values, steps[0] - 1)
+        insert(search.labels, at, values, steps[0] - 1)
     return False
 
 
@@ -277,15 +306,13 @@ def _try(
     m: int,
     c: int,
     link: int,
-    room: int,
     used: int,
-    turned: bool,
 ) -> tuple[bool, bool]:
     """Whether layers [l, m) may be a stage; whether none from l to m or further can be.
 
     ``search.values`` are those of the label after it.
     """
-    form = search.form
+    form, turned = search.form, c >= search.form.turns
     f = form.forward[c, m] - form.forward[c, l]
     b = form.backward[c, m] - form.backward[c, l]
     finish = form.ring[link, c] * (form.parameters[m] - form.parameters[l])
@@ -302,9 +329,7 @@ def _try(
         return False, False
     if last:
         return not _exceeds(search, search.values, 0.0, left, m), False
-    wide = form.turns < len(form.devices)
-    next_link = FAST if room > 0 or wide else SLOW
-    send = _send(form, m, form.pieces[c] * left, next_link)
+    send = _send(form, m, form.pieces[c] * left, _next_link(form, search.values))
     if _exceeds(search, search.values, send, left, m):
         return False, False
     around = f + 2 * send + search.rest.path[_fast_left(search, search.values), left, m]
@@ -316,40 +341,66 @@ def _try(
 
 
 @inner
+def _next_link(form: ServerRelaxation, values: Floats) -> int:
+    """The best link that the next stage may have to the last one."""
+    if values[ROOM] < 0 or form.turns < len(form.devices):
+        return FAST
+    return 1 if values[ROOM + 1] < 0 else ALONE
+
+
+@inner
 def _expand(search: Search, state: tuple[int, int, int]) -> bool:
     """Place every next stage after the labels of ``state``; whether a plan is complete."""
-    form, (last, _, used) = search.form, state
+    form, used = search.form, state[2]
     for c in range(len(form.devices)):
-        r = form.devices[c]
-        if used + r > form.size:
+        if used + form.devices[c] > form.size:
             continue
-        if c >= form.turns:
-            if _place_after(search, state, TAKES_TURNS, TAKES_TURNS, c):
+        for apart in range(ALONE + 1):
+            if _may_follow(form, state, apart, c) and _place_after(search, state, apart, c):
                 return True
-            continue
-        first = NEW if r <= form.room else SPANS
-        end = SPANS if form.servers > 1 and form.pieces[c] > 1 else NEW
-        if first <= end and _place_after(search, state, first, end, c):
-            return True
-        split = used > 0 and last < len(form.available)
-        continues = split and r <= form.room and form.together[last, form.rank[c]]
-        if continues and _place_after(search, state, SAME, SAME, c):
-            return True
     return False
 
 
 @inner
-def _place_after(
-    search: Search, state: tuple[int, int, int], place: int, other: int, c: int
-) -> bool:
-    """Place the stages of choice c at ``place`` and at ``other``, to which the channel is equal."""
-    _arrive(search, state, place, c)
+def _may_follow(form: ServerRelaxation, state: tuple[int, int, int], apart: int, c: int) -> bool:
+    """Whether a stage of choice c may be so far ``apart`` from the last one of ``state``.
+
+    Where devices take turns, before or after, runs end.
+    """
+    last, _, used = state
+    if used == 0 or last == len(form.available) or c >= form.turns:
+        return apart == ALONE
+    if apart == 0:
+        return bool(form.together[last, form.rank[c]])
+    return apart < ALONE or form.groups[1] > 1
+
+
+@inner
+def _place_after(search: Search, state: tuple[int, int, int], apart: int, c: int) -> bool:
+    """Place the stages of choice c at all places as far ``apart``: their channel is the same."""
+    form = search.form
+    _arrive(search, state, apart, c)
     for arrival in range(search.arrivals.counts[0, 0, 0]):
-        if _place(search, state, place, c, arrival):
-            return True
-        if other != place and _place(search, state, other, c, arrival):
-            return True
+        if c >= form.turns:
+            if _place(search, state, TAKES_TURNS, c, arrival):
+                return True
+            continue
+        for place in range(TAKES_TURNS):
+            possible = APART[place] == apart and _may_be(form, WITHIN[place], c)
+            if possible and _place(search, state, place, c, arrival):
+                return True
     return False
+
+
+@inner
+def _may_be(form: ServerRelaxation, within: int, c: int) -> bool:
+    """Whether a stage of choice c may be in one server (0), in one rack (1), or in several.
+
+    A choice of one device may stand for more of them.
+    """
+    if within < ALONE and form.devices[c] > form.rooms[within]:
+        return False
+    return bool(within == 0 or (form.groups[within - 1] > 1 and form.pieces[c] > 1))
 
 
 @njit(cache=True, error_model="numpy")
@@ -361,7 +412,7 @@ def find(search: Search, most: float) -> int:
     form, labels = search.form, search.labels
     labels.counts[:] = 0
     labels.counts[0, 0, 0] = 1
-    labels.room[0, 0, 0, 0], labels.source[0, 0, 0, 0] = 0, NONE
+    labels.source[0, 0, 0, 0] = NONE
     labels.values[0, 0, 0, 0] = 0.0
     search.steps[:] = 0
     for used in range(form.size):

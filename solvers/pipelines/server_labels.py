@@ -7,16 +7,18 @@ import numpy as np
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.compiled import inner
 
-# The values of a label, in seconds but for RUNS and UP_TO.
+# The values of a label: the less, the better. In seconds unless they say what they count.
 TRIP = 0  # of 4: the way to the end of the prefix and back, then k backwards and an all-reduce
 TRIPS = 4  # for the k of _before_last
 FORTH = 4  # the way of one microbatch to the end of the prefix
 BACK = 5  # its way back
 FORWARDS = 6  # the slowest forward or transfer so far, and the same for backwards
 BACKWARDS = 7
-RUNS = 8  # two entries: servers that the closed runs need at least
-UP_TO = 10  # two entries: devices of rank 0, and of ranks 0 and 1
-VALUES = 12
+RUNS = 8  # two entries each for servers and racks: how many the closed runs need at least
+UP_TO = 12  # two entries: devices of rank 0, and of ranks 0 and 1
+ROOM = 14  # negative: free devices in the server of the current run, then in its rack
+PIECES = 16  # negative: in which the last stage sends
+VALUES = 17
 
 
 class Labels(NamedTuple):
@@ -24,23 +26,16 @@ class Labels(NamedTuple):
 
     The sort is the rank of a split stage, or the number of ranks if its devices take turns.
     ``counts`` has shape (ranks or ranks + 1, L + 1, V + 1); the others have one more axis, for N
-    labels. ``room`` is the number of free devices in the server of the current run, ``pieces`` the
-    pieces in which the last stage sends, ``source`` the index of the last stage among those placed.
+    labels. ``source`` is the index of the last stage among those placed.
     """
 
     counts: Ints
-    room: Ints
-    pieces: Ints
     source: Ints
     values: Floats
 
 
 @inner
-def _is_dominated(
-    room: int, pieces: int, values: Floats, by_room: int, by_pieces: int, by: Floats
-) -> bool:
-    if by_room < room or by_pieces < pieces:
-        return False
+def _is_dominated(values: Floats, by: Floats) -> bool:
     for i in range(VALUES):  # noqa: SIM110 (numba has no all())
         if by[i] > values[i]:
             return False
@@ -48,44 +43,48 @@ def _is_dominated(
 
 
 @inner
-def insert(
-    labels: Labels, at: tuple[int, int, int], room: int, pieces: int, values: Floats, source: int
-) -> None:
+def insert(labels: Labels, at: tuple[int, int, int], values: Floats, source: int) -> None:
     """Add a label unless it is dominated; a full list merges it with another, which relaxes."""
-    rooms, cut, known = labels.room[at], labels.pieces[at], labels.values[at]
-    sources = labels.source[at]
+    known, sources = labels.values[at], labels.source[at]
     for i in range(labels.counts[at]):
-        if _is_dominated(room, pieces, values, rooms[i], cut[i], known[i]):
+        if _is_dominated(values, known[i]):
             return
     kept = 0
     for i in range(labels.counts[at]):
-        if not _is_dominated(rooms[i], cut[i], known[i], room, pieces, values):
-            rooms[kept], cut[kept], sources[kept] = rooms[i], cut[i], sources[i]
+        if not _is_dominated(known[i], values):
+            sources[kept] = sources[i]
             known[kept] = known[i]
             kept += 1
     labels.counts[at] = kept
-    if kept == len(rooms):
-        i = _closest(kept, room, pieces, values, rooms, cut, known)
-        rooms[i], cut[i] = max(rooms[i], room), max(cut[i], pieces)
+    if kept == len(sources):
+        i = _closest(kept, values, known)
         known[i] = np.minimum(known[i], values)
         return
-    rooms[kept], cut[kept], sources[kept] = room, pieces, source
+    sources[kept] = source
     known[kept] = values
     labels.counts[at] += 1
 
 
 @inner
-def _closest(
-    count: int, room: int, pieces: int, values: Floats, rooms: Ints, cut: Ints, known: Floats
-) -> int:
+def _closest(count: int, values: Floats, known: Floats) -> int:
     """The label that loses least by a merger."""
     chosen, least = 0, np.inf
     for i in range(count):
-        loss = 0.02 * abs(cut[i] - pieces) / min(cut[i], pieces) + 0.02 * abs(rooms[i] - room)
+        loss = 0.0
         for k in range(VALUES):
-            weight = 1.0 if k in (TRIP, FORTH, TRIPS - 1) else 0.3
-            weight = 0.05 if RUNS <= k < UP_TO else weight
-            loss += weight * abs(known[i, k] - values[k]) / (known[i, k] + values[k] + 1e-30)
+            apart = abs(known[i, k] - values[k])
+            if ROOM <= k < PIECES:
+                loss += 0.02 * apart
+            else:
+                loss += _weight(k) * apart / (abs(known[i, k]) + abs(values[k]) + 1e-30)
         if loss < least:
             chosen, least = i, loss
     return chosen
+
+
+@inner
+def _weight(k: int) -> float:
+    """How much a relative difference in the k-th value matters."""
+    if k in (TRIP, FORTH, TRIPS - 1):
+        return 1.0
+    return 0.05 if RUNS <= k < UP_TO or k == PIECES else 0.3

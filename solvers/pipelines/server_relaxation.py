@@ -228,7 +228,7 @@ class ServerSearch:
     def _work(self) -> Search:
         turned = self.form.turns < len(self.form.devices)
         states = (len(self.form.available) + turned, self._entries[1], self._entries[0])
-        most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (VALUES + 3)), 4, MOST_LABELS))
+        most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (VALUES + 1)), 4, MOST_LABELS))
         return Search(
             form=self.form,
             until=0.0,
@@ -243,6 +243,5 @@ class ServerSearch:
 
 
 def _empty(states: tuple[int, int, int], most: int) -> Labels:
-    room, pieces, source = (np.zeros((*states, most), np.int64) for _ in range(3))
-    values = np.zeros((*states, most, VALUES))
-    return Labels(np.zeros(states, np.int64), room, pieces, source, values)
+    source, values = np.zeros((*states, most), np.int64), np.zeros((*states, most, VALUES))
+    return Labels(np.zeros(states, np.int64), source, values)

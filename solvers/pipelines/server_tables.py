@@ -12,7 +12,7 @@ from stagewright.formulations.pipelines.server_relaxation import ServerRelaxatio
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import inner
 
-FAST, SLOW = 0, 1
+FAST = 0  # the best link
 
 
 class Before(NamedTuple):
@@ -50,10 +50,19 @@ class _Stage(NamedTuple):
 
 
 @inner
+def least_link(form: ServerRelaxation, c: int) -> int:
+    """The best links that all devices of choice c may have: of a server, a rack, or between."""
+    link = 0
+    while link < len(form.rooms) and form.devices[c] > form.rooms[link]:
+        link += 1
+    return link
+
+
+@inner
 def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     f = form.forward[c, stop] - form.forward[c, start]
     both = f + form.backward[c, stop] - form.backward[c, start]
-    link = FAST if form.devices[c] <= form.room else SLOW
+    link = least_link(form, c)
     weights = form.parameters[stop] - form.parameters[start]
     finish = form.ring[link, c] * weights + form.ring_latency[link, c]
     finish += form.update[c, stop] - form.update[c, start]
@@ -157,7 +166,7 @@ def _put_first(
         return
     head, forth = before.path[form.size - d, l], before.forth[form.size - d, l]
     wide = form.turns < len(form.devices)
-    link = FAST if form.devices[c] <= form.room or wide else SLOW
+    link = FAST if wide else least_link(form, c)
     crossings = 1 if wide else form.microbatches
     for m in range(l + 1, layers + 1):
         stage = _stage(form, c, l, m)

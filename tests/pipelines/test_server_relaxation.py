@@ -147,7 +147,7 @@ def test_uniform_links_have_one_server():
     cluster = uniform_servers(1, 8, Link(GB))
     problem = PipelineProblem(analytic_model("vgg16", 8), cluster, 4)
     (level,) = levels_of(cluster)
-    assert (level.servers, level.room) == (1, 8)
+    assert (level.groups.tolist(), level.rooms.tolist()) == ([1, 1], [8, 8])
     plain = fill_and_drain_bound(problem, 100.0)
     assert server_bound(problem, inf, LONG) >= plain * (1 - 3 * PRECISION)
 
@@ -159,10 +159,21 @@ def test_levels_of_clusters():
     assert len(tuple(levels_of(dgx1()))) >= 1
     three = np.array([[0, 9, 3, 1], [9, 0, 3, 1], [3, 3, 0, 1], [1, 1, 1, 0.0]]) * GB
     devices = [Device(f"d{v}", "a", 1e9) for v in range(4)]
-    found = {one.home: one for one in levels_of(from_matrix(devices, three))}
-    assert {max(home) + 1 for home in found} == {2, 3}
-    assert found[0, 0, 0, 1].seconds_per_byte == pytest.approx((1 / 9 / GB, 1 / GB))
-    assert found[0, 0, 1, 2].seconds_per_byte == pytest.approx((1 / 9 / GB, 1 / 3 / GB))
+    (found,) = levels_of(from_matrix(devices, three))
+    assert (found.home, found.rack) == ((0, 0, 1, 2), (0, 0, 0, 1))
+    assert found.seconds_per_byte == pytest.approx((1 / 9 / GB, 1 / 3 / GB, 1 / GB))
+    assert (found.groups.tolist(), found.rooms.tolist()) == ([3, 2], [2, 3])
+
+
+def test_four_kinds_of_links_are_two_relaxations():
+    def link(u, v):
+        paces = ((8, 2), (4, 4), (2, 8), (1, 16))
+        return next(pace for pace, size in paces if u // size == v // size) * GB
+
+    links = [[0.0 if u == v else link(u, v) for v in range(16)] for u in range(16)]
+    devices = [Device(f"d{v}", "a", 1e9) for v in range(16)]
+    shapes = [(*one.groups, *one.rooms) for one in levels_of(from_matrix(devices, links))]
+    assert shapes == [(4, 2, 4, 8), (8, 4, 2, 4)]
 
 
 @given(st.integers(1, 12), st.sampled_from([1, 2]), st.data())
@@ -179,7 +190,7 @@ def test_dual_feasible_functions(room, k, data):
 
 
 def test_runs_are_packed_into_servers():
-    level = Levels((0, 0, 0, 0, 1, 1, 1, 1), (0.0, 1.0), (0.0, 0.0))
+    level = Levels((0, 0, 0, 0, 1, 1, 1, 1), (0,) * 8, (0.0, 1.0, 1.0), (0.0,) * 3)
     relaxed = (
         RelaxedStage(0, 1, 2, Place.NEW, 0),
         RelaxedStage(1, 2, 1, Place.SAME, 0),
@@ -196,8 +207,25 @@ def test_runs_are_packed_into_servers():
     assert len({*devices}) == 8
 
 
+def test_runs_of_a_rack_are_packed_into_one_rack():
+    """The first two runs share a rack, and so do the last two stages, one of which spans."""
+    level = Levels((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 1, 1, 1, 1), (0.0, 1.0, 2.0), (0.0,) * 3)
+    relaxed = (
+        RelaxedStage(0, 1, 1, Place.NEW, 0),
+        RelaxedStage(1, 2, 2, Place.NEAR, 0),
+        RelaxedStage(2, 3, 3, Place.SPANS, 0),
+        RelaxedStage(3, 4, 1, Place.NEAR, 0),
+    )
+    stages = packed(level, np.zeros(8, np.int64), relaxed)
+    racks = [{level.rack[v] for v in stage.devices} for stage in stages]
+    assert racks[0] == racks[1] != racks[2] == racks[3]
+    assert all(len(rack) == 1 for rack in racks)
+    assert len({level.home[v] for v in stages[1].devices}) == 1
+    assert len({v for stage in stages for v in stage.devices}) == 7
+
+
 def test_stages_take_the_slowest_devices_of_their_rank():
-    level = Levels((0, 0, 1, 1, 2, 2), (0.0, 1.0), (0.0, 0.0))
+    level = Levels((0, 0, 1, 1, 2, 2), (0,) * 6, (0.0, 1.0, 1.0), (0.0,) * 3)
     relaxed = (
         RelaxedStage(0, 1, 2, Place.NEW, 1),
         RelaxedStage(1, 2, 1, Place.NEW, 1),
