@@ -26,6 +26,7 @@ from stagewright.graphs.machines.cluster import Cluster
 
 SERVERS = "server-aware relaxation"
 SERVERS_AND_TURNS = "server-aware relaxation, also of devices that take turns"
+RELAXED_TREE = "branch and bound on the server-aware relaxation"
 RANKS = 3  # at most; slower kinds share the last one
 
 
@@ -43,6 +44,7 @@ class Place(IntEnum):
 
 WITHIN = (0, 0, 0, 1, 1, 2)  # by place: whether the stage is in a server, in a rack, or neither
 APART = (0, 1, 2, 1, 2, 2)  # by place: the same for the stage and the previous one together
+ANYWHERE = 2 ** len(WITHIN) - 1  # the bits of all places of split stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class ServerRelaxation(NamedTuple):
     limit
         The most microbatches in flight of a stage of layers [k, l), shape (C, L + 1, L + 1) by
         [choice, k, l]; 0 if the stage is not possible.
+    places
+        Bits of the places that a split stage from layer l on may have, shape (L + 1,).
     update
         Prefix sums of seconds of the optimizer's step, shape (C, L + 1).
     parameters
@@ -147,6 +151,7 @@ class ServerRelaxation(NamedTuple):
     forward: Floats
     backward: Floats
     limit: Ints
+    places: Ints
     update: Floats
     parameters: Floats
     boundary: Floats
@@ -190,6 +195,7 @@ def _relaxation(problem: PipelineProblem, level: Levels, wide: bool) -> ServerRe
         forward=prefix_sums(np.array([forward for forward, _, _ in costs])),
         backward=prefix_sums(np.array([backward for _, backward, _ in costs])),
         limit=np.array([_limits(problem, one, ranks, wide) for one in choices]),
+        places=np.full(len(problem.chain) + 1, ANYWHERE),
         update=prefix_sums(np.array([update for _, _, update in costs])),
         parameters=prefix_sums(problem.chain.parameter_bytes),
         boundary=np.array([0.0, *boundary, 0.0]),

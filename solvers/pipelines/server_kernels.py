@@ -386,7 +386,8 @@ def _place_after(search: Search, state: tuple[int, int, int], apart: int, c: int
                 return True
             continue
         for place in range(TAKES_TURNS):
-            possible = APART[place] == apart and _may_be(form, WITHIN[place], c)
+            allowed = form.places[state[1]] >> place & 1 and APART[place] == apart
+            possible = allowed and _may_be(form, WITHIN[place], c)
             if possible and _place(search, state, place, c, arrival):
                 return True
     return False

@@ -1,4 +1,7 @@
-"""Plans from the server-aware relaxation: its relaxed plans, packed into servers."""
+"""Plans from the server-aware relaxation: its relaxed plans, packed into servers.
+
+First come the plans near the bound, then those of a branch and bound that raises the bound.
+"""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -10,6 +13,7 @@ from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.pipelines.server_relaxation import (
+    RELAXED_TREE,
     SERVERS,
     Levels,
     RelaxedStage,
@@ -22,7 +26,8 @@ from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.pipelines.server_relaxation import STEPS_PER_SECOND, ServerBounds
+from stagewright.solvers.pipelines.server_relaxation import ServerBounds
+from stagewright.solvers.pipelines.server_search import STEPS_PER_SECOND
 from stagewright.solvers.planners.packing import packed
 from stagewright.solvers.planners.proposal import (
     NoPlan,
@@ -36,6 +41,7 @@ from stagewright.solvers.planners.uniform import UniformPlanner
 BOUND_SHARE = 0.3  # of the time limit, for the bound
 STEP, STEPS = 0.003, 24  # relative times above the bound at which relaxed plans are taken
 STEP_SHARE = 0.01  # of the time limit, for each of them
+TREE_SHARE = 0.5  # of the time left after the first schedules, for branch and bound
 BEST = 4  # plans that are scheduled by CP-SAT
 SCHEDULE_SHARE = 0.08  # of the time limit, for each of them
 WORTH_IT = 1e-6  # relative improvement
@@ -81,11 +87,17 @@ class _Packing:
                 break
             for level, plan in relaxed.near(self.bound * (1 + i * STEP), steps):
                 self._consider(level, plan)
-        bounds = (Bound(self.bound, SERVERS, "problem", DISJOINT_SPLIT),)
+        if self.best is not None:
+            self._schedule()
+        bounds = [Bound(self.bound, SERVERS, "problem", DISJOINT_SPLIT)]
+        if not self._is_settled() and self._left() > 0:
+            cost = self.best.seconds if self.best else math.inf
+            self.bound = relaxed.branch(cost, TREE_SHARE * self._left(), self._consider)
+            bounds.append(Bound(self.bound, RELAXED_TREE, "problem", DISJOINT_SPLIT))
         if self.best is None:
-            return NoPlan("no relaxed plan fits into the servers", proved=False, bounds=bounds)
+            return NoPlan("no relaxed plan fits into the servers", False, tuple(bounds))
         self._schedule()
-        known = self._proposal(self.best, bounds)
+        known = self._proposal(self.best, tuple(bounds))
         left = replace(self.limits, seconds=self._left())
         return known if self._is_settled() else refine(self.problem, known, left, self.on_progress)
 

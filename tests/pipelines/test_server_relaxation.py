@@ -27,11 +27,11 @@ from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, relaxed_load_bound
 from stagewright.solvers.pipelines.server_relaxation import (
-    PRECISION,
     ServerBounds,
     is_server_bound,
     server_bound,
 )
+from stagewright.solvers.pipelines.server_search import PRECISION
 from stagewright.solvers.planners.exact import exact
 from stagewright.solvers.planners.packing import packed
 from stagewright.solvers.planners.proposal import NoPlan, cost_of

@@ -1,0 +1,180 @@
+"""The search over the labels of one server-aware relaxation, and its bisection."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.formulations.pipelines.server_relaxation import (
+    Place,
+    RelaxedStage,
+    ServerRelaxation,
+)
+from stagewright.solvers.pipelines.server_kernels import (
+    GAVE_UP,
+    NONE,
+    Search,
+    find,
+)
+from stagewright.solvers.pipelines.server_labels import VALUES, Labels
+from stagewright.solvers.pipelines.server_tables import Before, Rest, fill_before, fill_rest
+
+MARGIN = 1e-9
+FIRST_STEP = 0.005  # relative, above the bound of the tables; doubled until a plan is found
+PRECISION = 5e-4  # relative width at which the bisection stops
+MOST_LABELS = 48  # of a state; more are merged
+LABEL_BYTES = 4e8  # of all states
+MOST_STAGES = 1_000_000  # placed stages that are remembered, for the relaxed plans
+MOST_ARRIVALS = 240
+STEPS_PER_SECOND = 3e5  # a low estimate
+COUNTED_STEPS = 1e8  # of the tables that count the devices of rank 0
+TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
+
+OnPlan = Callable[[tuple[RelaxedStage, ...]], None]
+
+
+class Answer(NamedTuple):
+    """Of one search: a relaxed plan, or the proof that there is none, or neither in time."""
+
+    plan: tuple[RelaxedStage, ...]
+    proves: bool
+
+
+def _steps(until: float) -> float:
+    return max(0.0, until - monotonic()) * STEPS_PER_SECOND
+
+
+@dataclass
+class ServerSearch:
+    """The search over the relaxed plans of ``form``.
+
+    ``high`` is the least time for which a search ended without a proof; inf before the first.
+    """
+
+    form: ServerRelaxation
+    high: float = math.inf
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the tables are small enough."""
+        return self._table_steps <= TABLE_STEPS
+
+    @property
+    def _table_steps(self) -> float:
+        choices, layers = self.form.forward.shape
+        return float(choices * layers**2 / 2 * self.form.size)
+
+    def raised(self, low: float, most: float, until: float, on_plan: OnPlan) -> float:
+        """The largest time from ``low``, which is proved, to ``most`` that is proved too short.
+
+        The tables prove a first bound; then times grow until there is a relaxed plan. Without
+        a positive ``low`` there is nothing to grow from.
+        """
+        if low <= 0:
+            return low
+        if self.high == math.inf:
+            if self.answer(math.inf, 0).proves:
+                return most
+            low = self._by_tables(low, most)
+        growth = FIRST_STEP
+        while low < most and self.high == math.inf and monotonic() < until:
+            low = self._ask(low, min(most, low * (1 + growth)), _steps(until), on_plan)
+            growth *= 2
+        while min(most, self.high) > low * (1 + PRECISION) and monotonic() < until:
+            low = self._ask(low, (low + min(most, self.high)) / 2, _steps(until), on_plan)
+        return low
+
+    def proves(self, seconds: float) -> bool:
+        """Whether no relaxed plan takes less than ``seconds``."""
+        is_open = seconds < self.high or self.high == math.inf
+        return is_open and self.answer(seconds, math.inf).proves
+
+    def _ask(self, low: float, seconds: float, steps: float, on_plan: OnPlan) -> float:
+        """``seconds`` if no plan is as fast, else ``low``, with ``seconds`` as the new high."""
+        found = self.answer(seconds, steps)
+        if found.proves:
+            return seconds
+        self.high = seconds
+        if found.plan:
+            on_plan(found.plan)
+        return low
+
+    def _by_tables(self, low: float, most: float) -> float:
+        """The largest time up to ``most`` that the tables alone prove to be too short."""
+        high = low
+        while low < most and high == low:
+            high = min(most, 2 * high)
+            low = high if self.answer(high, 0).proves else low
+        while high > low * (1 + PRECISION):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.answer(middle, 0).proves else (low, middle)
+        return low
+
+    def answer(
+        self, seconds: float, steps: float, restricted: ServerRelaxation | None = None
+    ) -> Answer:
+        """A relaxed plan of less than ``seconds``, or the proof that there is none.
+
+        Labels that were merged may give a relaxed plan that takes longer. The search ends after
+        ``steps``. ``restricted`` is ``form`` with fewer stages or places.
+        """
+        form = restricted or self.form
+        work = self._work._replace(form=form, until=seconds * (1 - MARGIN))
+        fill_before(form, work.until, self._before)
+        fill_rest(form, work.until, self._before, work.rest)
+        if not np.isfinite(work.rest.path[-1, self.form.size, 0]):
+            return Answer((), True)
+        found = find(work, steps)
+        if found in (NONE, GAVE_UP):
+            return Answer((), found == NONE)
+        return Answer(tuple(self._stages(found))[::-1], False)
+
+    def _stages(self, found: int) -> Iterator[RelaxedStage]:
+        """The stages from the last one on; some are missing if there were too many to remember."""
+        placed = self._work.placed
+        while 0 <= found < len(placed):
+            found, start, stop, choice, place = placed[found].tolist()
+            devices, rank = int(self.form.devices[choice]), int(self.form.rank[choice])
+            yield RelaxedStage(start, stop, devices, Place(place), rank)
+
+    @cached_property
+    def _before(self) -> Before:
+        return Before(*(np.zeros(self._entries) for _ in range(2)))
+
+    @property
+    def _entries(self) -> tuple[int, int]:
+        """The shape of the tables, by devices and layers."""
+        return self.form.size + 1, self.form.forward.shape[1]
+
+    @property
+    def _counted(self) -> int:
+        """Devices of rank 0, if the tables count them; otherwise 0."""
+        fast = int(self.form.available[0])
+        counts = fast < self.form.size and self._table_steps * fast <= COUNTED_STEPS
+        return fast if counts else 0
+
+    @cached_property
+    def _work(self) -> Search:
+        turned = self.form.turns < len(self.form.devices)
+        states = (len(self.form.available) + turned, self._entries[1], self._entries[0])
+        most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (VALUES + 1)), 4, MOST_LABELS))
+        return Search(
+            form=self.form,
+            until=0.0,
+            rest=Rest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
+            labels=_empty(states, most),
+            arrivals=_empty((1, 1, 1), MOST_ARRIVALS),
+            placed=np.zeros((MOST_STAGES, 5), np.int64),
+            steps=np.zeros(2, np.int64),
+            values=np.zeros(VALUES),
+            tails=np.zeros(self.form.microbatches),
+        )
+
+
+def _empty(states: tuple[int, int, int], most: int) -> Labels:
+    source, values = np.zeros((*states, most), np.int64), np.zeros((*states, most, VALUES))
+    return Labels(np.zeros(states, np.int64), source, values)
