@@ -19,7 +19,7 @@ from stagewright.cli.console import (
     Optimizer,
     PlanFile,
     Seed,
-    print_json,
+    print_answer,
     print_lines,
 )
 from stagewright.cli.outputs import Writes, require_folder
@@ -143,6 +143,7 @@ def _start(
     from stagewright.executor.programs.program import plan_devices
     from stagewright.executor.training.ranks.launch import LocalRanks
     from stagewright.graphs.documents.errors import InvalidPlan
+    from stagewright.service.answers import InvalidAnswer
 
     with LocalRanks(len(plan_devices(parsed)), main) as ranks:
         task = read_task(parsed)
@@ -150,7 +151,7 @@ def _start(
             _require_runnable(task)
         except InvalidPlan as error:
             if as_json:
-                print_json({"status": "invalid", "reason": str(error)})
+                print_answer(InvalidAnswer(reason=str(error)))
             else:
                 print_lines(f"{plan} cannot run: {error}")
             return 1
@@ -190,18 +191,18 @@ def _note(line: str) -> None:
 
 def _print_summary(task: "Task", course: "Course", world_size: int, as_json: bool) -> None:
     from stagewright.graphs.documents.units import format_seconds
+    from stagewright.service.answers import TrainedAnswer
 
     if as_json:
-        print_json(
-            {
-                "status": "trained",
-                "steps": task.steps,
-                "loss": course.losses[-1],
-                "losses": course.losses,
-                "iteration_seconds": median(course.seconds),
-                "seconds": sum(course.seconds),
-                "world_size": world_size,
-            }
+        print_answer(
+            TrainedAnswer(
+                steps=task.steps,
+                loss=course.losses[-1],
+                losses=tuple(course.losses),
+                iteration_seconds=median(course.seconds),
+                seconds=sum(course.seconds),
+                world_size=world_size,
+            )
         )
         return
     print_lines(

@@ -184,6 +184,8 @@ def test_a_trace_becomes_a_jobs_file(tmp_path: Path):
     table.write_text(json.dumps({"v100": {"('A (batch size 1)', 2)": {"null": 3.5}}}))
     from_gavel = ("import", "--from", "gavel", trace, "--throughputs", table)
     assert "2 jobs" in answered(*from_gavel, "-o", output)
+    told = {"name": "a", "jobs": 2, "file": str(output)}
+    assert as_json(*from_gavel, "-o", output) == told
     jobs = load_workload(output).jobs
     assert [(job.scale, job.steps, job.arrival_seconds) for job in jobs] == [
         (2, 500, 0),
