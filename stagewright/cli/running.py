@@ -28,7 +28,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from stagewright.executor.training.training import Course, NamedOptimizer, Task
+    from stagewright.executor.training.training import NamedOptimizer, Task, TrainingHistory
     from stagewright.formulations.plans.plan import PipelinePlan
 
 PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress
@@ -129,9 +129,9 @@ def run(
         from stagewright.executor.training.training import train
 
         task = read_task(load_plan(plan))
-        course = train(task, member, _progress(steps), _note)
+        history = train(task, member, _progress(steps), _note)
         if member.rank == 0:
-            _print_summary(task, course, member.world_size, as_json)
+            _print_summary(task, history, member.world_size, as_json)
     return 0
 
 
@@ -189,7 +189,9 @@ def _note(line: str) -> None:
     print(f"stagewright: {line}", file=sys.stderr, flush=True)
 
 
-def _print_summary(task: "Task", course: "Course", world_size: int, as_json: bool) -> None:
+def _print_summary(
+    task: "Task", history: "TrainingHistory", world_size: int, as_json: bool
+) -> None:
     from stagewright.graphs.documents.units import format_seconds
     from stagewright.service.answers import TrainedAnswer
 
@@ -197,17 +199,17 @@ def _print_summary(task: "Task", course: "Course", world_size: int, as_json: boo
         print_answer(
             TrainedAnswer(
                 steps=task.steps,
-                loss=course.losses[-1],
-                losses=tuple(course.losses),
-                iteration_seconds=median(course.seconds),
-                seconds=sum(course.seconds),
+                loss=history.losses[-1],
+                losses=tuple(history.losses),
+                iteration_seconds=median(history.seconds),
+                seconds=sum(history.seconds),
                 world_size=world_size,
             )
         )
         return
     print_lines(
         f"{task.steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, loss "
-        f"{course.losses[-1]:.6g}, {format_seconds(median(course.seconds))} per step",
+        f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step",
         *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
     )
 
