@@ -60,11 +60,11 @@ def cloud(
     ] = "all",
     start: Annotated[
         str | None,
-        typer.Option(help="Earliest start of the job, UTC; default: when every price is known."),
+        typer.Option(help="Earliest start of the job, UTC; default: once all prices are known."),
     ] = None,
     deadline_hours: Annotated[
         float | None,
-        typer.Option(help="Hours after the start; default: until a price is no longer known."),
+        typer.Option(help="Hours after the start; default: until the first price series ends."),
     ] = None,
     checkpoint_seconds: Annotated[
         float, typer.Option(help="Paid time before leaving an instance, to write the checkpoint.")

@@ -38,7 +38,7 @@ def run_cluster(
     program: Annotated[
         list[str],
         typer.Option(
-            help="Trains jobs under a lease: all, or those of one model; may be repeated.",
+            help="Function that trains a job under a lease, of any model or of MODEL; repeatable.",
             metavar="[MODEL=]PACKAGE:FUNCTION",
         ),
     ],
@@ -80,8 +80,9 @@ def run_cluster(
 ) -> int:
     """Train the jobs of a workload in rounds on Ray; exit code 1 if one failed or still waits.
 
-    After Ctrl-C (or SIGTERM) all jobs save checkpoints and end, exit code 0 if one has done a step;
-    the same folder continues them. A second one ends immediately.
+    After Ctrl-C (or SIGTERM) all jobs save checkpoints and end; the same command continues them.
+    The exit code is then 0 if a job has made a step and none has failed. A second Ctrl-C ends
+    immediately.
     """
     from stagewright.graphs.documents.documents import to_json, write_text
     from stagewright.service.cluster_requests import RunClusterRequest

@@ -22,7 +22,10 @@ def export(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="The file, or a folder for several.", metavar="FILE_OR_FOLDER"
+            "--output",
+            "-o",
+            help="Output file, or a folder for several files.",
+            metavar="FILE_OR_FOLDER",
         ),
         Writes(several=True),
     ],
@@ -37,7 +40,7 @@ def export(
         ),
     ] = False,
     command: Annotated[
-        str | None, typer.Option(help="The command of a launch script for every device.")
+        str | None, typer.Option(help="Launch scripts: the command of every rank.")
     ] = None,
     cluster: Annotated[
         Path | None,

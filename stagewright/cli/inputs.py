@@ -59,7 +59,7 @@ def import_(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Turn another project's profile into a model file, or its trace into a jobs file."""
+    """Convert another project's profile to a model file, or its trace to a jobs file."""
     from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
     from stagewright.graphs.importers.pipedream import read_pipedream
 
@@ -105,7 +105,7 @@ def model(
     ] = Precision.FP32,
     attention: Annotated[
         Attention,
-        typer.Option(help="One kernel that keeps no matrix of scores, or separate operations."),
+        typer.Option(help="fused: the score matrix is not stored; materialized: it is."),
     ] = Attention.FUSED,
     optimizer_state: Annotated[
         int,

@@ -69,8 +69,8 @@ def plan(
         typer.Option(
             "--offload/--no-offload",
             help="Whether stages may offload activations to host memory; the cluster file must "
-            "have the bandwidth. With auto, general, madpipe and 1f1b-star where it helps (auto "
-            "and general try it by default), with the other planners every stage.",
+            "have host bandwidths. auto, general, madpipe and 1f1b-star offload where it helps "
+            "(auto and general by default), the other planners in every stage.",
         ),
     ] = None,
     gap: Annotated[

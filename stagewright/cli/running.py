@@ -37,13 +37,16 @@ PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress
 def run(
     plan: PlanFile,
     model: Annotated[
-        str, typer.Option(help="Makes the module.", metavar="PACKAGE:FACTORY", show_default=False)
+        str,
+        typer.Option(
+            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
+        ),
     ],
     data: Annotated[
         str,
         typer.Option(
-            help="Makes an iterable of mini-batches (inputs, targets), the same on every rank; "
-            "called again for every pass.",
+            help="Function that returns an iterable of mini-batches (inputs, targets), the same on "
+            "every rank; called for every epoch.",
             metavar="PACKAGE:FACTORY",
             show_default=False,
         ),
@@ -84,7 +87,7 @@ def run(
     ] = 60.0,
     as_json: JsonFlag = False,
 ) -> int:
-    """Train a model by a plan: start local processes or, under torchrun, run as one of its ranks.
+    """Train a model as planned: start local processes or, under torchrun, run as one of its ranks.
 
     Each rank computes with OMP_NUM_THREADS threads, by default one.
     """

@@ -65,8 +65,8 @@ def simulate_cluster(
     window: Annotated[
         str | None,
         typer.Option(
-            help=f"Jobs FIRST-END that are measured and end the simulation; {POISSON_WINDOW} with "
-            "--poisson, else all.",
+            help="Measure these jobs, numbered by arrival, until they are complete; default: "
+            f"{POISSON_WINDOW} with --poisson, else all.",
             metavar="FIRST-END",
         ),
     ] = None,
