@@ -36,3 +36,48 @@ class InvalidAnswer(Answer):
 
     status: str = "invalid"
     reason: str
+
+
+class ExportAnswer(Answer):
+    """The files of an exported plan, and what the format does not say; or why there are none."""
+
+    status: str
+    reason: str | None = None
+    files: tuple[str, ...] | None = None
+    remarks: tuple[str, ...] | None = None
+
+
+class TrainedAnswer(Answer):
+    """A training run by a plan: the loss and the seconds of its steps."""
+
+    status: str = "trained"
+    steps: int
+    loss: Finite
+    losses: tuple[Finite, ...]
+    iteration_seconds: float
+    seconds: float
+    world_size: int
+
+
+class ModelFileAnswer(Answer):
+    """A model file that was written, with its number of layers."""
+
+    name: str
+    layers: int
+    file: str
+
+
+class ClusterFileAnswer(Answer):
+    """A cluster file that was written, with its number of devices."""
+
+    name: str
+    devices: int
+    file: str
+
+
+class JobsFileAnswer(Answer):
+    """A jobs file that was written, with its number of jobs."""
+
+    name: str
+    jobs: int
+    file: str

@@ -15,6 +15,7 @@ from stagewright.formulations.cloud.switching import (
     evaluate,
     offers_of,
 )
+from stagewright.formulations.forms.answers import Status, StopToken, is_stopped, require_stop
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.prices import useful_share
 from stagewright.service.cloud_answers import CloudAnswer, StayAnswer, StrategyAnswer
@@ -23,28 +24,30 @@ from stagewright.solvers.cloud.rolling import solve_rolling
 from stagewright.solvers.cloud.switching import SwitchingResult, solve_switching
 
 
-def cloud(request: CloudRequest) -> CloudAnswer:
+def cloud(request: CloudRequest, stop: StopToken | None = None) -> CloudAnswer:
     """The costs of the strategies, and the plan of the last; missing the deadline is an answer.
+
+    Once ``stop`` is set, the answer has the strategies so far, and its status is ``interrupted``.
 
     Raises
     ------
     InputError
         If there is no such strategy, a price or rate is missing, or no instance makes progress.
     """
+    require_stop(stop)
     names, home = strategies(request.strategy), home_of(request.home)
     problem = _problem(request)
-    found = _followed(problem, names, home)
-    shown = found[-1]
+    found = _followed(problem, names, home, stop)
+    shown = found[-1] if found else _Followed(names[0], None, None)
     result = shown.result
-    feasible = "feasible" if shown.outcome else "infeasible"
     return CloudAnswer(
-        status=feasible if result is None else result.status,
+        status=_status(shown, complete=len(found) == len(names)),
         v100_hours=problem.work_hours,
         gpus=request.gpus,
         start=iso(problem.start_seconds),
         deadline=iso(problem.deadline_seconds),
         instances=len(problem.offers),
-        reason=_reason(shown),
+        reason=_reason(shown) if found else "interrupted before the first strategy was followed",
         bound_dollars=None if result is None else result.bound,
         gap=None if result is None else result.gap,
         proved_by=None if result is None else result.proved_by,
@@ -121,16 +124,22 @@ class _Followed:
     result: SwitchingResult | None = None
 
 
-def _followed(problem: SwitchingProblem, names: Sequence[str], home: Home) -> list[_Followed]:
-    """In the order of ``names``, of which the optimum is the last."""
+def _followed(
+    problem: SwitchingProblem, names: Sequence[str], home: Home, stop: StopToken | None
+) -> list[_Followed]:
+    """In the order of ``names``, of which the optimum is the last; fewer once stopped."""
     answers: list[_Followed] = []
     for name in names:
+        if is_stopped(stop):
+            break
         if name == OPTIMAL:
             hints = [one.plan for one in answers if one.plan and one.outcome]
-            result = solve_switching(problem, hints)
+            result = solve_switching(problem, hints, stop)
             answers.append(_Followed(name, result.plan, result.outcome, result))
         elif name == ROLLING:
-            plan = solve_rolling(problem)
+            plan = solve_rolling(problem, stop)
+            if plan is None and is_stopped(stop):
+                break
             outcome = None if plan is None else evaluate(problem, plan)
             answers.append(_Followed(name, plan, outcome))
         else:
@@ -138,6 +147,14 @@ def _followed(problem: SwitchingProblem, names: Sequence[str], home: Home) -> li
             kept = None if followed.outcome is None else followed.plan
             answers.append(_Followed(name, kept, followed.outcome))
     return answers
+
+
+def _status(shown: _Followed, complete: bool) -> Status:
+    if not complete:
+        return Status.INTERRUPTED
+    if shown.result is not None:
+        return shown.result.status
+    return Status.FEASIBLE if shown.outcome else Status.INFEASIBLE
 
 
 def _reason(shown: _Followed) -> str | None:

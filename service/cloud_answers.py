@@ -30,7 +30,10 @@ class StayAnswer(Answer):
 
 
 class CloudAnswer(Answer):
-    """The cost of each strategy, None if it is late; the plan is that of the last strategy."""
+    """The cost of each strategy, None if it is late; the plan is that of the last strategy.
+
+    If ``status`` is ``interrupted``, strategies may be missing.
+    """
 
     status: Status
     v100_hours: float

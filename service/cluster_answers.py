@@ -76,8 +76,12 @@ class RoundsAnswer(Answer):
 
 
 class SimulateClusterAnswer(Answer):
-    """Statistics of a simulated cluster; None if no job completed."""
+    """Statistics of a simulated cluster; None if no job completed.
 
+    ``status`` is ``done``, or ``interrupted`` if the simulation was stopped before its end.
+    """
+
+    status: str
     policy: str
     jobs: int
     completed: int
@@ -119,7 +123,11 @@ class TimeShareAnswer(Answer):
 
 
 class RunClusterAnswer(Answer):
-    """The final states of the jobs of a cluster; ``done`` if all are done."""
+    """The final states of the jobs of a cluster.
+
+    ``status`` is ``failed`` if a job has failed, else ``interrupted`` if the run was stopped before
+    all jobs were done, else ``waiting`` if one lacks accelerators, else ``done``.
+    """
 
     status: str
     policy: str

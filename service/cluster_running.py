@@ -5,6 +5,12 @@ from collections.abc import Mapping
 from stagewright.executor.clusters.report import ClusterReport
 from stagewright.executor.clusters.runtime import run_cluster as run
 from stagewright.executor.clusters.workload import ClusterJob, TrainingFunction
+from stagewright.formulations.forms.answers import (
+    Status,
+    StopToken,
+    is_stopped,
+    require_stop,
+)
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.allocating import policy_allocator
 from stagewright.service.cluster_answers import (
@@ -17,15 +23,20 @@ from stagewright.solvers.clusters.policies import policy_named
 
 
 def run_cluster(
-    request: RunClusterRequest, programs: Mapping[str, TrainingFunction]
+    request: RunClusterRequest,
+    programs: Mapping[str, TrainingFunction],
+    stop: StopToken | None = None,
 ) -> RunClusterAnswer:
     """Train all jobs; ``programs`` has what trains each model: a function of a lease.
+
+    Once ``stop`` is set, all jobs save a checkpoint and end; the same folder continues them.
 
     Raises
     ------
     InputError
         If a model has no program, the policy has no allocation, or as for the cluster runtime.
     """
+    require_stop(stop)
     policy_named(request.policy)
     for job in request.workload.jobs:
         if job.model not in programs:
@@ -45,14 +56,16 @@ def run_cluster(
         space_sharing=request.space_sharing,
         placement=request.placement,
         address=request.address,
+        stop=stop,
     )
-    return _answer(request.policy, report)
+    return _answer(request.policy, report, is_stopped(stop))
 
 
-def _answer(policy: str, report: ClusterReport) -> RunClusterAnswer:
+def _answer(policy: str, report: ClusterReport, stopped: bool) -> RunClusterAnswer:
     states = {job.state for job in report.jobs}
+    status: str = next(state for state in ("failed", "waiting", "done") if state in states)
     return RunClusterAnswer(
-        status=next(state for state in ("failed", "waiting", "done") if state in states),
+        status=Status.INTERRUPTED if stopped and status == "waiting" else status,
         policy=policy,
         rounds=len(report.rounds),
         jobs=tuple(

@@ -10,6 +10,7 @@ from stagewright.executor.clusters.rules import Rules
 from stagewright.executor.clusters.simulation import Progress
 from stagewright.executor.clusters.simulation import simulate_cluster as simulate
 from stagewright.executor.clusters.timeline import ClusterTimeline
+from stagewright.formulations.forms.answers import Status, StopToken, require_stop
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
 from stagewright.graphs.workloads.poisson import Arrivals
@@ -23,15 +24,18 @@ SHUFFLE = 5  # the public code of Gavel shuffles by its seed + 5
 
 
 def simulate_cluster(
-    request: SimulateClusterRequest, on_progress: Callable[[Progress], None] | None = None
+    request: SimulateClusterRequest,
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: StopToken | None = None,
 ) -> SimulateClusterAnswer:
-    """Run the jobs under the policy, round by round.
+    """Run the jobs under the policy, round by round; ``stop`` ends it after the current round.
 
     Raises
     ------
     InputError
         If a job has no throughput, the policy has no allocation, or nothing can run any more.
     """
+    require_stop(stop)
     rules = _rules(request)
     jobs, table, entities = _jobs(request)
     failures: Iterable[Any] = ()
@@ -50,6 +54,7 @@ def simulate_cluster(
         failures=failures,
         keep_assignments=request.keep_assignments,
         on_progress=on_progress,
+        stop=stop,
     )
     return _answer(request.policy, found, window)
 
@@ -94,6 +99,7 @@ def _answer(policy: str, found: ClusterTimeline, window: range | None) -> Simula
     weights = sorted({outcome.job.weight for outcome in found.jobs})
     deviations = [one.mean_deviation for one in found.resets]
     return SimulateClusterAnswer(
+        status=Status.INTERRUPTED if found.interrupted else "done",
         policy=policy,
         jobs=len(found.jobs),
         completed=sum(outcome.completion_seconds is not None for outcome in found.jobs),

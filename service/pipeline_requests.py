@@ -63,6 +63,7 @@ class PlanRequest(_Problem):
     period_seconds: float | None = None
     gap: float = 0.0
     start: PipelinePlan | None = None
+    backend: str | None = None
 
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search, with the gap at which it may end."""

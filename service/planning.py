@@ -31,6 +31,7 @@ def plan(
         request.group_size,
         request.period_seconds,
         request.start,
+        request.backend,
     )
     return answer_of(
         request.problem,

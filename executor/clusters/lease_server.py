@@ -67,6 +67,7 @@ class LeaseServer:
         self._held: dict[str, _ActiveLease] = {}
         self._end = 0.0
         self._renewed: frozenset[str] | None = None  # None until the next round is decided
+        self._is_stopping = False
 
     # The scheduler's calls.
 
@@ -94,6 +95,11 @@ class LeaseServer:
             name for name in names if name in self._held and not self._held[name].is_ending
         )
         return self._renewed
+
+    def stop(self) -> None:
+        """Renew no lease any more; each ends with a checkpoint after the steps already granted."""
+        self.decide(())
+        self._is_stopping = True
 
     def overstays(self) -> dict[str, float]:
         """Seconds past the end of a lease, of jobs that were not renewed or have not asked.
@@ -152,7 +158,7 @@ class LeaseServer:
         """The grant for the first rank that asks, valid for all: beyond every rank's step."""
         goes_on = self._renewed is not None and record.name in self._renewed
         end = self._end + (self.round_seconds if goes_on else 0.0)
-        remaining = end - time.monotonic()
+        remaining = 0.0 if self._is_stopping else end - time.monotonic()
         until_contact = remaining - (1 - CONTACT) * self.round_seconds
         is_last = remaining <= 0 or (until_contact <= 0 and self._renewed is not None)
         if not held.grants:

@@ -17,6 +17,7 @@ from stagewright.executor.clusters.ray_ranks import (
 )
 from stagewright.executor.clusters.rounds import Assignment
 from stagewright.formulations.clusters.rates import RateTable
+from stagewright.formulations.forms.answers import StopToken, is_stopped
 
 
 class Leasing:
@@ -97,9 +98,16 @@ class Leasing:
         ]
         call(self.server, "decide", names)
 
-    def watch(self, until_seconds: float) -> None:
-        """Handle ended processes until this time of the round, or until no lease is active."""
-        while self.leased and self.round.seconds < until_seconds:
+    def stop(self) -> None:
+        """End all leases early, each with a checkpoint."""
+        call(self.server, "stop")
+
+    def watch(self, until_seconds: float, stop: StopToken | None = None) -> None:
+        """Handle ended processes until this time of the round, or until no lease is active.
+
+        ``stop`` ends it early.
+        """
+        while self.leased and self.round.seconds < until_seconds and not is_stopped(stop):
             self._settle(min(until_seconds - self.round.seconds, 1.0))
 
     def await_ends(self, pause_seconds: float) -> None:

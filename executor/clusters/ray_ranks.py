@@ -6,7 +6,9 @@ Ray is imported only when it is used, and no other heavy package, so that ranks 
 import contextlib
 import os
 import pickle
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,22 +39,27 @@ def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
+    handler = signal.getsignal(signal.SIGTERM)
+    _connect(ray, counts, address)
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray replaces it
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _connect(ray: Any, counts: Mapping[str, int], address: str | None) -> None:
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if address is not None:
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
             raise InputError(f"no Ray cluster at {address!r}: {one_line(error)}") from None
-    else:
-        cpus = max(os.cpu_count() or 1, sum(counts.values()))  # Ray keeps a process for each
-        resources = {name: float(count) for name, count in counts.items()}
-        ray.init(
-            address="local", num_cpus=cpus, resources=resources, include_dashboard=False, **quiet
-        )
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
+        return
+    cpus = max(os.cpu_count() or 1, sum(counts.values()))  # Ray keeps a process for each
+    resources = {name: float(count) for name, count in counts.items()}
+    ray.init(address="local", num_cpus=cpus, resources=resources, include_dashboard=False, **quiet)
 
 
 class RemoteScheduler:
@@ -64,7 +71,6 @@ class RemoteScheduler:
     def grant(self, job: str, epoch: int, rank: int, number: int, seconds_per_step: float) -> Grant:
         """See :meth:`leases.Scheduler.grant`."""
         found: Grant = call(self.server, "grant", job, epoch, rank, number, seconds_per_step)
-        return found
         return found
 
     def saved(self, job: str, epoch: int, rank: int, step: int) -> None:

@@ -20,7 +20,8 @@ VERSION: Literal[1] = 1
 class JobOutcome:
     """The final state of a job.
 
-    ``waiting``: the cluster lacks the accelerators for it; the folder can be used again.
+    ``waiting``: the cluster lacks the accelerators for it, or the run was stopped; the folder can
+    be used again.
     ``completion_seconds`` are since its arrival. ``error`` is the last one since its last commit.
     """
 

@@ -37,6 +37,7 @@ from stagewright.formulations.clusters.allocation import (
     check,
 )
 from stagewright.formulations.clusters.rates import RateTable, rate_table
+from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.graphs.workloads.jobs import Throughputs
 from stagewright.graphs.workloads.pool import Pool
 
@@ -59,6 +60,7 @@ def run_cluster(
     placement: bool = False,
     address: str | None = None,
     database: str | None = None,
+    stop: StopToken | None = None,
 ) -> ClusterReport:
     """Train all jobs in rounds until each is done, has failed, or cannot get accelerators.
 
@@ -83,6 +85,9 @@ def run_cluster(
         Address of a Ray cluster; by default Ray runs on this machine, started if necessary.
     database
         An SQLAlchemy URL of the job store (default: a SQLite file in ``folder``).
+    stop
+        Once it is set, no lease is renewed: processes save checkpoints and end, and the jobs that
+        are not done are ``waiting``. The same folder continues them.
 
     Raises
     ------
@@ -111,6 +116,7 @@ def run_cluster(
             grace_seconds=grace_seconds,
             patience_seconds=patience_seconds,
             feedback=feedback,
+            stop=stop,
         )
         try:
             run.open(Path(folder).resolve(), retries, database)
@@ -134,6 +140,7 @@ class _Scheduler:
         grace_seconds: float,
         patience_seconds: float,
         feedback: float,
+        stop: StopToken | None,
     ) -> None:
         self.ray = ray
         self.jobs = [each.job for each in jobs]
@@ -145,6 +152,7 @@ class _Scheduler:
         self.grace_seconds = grace_seconds
         self.patience_seconds = patience_seconds
         self.feedback = feedback
+        self.stop = stop
         self.mechanism = Mechanism(table, round_seconds)
         self.accelerators = Accelerators(ray, table.pool)
         self.ledger = Ledger(
@@ -187,27 +195,41 @@ class _Scheduler:
     # Rounds.
 
     def loop(self) -> None:
-        """Run rounds until no job can continue."""
+        """Run rounds until no job can continue, or the run is stopped."""
         leasing = self.leasing
         current = self._first_round()
         while current:
             self.round = CurrentRound(self.target.copy(), self.there)
-            leasing.begin_round(self.round, current)
-            leasing.watch(self.round_seconds / 2)
+            leasing.begin_round(self.round, () if is_stopped(self.stop) else current)
+            leasing.watch(self.round_seconds / 2, self.stop)
             self._account(current)
-            following = self._schedule()
-            leasing.renew(following)
+            following = self._renewed()
             leasing.watch(self.round_seconds)
             leasing.await_ends(pause_seconds=min(0.02 * self.round_seconds, 0.5))
             self._note(current)
             waiting = set(self._waiting())
             left = tuple(each for each in following if waiting.intersection(each.jobs))
-            current = left or self._first_round()
+            current = self._running(left) or self._first_round()
+
+    def _renewed(self) -> tuple[Assignment, ...]:
+        """The next round, whose leases are renewed where jobs stay; none once stopped."""
+        if is_stopped(self.stop):
+            self.leasing.stop()
+            return ()
+        following = self._schedule()
+        self.leasing.renew(following)
+        return following
+
+    def _running(self, following: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
+        """What begins next; once stopped, only jobs whose renewed leases are still to end."""
+        if not is_stopped(self.stop):
+            return following
+        return tuple(each for each in following if self.leasing.leased.keys() & {*each.jobs})
 
     def _first_round(self) -> tuple[Assignment, ...]:
         """The first round after none; waits for jobs to arrive or nodes to return."""
         patient_until = time.monotonic() + self.patience_seconds
-        while waiting := self._waiting():
+        while not is_stopped(self.stop) and (waiting := self._waiting()):
             found = self._schedule()
             if found:
                 return found

@@ -28,6 +28,7 @@ from stagewright.formulations.clusters.allocation import (
     throughput,
 )
 from stagewright.formulations.clusters.rates import RateTable
+from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Entity, Job, Throughputs
@@ -48,6 +49,7 @@ class Progress:
     active: int
 
 
+OnProgress = Callable[[Progress], None]
 _Quota = tuple[float, float, float]  # steps per second; steps in a round and their seconds
 
 
@@ -74,7 +76,8 @@ def simulate_cluster(
     entities: tuple[Entity, ...] = (),
     failures: Iterable[Outage] = (),
     keep_assignments: bool = False,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: OnProgress | None = None,
+    stop: StopToken | None = None,
 ) -> ClusterTimeline:
     """Run ``jobs``, which may be endless, under the policy ``allocate``.
 
@@ -86,6 +89,8 @@ def simulate_cluster(
         In order of their start. A job whose accelerator fails loses the round's steps.
     keep_assignments
         Keep the assignments of every round.
+    stop
+        Ends the simulation after the current round once it is set.
 
     Raises
     ------
@@ -97,7 +102,7 @@ def simulate_cluster(
         jobs = tuple(jobs)
     table = table_of(throughputs, pool, rules)
     run = _ClusterRun(jobs, table, allocate, rules, entities, failures, window)
-    return run.run(keep_assignments, on_progress)
+    return run.run(keep_assignments, on_progress, stop)
 
 
 class _ClusterRun:
@@ -142,14 +147,12 @@ class _ClusterRun:
         }
 
     def run(
-        self,
-        keep_assignments: bool,
-        on_progress: Callable[[Progress], None] | None,
+        self, keep_assignments: bool, on_progress: OnProgress | None, stop: StopToken | None
     ) -> ClusterTimeline:
         while True:
             self.arrivals()
             self.changed |= self.out_of_order.update(self.now)
-            if self.finished():
+            if self.finished() or is_stopped(stop):
                 break
             if self.due():
                 self.reset()
@@ -280,15 +283,9 @@ class _ClusterRun:
         self.busy += busy
         length = self.now - start
         self.rules.require_one_more(len(self.rounds))
-        self.rounds.append(
-            Round(
-                start,
-                self.now,
-                active,
-                tuple(seconds / length for seconds in busy),
-                assignments if keep_assignments else (),
-            )
-        )
+        shares = tuple(seconds / length for seconds in busy)
+        kept = assignments if keep_assignments else ()
+        self.rounds.append(Round(start, self.now, active, shares, kept))
 
     def quota(self, rate: float) -> _Quota:
         """Whole steps of a round; a step longer than a round continues in the next."""
@@ -395,4 +392,5 @@ class _ClusterRun:
             dollars,
             self.renewals,
             self.renewable,
+            interrupted=not self.finished(),
         )

@@ -72,7 +72,8 @@ class Reset:
 class ClusterTimeline:
     """The record of a simulation: ``jobs`` in order of arrival, ``busy_seconds`` by type.
 
-    ``accelerator`` is each worker type's accelerator, by its position in the pool.
+    ``accelerator`` is each worker type's accelerator, by its position in the pool. ``interrupted``:
+    a stop token ended the simulation before the jobs of its window were complete.
     """
 
     pool: Pool
@@ -85,6 +86,7 @@ class ClusterTimeline:
     dollars: float | None
     renewals: int
     renewable: int
+    interrupted: bool = False
 
     def durations(self, window: range | None = None, weight: float | None = None) -> Floats:
         """Completion times in seconds, of the jobs numbered in ``window`` and of ``weight``."""

@@ -20,6 +20,7 @@ from stagewright.formulations.plans.actions import (
 from stagewright.formulations.plans.plan import (
     PeriodicSchedule,
     PipelinePlan,
+    Stage,
 )
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
 from stagewright.graphs.documents.units import format_bytes, format_seconds
@@ -192,17 +193,38 @@ def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
         for device in stage.devices[:1] if merged else stage.devices:
             stages[device].append(s)
     if not merged:
-        return {device: f"{device} · {stages_name(its)}" for device, its in stages.items()}
+        return {
+            device: f"{device} · {stages_name(_with_features(plan, its))}"
+            for device, its in stages.items()
+        }
     rows = {}
     for device, its in stages.items():
         count = len({name for s in its for name in plan.stages[s].devices})
-        rows[device] = f"{stages_name(its)} · {count} device{'s' if count > 1 else ''}"
+        name = stages_name(_with_features(plan, its))
+        rows[device] = f"{name} · {count} device{'s' if count > 1 else ''}"
     return rows
 
 
-def stages_name(stages: Sequence[int]) -> str:
+def stages_name(stages: Sequence[int | str]) -> str:
     """The name of a row of these stages."""
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def _with_features(plan: PipelinePlan, stages: Sequence[int]) -> list[str]:
+    """The stages' numbers, followed by their special features: ``2 (round-robin, offload)``."""
+    features = ((s, stage_features(plan.stages[s])) for s in stages)
+    return [f"{s} ({', '.join(its)})" if its else str(s) for s, its in features]
+
+
+def stage_features(stage: Stage) -> list[str]:
+    """Special features of a stage: round-robin replication, recomputation, offloading.
+
+    Plans have no separate actions for them: a backward includes its recomputation, and copies to
+    host memory overlap with computations.
+    """
+    turns = ["round-robin"] if stage.turns > 1 else []
+    again = [f"recompute {stage.recompute}"] if stage.recompute != "none" else []
+    return [*turns, *again, *(["offload"] if stage.offload else [])]
 
 
 def blocks_of(

@@ -26,7 +26,7 @@ SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 TOLERANCE = 1e-9  # of the period: rounding of sums of times
 
 
-class Turn(NamedTuple):
+class ShiftedOperation(NamedTuple):
     """An operation, and its distance in periods from the first operation of its microbatch."""
 
     operation: Operation
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
         return self.start_seconds, -self.shift, self.way
 
 
-def pattern_order(plan: PipelinePlan) -> tuple[Turn, ...]:
+def pattern_order(plan: PipelinePlan) -> tuple[ShiftedOperation, ...]:
     """The operations in the order of a period, computations and transfers, from shift 0 on.
 
     The order obeys every dependency within a period; the shifts obey those between periods. A
@@ -71,7 +71,9 @@ def pattern_order(plan: PipelinePlan) -> tuple[Turn, ...]:
             places[operation] = max(places[operation], freed)
     first = min(place.shift for place in places.values())
     order = sorted(places, key=lambda operation: places[operation].in_period())
-    return tuple(Turn(operation, places[operation].shift - first) for operation in order)
+    return tuple(
+        ShiftedOperation(operation, places[operation].shift - first) for operation in order
+    )
 
 
 def _places(plan: PipelinePlan) -> dict[Operation, _Place]:

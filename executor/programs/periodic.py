@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from stagewright.executor.programs.lower import lower
-from stagewright.executor.programs.pattern_order import Turn, pattern_order
+from stagewright.executor.programs.pattern_order import ShiftedOperation, pattern_order
 from stagewright.executor.programs.program import (
     SENDS,
     Families,
@@ -63,7 +63,7 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     """
     _require_weights(plan)
     order, m = pattern_order(plan), plan.microbatches
-    last = max(turn.shift for turn in order)
+    last = max(one.shift for one in order)
     walk = _Walk(plan, order, families)
     segments: list[ProgramRows] = []
     drains: list[ProgramRows] = []
@@ -96,7 +96,9 @@ def _require_weights(plan: PipelinePlan) -> None:
             )
 
 
-def in_periods(plan: PipelinePlan, order: Iterable[Turn], periods: range, stop: int) -> Rows:
+def in_periods(
+    plan: PipelinePlan, order: Iterable[ShiftedOperation], periods: range, stop: int
+) -> Rows:
     """Computations and transfers of ``periods``, of the microbatches before ``stop``."""
     rank = {name: r for r, name in enumerate(plan_devices(plan))}
     rows: Rows = [[] for _ in rank]
@@ -154,7 +156,9 @@ class _Walk:
     iteration i + 2 yet.
     """
 
-    def __init__(self, plan: PipelinePlan, order: Sequence[Turn], families: Families) -> None:
+    def __init__(
+        self, plan: PipelinePlan, order: Sequence[ShiftedOperation], families: Families
+    ) -> None:
         self.plan, self.iteration = plan, 0
         devices = plan_devices(plan)
         self._shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
@@ -163,7 +167,7 @@ class _Walk:
             {s: _Weights() for s, stage in enumerate(plan.stages) if name in stage.devices}
             for name in devices
         ]
-        at = {turn.operation: (turn.shift, i) for i, turn in enumerate(order)}
+        at = {one.operation: (one.shift, i) for i, one in enumerate(order)}
         self._ends = {s: W if Operation(s, W) in at else B for s in range(len(plan.stages))}
         ends = {s: at[Operation(s, kind)] for s, kind in self._ends.items()}
         self._ahead = {

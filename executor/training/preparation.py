@@ -19,7 +19,7 @@ from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
-from stagewright.executor.training.stages.stage import Part, StageComputation
+from stagewright.executor.training.stages.stage import StageComputation, StageLayer
 from stagewright.executor.training.stages.staged_model import StagedModel
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -99,10 +99,12 @@ class Preparation:
         # By any layer: a parameter that stages share may get its only gradient in another stage.
         trained = {self.model.primary[name] for one in traces[count] for name in one.trained}
         self.weights[s].leave_out(trained)
-        parts = [Part(*each) for each in zip(self.model.modules[s], inputs, trace, strict=True)]
+        layers = [
+            StageLayer(*each) for each in zip(self.model.modules[s], inputs, trace, strict=True)
+        ]
         of_stage = {one: found[start:stop] for one, found in traces.items()}
         return StageComputation(
-            parts,
+            layers,
             stage.recompute,
             self.rank.device,
             self.autocast,

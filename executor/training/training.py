@@ -78,7 +78,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TrainingHistory:
     """Mean loss and duration of every step of a run.
 
     Where mini-batches overlap, a step lasts as long as the call that began it, and
@@ -89,7 +89,9 @@ class Course:
     seconds: list[float] = field(default_factory=list)
 
 
-def train(task: Task, member: Member, report: Report, tell: Callable[[str], None]) -> Course:
+def train(
+    task: Task, member: Member, report: Report, tell: Callable[[str], None]
+) -> TrainingHistory:
     """Carry out ``task`` as one of its ranks.
 
     ``report`` is called with number, loss and seconds of every step, on one rank that knows them,
@@ -119,7 +121,7 @@ def train(task: Task, member: Member, report: Report, tell: Callable[[str], None
     if path is not None:
         _resume(executor, path)
     reporter = devices.index(task.plan.stages[-1].devices[0])
-    course = Course()
+    history = TrainingHistory()
     batches = mini_batches(task.data, task.seed)
     first = executor.steps_done
     for _ in range(first):
@@ -129,14 +131,14 @@ def train(task: Task, member: Member, report: Report, tell: Callable[[str], None
         batch = _pair(next(batches))
         start = time.perf_counter()
         losses = _step(executor, batch, to_the_end=_is_due(task, step))
-        course.seconds.append(time.perf_counter() - start)
+        history.seconds.append(time.perf_counter() - start)
         for loss in losses if member.rank == reporter else ():
-            course.losses.append(loss)
-            report(first + len(course.losses), loss, course.seconds[-1])
+            history.losses.append(loss)
+            report(first + len(history.losses), loss, history.seconds[-1])
         _save(task, executor, step)
     member.place = "after the last step"
     _write_results(task, executor)
-    seen = [course]
+    seen = [history]
     dist.broadcast_object_list(seen, src=reporter)
     return seen[0]
 

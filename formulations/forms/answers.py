@@ -42,6 +42,11 @@ class StopToken(Protocol):
         ...
 
 
+def is_stopped(stop: StopToken | None) -> bool:
+    """Whether there is a token and it is set."""
+    return stop is not None and stop.is_set()
+
+
 @dataclass(slots=True)
 class GapStop:
     """A stop token that is also set when a plan's gap is at most ``gap`` (``reached``)."""
@@ -52,7 +57,7 @@ class GapStop:
 
     def is_set(self) -> bool:
         """Whether the gap is reached, or the other token is set."""
-        return self.reached or (self.other is not None and self.other.is_set())
+        return self.reached or is_stopped(self.other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Limits:
 
     def stopped(self) -> bool:
         """Whether the work is to end, whatever time is left."""
-        return self.stop is not None and self.stop.is_set()
+        return is_stopped(self.stop)
 
     def left(self, elapsed: float) -> float:
         """The seconds that are left after ``elapsed`` ones, at least 0; 0 once stopped."""
@@ -110,9 +115,14 @@ def require_limits(limits: Limits, spelled: Callable[[str], str] = str) -> Limit
     require_count(limits.threads, spelled("threads"), MAX_THREADS)
     require_seed(limits.seed, spelled("seed"))
     parse_share(limits.gap, spelled("gap"))
-    if not (limits.stop is None or callable(getattr(limits.stop, "is_set", None))):
-        raise InputError(f"{spelled('stop')} must have is_set(), as a threading.Event has")
+    require_stop(limits.stop, spelled("stop"))
     return limits
+
+
+def require_stop(stop: StopToken | None, name: str = "stop") -> None:
+    """Refuse a token without ``is_set()``."""
+    if not (stop is None or callable(getattr(stop, "is_set", None))):
+        raise InputError(f"{name} must have is_set(), as a threading.Event has")
 
 
 @dataclass(frozen=True, slots=True)

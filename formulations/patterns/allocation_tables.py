@@ -112,7 +112,7 @@ def _equals(tables: AllocationTables, a: int, b: int) -> bool:
     )
 
 
-def range_sums(values: NDArray[Any]) -> NDArray[Any]:
+def layer_sums(values: NDArray[Any]) -> NDArray[Any]:
     """out[l, k] = the sum of values[k:l], 0 where l <= k; shape (L + 1, L + 1)."""
     sums = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
     return np.tril(np.subtract.outer(sums, sums))

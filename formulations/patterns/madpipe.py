@@ -28,7 +28,7 @@ from stagewright.formulations.patterns.allocation_tables import (
     RESOLUTION,
     AllocationTables,
     Placed,
-    range_sums,
+    layer_sums,
     worth_skipping,
 )
 from stagewright.formulations.plans.memory import buffers_per_boundary, kept_tables, state_factor
@@ -187,7 +187,7 @@ class StageAllocationProblem:
         """U(k, l) per recomputation mode on the slowest kind, shape (R, L + 1, L + 1)."""
         costs = [self.problem.costs(kind, replicas) for kind in kinds]
         forward, backward = (
-            np.max([range_sums(self._ticks(getattr(cost, name))) for cost in costs], axis=0)
+            np.max([layer_sums(self._ticks(getattr(cost, name))) for cost in costs], axis=0)
             for name in ("forward_seconds", "backward_seconds")
         )
         again = {"none": 1, "full": 2}
@@ -196,14 +196,14 @@ class StageAllocationProblem:
 
     def _forbidden(self, replicas: int, kinds: tuple[str, ...]) -> NDArray[np.bool_]:
         """The stages with fewer samples than devices, or with too long updates."""
-        updates = [range_sums(self.problem.update_per_layer(kind)) for kind in kinds]
-        few = range_sums((self.problem.replicas_per_layer < replicas).astype(np.int64)) > 0
+        updates = [layer_sums(self.problem.update_per_layer(kind)) for kind in kinds]
+        few = layer_sums((self.problem.replicas_per_layer < replicas).astype(np.int64)) > 0
         return np.asarray(few | (np.max(updates, axis=0) > self.most_update_seconds))
 
     def _kept(self, sort: tuple[int, tuple[str, ...]]) -> tuple[Ints, Ints]:
         """Saved and working bytes as in ``kept_bytes``, each of shape (R, L + 1, L + 1)."""
         replicas, _ = sort
-        saved = range_sums(self._units(self.problem.saved_per_layer(replicas)))
+        saved = layer_sums(self._units(self.problem.saved_per_layer(replicas)))
         inputs = self._units(self.problem.inputs_per_layer(replicas))
         return kept_tables(saved, inputs, self.recompute)
 
@@ -212,7 +212,7 @@ class StageAllocationProblem:
         problem = self.problem
         factor = state_factor(problem, replicas, DOUBLE_BUFFER, overlapping=True)
         sides = self._units(buffers_per_boundary(problem, replicas))
-        weights = range_sums(self._units(factor * problem.chain.parameter_bytes))
+        weights = layer_sums(self._units(factor * problem.chain.parameter_bytes))
         return np.asarray(weights + sides[:, None] + sides[None, :])
 
     def _units(self, size: Floats) -> Ints:
@@ -232,7 +232,7 @@ class StageAllocationProblem:
     @cached_property
     def _reduce_seconds(self) -> list[Floats]:
         """Per group, shape (L + 1, L + 1): affine in the bytes of the gradients."""
-        gradients = range_sums(self.problem.chain.parameter_bytes)
+        gradients = layer_sums(self.problem.chain.parameter_bytes)
         total, layers = float(gradients[-1, 0]), len(self.problem.chain)
         found = []
         for group in self.groups:

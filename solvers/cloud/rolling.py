@@ -10,6 +10,7 @@ from stagewright.formulations.cloud.switching import (
     SwitchingProblem,
     overhead_seconds,
 )
+from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.workloads.prices import PriceSeries
 from stagewright.solvers.cloud.switching import only, renamed, solve_switching, undominated
@@ -17,16 +18,17 @@ from stagewright.solvers.cloud.switching_program import offer_path
 from stagewright.solvers.cloud.switching_times import SAME_MOMENT, price_rows
 
 
-def solve_rolling(problem: SwitchingProblem) -> Plan | None:
+def solve_rolling(problem: SwitchingProblem, stop: StopToken | None = None) -> Plan | None:
     """The plan that results from replanning at every price change, with constant price forecasts.
 
-    It meets the deadline if any plan can, as rates are known; None if no plan can.
+    It meets the deadline if any plan can, as rates are known; None if no plan can, or ``stop`` was
+    set first.
     """
     kept = undominated(problem)  # the other offers are never cheaper
     rest = only(problem, kept)
     times, prices = price_rows(rest)
     past: Plan = ()
-    while True:
+    while not is_stopped(stop):
         plan = solve_switching(_forecast(rest)).plan
         if plan is None:
             return None
@@ -45,6 +47,7 @@ def solve_rolling(problem: SwitchingProblem) -> Plan | None:
             running=done[-1].offer,
             stocked=rest.stocked | providers,
         )
+    return None
 
 
 def _next_change(times: Floats, prices: Floats, now: float, used: set[int]) -> float:

@@ -27,7 +27,7 @@ from stagewright.formulations.cloud.switching import (
     SwitchingProblem,
     evaluate,
 )
-from stagewright.formulations.forms.answers import Status
+from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.graphs.workloads.prices import HOUR
 from stagewright.solvers.cloud.switching_bound import SAME_DOLLARS, best_price
@@ -65,13 +65,18 @@ class SwitchingResult:
         return (self.outcome.dollars - self.bound) / self.outcome.dollars
 
 
-def solve_switching(problem: SwitchingProblem, hints: Iterable[Plan] = ()) -> SwitchingResult:
-    """The cheapest plan; never more expensive than a plan of ``hints``, which must be valid."""
+def solve_switching(
+    problem: SwitchingProblem, hints: Iterable[Plan] = (), stop: StopToken | None = None
+) -> SwitchingResult:
+    """The cheapest plan; never more expensive than a plan of ``hints``, which must be valid.
+
+    Once ``stop`` is set, the plan and the bound are those of the best lambda so far.
+    """
     began = perf_counter()
     kept = undominated(problem)
     smaller = only(problem, kept)
     grid = TimeGrid.of(smaller)
-    found = best_price(smaller, grid)
+    found = best_price(smaller, grid, stop)
     if isinstance(found, float):
         return _infeasible(problem, found, perf_counter() - began)
     made = (renamed(plan, kept) for plan in exact_work(smaller, found))
@@ -79,7 +84,7 @@ def solve_switching(problem: SwitchingProblem, hints: Iterable[Plan] = ()) -> Sw
     best = _tidied(problem, best)
     outcome = evaluate(problem, best)
     result = SwitchingResult(
-        Status.FEASIBLE,
+        Status.INTERRUPTED if is_stopped(stop) else Status.FEASIBLE,
         best,
         outcome,
         min(found.bound, outcome.dollars),  # the bound exceeds the cost only by rounding

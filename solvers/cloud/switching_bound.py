@@ -6,6 +6,7 @@ from stagewright.formulations.cloud.switching import (
     SwitchingProblem,
     is_enough,
 )
+from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.solvers.cloud.switching_program import OfferPath, offer_path, relaxed
 from stagewright.solvers.cloud.switching_times import TimeGrid
 
@@ -25,12 +26,15 @@ class PriceBound:
     enough: tuple[OfferPath, ...]
 
 
-def best_price(problem: SwitchingProblem, grid: TimeGrid) -> PriceBound | float:
+def best_price(
+    problem: SwitchingProblem, grid: TimeGrid, stop: StopToken | None = None
+) -> PriceBound | float:
     """The lambda of the best bound; or the most work that can be done, if that is not enough.
 
     The bound is concave in lambda: the minimum of the lines dollars + lambda * (work left) over all
     plans. The next lambda is at the intersection of the two lines that bracket the maximum; if no
-    plan's line is below the intersection, it is the maximum.
+    plan's line is below the intersection, it is the maximum. The value at every lambda is a bound,
+    so ``stop`` only leaves a weaker one.
     """
     _, most = relaxed(problem, grid, 0.0, 1.0)
     if not is_enough(problem, most.work):
@@ -40,7 +44,7 @@ def best_price(problem: SwitchingProblem, grid: TimeGrid) -> PriceBound | float:
     little, enough = [idle], [replace(most, dollars=offer_path(problem, most.plan).dollars)]
     for _ in range(MAX_ROUNDS):
         low, high = little[-1], enough[-1]
-        if high.work - low.work <= problem.work_hours * SAME_WORK:
+        if is_stopped(stop) or high.work - low.work <= problem.work_hours * SAME_WORK:
             break
         price = max(0.0, (high.dollars - low.dollars) / (high.work - low.work))
         value, path = relaxed(problem, grid, 1.0, price)

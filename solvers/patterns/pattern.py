@@ -74,8 +74,7 @@ def best_pattern(
         If ``upper`` breaks a rule.
     """
     backend = backend or limits.backend or "auto"
-    if backend not in BACKENDS:
-        raise InputError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    require_pattern_backend(backend)
     began = perf_counter()
     search = _PatternSearch(problem, limits, on_progress, began)
     first = sequential(problem)
@@ -236,6 +235,12 @@ BACKENDS: dict[str, Callable[[_PatternSearch], None]] = {
     "cvxpy": _by_rate("cvxpy", "HiGHS"),
     "cp-sat": _by_periods,
 }
+
+
+def require_pattern_backend(name: str | None) -> None:
+    """Refuse a backend that takes no patterns; None is the default."""
+    if name is not None and name not in BACKENDS:
+        raise InputError(f"backend {name!r} solves no patterns; use {' or '.join(BACKENDS)}")
 
 
 def _list_schedules(search: _PatternSearch) -> None:

@@ -28,6 +28,7 @@ class Options:
     group_size: bool = False
     period_seconds: bool = False
     start: bool = False
+    backend: bool = False
 
 
 class Planner(Protocol):
@@ -113,3 +114,5 @@ def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
         yield "a period", lambda one: one.period_seconds
     if choices.start is not None:
         yield "a given plan to start from", lambda one: one.start
+    if choices.backend is not None:
+        yield "a backend", lambda one: one.backend

@@ -85,6 +85,9 @@ class Choices:
     start
         ``auto`` and ``general``: a plan of the same layers, for this or another cluster, that the
         search starts from.
+    backend
+        Periodic planners: the solver of the patterns, ``highs`` (the default), ``pulp-highs``,
+        ``pulp-cbc``, ``cvxpy`` or ``cp-sat``.
     """
 
     recompute: Recomputation | None = None
@@ -92,6 +95,7 @@ class Choices:
     group_size: int | None = None
     period_seconds: float | None = None
     start: PipelinePlan | None = None
+    backend: str | None = None
 
     def __post_init__(self) -> None:
         if self.group_size is not None:

@@ -51,7 +51,9 @@ SpaceSharing = Annotated[
 ]
 Placement = Annotated[
     bool,
-    typer.Option("--placement", help="Jobs may run on one server's accelerators or on any."),
+    typer.Option(
+        "--placement", help="Distinguish accelerators of one server from those of several."
+    ),
 ]
 Budget = Annotated[
     float | None, typer.Option("--budget", help="Dollars, for makespan-budget.", metavar="DOLLARS")
@@ -126,7 +128,7 @@ def allocate(
 
 
 def policies(as_json: JsonFlag = False) -> int:
-    """List the policies of ``allocate``, ``rounds`` and ``simulate-cluster``."""
+    """List the policies of allocate, rounds, simulate-cluster and run-cluster."""
     from stagewright.solvers.clusters.policies import POLICIES
 
     if as_json:

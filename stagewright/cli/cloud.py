@@ -15,6 +15,7 @@ from stagewright.cli.console import (
     print_table,
     progress,
 )
+from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
@@ -59,11 +60,11 @@ def cloud(
     ] = "all",
     start: Annotated[
         str | None,
-        typer.Option(help="Earliest start of the job, UTC; default: when every price is known."),
+        typer.Option(help="Earliest start of the job, UTC; default: once all prices are known."),
     ] = None,
     deadline_hours: Annotated[
         float | None,
-        typer.Option(help="Hours after the start; default: until a price is no longer known."),
+        typer.Option(help="Hours after the start; default: until the first price series ends."),
     ] = None,
     checkpoint_seconds: Annotated[
         float, typer.Option(help="Paid time before leaving an instance, to write the checkpoint.")
@@ -108,7 +109,10 @@ def cloud(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Compare strategies of renting cloud GPUs for a job, and plan its instances over time."""
+    """Compare strategies of renting cloud GPUs for a job, and plan its instances over time.
+
+    Ctrl-C (or SIGTERM) keeps the strategies compared so far.
+    """
     from stagewright.service.cloud_requests import CloudRequest
 
     with progress("reading prices"):
@@ -137,9 +141,9 @@ def cloud(
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.service.cloud import cloud as answer_of
 
-    with progress("planning"):
-        answer = answer_of(request)
-    if plot is not None:
+    with interruptible() as stop, progress("planning", stop):
+        answer = answer_of(request, stop)
+    if plot is not None and answer.strategies:
         _draw(answer, plot)
     if as_json:
         print_answer(answer)
@@ -163,11 +167,16 @@ def _print(answer: "CloudAnswer") -> None:
         f"{answer.v100_hours:g} V100-hours on {size}, {answer.instances} kinds of instance, "
         f"{answer.start} to {answer.deadline}"
     )
+    if not answer.strategies:
+        print_lines(f"{answer.status}: {answer.reason}")
+        return
     base = answer.strategies.get(BASELINE)
     print_table(
         ("<strategy", "dollars", "cheaper than 1xv100", "days", "switches"),
         [_row(name, paid, base) for name, paid in answer.strategies.items()],
     )
+    if answer.status == "interrupted":
+        print_lines(f"interrupted after the strategy {answer.shown}")
     if answer.bound_dollars is not None and answer.plan is not None:
         print_lines(
             f"{answer.status}: no plan costs less than {answer.bound_dollars:.2f} dollars, gap "

@@ -24,6 +24,7 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
 )
+from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
@@ -37,7 +38,7 @@ def run_cluster(
     program: Annotated[
         list[str],
         typer.Option(
-            help="Trains jobs under a lease: all, or those of one model; may be repeated.",
+            help="Function that trains a job under a lease, of any model or of MODEL; repeatable.",
             metavar="[MODEL=]PACKAGE:FUNCTION",
         ),
     ],
@@ -77,7 +78,12 @@ def run_cluster(
     output: OutputFile = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Train the jobs of a workload in rounds on Ray; exit code 1 if one failed or still waits."""
+    """Train the jobs of a workload in rounds on Ray; exit code 1 if one failed or still waits.
+
+    After Ctrl-C (or SIGTERM) all jobs save checkpoints and end; the same command continues them.
+    The exit code is then 0 if a job has made a step and none has failed. A second Ctrl-C ends
+    immediately.
+    """
     from stagewright.graphs.documents.documents import to_json, write_text
     from stagewright.service.cluster_requests import RunClusterRequest
 
@@ -100,7 +106,8 @@ def run_cluster(
     programs = _programs(program, {job.model for job in request.workload.jobs})
     from stagewright.service.cluster_running import run_cluster as answer_of
 
-    answer = answer_of(request, programs)
+    with interruptible() as stop:
+        answer = answer_of(request, programs, stop)
     if output is not None:
         write_text(output, to_json(answer.report))
     if as_json:
@@ -108,7 +115,8 @@ def run_cluster(
     else:
         _print(answer)
         print_lines(*([f"{output} is written"] if output is not None else []))
-    return 0 if answer.status == "done" else 1
+    progressed = answer.status == "interrupted" and any(job.steps for job in answer.jobs)
+    return 0 if answer.status == "done" or progressed else 1
 
 
 def _programs(texts: list[str], models: set[str]) -> dict[str, Callable[..., Any]]:

@@ -39,11 +39,11 @@ MemoryLimit = Annotated[
 ModelFile = Annotated[Path, typer.Option("--model", help="Model file.", metavar="FILE")]
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="Cluster file.", metavar="FILE")]
 PlanFile = Annotated[Path, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)]
-TimeLimit = Annotated[float, typer.Option(help="Seconds that the search may take.")]
+TimeLimit = Annotated[float, typer.Option(help="Time limit of the search in seconds.")]
 Threads = Annotated[
-    int, typer.Option(help="Threads of the solvers; with 1 the answer is reproducible.")
+    int, typer.Option(help="Threads of the solvers; with one, answers are reproducible.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 LossFunction = Annotated[
     str | None,
     typer.Option(

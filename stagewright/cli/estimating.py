@@ -39,7 +39,7 @@ def estimate(
     choose: Annotated[
         str | None,
         typer.Option(
-            "--choose", help="Choose the pairs to measure a new model in.", metavar="MODEL"
+            "--choose", help="Choose the pairs in which to measure a new model.", metavar="MODEL"
         ),
     ] = None,
     scale: Annotated[

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from stagewright.cli.console import JsonFlag, PlanFile, print_json, print_lines
+from stagewright.cli.console import JsonFlag, PlanFile, print_answer, print_lines
 from stagewright.cli.outputs import Named, Writes, require_apart, require_folder
 from stagewright.graphs.documents.errors import InputError
 
@@ -22,7 +22,10 @@ def export(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="The file, or a folder for several.", metavar="FILE_OR_FOLDER"
+            "--output",
+            "-o",
+            help="Output file, or a folder for several files.",
+            metavar="FILE_OR_FOLDER",
         ),
         Writes(several=True),
     ],
@@ -37,7 +40,7 @@ def export(
         ),
     ] = False,
     command: Annotated[
-        str | None, typer.Option(help="The command of a launch script for every device.")
+        str | None, typer.Option(help="Launch scripts: the command of every rank.")
     ] = None,
     cluster: Annotated[
         Path | None,
@@ -60,6 +63,7 @@ def export(
     from stagewright.graphs.documents.errors import InvalidPlan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
+    from stagewright.service.answers import ExportAnswer
 
     options = Options(
         model=load_model(model) if model else None,
@@ -74,7 +78,7 @@ def export(
         files = written(answer, to, options)
     except InvalidPlan as error:
         if as_json:
-            print_json({"status": "invalid", "reason": str(error), "files": None, "remarks": None})
+            print_answer(ExportAnswer(status="invalid", reason=str(error)))
         else:
             print_lines(f"{plan} cannot run: {error}")
         return 1
@@ -86,8 +90,8 @@ def export(
         write_text(path, text)
     told = remarks(answer, to)
     if as_json:
-        names = [str(path) for path in paths]
-        print_json({"status": "written", "reason": None, "files": names, "remarks": told})
+        names = tuple(map(str, paths))
+        print_answer(ExportAnswer(status="written", files=names, remarks=tuple(told)))
     else:
         print_lines(*(f"{path} is written" for path in paths), *told)
     return 0

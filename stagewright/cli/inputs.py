@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.cli.console import JsonFlag, OutputFile, print_json, print_lines
+from stagewright.cli.console import JsonFlag, OutputFile, print_answer, print_lines
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def import_(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Turn another project's profile into a model file, or its trace into a jobs file."""
+    """Convert another project's profile to a model file, or its trace to a jobs file."""
     from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
     from stagewright.graphs.importers.pipedream import read_pipedream
 
@@ -77,6 +77,7 @@ def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: b
     from stagewright.graphs.documents.documents import to_json
     from stagewright.graphs.importers.gavel import read_gavel
     from stagewright.graphs.workloads.jobs import save_workload
+    from stagewright.service.answers import JobsFileAnswer
 
     workload = read_gavel(trace, throughputs)
     if output is None:
@@ -84,7 +85,7 @@ def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: b
         return 0
     save_workload(workload, output)
     if as_json:
-        print_json({"name": trace.stem, "jobs": len(workload.jobs), "file": str(output)})
+        print_answer(JobsFileAnswer(name=trace.stem, jobs=len(workload.jobs), file=str(output)))
     else:
         print_lines(f"{output}: {len(workload.jobs)} jobs of {trace.name}")
     return 0
@@ -104,7 +105,7 @@ def model(
     ] = Precision.FP32,
     attention: Annotated[
         Attention,
-        typer.Option(help="One kernel that keeps no matrix of scores, or separate operations."),
+        typer.Option(help="fused: the score matrix is not stored; materialized: it is."),
     ] = Attention.FUSED,
     optimizer_state: Annotated[
         int,
@@ -242,14 +243,18 @@ def hand_out(document: "Chain | Cluster", output: Path | None, as_json: bool) ->
     """Print the document, or write it to ``output`` and print a summary."""
     from stagewright.graphs.documents import documents
     from stagewright.graphs.models.chain import Chain
+    from stagewright.service.answers import ClusterFileAnswer, ModelFileAnswer
 
     if output is None:
         print(documents.to_json(document), end="")
         return 0
     documents.write_text(output, documents.to_json(document))
-    what = "layers" if isinstance(document, Chain) else "devices"
-    if as_json:
-        print_json({"name": document.name, what: len(document), "file": str(output)})
+    name, size, file = document.name, len(document), str(output)
+    is_model = isinstance(document, Chain)
+    if not as_json:
+        print_lines(f"{output}: {name}, {size} {'layers' if is_model else 'devices'}")
+    elif is_model:
+        print_answer(ModelFileAnswer(name=name, layers=size, file=file))
     else:
-        print_lines(f"{output}: {document.name}, {len(document)} {what}")
+        print_answer(ClusterFileAnswer(name=name, devices=size, file=file))
     return 0

@@ -91,7 +91,7 @@ def schedule(
             metavar="D,...",
         ),
     ] = None,
-    kind: Annotated[Kind, typer.Option(help="The rule, or the optimum.")] = Kind.OPTIMAL,
+    kind: Annotated[Kind, typer.Option(help="A rule, or the optimal schedule.")] = Kind.OPTIMAL,
     time_limit: TimeLimit = 10.0,
     threads: Threads = DEFAULT_THREADS,
     seed: Seed = 0,

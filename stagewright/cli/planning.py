@@ -47,6 +47,14 @@ def plan(
         int | None,
         typer.Option(help="Periodic planners: devices per stage; default: the best number."),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="Periodic planners: solver of the patterns; highs (the default), pulp-highs, "
+            "pulp-cbc, cvxpy or cp-sat.",
+            metavar="NAME",
+        ),
+    ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(
@@ -61,8 +69,8 @@ def plan(
         typer.Option(
             "--offload/--no-offload",
             help="Whether stages may offload activations to host memory; the cluster file must "
-            "have the bandwidth. With auto, general, madpipe and 1f1b-star where it helps (auto "
-            "and general try it by default), with the other planners every stage.",
+            "have host bandwidths. auto, general, madpipe and 1f1b-star offload where it helps "
+            "(auto and general by default), the other planners in every stage.",
         ),
     ] = None,
     gap: Annotated[
@@ -111,6 +119,7 @@ def plan(
         recompute=recompute,
         offload=offload,
         group_size=group_size,
+        backend=backend,
         period_seconds=period,
         start=None if start is None else load_plan(start),
         gap=0.0 if gap is None else parse_share(gap, "--gap"),

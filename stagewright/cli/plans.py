@@ -46,7 +46,7 @@ def check(
     threads: Threads = DEFAULT_THREADS,
     as_json: JsonFlag = False,
 ) -> int:
-    """Check a plan's rules and proofs from their definitions; exit code 1 if one is broken."""
+    """Check a plan against all rules and verify its bounds; exit code 1 if one fails."""
     from stagewright.service.pipeline_requests import CheckRequest
     from stagewright.service.plans import check as check_plan
 
@@ -104,7 +104,7 @@ def simulate(
     seed: Seed = 0,
     as_json: JsonFlag = False,
 ) -> int:
-    """Simulate the order of a plan by discrete events, optionally with jitter and stragglers."""
+    """Simulate a plan in its order by discrete events, with optional jitter and stragglers."""
     from stagewright.graphs.documents.errors import InvalidPlan
     from stagewright.service.answers import InvalidAnswer
     from stagewright.service.pipeline_requests import SimulateRequest

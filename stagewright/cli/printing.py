@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         Certificate,
         PeriodicSchedule,
         PipelinePlan,
-        Stage,
     )
     from stagewright.graphs.models.chain import Chain
 
@@ -18,22 +17,22 @@ if TYPE_CHECKING:
 def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     """Print the stages of a plan and its certificate; layers by name where the chain is known."""
     from stagewright.executor.drawing.summary import summarise
-    from stagewright.executor.drawing.timeline import headline
+    from stagewright.executor.drawing.timeline import headline, stage_features
     from stagewright.formulations.plans.plan import PeriodicSchedule
 
     is_periodic = isinstance(plan.schedule, PeriodicSchedule)
     between = ["<first .. last layer"] if chain else []
     more = ["<index shifts", "<shares with"] if is_periodic else []
-    manners = [_manner(stage) for stage in plan.stages]
-    if any(manners):
-        more.append("<how")
+    features = [", ".join(stage_features(stage)) for stage in plan.stages]
+    if any(features):
+        more.append("<features")
     print_lines(headline(plan))
     print_table(
         ["stage", "<layers", *between, "<devices", "replicas", "forward", "backward", "in flight",
          "peak memory", *more],
         [
-            [*_stage_row(line, chain), *([manner] if any(manners) else [])]
-            for line, manner in zip(summarise(plan), manners, strict=True)
+            [*_stage_row(line, chain), *([its] if any(features) else [])]
+            for line, its in zip(summarise(plan), features, strict=True)
         ],
     )  # fmt: skip
     if isinstance(plan.schedule, PeriodicSchedule):
@@ -42,13 +41,6 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
         print_lines(f"idle   {percent(plan.predicted.bubble)} of the used devices' time")
     if plan.certificate is not None:
         print_lines(*_certificate_lines(plan.certificate))
-
-
-def _manner(stage: "Stage") -> str:
-    """Special features of a stage: round-robin replication, recomputation, offloading."""
-    turns = ["round-robin"] if stage.turns > 1 else []
-    again = [f"recompute {stage.recompute}"] if stage.recompute != "none" else []
-    return ", ".join([*turns, *again, *(["offload"] if stage.offload else [])])
 
 
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:

@@ -23,12 +23,16 @@ TIMEOUT_SECONDS = 60.0  # a rank's limit for waiting for another one
 
 def profile(
     model: Annotated[
-        str, typer.Option(help="Makes the module.", metavar="PACKAGE:FACTORY", show_default=False)
+        str,
+        typer.Option(
+            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
+        ),
     ],
     data: Annotated[
         str,
         typer.Option(
-            help="Makes an iterable of mini-batches (inputs, targets); the first is used.",
+            help="Function that returns an iterable of mini-batches (inputs, targets), of which "
+            "the first is used.",
             metavar="PACKAGE:FACTORY",
             show_default=False,
         ),
@@ -37,13 +41,13 @@ def profile(
         str, typer.Option(help="Samples; several sizes separated by commas.", metavar="B,B,...")
     ] = "1,2,4",
     loss: LossFunction = None,
-    device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Device that is measured.")
-    ] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to measure.")] = "cpu",
     kind: Annotated[
         str, typer.Option(help="Kind of device, as in cluster files; default: the device's name.")
     ] = "",
-    rounds: Annotated[int, typer.Option(help="Medians are of so many.", min=1)] = 9,
+    rounds: Annotated[
+        int, typer.Option(help="Repetitions, of which the median is taken.", min=1)
+    ] = 9,
     threads: Annotated[int, typer.Option(help="Threads that compute on a CPU.", min=1)] = 1,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16"],
@@ -98,12 +102,14 @@ def profile(
 
 def profile_links(
     ranks: Annotated[
-        int | None, typer.Option(help="Processes to start here; not under torchrun.", min=2)
+        int | None, typer.Option(help="Number of local processes; not under torchrun.", min=2)
     ] = None,
     sizes: Annotated[
         str, typer.Option(help="Message sizes; at least two.", metavar="SIZE,SIZE,...")
     ] = "4kB,64kB,1MB,16MB",
-    rounds: Annotated[int, typer.Option(help="Medians are of so many.", min=1)] = 9,
+    rounds: Annotated[
+        int, typer.Option(help="Repetitions, of which the median is taken.", min=1)
+    ] = 9,
     kind: Annotated[
         str, typer.Option(help="Kind of device in the file; default: the device's name.")
     ] = "",

@@ -19,7 +19,7 @@ from stagewright.cli.console import (
     Optimizer,
     PlanFile,
     Seed,
-    print_json,
+    print_answer,
     print_lines,
 )
 from stagewright.cli.outputs import Writes, require_folder
@@ -28,7 +28,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from stagewright.executor.training.training import Course, NamedOptimizer, Task
+    from stagewright.executor.training.training import NamedOptimizer, Task, TrainingHistory
     from stagewright.formulations.plans.plan import PipelinePlan
 
 PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress
@@ -37,13 +37,16 @@ PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress
 def run(
     plan: PlanFile,
     model: Annotated[
-        str, typer.Option(help="Makes the module.", metavar="PACKAGE:FACTORY", show_default=False)
+        str,
+        typer.Option(
+            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
+        ),
     ],
     data: Annotated[
         str,
         typer.Option(
-            help="Makes an iterable of mini-batches (inputs, targets), the same on every rank; "
-            "called again for every pass.",
+            help="Function that returns an iterable of mini-batches (inputs, targets), the same on "
+            "every rank; called for every epoch.",
             metavar="PACKAGE:FACTORY",
             show_default=False,
         ),
@@ -84,7 +87,7 @@ def run(
     ] = 60.0,
     as_json: JsonFlag = False,
 ) -> int:
-    """Train a model by a plan: start local processes or, under torchrun, run as one of its ranks.
+    """Train a model as planned: start local processes or, under torchrun, run as one of its ranks.
 
     Each rank computes with OMP_NUM_THREADS threads, by default one.
     """
@@ -129,9 +132,9 @@ def run(
         from stagewright.executor.training.training import train
 
         task = read_task(load_plan(plan))
-        course = train(task, member, _progress(steps), _note)
+        history = train(task, member, _progress(steps), _note)
         if member.rank == 0:
-            _print_summary(task, course, member.world_size, as_json)
+            _print_summary(task, history, member.world_size, as_json)
     return 0
 
 
@@ -143,6 +146,7 @@ def _start(
     from stagewright.executor.programs.program import plan_devices
     from stagewright.executor.training.ranks.launch import LocalRanks
     from stagewright.graphs.documents.errors import InvalidPlan
+    from stagewright.service.answers import InvalidAnswer
 
     with LocalRanks(len(plan_devices(parsed)), main) as ranks:
         task = read_task(parsed)
@@ -150,7 +154,7 @@ def _start(
             _require_runnable(task)
         except InvalidPlan as error:
             if as_json:
-                print_json({"status": "invalid", "reason": str(error)})
+                print_answer(InvalidAnswer(reason=str(error)))
             else:
                 print_lines(f"{plan} cannot run: {error}")
             return 1
@@ -188,25 +192,27 @@ def _note(line: str) -> None:
     print(f"stagewright: {line}", file=sys.stderr, flush=True)
 
 
-def _print_summary(task: "Task", course: "Course", world_size: int, as_json: bool) -> None:
+def _print_summary(
+    task: "Task", history: "TrainingHistory", world_size: int, as_json: bool
+) -> None:
     from stagewright.graphs.documents.units import format_seconds
+    from stagewright.service.answers import TrainedAnswer
 
     if as_json:
-        print_json(
-            {
-                "status": "trained",
-                "steps": task.steps,
-                "loss": course.losses[-1],
-                "losses": course.losses,
-                "iteration_seconds": median(course.seconds),
-                "seconds": sum(course.seconds),
-                "world_size": world_size,
-            }
+        print_answer(
+            TrainedAnswer(
+                steps=task.steps,
+                loss=history.losses[-1],
+                losses=tuple(history.losses),
+                iteration_seconds=median(history.seconds),
+                seconds=sum(history.seconds),
+                world_size=world_size,
+            )
         )
         return
     print_lines(
         f"{task.steps} steps on {world_size} rank{'s' if world_size > 1 else ''}, loss "
-        f"{course.losses[-1]:.6g}, {format_seconds(median(course.seconds))} per step",
+        f"{history.losses[-1]:.6g}, {format_seconds(median(history.seconds))} per step",
         *(f"{path} is written" for path in (task.parameters, task.trace) if path is not None),
     )
 

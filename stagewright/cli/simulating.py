@@ -25,6 +25,7 @@ from stagewright.cli.console import (
     print_lines,
     print_table,
 )
+from stagewright.cli.interrupts import interruptible
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
@@ -64,8 +65,8 @@ def simulate_cluster(
     window: Annotated[
         str | None,
         typer.Option(
-            help=f"Jobs FIRST-END that are measured and end the simulation; {POISSON_WINDOW} with "
-            "--poisson, else all.",
+            help="Measure these jobs, numbered by arrival, until they are complete; default: "
+            f"{POISSON_WINDOW} with --poisson, else all.",
             metavar="FIRST-END",
         ),
     ] = None,
@@ -98,7 +99,11 @@ def simulate_cluster(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Simulate a cluster's rounds on a trace: completion times, fairness, cost, utilisation."""
+    """Simulate a cluster's rounds on a trace: completion times, fairness, cost, utilisation.
+
+    Ctrl-C (or SIGTERM) ends the simulation and reports on the jobs so far; exit code 1 if none is
+    complete.
+    """
     from stagewright.service.cluster_requests import SimulateClusterRequest
 
     _require_pictures(ideal, timeline, completion, utilisation)
@@ -124,14 +129,14 @@ def simulate_cluster(
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.service.cluster_simulation import simulate_cluster as answer_of
 
-    with _progress(request.window) as on_progress:
-        answer = answer_of(request, on_progress)
+    with interruptible() as stop, _progress(request.window) as on_progress:
+        answer = answer_of(request, on_progress, stop)
     _draw(answer.timeline, policy, timeline, completion, utilisation)
     if as_json:
         print_answer(answer)
     else:
         _print_summary(answer)
-    return 0
+    return 1 if answer.status == "interrupted" and not answer.completed else 0
 
 
 def _require_pictures(ideal: bool, timeline: Path | None, *others: Path | None) -> None:
@@ -249,6 +254,7 @@ def _print_summary(answer: "SimulateClusterAnswer") -> None:
     print_lines(
         f"{answer.policy}: {answer.measured} jobs measured, {answer.completed} of {answer.jobs} "
         f"complete after {_hours(answer.seconds)}"
+        + (", interrupted" if answer.status == "interrupted" else "")
     )
     print_table(("<what", "<found"), rows)
 

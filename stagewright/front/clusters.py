@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
+from stagewright.formulations.forms.answers import StopToken
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_type
 
@@ -134,20 +135,24 @@ def simulate_cluster(
     pool: "Pool",
     jobs: "Workload | ArrivalsRequest",
     policy: str = "max-min",
+    *,
+    stop: StopToken | None = None,
     **options: Any,
 ) -> "SimulateClusterAnswer":
     """Simulate a cluster on a workload, or on an endless stream of jobs.
 
     ``options`` are the other fields of
     :class:`~stagewright.service.cluster_requests.SimulateClusterRequest`, such as
-    ``round_seconds`` and ``window``. The answer's ``timeline`` is the full record.
+    ``round_seconds`` and ``window``. The answer's ``timeline`` is the full record. ``stop`` ends
+    the simulation after the current round once it is set (see :func:`stagewright.plan`); the answer
+    has the statistics so far and the status ``interrupted``.
     """
     from stagewright.service.cluster_requests import ArrivalsRequest, SimulateClusterRequest
     from stagewright.service.cluster_simulation import simulate_cluster as answer
 
     source = "arrivals" if isinstance(jobs, ArrivalsRequest) else "workload"
     request = SimulateClusterRequest.of(pool=pool, policy=policy, **{source: jobs}, **options)
-    return answer(request)
+    return answer(request, stop=stop)
 
 
 def run_cluster(
@@ -156,6 +161,8 @@ def run_cluster(
     programs: "Mapping[str, Callable[[Lease], object]]",
     folder: str | os.PathLike[str],
     policy: str = "max-min",
+    *,
+    stop: StopToken | None = None,
     **options: Any,
 ) -> "RunClusterAnswer":
     """Train the jobs of ``workload`` in rounds on a Ray cluster.
@@ -168,6 +175,9 @@ def run_cluster(
     folder
         Folder of checkpoints and of the job store, shared by all nodes. Jobs that it already
         contains continue from their checkpoints.
+    stop
+        Once it is set (see :func:`stagewright.plan`), all jobs save checkpoints and end; the status
+        is ``interrupted``.
     options
         The other fields of :class:`~stagewright.service.cluster_requests.RunClusterRequest`, such
         as ``round_seconds`` and ``address``.
@@ -179,7 +189,7 @@ def run_cluster(
     request = RunClusterRequest.of(
         workload=workload, pool=pool, folder=os.fspath(folder), policy=policy, **options
     )
-    return answer(request, programs)
+    return answer(request, programs, stop)
 
 
 @overload
@@ -229,7 +239,13 @@ def estimate(
     return estimating.measure(request)
 
 
-def cloud(market: "Market", rates: Mapping[str, float], **options: Any) -> "CloudAnswer":
+def cloud(
+    market: "Market",
+    rates: Mapping[str, float],
+    *,
+    stop: StopToken | None = None,
+    **options: Any,
+) -> "CloudAnswer":
     """Compare strategies of renting cloud GPUs for a job, and plan its instances over time.
 
     Parameters
@@ -238,6 +254,9 @@ def cloud(market: "Market", rates: Mapping[str, float], **options: Any) -> "Clou
         See :func:`load_market`.
     rates
         Work per hour of each kind of GPU, relative to a V100.
+    stop
+        Once it is set (see :func:`stagewright.plan`), the answer has the strategies so far, and the
+        status ``interrupted``.
     options
         The other fields of :class:`~stagewright.service.cloud_requests.CloudRequest`, such as
         ``v100_hours`` and ``strategy``.
@@ -246,4 +265,4 @@ def cloud(market: "Market", rates: Mapping[str, float], **options: Any) -> "Clou
     from stagewright.service.cloud_requests import CloudRequest
 
     require_type(rates, Mapping, "rates")
-    return answer(CloudRequest.of(market=market, rates=dict(rates), **options))
+    return answer(CloudRequest.of(market=market, rates=dict(rates), **options), stop)

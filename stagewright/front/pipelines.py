@@ -70,7 +70,8 @@ def plan(
         Limit on the memory of every device; None: no limit.
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
-        size and a period (:class:`~stagewright.solvers.planners.proposal.Choices`).
+        size, a period and the solver of patterns
+        (:class:`~stagewright.solvers.planners.proposal.Choices`).
     start
         Planners ``auto`` and ``general``: a plan of the same layers to start from, though times,
         memory or devices may have changed. Its stages keep the devices that are still there, by
@@ -113,6 +114,7 @@ def plan(
         period_seconds=asked.period_seconds,
         gap=parse_share(gap, "gap"),
         start=asked.start if start is None else start,
+        backend=asked.backend,
         time_limit=time_limit,
         threads=threads,
         seed=seed,

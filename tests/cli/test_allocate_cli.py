@@ -1,13 +1,16 @@
 """``allocate``, ``rounds``, ``policies`` and ``import --from gavel``, on good and on bad input."""
 
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokens import After
 from typer.testing import CliRunner, Result
 
-from stagewright.cli import app
+from stagewright.cli import app, simulating
 from stagewright.formulations.clusters.allocation_plan import load_allocation
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.workloads.jobs import (
@@ -181,6 +184,8 @@ def test_a_trace_becomes_a_jobs_file(tmp_path: Path):
     table.write_text(json.dumps({"v100": {"('A (batch size 1)', 2)": {"null": 3.5}}}))
     from_gavel = ("import", "--from", "gavel", trace, "--throughputs", table)
     assert "2 jobs" in answered(*from_gavel, "-o", output)
+    told = {"name": "a", "jobs": 2, "file": str(output)}
+    assert as_json(*from_gavel, "-o", output) == told
     jobs = load_workload(output).jobs
     assert [(job.scale, job.steps, job.arrival_seconds) for job in jobs] == [
         (2, 500, 0),
@@ -212,6 +217,19 @@ def test_a_cluster_is_simulated_on_a_jobs_file(tmp_path: Path):
     again = answered("simulate-cluster", *there, "--hours-to-failure", 20, "--seed", 1)
     assert "24 of 24 complete" in again
     assert f"{found['mean_jct_seconds'] / 3600:.2f} h" in again
+
+
+def test_an_interrupted_simulation_has_its_jobs_so_far(monkeypatch: pytest.MonkeyPatch):
+    options = ("simulate-cluster", "--jobs", EXAMPLE, "--cluster", "v100=2x4,p100=1x4")
+    whole = as_json(*options)
+    assert whole["status"] == "done"
+    monkeypatch.setattr(simulating, "interruptible", lambda: nullcontext(After(30)))
+    found = as_json(*options)
+    assert (found["status"], found["rounds"]) == ("interrupted", 30)
+    assert 0 < found["completed"] < whole["completed"]
+    assert re.search(r"complete after [^\n]+, interrupted\n", answered(*options))
+    monkeypatch.setattr(simulating, "interruptible", lambda: nullcontext(After(0)))
+    assert as_json(*options, code=1)["completed"] == 0
 
 
 @pytest.mark.parametrize(

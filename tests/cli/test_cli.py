@@ -550,7 +550,7 @@ def test_import_reads_a_pipedream_profile(tmp_path: Path) -> None:
     (tmp_path / "graph.txt").write_text(PROFILE)
     arguments = ["import", "--from", "pipedream", tmp_path / "graph.txt"]
     document = answered_json(*arguments, "-o", tmp_path / "model.json", "--device", "v100")
-    assert document["file"] == str(tmp_path / "model.json")
+    assert document == {"name": "graph", "layers": 2, "file": str(tmp_path / "model.json")}
     chain = load_model(tmp_path / "model.json")
     assert sum(layer.costs[0].forward_seconds for layer in chain.layers) == pytest.approx(3e-3)
     assert {layer.costs[0].device_kind for layer in chain.layers} == {"v100"}

@@ -2,11 +2,14 @@
 
 import json
 import re
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from markets import series
+from tokens import After
 from typer.testing import CliRunner, Result
 
 from stagewright.cli import app
@@ -82,6 +85,25 @@ def test_the_table_says_how_much_cheaper_and_what_is_proved(prices: Path):
     assert re.search(r"dynamic +5\.80 +3\.10x +0\.62 +1 *\n", text)
     assert "optimal: no plan costs less than 3.00 dollars, gap 0.00%" in text
     assert re.search(r"azure/us-east/NC6 +1 +2020-02-24T04:00:00Z", text)
+
+
+def test_an_interrupted_comparison_keeps_the_strategies_so_far(
+    prices: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = (prices, "--rates", RATES, "--v100-hours", 6)
+    whole = answered_json(*options)["strategies"]
+    cloud = import_module("stagewright.cli.cloud")  # the package's attribute is the command
+    for times in range(len(whole) - 2):
+        monkeypatch.setattr(cloud, "interruptible", lambda n=times: nullcontext(After(n)))
+        found = answered_json(*options, code=0 if times else 1)
+        assert found["status"] == "interrupted"
+        assert list(found["strategies"].items()) == list(whole.items())[:times]
+    assert "interrupted after the strategy multi-cloud" in answered(*options)
+    monkeypatch.setattr(cloud, "interruptible", lambda: nullcontext(After(0)))
+    assert answered(*options, code=1).count("interrupted before the first strategy") == 1
+    assert answered(*options, "--plot", prices.with_suffix(".png"), code=1)
+    monkeypatch.setattr(cloud, "interruptible", lambda: nullcontext(After(999)))
+    assert answered_json(*options)["status"] == "optimal"
 
 
 def test_one_strategy_a_start_and_a_deadline(prices: Path, tmp_path: Path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from markets import series
+from tokens import After
 
 import stagewright
 from stagewright.formulations.forms.answers import Status
@@ -356,8 +357,14 @@ def test_jobs_are_allocated_run_in_rounds_and_simulated(jobs):
     assert (simulated.completed, simulated.jobs) == (2, 2)
     assert simulated.makespan_seconds == simulated.timeline.makespan_seconds
     assert all(one.assignments for one in simulated.timeline.rounds)
+    stopped = stagewright.simulate_cluster(pool, jobs, round_seconds=60.0, stop=After(2))
+    assert (stopped.status, stopped.rounds, stopped.completed) == ("interrupted", 2, 0)
     with pytest.raises(stagewright.InputError, match="colour: unknown field"):
         stagewright.simulate_cluster(pool, jobs, colour="red")
+    with pytest.raises(stagewright.InputError, match="stop must have is_set"):
+        stagewright.simulate_cluster(pool, jobs, stop=True)
+    with pytest.raises(stagewright.InputError, match="stop must have is_set"):
+        stagewright.run_cluster(jobs, pool, {}, "jobs", stop=True)
 
 
 def test_a_job_is_placed_in_the_cloud():
@@ -366,3 +373,7 @@ def test_a_job_is_placed_in_the_cloud():
     assert answer.strategies["optimal"].dollars == pytest.approx(3.0)
     assert answer.plan[0].instance == "aws/us-east-1/p2.xlarge"
     assert sum(stay.end_seconds - stay.begin_seconds for stay in answer.stays) == 6 * 3600
+    stopped = stagewright.cloud(market, {"v100": 1.0, "k80": 0.5}, v100_hours=3.0, stop=After(1))
+    assert (stopped.status, list(stopped.strategies)) == (Status.INTERRUPTED, ["1xv100"])
+    with pytest.raises(stagewright.InputError, match="stop must have is_set"):
+        stagewright.cloud(market, {"v100": 1.0}, stop=True)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markets import START, problem, series
 from profiles import examples
+from tokens import After
 
 from stagewright.formulations.cloud.strategies import STRATEGIES, Home, follow, stick
 from stagewright.formulations.cloud.switching import (
@@ -256,6 +257,19 @@ def test_the_bound_holds_for_every_plan_and_the_cost_is_near_it(asked: Switching
     if not any(getattr(asked.overheads, name) for name in asked.overheads.__slots__):
         assert found.outcome.dollars <= brute * (1 + 1e-9)
         assert found.status is Status.OPTIMAL
+
+
+@few
+@given(problems(hours=6, offers=3), st.integers(0, 6))
+def test_a_stopped_search_has_a_plan_and_a_weaker_bound(asked: SwitchingProblem, times: int):
+    found, whole = solve_switching(asked, stop=After(times)), solve_switching(asked)
+    if whole.plan is None:
+        assert (found.status, found.plan) == (Status.INFEASIBLE, None)
+        return
+    assert found.bound <= whole.bound * (1 + 1e-9)
+    assert evaluate(asked, found.plan) == found.outcome
+    assert found.status in (Status.INTERRUPTED, Status.OPTIMAL, whole.status)
+    assert solve_rolling(asked, After(0)) is None
 
 
 @few

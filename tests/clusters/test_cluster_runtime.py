@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_jobs import BATCHES, MODEL, STATE, Walk, train, trained, value_after
+from cluster_jobs import BATCHES, MODEL, STATE, Walk, quick, steady, train, trained, value_after
 from cluster_runs import RATES, ROUND, SECONDS, job, max_min_fair, run
 from commands import answered_json
 
@@ -204,6 +204,58 @@ def test_a_scheduler_that_is_killed_can_be_started_again(cluster: Any, tmp_path:
     assert run(tmp_path, *walks, pool="k80=2").rounds == ()  # nothing is left to do
     with pytest.raises(InputError, match="job 'a' has 100 steps there, here 7"):
         run(tmp_path, job("a", 7, Walk()))
+
+
+class OnceRunning:
+    """A stop token that is set once a job has a process in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def is_set(self) -> bool:
+        return any(self.folder.glob("job-*/running-*"))
+
+
+@pytest.mark.slow
+def test_a_stopped_run_saves_checkpoints_and_can_be_continued(cluster: Any, tmp_path: Path) -> None:
+    """The jobs would be done within the round."""
+    jobs = [job(name, 400, steady) for name in "ab"]
+    report = run(tmp_path, *jobs, pool="k80=2", round_seconds=30.0, stop=OnceRunning(tmp_path))
+    assert {each.state for each in report.jobs} == {"waiting"}
+    assert sum(each.steps for each in report.jobs) > 0
+    for each in report.jobs:
+        assert each.steps < 400
+        assert each.error is None
+    run(tmp_path, *(job(name, 400, quick) for name in "ab"), pool="k80=2")
+    for name in "ab":
+        require_every_step_once(tmp_path, name, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_with_checkpoints(tmp_path: Path, number: signal.Signals) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    save_workload(Workload((Job("one", "walk", 1e6),), RATES), tmp_path / "jobs.json")
+    folder = tmp_path / "run"
+    given = ["--jobs", tmp_path / "jobs.json", "--cluster", "k80=1", "--folder", folder]
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "stagewright", "run-cluster", *map(str, given),
+            "--round-seconds", "30", "--program", "cluster_jobs:steady", "--json",
+        ],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    end = time.monotonic() + 120
+    while not list(folder.glob("job-*/running-*")) and time.monotonic() < end:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    told, _ = process.communicate(timeout=120)
+    found = json.loads(told)
+    assert (process.returncode, found["status"]) == (0, "interrupted")
+    assert [one["state"] for one in found["jobs"]] == ["waiting"]
+    require_every_step_once(folder, "one", found["jobs"][0]["steps"])
 
 
 @pytest.mark.slow

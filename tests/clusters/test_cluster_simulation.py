@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokens import After
 
 from stagewright.executor.clusters.outages import Outage, outages
 from stagewright.executor.clusters.rules import Rules
@@ -60,6 +61,21 @@ def test_one_job_by_hand() -> None:
     assert timeline.dollars == pytest.approx(1.0)
     assert timeline.fairness() == pytest.approx([1.0])
     assert (timeline.renewals, timeline.renewable) == (2, 2)
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(ideal=True)])
+def test_a_stopped_simulation_is_the_beginning_of_the_whole(rules: Rules) -> None:
+    jobs = [Job(name, "m", 500.0 * number) for number, name in enumerate("abc", 1)]
+    whole = simulate_cluster(jobs, UNIT, ONE, equal, rules)
+    for rounds in range(len(whole.rounds)):
+        found = simulate_cluster(jobs, UNIT, ONE, equal, rules, stop=After(rounds))
+        assert found.interrupted
+        assert found.rounds == whole.rounds[:rounds]
+        ends = [one if one and one <= found.seconds else None for one in completions(whole)]
+        assert completions(found) == ends[: len(found.jobs)]
+    assert not simulate_cluster(
+        jobs, UNIT, ONE, equal, rules, stop=After(len(jobs) ** 9)
+    ).interrupted
 
 
 def test_two_jobs_take_turns() -> None:

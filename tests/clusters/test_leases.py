@@ -108,6 +108,27 @@ def test_a_job_that_has_the_cluster_to_itself_is_done_in_one_lease(
     assert rank.seen == [step % 7 for step in range(20)]
 
 
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_a_stopped_server_ends_leases_after_the_steps_granted(
+    tmp_path: Path, clock: SimpleNamespace, is_renewed: bool
+) -> None:
+    server = opened(tmp_path, a=1000, b=1000)
+    rank, late = Rank(started(server)[0]), started(server, "b")[0]
+    for _ in range(3):
+        assert rank.advance()
+        clock.now += 0.25
+    if is_renewed:
+        server.decide(["a", "b"])
+    began = clock.now
+    server.stop()
+    rank.run(clock, 0.25)
+    assert clock.now - began < ROUND / 2  # what a grant may cover
+    assert Rank(late).run(clock, 0.25) == 1  # a lease that has no grants yet
+    records = [server.store.job(name) for name in "ab"]
+    assert [record.committed for record in records] == [len(rank.seen), 1]
+    assert {record.state for record in records} == {"active"}
+
+
 def test_a_lease_that_is_not_renewed_ends_with_its_round(
     tmp_path: Path, clock: SimpleNamespace
 ) -> None:

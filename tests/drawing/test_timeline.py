@@ -108,7 +108,7 @@ def test_a_channel_carries_both_directions(plan: PipelinePlan) -> None:
 def test_many_devices_are_drawn_as_one_row_per_stage(wide_plan: PipelinePlan) -> None:
     assert merges_stages(wide_plan)
     names = [row.name for row in timeline(wide_plan) if row.group == "device"]
-    assert names == ["stage 0 · 66 devices", "stage 1 · 6 devices"]
+    assert names == ["stage 0 (round-robin) · 66 devices", "stage 1 · 6 devices"]
     assert len(timeline(wide_plan, max_device_rows=None)) > 72
     assert "one row per stage (72 devices)" in page(wide_plan)
 
@@ -124,6 +124,21 @@ def test_a_device_names_all_its_stages() -> None:
     assert [row.name for row in merged] == ["stages 0, 2 · 3 devices", "stage 1 · 1 device"]
     assert {str(block.action) for block in merged[0].blocks} >= {"0F0", "2F0"}
     assert "stages 0, 2" in page(certified(problem, plan))
+
+
+def test_rows_name_the_features_of_their_stages() -> None:
+    stages = [
+        Stage((0, 2), ("g0", "g1"), "round-robin", recompute="layer"),
+        Stage((2, 4), ("g2",), offload=True),
+        Stage((4, 6), ("g1",)),
+    ]
+    plan = replace(valid_plan(small_problem(), [Stage(s.layers, s.devices) for s in stages]),
+                   stages=tuple(stages))  # fmt: skip
+    assert [row.name for row in timeline(plan) if row.group == "device"] == [
+        "g0 · stage 0 (round-robin, recompute layer)",
+        "g1 · stages 0 (round-robin, recompute layer), 2",
+        "g2 · stage 1 (offload)",
+    ]
 
 
 @examples(30)

@@ -819,8 +819,8 @@ def test_command_writes_one_file_or_a_folder(tmp_path, capsys):
     capsys.readouterr()
     assert run_command(tmp_path, plan, "megatron", "m.sh", model=model, as_json=True) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["files"] == [str(tmp_path / "m.sh")]
-    assert said["remarks"] == ["ranks: 0 'g0', 1 'g1'"]
+    files, remarks = [str(tmp_path / "m.sh")], ["ranks: 0 'g0', 1 'g1'"]
+    assert said == {"status": "written", "reason": None, "files": files, "remarks": remarks}
     with pytest.raises(InputError, match=r"my.csv is a file; 2 files need a folder"):
         run_command(tmp_path, plan, "torchtitan", "my.csv", model=model)
     with pytest.raises(InputError, match="No such file"):
@@ -841,7 +841,9 @@ def test_command_says_that_a_plan_cannot_run(tmp_path, capsys):
     assert run_command(tmp_path, broken, "torch-csv", "x.csv") == 1
     assert "cannot run: " in capsys.readouterr().out
     assert run_command(tmp_path, broken, "torch-csv", "x.csv", as_json=True) == 1
-    assert json.loads(capsys.readouterr().out)["status"] == "invalid"
+    said = json.loads(capsys.readouterr().out)
+    assert (said["status"], said["files"], said["remarks"]) == ("invalid", None, None)
+    assert said["reason"]
     assert not (tmp_path / "x.csv").exists()
 
 

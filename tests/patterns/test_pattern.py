@@ -341,7 +341,7 @@ def test_without_time_there_is_still_a_pattern_and_an_honest_bound(monkeypatch):
 
 
 def test_bad_input_is_one_clear_line():
-    with pytest.raises(InputError, match="unknown backend 'gurobi'; there are auto, highs"):
+    with pytest.raises(InputError, match="backend 'gurobi' solves no patterns; use auto or highs"):
         best_pattern(SMALL["one stage"], LIMITS, backend="gurobi")
     with pytest.raises(InputError, match="an operation of positive duration"):
         best_pattern(stages([0], [0], [0], [1]), LIMITS)

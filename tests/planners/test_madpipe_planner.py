@@ -26,6 +26,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.patterns.pattern import BACKENDS
 from stagewright.solvers.planners.proposal import Choices
 from stagewright.solvers.planning import Result, plan
 from stagewright.solvers.proofs import check_with_proofs
@@ -320,6 +321,30 @@ def test_the_command_plans_checks_and_keeps_the_memory_limit(files: list[str], t
     assert max(told["peak_memory_bytes_per_device"].values()) <= 1.2e9
     # The plan knows its limit: the files are the same.
     assert run("check", target, *files)[0] == 0
+
+
+def test_the_command_solves_patterns_by_any_backend(files: list[str]):
+    asked = ["plan", *files, "--microbatches", "4", "--planner", "1f1b-star", "--group-size", "1"]
+    told = [json.loads(run(*asked, "--json", "--backend", name)[1]) for name in BACKENDS]
+    costs = [one["cost_seconds"] for one in told]
+    assert costs == pytest.approx([costs[0]] * len(BACKENDS))
+    code, _, error = run(*asked, "--backend", "pdlp")
+    assert (code, "backend 'pdlp' solves no patterns; use auto or highs or" in error) == (2, True)
+    code, _, error = run(*asked[:-2], "--planner", "spp", "--backend", "highs")
+    assert (code, "'spp' does not support a backend: use" in error) == (2, True)
+
+
+def test_the_chosen_backend_solves_the_patterns(monkeypatch: pytest.MonkeyPatch):
+    """A problem whose list schedules leave a gap to the bounds."""
+    asked: list[str] = []
+    for name in BACKENDS:
+        monkeypatch.setitem(BACKENDS, name, lambda _, name=name: asked.append(name))
+    saved = [4e8, 9e8, 3e8, 9e8, 2e8, 6e8]
+    problem = problem_of(chain_of([0.8, 1.6, 1.1, 2.9, 2.1, 1.0], saved), 3, 3e9)
+    for name in ("pulp-cbc", "cp-sat"):
+        plan(problem, "madpipe", choices=replace(ALONE, backend=name))
+        assert set(asked) == {name}
+        asked.clear()
 
 
 def test_the_command_says_no_and_refuses(files: list[str]):

@@ -126,6 +126,7 @@ def test_what_is_not_honoured_is_refused_with_who_does() -> None:
         (Choices("full"), "recompute 'full'"),
         (Choices(group_size=1), "a group size"),
         (Choices(period_seconds=1.0), "a period"),
+        (Choices(backend="highs"), "a backend"),
     ):
         with pytest.raises(InputError, match=f"'spp' does not support {what}: use .*madpipe"):
             require_honoured(plain, choices, PLANNERS.values())

@@ -91,6 +91,9 @@ def value_after(steps: int) -> int:
 quick = Walk()
 """A program that takes no time."""
 
+steady = Walk({"v100": 0.05, "k80": 0.05})
+"""A program that takes some."""
+
 
 def train(lease: Lease) -> None:
     """SGD with momentum on a linear model; ranks average their gradients, rank 0 saves."""

@@ -54,6 +54,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     assert complaints == []
     document = json.loads(out)
     assert document["status"] == "trained"
+    keys = "status steps loss losses iteration_seconds seconds world_size"
+    assert list(document) == keys.split()
     assert (document["steps"], document["world_size"], len(document["losses"])) == (5, 2, 5)
     assert document["loss"] == document["losses"][-1]
     assert 0 < document["iteration_seconds"] <= document["seconds"]

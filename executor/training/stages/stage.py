@@ -29,10 +29,10 @@ Buffer = tuple[dict[str, Tensor | None], str, Tensor | None]  # where it is held
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One layer of a stage, with what is known of its inputs."""
+class StageLayer:
+    """A layer of a stage, the values that enter it, and its trace."""
 
-    layer: CapturedLayer
+    captured: CapturedLayer
     inputs: tuple[Value, ...]
     trace: LayerTrace
 
@@ -85,7 +85,7 @@ class StageComputation:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        layers: Sequence[StageLayer],
         recompute: Literal["none", "full", "layer"],
         device: torch.device,
         autocast: torch.dtype | None,
@@ -93,7 +93,7 @@ class StageComputation:
         offload: bool = False,
         share: Share | None = None,
     ) -> None:
-        self.parts = tuple(parts)
+        self.layers = tuple(layers)
         self.recompute = recompute
         self.offload = offload
         self.device = device
@@ -108,35 +108,35 @@ class StageComputation:
         every = [
             [
                 (module._buffers, name)
-                for module in part.layer.module.modules()
+                for module in layer.captured.module.modules()
                 for name, buffer in module._buffers.items()
                 if buffer is not None
             ]
-            for part in self.parts
+            for layer in self.layers
         ]
         changing = {
             id(held[name])
-            for part, places in zip(self.parts, every, strict=True)
+            for layer, places in zip(self.layers, every, strict=True)
             for held, name in places
-            if part.trace.changes
+            if layer.trace.changes
         }
         return [[one for one in places if id(one[0][one[1]]) in changing] for places in every]
 
     @property
     def trained(self) -> tuple[bool, ...]:
         """Which of the stage's outputs depend on a parameter that is trained."""
-        return tuple(value.gradient for value in self.parts[-1].trace.outputs)
+        return tuple(value.gradient for value in self.layers[-1].trace.outputs)
 
     def footprint(self) -> Footprint:
         """What the stage needs at least: the optimizer's state is not known before its first step.
 
         The working memory of a running layer is not counted either.
         """
-        tensors = [one for part in self.parts for one in part.layer.module.parameters()]
+        tensors = [one for layer in self.layers for one in layer.captured.module.parameters()]
         own = {id(one): one for one in tensors}.values()
         weights = sum(one.nbytes for one in own)
-        saved = [part.trace.saved_bytes for part in self.parts]
-        inputs = [sum(value.bytes for value in part.inputs) for part in self.parts]
+        saved = [layer.trace.saved_bytes for layer in self.layers]
+        inputs = [sum(value.bytes for value in layer.inputs) for layer in self.layers]
         gradients = sum(one.nbytes for one in own if one.requires_grad)
         kept, working = {
             "none": (sum(saved), 0),
@@ -149,21 +149,21 @@ class StageComputation:
 
     def split(self) -> None:
         """Prepare for backwards in two parts. A layer that cannot be split keeps a whole one."""
-        for i, part in enumerate(self.parts):
+        for i, layer in enumerate(self.layers):
             if i in self._pieces:
                 continue
             examples = [
                 torch.empty(value.shape, dtype=value.dtype, device=self.device)
-                for value in part.inputs
+                for value in layer.inputs
             ]
             try:
                 with self.cast():
                     self._pieces[i] = split_layer(
-                        part.layer.module,
+                        layer.captured.module,
                         examples,
-                        [value.gradient for value in part.inputs],
-                        [value.gradient for value in part.trace.outputs],
-                        name=part.layer.name,
+                        [value.gradient for value in layer.inputs],
+                        [value.gradient for value in layer.trace.outputs],
+                        name=layer.captured.name,
                     )
             except CannotSplit:
                 self._pieces[i] = None
@@ -174,22 +174,22 @@ class StageComputation:
         if self.recompute == "none":
             return self._run(flight, inputs, in_two)
         if self.recompute == "full":
-            self._keep(flight, range(len(self.parts)), inputs)
+            self._keep(flight, range(len(self.layers)), inputs)
         with torch.no_grad(), self.cast():
-            for i, part in enumerate(self.parts):
+            for i, layer in enumerate(self.layers):
                 if self.recompute == "layer":
                     self._keep(flight, range(i, i + 1), inputs)
-                inputs = self._layer(i, part.layer.module, inputs, seed)
+                inputs = self._layer(i, layer.captured.module, inputs, seed)
         return inputs
 
     def backward(self, microbatch: int, output_gradients: Gradients) -> Gradients:
         """The whole backward: gradients of the stage's inputs; the weights' are summed up."""
         flight = self._flights.pop(microbatch)
         if self.recompute == "layer":
-            for i in reversed(range(len(self.parts))):
-                layer = range(i, i + 1)
+            for i in reversed(range(len(self.layers))):
+                single = range(i, i + 1)
                 with self._again(flight):
-                    graph, _ = self._record(layer, flight.inputs.pop(), flight.seed)
+                    graph, _ = self._record(single, flight.inputs.pop(), flight.seed)
                 output_gradients = _backward(graph, output_gradients)
             return output_gradients
         if self.recompute == "full":
@@ -203,7 +203,7 @@ class StageComputation:
         if self.recompute == "full":
             with self._again(flight):
                 self._run(flight, flight.inputs.pop(), in_two=True)
-        for i in reversed(range(len(self.parts))):
+        for i in reversed(range(len(self.layers))):
             if self.recompute == "layer":
                 with self._again(flight):
                     self._run_layer(flight, i, flight.inputs.pop())
@@ -221,27 +221,27 @@ class StageComputation:
     def weight_gradient(self, microbatch: int) -> None:
         """W: the weights' gradients are summed up."""
         flight = self._flights.pop(microbatch)
-        for part, pieces, saved in zip(
-            self.parts, self._in_order(), reversed(flight.for_weights), strict=True
+        for layer, pieces, saved in zip(
+            self.layers, self._in_order(), reversed(flight.for_weights), strict=True
         ):
             if saved is None or pieces is None:
                 continue
             # Gradients of all versions are summed up in the same tensors.
             for parameter, gradient in zip(
-                part.layer.module.parameters(), pieces.weight_gradient(saved), strict=True
+                layer.captured.module.parameters(), pieces.weight_gradient(saved), strict=True
             ):
                 if gradient is not None and parameter.grad is not None:
                     parameter.grad += gradient
 
     def _in_order(self) -> Iterator[SplitLayer | None]:
-        return (self._pieces[i] for i in range(len(self.parts)))
+        return (self._pieces[i] for i in range(len(self.layers)))
 
     def _run(self, flight: _InFlight, inputs: Tensors, in_two: bool) -> Tensors:
         if not in_two:
-            graph, outputs = self._record(range(len(self.parts)), inputs, flight.seed)
+            graph, outputs = self._record(range(len(self.layers)), inputs, flight.seed)
             flight.graphs.append(graph)
             return outputs
-        for i in range(len(self.parts)):
+        for i in range(len(self.layers)):
             inputs = self._run_layer(flight, i, inputs)
         return inputs
 
@@ -252,7 +252,7 @@ class StageComputation:
             graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)
             flight.saved.append(graph)
             return outputs
-        module = self.parts[i].layer.module
+        module = self.layers[i].captured.module
         weights, buffers = list(module.parameters()), list(module.buffers())
         with self._drawing(i, flight.seed):
             outputs, saved = pieces.forward(weights, buffers, inputs)
@@ -263,12 +263,12 @@ class StageComputation:
         """Run ``layers`` under autograd."""
         leaves = tuple(
             one.detach().requires_grad_(value.gradient)
-            for one, value in zip(inputs, self.parts[layers[0]].inputs, strict=True)
+            for one, value in zip(inputs, self.layers[layers[0]].inputs, strict=True)
         )
         values = leaves
         with torch.enable_grad(), self.cast(), self._offloading():
             for i in layers:
-                values = self._layer(i, self.parts[i].layer.module, values, seed)
+                values = self._layer(i, self.layers[i].captured.module, values, seed)
         edges = [get_gradient_edge(one) if one.requires_grad else None for one in values]
         return _Graph(leaves, edges), tuple(one.detach() for one in values)
 
@@ -278,7 +278,7 @@ class StageComputation:
         if not self.offload:
             yield
             return
-        held = [one for part in self.parts for one in part.layer.module.parameters()]
+        held = [one for layer in self.layers for one in layer.captured.module.parameters()]
         weights = {one.untyped_storage().data_ptr() for one in held}
 
         def keep(one: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class StageComputation:
         """Seed layer ``i``: its draws for a sample are the same on whichever device."""
         share = self._share
         draws = None if share is None else share.draws[i]
-        if self.parts[i].trace.random:
+        if self.layers[i].trace.random:
             own = 0 if share is None or draws is not None else share.lane
             torch.default_generator.manual_seed(seed(i) + own)
             if self.device.type == "cuda":

@@ -28,7 +28,7 @@ from stagewright.formulations.plans.plan_class import (
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
-from stagewright.solvers.patterns.pattern import best_pattern
+from stagewright.solvers.patterns.pattern import best_pattern, require_pattern_backend
 from stagewright.solvers.planners.periodic.device_groups import group_sizes, orders
 from stagewright.solvers.planners.periodic.shortage import contiguous_shortage
 from stagewright.solvers.planners.planner import Options, require_host_links
@@ -37,7 +37,7 @@ from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicPropo
 Stages = tuple[Stage, ...]
 
 PERIODIC_OPTIONS = Options(
-    ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True
+    ("none", "full", "auto"), offload=True, group_size=True, period_seconds=True, backend=True
 )
 """The choices that periodic planners support."""
 OPTIMAL_GAP = 1e-6  # relative
@@ -106,6 +106,7 @@ class PeriodicSearch:
         self._require_period()
         if self.choices.offload:
             require_host_links(self.problem)
+        require_pattern_backend(self.choices.backend)
 
     def each_size(self, step: Callable[[int], None]) -> None:
         """Run ``step`` for every group size that may have a better plan.
@@ -149,7 +150,7 @@ class PeriodicSearch:
         if asked.iteration_seconds(low) >= self.ceiling():
             return
         limits = replace(self.limits, seconds=min(PATTERN_SECONDS, max(0.1, self.left())))
-        answer = best_pattern(asked, limits, lower_seconds=low)
+        answer = best_pattern(asked, limits, backend=self.choices.backend, lower_seconds=low)
         if answer.pattern is not None:
             self.consider(FoundPattern(stages, asked, answer.pattern, low, answer.bound))
 
