@@ -200,7 +200,7 @@ def _row(instance: Instance, share: float) -> tuple[object, ...]:
     after, after_seconds = _timed(SERVERS, problem, seconds)
     known = min((cost_of(problem, one) for one in (before, after) if one), default=np.inf)
     plain = fill_and_drain_bound(problem, known)
-    bound = after.bounds[0].seconds if after else plain
+    bound = max(one.seconds for one in after.bounds) if after else plain
     return (
         instance.model, instance.links, instance.microbatches,
         *_shown(problem, before, plain), *_shown(problem, after, bound),

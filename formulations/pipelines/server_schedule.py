@@ -1,6 +1,7 @@
 """The schedule of a relaxed plan: at most the makespan of every plan that it stands for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.server_relaxation import (
     APART,
     WITHIN,
+    Place,
     RelaxedStage,
     ServerRelaxation,
 )
@@ -38,6 +40,25 @@ def relaxed_schedule(form: ServerRelaxation, stages: Sequence[RelaxedStage]) -> 
         tuple(_finish(form, c, one) for c, one in pairs),
         tuple(int(form.limit[c, one.start, one.stop]) for c, one in pairs),
     )
+
+
+def nearest(form: ServerRelaxation, stages: Sequence[RelaxedStage]) -> tuple[RelaxedStage, ...]:
+    """The split stages at places no farther apart than any that may be possible for them."""
+    within = [_least(form, stage.devices) for stage in stages]
+    apart = [len(form.rooms)]
+    for one, two in pairwise(stages):
+        level = _least(form, one.devices + two.devices)
+        apart.append(max(level, int(not form.together[one.rank, two.rank])))
+    places = [
+        Place(list(zip(WITHIN, APART, strict=True)).index((own, max(own, link))))
+        for own, link in zip(within, apart, strict=True)
+    ]
+    return tuple(replace(one, place=place) for one, place in zip(stages, places, strict=True))
+
+
+def _least(form: ServerRelaxation, devices: int) -> int:
+    """0 if so many devices may be in one server, 1 if in one rack, otherwise 2."""
+    return next((level for level, room in enumerate(form.rooms) if devices <= room), 2)
 
 
 def _send(form: ServerRelaxation, pieces: int, stage: RelaxedStage) -> float:
