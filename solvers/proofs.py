@@ -20,7 +20,11 @@ from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.pipelines.server_relaxation import SERVERS, SERVERS_AND_TURNS
+from stagewright.formulations.pipelines.server_relaxation import (
+    RELAXED_TREE,
+    SERVERS,
+    SERVERS_AND_TURNS,
+)
 from stagewright.formulations.pipelines.spp import LEMMA_1
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -32,7 +36,11 @@ from stagewright.solvers.patterns.pattern import best_pattern
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, is_fill_and_drain_bound
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.pipelines.server_relaxation import is_server_bound, server_bound
+from stagewright.solvers.pipelines.server_relaxation import (
+    ServerBounds,
+    is_server_bound,
+    server_bound,
+)
 from stagewright.solvers.planners.exact import exact
 from stagewright.solvers.planners.periodic.device_groups import interchangeable
 
@@ -142,6 +150,16 @@ def _servers(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits:
     return Proof(server_bound(problem, bound.seconds, limits.seconds, wide))
 
 
+def _relaxed_tree(
+    problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
+) -> Proof:
+    """Verify the bound by one tree."""
+    searched = ServerBounds(problem)
+    if searched.proves_by_branching(bound.seconds * (1 - ROUNDING), limits.seconds):
+        return Proof(bound.seconds)
+    return Proof(searched.low)
+
+
 def _joint(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits) -> Proof:
     answer = exact(problem, limits)
     return Proof(answer.bound_seconds, answer.cost_seconds or inf)
@@ -209,6 +227,7 @@ RERUNS: dict[str, Rerun] = {
     WIDE_FILL_AND_DRAIN: _fill_and_drain,
     SERVERS: _servers,
     SERVERS_AND_TURNS: _servers,
+    RELAXED_TREE: _relaxed_tree,
     JOINT_SEARCH: _joint,
     CP_SAT: _schedule,
     WINDOWS: _schedule,

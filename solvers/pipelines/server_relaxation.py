@@ -74,14 +74,31 @@ class ServerBounds:
             self.low = seconds
         return seconds <= self.low
 
-    def branch(self, incumbent: float, seconds: float, on_relaxed: OnRelaxed) -> float:
-        """As :meth:`bound`, by branch and bound on the relaxed plans; at least ``low``."""
+    def branch(
+        self,
+        incumbent: float,
+        seconds: float,
+        on_relaxed: OnRelaxed = lambda *_: None,
+    ) -> float:
+        """As :meth:`bound`, and then by branch and bound on the plans of split stages."""
         until = monotonic() + seconds
+        self.bound(incumbent, seconds / 2, on_relaxed)
         for i, (level, one) in enumerate(self.searches):
             share = (until - monotonic()) / (len(self.searches) - i)
             tree = ServerTree(one, partial(on_relaxed, level))
             self.low = tree.raised(self.low, incumbent, monotonic() + share)
         return min(self.low, incumbent)
+
+    def proves_by_branching(self, seconds: float, limit: float) -> bool:
+        """Whether branch and bound proves that no plan takes less than ``seconds``.
+
+        False if it is not known after ``limit`` seconds.
+        """
+        until = monotonic() + limit
+        trees = [ServerTree(one, lambda _: None) for _, one in self.searches]
+        if any(tree.proves(seconds, until) for tree in trees if seconds > self.low):
+            self.low = seconds
+        return seconds <= self.low
 
     def near(
         self, seconds: float, steps: float

@@ -23,7 +23,11 @@ from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.formulations.plans.timing import compute_seconds
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
-from stagewright.solvers.pipelines.server_relaxation import is_server_bound, server_bound
+from stagewright.solvers.pipelines.server_relaxation import (
+    ServerBounds,
+    is_server_bound,
+    server_bound,
+)
 from stagewright.solvers.pipelines.structure_rules import rules_for
 from stagewright.solvers.pipelines.structure_scheduling import best_schedule
 
@@ -241,3 +245,8 @@ def test_no_plan_is_faster_than_the_bound(seed, wide):
     assert bound <= cost * (1 + ROUNDING)
     assert not is_server_bound(problem, cost * (1 + 1e-6), wide)  # sharper than the bound
     assert server_bound(problem, cost, SECONDS, wide=wide) <= cost * (1 + ROUNDING)
+    if not wide:
+        searched = ServerBounds(problem)
+        raised = searched.branch(math.inf, SECONDS)
+        assert bound * (1 - ROUNDING) <= raised <= cost * (1 + ROUNDING)
+        assert not searched.proves_by_branching(cost * (1 + 1e-6), SECONDS)

@@ -99,6 +99,8 @@ def test_never_above_the_optimum_on_servers(problem):
     bound = server_bound(problem, inf, LONG)
     assert bound <= answer.bound_seconds * (1 + 1e-6)
     assert server_bound(problem, inf, LONG, wide=True) <= answer.bound_seconds * (1 + 1e-6)
+    raised = ServerBounds(problem).branch(inf, LONG)
+    assert bound * (1 - ROUNDING) <= raised <= answer.bound_seconds * (1 + 1e-6)
 
 
 @quick
