@@ -31,7 +31,11 @@ from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.pipelines.server_relaxation import SERVERS, SERVERS_AND_TURNS
+from stagewright.formulations.pipelines.server_relaxation import (
+    RELAXED_TREE,
+    SERVERS,
+    SERVERS_AND_TURNS,
+)
 from stagewright.formulations.pipelines.spp import (
     LEMMA_1,
     LEMMA_1_PREMISE,
@@ -233,6 +237,7 @@ ARGUMENTS: dict[str, Argument] = {
     WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
     SERVERS: Argument("problem", DISJOINT_SPLIT),
     SERVERS_AND_TURNS: Argument("problem", DISJOINT_WHOLE),
+    RELAXED_TREE: Argument("problem", DISJOINT_SPLIT),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
     CP_SAT: Argument("schedule", DISJOINT_SPLIT),
     WINDOWS: Argument("schedule", DISJOINT_SPLIT),

@@ -1,5 +1,6 @@
 """What a certificate says is true of the plans that it names; what is forged is refuted."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from stagewright.formulations.checking.check import check, predict
 from stagewright.formulations.checking.proofs import scheduling_of, verdicts
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines import every_plan
+from stagewright.formulations.pipelines.server_relaxation import RELAXED_TREE, SERVERS
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan, load_plan
@@ -246,6 +248,32 @@ class TestVerdicts:
             bound = Bound(factor * optimum, WINDOWS, "schedule", DISJOINT_SPLIT)
             stated = replace(result.plan.certificate, bounds=(bound,), guarantees=())
             found = prove(problem, replace(result.plan, certificate=stated), LIMITS)
+            assert [one.verdict for one in found] == [verdict]
+
+    def test_relaxed_plans_are_branched_on_again(self):
+        """Here one search over labels proves 0.4996 s, and the tree the optimum."""
+        draw = random.Random(32)
+        layers = tuple(
+            Layer(f"l{i}", 1e7, (LayerCost(
+                4, draw.randint(5, 20) * 1e-3, 1e6, draw.randint(1, 9) * 1e6,
+                draw.randint(10, 40) * 1e-3,
+            ),))
+            for i in range(12)
+        )  # fmt: skip
+        cluster = uniform_servers(4, 2, Link(1e10), Link(1e9))
+        problem = PipelineProblem(Chain("m", "test", 4, layers), cluster, 8)
+        result = plan(problem, "servers", LIMITS)
+        assert result.plan is not None
+        given = result.plan.certificate
+        assert given is not None
+        assert all(one.seconds < 0.5 for one in given.bounds if one.proved_by == SERVERS)
+        (tree,) = (one for one in given.bounds if one.proved_by == RELAXED_TREE)
+        assert tree.seconds == pytest.approx(given.cost_seconds, rel=1e-6)
+        for factor, verdict in ((1.0, "verified"), (1.01, "claimed")):
+            bound = replace(tree, seconds=factor * tree.seconds)
+            stated = replace(given, bounds=(bound,), guarantees=())
+            limits = Limits(seconds=5)
+            found = prove(problem, replace(result.plan, certificate=stated), limits)
             assert [one.verdict for one in found] == [verdict]
 
 
