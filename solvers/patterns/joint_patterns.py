@@ -18,7 +18,7 @@ import numpy as np
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.patterns.joint_patterns import JointForm, JointPatterns
 from stagewright.formulations.patterns.least_pattern import least_pattern
-from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
 from stagewright.formulations.patterns.order_model import OrderModel
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import ByRate
@@ -27,11 +27,13 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.best_first import BestFirst
-from stagewright.solvers.patterns.allocation_walk import ROW, walk
+from stagewright.solvers.patterns.allocation_walk import FLIGHT, ROW, SUMS, begin, walk
+from stagewright.solvers.patterns.completion import completion
 from stagewright.solvers.patterns.pattern import SAFETY, best_pattern
 
 BEGINNING = 0.6  # share of the time limit for finding the first window
 TRIAL = 0.1  # share of the time limit for one trial of that
+TRYING = 0.1  # share of the time limit for the pattern of an allocation of a trial
 STEP = 0.005  # relative width of the first window of bounds
 WIDER = 1.5  # factor of the width from one window to the next
 STEPS = 100_000  # of the enumeration per call, some tenths of a second
@@ -158,7 +160,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         if in_time and known is None:
             self._close(high if high < self._longest else math.inf)
             return
-        slow = not in_time
+        slow, passed = not in_time, [] if known is None else [known]
         while high > low * (1 + STEP) and self._left() > (1 - BEGINNING) * self.limits.seconds:
             middle = math.sqrt(low * high)
             in_time, rows = self._first(middle, TRIAL)
@@ -166,11 +168,28 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
             if in_time and rows is None:
                 low = middle
             else:
-                high, known = middle, known if rows is None else rows
-        if known is not None and slow:
-            # The first window will take long, so this allocation is the first candidate.
-            self._push(low, AllocationCandidate(known))
-        self._push(low, BoundWindow(0.0, high))
+                high = middle
+                passed += [] if rows is None else [rows]
+        if slow:
+            self._try(passed[::-1], low)
+            # The first window will take long, so the last allocation is the first candidate.
+            for rows in passed[-1:]:
+                self._push(low, AllocationCandidate(rows))
+        self._push(low, BoundWindow(0.0, min(high, self._ceiling())))
+
+    def _try(self, found: list[Ints], least: float) -> None:
+        """Look for better patterns of allocations that passed, each for a short time."""
+        for rows in found:
+            stages = stages_of(self.question, rows)
+            problem = self._problems.of(stages)
+            low, high = period_bound(problem), problem.period_of(self._ceiling())
+            limits = replace(self.limits, seconds=min(self._left(), TRYING * self.limits.seconds))
+            if low < high < math.inf and limits.seconds > 0:
+                self.solves += 1
+                better = _below(problem, low, high, limits)
+                pattern = None if better is None else better.pattern
+                if pattern is not None and pattern.period < high:
+                    self._offer(stages, pattern, least)
 
     def _first(self, length: float, share: float) -> tuple[bool, Ints | None]:
         """An allocation that ``length`` does not refute; False if the time for it is up.
@@ -298,8 +317,11 @@ def allocations(
     layers = len(form.ahead) - 1
     path = np.zeros(layers, dtype=ROW)
     found, bounds = np.empty((batch, layers, 3), dtype=np.int64), np.empty(batch)
-    row = 0
+    sums = np.zeros((layers + 1, len(form.groups) + 1, SUMS))
+    sums[0, -1, FLIGHT] = 1.0
+    rest, row = completion(form, high / form.microbatches), 0
+    begin(form, rest, path, row)
     while row >= 0:
-        number, row = walk(form, path, row, low, high, STEPS, found, bounds)
+        number, row = walk(form, rest, path, sums, row, low, high, STEPS, found, bounds)
         yield from ((float(bounds[i]), found[i].copy()) for i in range(number))
         yield low, None
