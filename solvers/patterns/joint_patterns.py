@@ -128,6 +128,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         self.question, self.on_progress = question, on_progress
         self.best: tuple[tuple[Stage, ...], Pattern] | None = None
         self.allocations = self.solves = 0
+        self._proved: dict[bytes, float] = {}  # bounds of allocations that were tried
         self._problems = PatternProblems(question.problem)
         if incumbent is not None:
             self._offer(*incumbent)
@@ -160,7 +161,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         if in_time and known is None:
             self._close(high if high < self._longest else math.inf)
             return
-        slow, passed = not in_time, [] if known is None else [known]
+        slow = not in_time
         while high > low * (1 + STEP) and self._left() > (1 - BEGINNING) * self.limits.seconds:
             middle = math.sqrt(low * high)
             in_time, rows = self._first(middle, TRIAL)
@@ -168,28 +169,29 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
             if in_time and rows is None:
                 low = middle
             else:
-                high = middle
-                passed += [] if rows is None else [rows]
-        if slow:
-            self._try(passed[::-1], low)
-            # The first window will take long, so the last allocation is the first candidate.
-            for rows in passed[-1:]:
-                self._push(low, AllocationCandidate(rows))
-        self._push(low, BoundWindow(0.0, min(high, self._ceiling())))
+                high, known = middle, known if rows is None else rows
+            if rows is not None:
+                self._try(rows, low)
+                high = min(high, self._ceiling())
+        if known is not None and slow:
+            # The first window will take long, so this allocation is the first candidate.
+            self._push(low, AllocationCandidate(known))
+        self._push(low, BoundWindow(0.0, high))
 
-    def _try(self, found: list[Ints], least: float) -> None:
-        """Look for better patterns of allocations that passed, each for a short time."""
-        for rows in found:
-            stages = stages_of(self.question, rows)
-            problem = self._problems.of(stages)
-            low, high = period_bound(problem), problem.period_of(self._ceiling())
-            limits = replace(self.limits, seconds=min(self._left(), TRYING * self.limits.seconds))
-            if low < high < math.inf and limits.seconds > 0:
-                self.solves += 1
-                better = _below(problem, low, high, limits)
-                pattern = None if better is None else better.pattern
-                if pattern is not None and pattern.period < high:
-                    self._offer(stages, pattern, least)
+    def _try(self, rows: Ints, least: float) -> None:
+        """Look for a better pattern of an allocation for a short time."""
+        stages = stages_of(self.question, rows)
+        problem = self._problems.of(stages)
+        low, high = period_bound(problem), problem.period_of(self._ceiling())
+        if rows.tobytes() in self._proved or not low < high < math.inf:
+            return
+        self.solves += 1
+        limits = replace(self.limits, seconds=min(self._left(), TRYING * self.limits.seconds))
+        found = _below(problem, low, high, limits)
+        if found is not None and found.pattern is not None and found.pattern.period < high:
+            self._offer(stages, found.pattern, least)
+        if found is not None and found.done:
+            self._proved[rows.tobytes()] = problem.iteration_seconds(found.bound)
 
     def _first(self, length: float, share: float) -> tuple[bool, Ints | None]:
         """An allocation that ``length`` does not refute; False if the time for it is up.
@@ -220,6 +222,10 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
 
     def _solve(self, candidate: AllocationCandidate, bound: float, attempt: int) -> None:
         """Solve the candidate's pattern, or prove that it is no better, with a time limit."""
+        bound = max(bound, self._proved.get(candidate.rows.tobytes(), 0.0))
+        if bound >= self._ceiling():
+            self._close(bound)
+            return
         stages = stages_of(self.question, candidate.rows)
         problem = self._problems.of(stages)
         seconds = self._seconds(attempt)
