@@ -256,19 +256,20 @@ def _completes(form: JointForm, rest: Completion, stop: int, sums: Floats) -> bo
 
 
 @njit(cache=True, error_model="numpy")
-def _choose(form: JointForm, path: Records, sums: Floats, row: int) -> bool:
-    """Take the next child at ``row``, longest stages first; False if there is none."""
+def _choose(form: JointForm, rest: Completion, path: Records, sums: Floats, row: int) -> bool:
+    """Take the next child at ``row``; False if there is none."""
     groups, modes = form.stages.shape[:2]
     stop = path[row - 1]["start"] if row > 0 else len(form.ahead) - 1
-    while path[row]["choice"] < stop * groups * modes:
+    while True:
         choice = path[row]["choice"]
         group = choice // modes % groups
         path[row]["choice"] = choice + 1
-        path[row]["start"] = choice // (groups * modes)
+        path[row]["start"] = rest.starts[stop, choice // (groups * modes)]
         path[row]["group"], path[row]["mode"] = group, choice % modes
+        if path[row]["start"] < 0:
+            return False
         if (row == 0 or group != path[row - 1]["group"]) and _is_next(form, sums, row, group):
             return True
-    return False
 
 
 @njit(cache=True, error_model="numpy")
@@ -281,19 +282,11 @@ def _is_next(form: JointForm, sums: Floats, row: int, group: int) -> bool:
 
 
 @njit(cache=True, error_model="numpy")
-def begin(form: JointForm, rest: Completion, path: Records, row: int) -> None:
-    """Let the children of ``row`` start with the longest stage of one period."""
-    groups, modes = form.stages.shape[:2]
-    stop = path[row - 1]["start"] if row > 0 else len(form.ahead) - 1
-    path[row]["choice"] = rest.first[stop] * groups * modes
-
-
-@njit(cache=True, error_model="numpy")
 def walk(
     form: JointForm, rest: Completion, path: Records, sums: Floats, row: int, low: float,
     high: float, steps: int, found: Ints, bounds: Floats,
 ) -> tuple[int, int]:  # fmt: skip
-    """Continue the search at ``row`` for ``steps`` steps; call `begin` first.
+    """Continue the search at ``row`` for ``steps`` steps.
 
     Returns the number of allocations found, and the row to continue at, or -1 at the end. Found are
     the allocations that ``low`` refutes and ``high`` does not: ``found`` gets the start, group and
@@ -303,7 +296,7 @@ def walk(
     for _ in range(steps):
         if row < 0 or number == len(found):
             break
-        if not _choose(form, path, sums, row):
+        if not _choose(form, rest, path, sums, row):
             row -= 1
             continue
         if not _extends(form, rest, path, sums, row):
@@ -314,7 +307,7 @@ def walk(
         if _passes(form, path, row, period, high if form.updated else 0.0):
             if path[row]["start"] > 0:
                 row += 1
-                begin(form, rest, path, row)
+                path[row]["choice"] = 0
             else:
                 bounds[number] = _refuted(form, path, row, low, high)
                 if bounds[number] >= low:

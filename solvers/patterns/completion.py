@@ -20,6 +20,7 @@ STEPS = 32  # delays per period
 FLIGHTS = 18
 ROWS = STEPS * FLIGHTS
 UNITS = 64  # of the largest memory
+SHUFFLED = 4.0  # layers by which the order of starts may change
 
 
 class Completion(NamedTuple):
@@ -31,9 +32,9 @@ class Completion(NamedTuple):
         Seconds.
     unit
         The largest memory of a group, divided by ``UNITS``.
-    first
-        For each l the first start of a stage that ends before layer l and takes at most one period,
-        shape (L + 1,).
+    starts
+        The starts to try for a stage that ends before layer l and takes at most one period, in
+        order; -1 after the last, shape (L + 1, L + 1).
     needed
         Least bytes, averaged over the period, on all groups together; shape (L + 1, ROWS).
     placeable
@@ -43,7 +44,7 @@ class Completion(NamedTuple):
 
     period: float
     unit: float
-    first: Ints
+    starts: Ints
     needed: Floats
     placeable: Floats
 
@@ -63,8 +64,10 @@ class Cheapest(NamedTuple):
     sends: Floats
 
 
-def completion(form: JointForm, period: float) -> Completion:
-    """The tables of ``form`` for ``period``."""
+def completion(
+    form: JointForm, period: float, noise: np.random.Generator | None = None
+) -> Completion:
+    """The tables of ``form`` for ``period``; longest stages come first, apart from ``noise``."""
     stages, memory = form.stages, float(form.groups["memory"].max())
     size = stages.shape[-1]
     below = np.tri(size, dtype=bool)
@@ -79,9 +82,20 @@ def completion(form: JointForm, period: float) -> Completion:
         sends=form.sends.min(axis=0),
     )
     ahead = np.ascontiguousarray(form.ahead["work"])
-    first = np.searchsorted(ahead, ahead - period * (1 + MARGIN))
+    starts = _starts(ahead, period, noise)
     needed, placeable = _tables(cheapest, ahead, period, memory)
-    return Completion(period, memory / UNITS, first, needed, placeable)
+    return Completion(period, memory / UNITS, starts, needed, placeable)
+
+
+def _starts(ahead: Floats, period: float, noise: np.random.Generator | None) -> Ints:
+    first = np.searchsorted(ahead, ahead - period * (1 + MARGIN))
+    starts = np.full((len(ahead), len(ahead)), -1)
+    for stop in range(1, len(ahead)):
+        found = np.arange(first[stop], stop)
+        if noise is not None:
+            found = found[np.argsort(found + noise.uniform(0.0, SHUFFLED, len(found)))]
+        starts[stop, : len(found)] = found
+    return starts
 
 
 @njit(cache=True, error_model="numpy")

@@ -27,12 +27,14 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.best_first import BestFirst
-from stagewright.solvers.patterns.allocation_walk import FLIGHT, ROW, SUMS, begin, walk
+from stagewright.solvers.patterns.allocation_walk import FLIGHT, ROW, SUMS, walk
 from stagewright.solvers.patterns.completion import completion
 from stagewright.solvers.patterns.pattern import SAFETY, best_pattern
 
 BEGINNING = 0.6  # share of the time limit for finding the first window
 TRIAL = 0.1  # share of the time limit for one trial of that
+SAMPLING = 0.9  # share of the time limit after which no more random allocations are tried
+SHARES = (0.9, 0.75, 0.6, 0.45, 0.3) * 4  # of the way from the bound to the best plan
 TRYING = 0.1  # share of the time limit for the pattern of an allocation of a trial
 STEP = 0.005  # relative width of the first window of bounds
 WIDER = 1.5  # factor of the width from one window to the next
@@ -176,7 +178,18 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         if known is not None and slow:
             # The first window will take long, so this allocation is the first candidate.
             self._push(low, AllocationCandidate(known))
-        self._push(low, BoundWindow(0.0, high))
+            self._sample(low)
+        self._push(low, BoundWindow(0.0, min(high, self._ceiling())))
+
+    def _sample(self, low: float) -> None:
+        """Try random allocations between the bound ``low`` and the best plan."""
+        noise = np.random.default_rng(self.limits.seed)
+        for share in SHARES:
+            length = low + share * (min(self._ceiling(), self._longest) - low)
+            if length > low and self._left() > (1 - SAMPLING) * self.limits.seconds:
+                _, rows = self._first(length, TRIAL / 2, noise)
+                if rows is not None:
+                    self._try(rows, low)
 
     def _try(self, rows: Ints, least: float) -> None:
         """Look for a better pattern of an allocation for a short time."""
@@ -193,13 +206,15 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         if found is not None and found.done:
             self._proved[rows.tobytes()] = problem.iteration_seconds(found.bound)
 
-    def _first(self, length: float, share: float) -> tuple[bool, Ints | None]:
+    def _first(
+        self, length: float, share: float, noise: np.random.Generator | None = None
+    ) -> tuple[bool, Ints | None]:
         """An allocation that ``length`` does not refute; False if the time for it is up.
 
         ``share`` is the share of the time limit to use.
         """
         until = max(0.0, self._left() - share * self.limits.seconds)
-        for _, rows in allocations(self.question.form, 0.0, length, 1):
+        for _, rows in allocations(self.question.form, 0.0, length, 1, noise):
             if rows is not None:
                 return True, rows
             if self._left() <= until:
@@ -314,19 +329,22 @@ def _longest(seconds: Floats) -> float:
 
 
 def allocations(
-    form: JointForm, low: float, high: float, batch: int = BATCH
+    form: JointForm,
+    low: float,
+    high: float,
+    batch: int = BATCH,
+    noise: np.random.Generator | None = None,
 ) -> Iterator[tuple[float, Ints | None]]:
     """Yield the allocations that ``low`` refutes and ``high`` does not, with their bounds.
 
-    Yields None at intervals, so that the caller can check the time.
+    ``noise`` changes their order. Yields None at intervals, so that the caller can check the time.
     """
     layers = len(form.ahead) - 1
     path = np.zeros(layers, dtype=ROW)
     found, bounds = np.empty((batch, layers, 3), dtype=np.int64), np.empty(batch)
     sums = np.zeros((layers + 1, len(form.groups) + 1, SUMS))
     sums[0, -1, FLIGHT] = 1.0
-    rest, row = completion(form, high / form.microbatches), 0
-    begin(form, rest, path, row)
+    rest, row = completion(form, high / form.microbatches, noise), 0
     while row >= 0:
         number, row = walk(form, rest, path, sums, row, low, high, STEPS, found, bounds)
         yield from ((float(bounds[i]), found[i].copy()) for i in range(number))
