@@ -169,11 +169,24 @@ class JointPatterns:
     def _links(self) -> Records:
         count, size = len(self.groups), len(self.problem.chain) + 1
         links = np.zeros((count, count, size), dtype=LINK)
+        known: dict[tuple[object, ...], tuple[int, int]] = {}
         for g, h in permutations(range(count), 2):
+            pair = self.groups[g], self.groups[h]
+            like = known.setdefault(self._link_key(*pair), (g, h))
+            if like != (g, h):
+                links[g, h] = links[like]
+                continue
             for l in range(1, size - 1):
-                pair = self.groups[g], self.groups[h]
                 links[g, h, l] = self.problem.transfer_seconds(l, *pair)
         return links
+
+    def _link_key(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[object, ...]:
+        """What the transfers between two groups depend on."""
+        if not len(one) == len(other) == 1:
+            return one, other
+        there, back = (one[0], other[0]), (other[0], one[0])
+        rows = self.problem.cluster.bandwidth, self.problem.cluster.latency
+        return tuple(float(values[way]) for values in rows for way in (there, back))
 
     def _ahead(self) -> Records:
         """Sums over the first layers that hold for every partition into stages."""
