@@ -163,23 +163,37 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         if in_time and known is None:
             self._close(high if high < self._longest else math.inf)
             return
-        slow = not in_time
-        while high > low * (1 + STEP) and self._left() > (1 - BEGINNING) * self.limits.seconds:
-            middle = math.sqrt(low * high)
-            in_time, rows = self._first(middle, TRIAL)
-            slow |= not in_time
-            if in_time and rows is None:
-                low = middle
-            else:
-                high, known = middle, known if rows is None else rows
-            if rows is not None:
-                self._try(rows, low)
-                high = min(high, self._ceiling())
-        if known is not None and slow:
+        # Short trials first: most lengths are refuted by the tables alone, or not for long.
+        low, _, rows, _ = self._narrow(low, high, 0.0)
+        low, high, last, in_all_time = self._narrow(low, min(high, self._ceiling()), TRIAL)
+        known = next((one for one in (last, rows) if one is not None), known)
+        if known is not None and not (in_time and in_all_time):
             # The first window will take long, so this allocation is the first candidate.
             self._push(low, AllocationCandidate(known))
             self._sample(low)
         self._push(low, BoundWindow(0.0, min(high, self._ceiling())))
+
+    def _narrow(
+        self, low: float, high: float, share: float
+    ) -> tuple[float, float, Ints | None, bool]:
+        """Bisect the least length that is not refuted, each trial for a share of the time limit.
+
+        Returns both ends, the last allocation that passed, and whether every trial was in time.
+        """
+        known, all_in_time = None, True
+        while high > low * (1 + STEP) and self._left() > (1 - BEGINNING) * self.limits.seconds:
+            middle = math.sqrt(low * high)
+            in_time, rows = self._first(middle, share)
+            all_in_time &= in_time
+            if in_time and rows is None:
+                low = middle
+                continue
+            high = middle
+            if rows is not None:
+                known = rows
+                self._try(rows, low)
+                high = min(high, self._ceiling())
+        return low, high, known, all_in_time
 
     def _sample(self, low: float) -> None:
         """Try random allocations between the bound ``low`` and the best plan."""
@@ -348,4 +362,5 @@ def allocations(
     while row >= 0:
         number, row = walk(form, rest, path, sums, row, low, high, STEPS, found, bounds)
         yield from ((float(bounds[i]), found[i].copy()) for i in range(number))
-        yield low, None
+        if row >= 0:
+            yield low, None
