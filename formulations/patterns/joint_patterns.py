@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.formulations.patterns.pattern_problems import static_bytes
-from stagewright.formulations.plans.memory import kept_bytes, state_factor
+from stagewright.formulations.plans.memory import kept_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 
@@ -37,7 +36,7 @@ STAGE = np.dtype([(name, np.float64) for name in (
 )])  # fmt: skip
 LINK = np.dtype([("there", np.float64), ("back", np.float64)])
 GROUP = np.dtype([("memory", np.float64), ("like", np.int64)])
-AHEAD = np.dtype([(name, np.float64) for name in ("work", "update", "static", "saved", "kept")])
+AHEAD = np.dtype([(name, np.float64) for name in ("work", "update")])
 
 
 class JointForm(NamedTuple):
@@ -61,8 +60,7 @@ class JointForm(NamedTuple):
         two are interchangeable. Shape (G,).
     ahead
         Sums over the first l layers, each on its best group, shape (L + 1,): ``work`` and
-        ``update`` seconds, ``static`` bytes without buffers, ``saved`` bytes; and ``kept``, the
-        byte-seconds between forwards and backwards if the layers from l on take no time.
+        ``update`` seconds.
     sends
         Least seconds of both transfers between a group and another one before it, shape (G, L + 1).
     microbatches
@@ -140,6 +138,10 @@ class JointPatterns:
         problem, size = self.problem, len(self.problem.chain) + 1
         stages = np.zeros((len(self.groups), len(self.recompute), size, size), dtype=STAGE)
         for g, group in enumerate(self.groups):
+            like = next(h for h in range(g + 1) if self._costs_as(self.groups[h], group))
+            if like < g:
+                stages[g] = stages[like]
+                continue
             for k, l in combinations(range(size), 2):
                 forward, backward = problem.compute_seconds(k, l, group)
                 if len(group) > problem.most_replicas(k, l):
@@ -158,36 +160,46 @@ class JointPatterns:
                     )
         return stages
 
+    def _costs_as(self, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        """Whether all stages cost the same on both: one group, or single devices of a kind."""
+        devices = self.problem.cluster.devices
+        alike = len(one) == len(other) == 1 and devices[one[0]].kind == devices[other[0]].kind
+        return one == other or alike
+
     def _links(self) -> Records:
         count, size = len(self.groups), len(self.problem.chain) + 1
         links = np.zeros((count, count, size), dtype=LINK)
+        known: dict[tuple[object, ...], tuple[int, int]] = {}
         for g, h in permutations(range(count), 2):
+            pair = self.groups[g], self.groups[h]
+            like = known.setdefault(self._link_key(*pair), (g, h))
+            if like != (g, h):
+                links[g, h] = links[like]
+                continue
             for l in range(1, size - 1):
-                pair = self.groups[g], self.groups[h]
                 links[g, h, l] = self.problem.transfer_seconds(l, *pair)
         return links
 
+    def _link_key(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[object, ...]:
+        """What the transfers between two groups depend on."""
+        if not len(one) == len(other) == 1:
+            return one, other
+        there, back = (one[0], other[0]), (other[0], one[0])
+        rows = self.problem.cluster.bandwidth, self.problem.cluster.latency
+        return tuple(float(values[way]) for values in rows for way in (there, back))
+
     def _ahead(self) -> Records:
         """Sums over the first layers that hold for every partition into stages."""
-        problem, sizes = self.problem, sorted({len(group) for group in self.groups})
+        problem = self.problem
         kinds = {
             (problem.cluster.devices[v].kind, len(group)) for group in self.groups for v in group
         }
         costs = [problem.costs(*key) for key in sorted(kinds)]
         updates = [problem.update_per_layer(kind) for kind, _ in sorted(kinds)]
         work = np.min([cost.forward_seconds + cost.backward_seconds for cost in costs], axis=0)
-        saved = np.min([problem.saved_per_layer(size) for size in sizes], axis=0)
-        if "full" in self.recompute:
-            saved = np.zeros_like(saved)  # all but a stage's input may be recomputed
-        factor = min(state_factor(problem, size, DOUBLE_BUFFER, overlapping=True) for size in sizes)
         ahead = np.zeros(len(work) + 1, dtype=AHEAD)
         ahead["work"][1:] = np.cumsum(work)
         ahead["update"][1:] = np.cumsum(np.min(updates, axis=0))
-        ahead["static"][1:] = np.cumsum(factor * problem.chain.parameter_bytes)
-        ahead["saved"][1:] = np.cumsum(saved)
-        # Layer i keeps its bytes during the work of layers i to l.
-        ahead["kept"] = ahead["saved"] * ahead["work"]
-        ahead["kept"][1:] -= np.cumsum(saved * ahead["work"][:-1])
         return ahead
 
 

@@ -125,6 +125,7 @@ class ByRate:
             rows.add(terms, one.periods.constant, math.inf)
         _add_memory(rows, model, self.rooms, BYTE_UNITS)
         _add_triples(rows, model)
+        _add_nested(rows, model, self.longest)
         least, most = order_bounds(model, self.shortest, self.longest)
         latest = np.array(latest_starts(model, self.shortest)) / self.shortest
         return rows.form(
@@ -245,7 +246,8 @@ def _add_nested(rows: _ScaledRows, model: OrderModel, period: float) -> None:
     """A stage or transfer has at least as many microbatches in flight as later ones, as in 1F1B*.
 
     Job j and its backward are between job i and its backward. The other operations of a microbatch
-    in that interval take time U in total, so k_i >= k_j + ceil(U / T) - 1.
+    in that interval take time U in total, so k_i >= k_j + ceil(U / T) - 1, also for shorter
+    periods than T. The integer programs imply this only where orders are integers.
     """
     jobs, columns = model.problem.jobs, model.columns
     last = len(jobs) - 1

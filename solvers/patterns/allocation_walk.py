@@ -8,9 +8,15 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.patterns.joint_patterns import JointForm
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.patterns.completion import (
+    MARGIN,
+    UNITS,
+    Completion,
+    delayed,
+    row_of,
+)
 
 Records = NDArray[np.void]
-MARGIN = 1e-9  # relative; rounding must not refute a period that is just feasible
 CLOSE = 1e-9  # relative precision of the bound of an allocation
 ROW = np.dtype([
     ("start", np.int64), ("group", np.int64), ("mode", np.int64), ("choice", np.int64),
@@ -21,6 +27,16 @@ ROW = np.dtype([
 ``choice`` counts the children of the previous row that were examined. ``flight`` and ``rest`` are
 the group of the stage in 1F1B* at the trial ``period``, and the seconds of that group from the
 stage on.
+"""
+
+
+SUMS = 7
+LOAD, ALWAYS, AVERAGE, MOST, TOGETHER, FLIGHT, REST = range(SUMS)
+"""Sums over the rows before each row, shape (rows + 1, G + 1, SUMS), at the longest period.
+
+Per group its load, and the bytes that it always keeps, keeps more on average, and at its peak;
+``FLIGHT`` of its last stage, and ``TOGETHER`` the bytes per microbatch of its stages of this
+number. The last row holds ``FLIGHT`` and ``REST`` of the last stage of all.
 """
 
 
@@ -72,9 +88,7 @@ def _passes(form: JointForm, path: Records, row: int, period: float, pause: floa
         return False
     here = path[row]["group"]
     memory = form.groups[here]["memory"] * (1 + MARGIN)
-    if _bytes_on(form, path, row, here, period) > memory:
-        return False
-    return path[row]["start"] == 0 or _rest_passes(form, path, row, period)
+    return bool(_bytes_on(form, path, row, here, period) <= memory)
 
 
 @njit(cache=True, error_model="numpy")
@@ -193,59 +207,84 @@ def _must_overlap(form: JointForm, path: Records, r: int, q: int, period: float)
 
 
 @njit(cache=True, error_model="numpy")
-def _rest_passes(form: JointForm, path: Records, row: int, period: float) -> bool:
-    """Whether the earlier layers fit in time and memory, averaged over all groups."""
-    ahead = form.ahead[path[row]["start"]]
-    idle = free = 0.0
-    for one in form.groups:
-        idle += period * (1 + MARGIN)
-        free += one["memory"] * (1 + MARGIN)
-    for r in range(row + 1):
-        stage = _stage(form, path, r)
-        kept = (path[r]["flight"] - 1) * period + path[r]["rest"]
-        backward = stage["work"] - stage["forward"]
-        idle -= stage["work"]
-        free -= stage["static"]
-        free -= (stage["saved"] * kept + stage["working"] * backward) / period
-    delay = (path[row]["flight"] - 1) * period + path[row]["rest"]
-    delay += form.sends[path[row]["group"], path[row]["start"]]
-    kept = ahead["saved"] * delay + ahead["kept"]
-    return bool(ahead["work"] <= idle and ahead["static"] + kept / period <= free)
+def _extends(form: JointForm, rest: Completion, path: Records, sums: Floats, row: int) -> bool:
+    """Whether the stage at ``row`` and some earlier stages fit, by sums kept from row to row.
+
+    All conditions are implied by `_passes` of complete allocations, so this only saves time. Fills
+    ``sums[row + 1]``.
+    """
+    limit, here = rest.period * (1 + MARGIN), path[row]["group"]
+    stage, own = _stage(form, path, row), sums[row, here]
+    load = own[LOAD] + stage["work"]
+    if load > limit:
+        return False
+    last = len(form.groups)
+    flight, part = int(sums[row, last, FLIGHT]), sums[row, last, REST]
+    if row > 0:
+        link = _link(form, path, row)
+        if link["there"] + link["back"] > limit:
+            return False
+        flight, part = delayed(flight, part, link["there"] + link["back"], limit)
+    flight, part = delayed(flight, part, stage["work"], limit)
+    together = stage["saved"] + (own[TOGETHER] if own[FLIGHT] == flight else 0.0)
+    always = own[ALWAYS] + stage["static"] + (flight - 1) * stage["saved"]
+    average = stage["saved"] * part + stage["working"] * (stage["work"] - stage["forward"])
+    average = own[AVERAGE] + average / rest.period
+    most = max(own[MOST], together + stage["working"])
+    if always + max(average, most) > form.groups[here]["memory"] * (1 + MARGIN):
+        return False
+    sums[row + 1] = sums[row]
+    then = sums[row + 1, here]
+    then[LOAD], then[ALWAYS], then[AVERAGE] = load, always, average
+    then[MOST], then[TOGETHER], then[FLIGHT] = most, together, flight
+    sums[row + 1, last, FLIGHT], sums[row + 1, last, REST] = flight, part
+    return path[row]["start"] == 0 or _completes(form, rest, path[row]["start"], sums[row + 1])
 
 
 @njit(cache=True, error_model="numpy")
-def _choose(form: JointForm, path: Records, row: int) -> bool:
-    """Take the next child at ``row``, identical groups in order; False if there is none."""
+def _completes(form: JointForm, rest: Completion, stop: int, sums: Floats) -> bool:
+    """Whether layers [0, stop) fit in the free memory, and in each group's free time."""
+    last, limit = len(form.groups), rest.period * (1 + MARGIN)
+    row = row_of(int(sums[last, FLIGHT]), sums[last, REST], rest.period)
+    free, work = -rest.needed[stop, row], 0.0
+    for g in range(last):
+        left = form.groups[g]["memory"] * (1 + MARGIN) - sums[g, ALWAYS] - sums[g, AVERAGE]
+        free += left
+        units = min(UNITS, int(left / rest.unit * (1 + MARGIN)))
+        work += min(limit - sums[g, LOAD], rest.placeable[stop, row, units])
+    return bool(free >= 0.0 and work >= form.ahead[stop]["work"] * (1 - MARGIN))
+
+
+@njit(cache=True, error_model="numpy")
+def _choose(form: JointForm, rest: Completion, path: Records, sums: Floats, row: int) -> bool:
+    """Take the next child at ``row``; False if there is none."""
     groups, modes = form.stages.shape[:2]
     stop = path[row - 1]["start"] if row > 0 else len(form.ahead) - 1
-    while path[row]["choice"] < stop * groups * modes:
+    while True:
         choice = path[row]["choice"]
         group = choice // modes % groups
         path[row]["choice"] = choice + 1
-        path[row]["start"] = stop - 1 - choice // (groups * modes)
+        path[row]["start"] = rest.starts[stop, choice // (groups * modes)]
         path[row]["group"], path[row]["mode"] = group, choice % modes
-        if (row == 0 or group != path[row - 1]["group"]) and _is_next(form, path, row):
+        if path[row]["start"] < 0:
+            return False
+        if (row == 0 or group != path[row - 1]["group"]) and _is_next(form, sums, row, group):
             return True
-    return False
 
 
 @njit(cache=True, error_model="numpy")
-def _is_next(form: JointForm, path: Records, row: int) -> bool:
+def _is_next(form: JointForm, sums: Floats, row: int, group: int) -> bool:
     """Whether all identical groups of lower number are used in earlier rows."""
-    group = path[row]["group"]
     for g in range(group):
-        used = form.groups[g]["like"] != form.groups[group]["like"]
-        for r in range(row):
-            used = used or path[r]["group"] == g
-        if not used:
+        if form.groups[g]["like"] == form.groups[group]["like"] and sums[row, g, FLIGHT] == 0:
             return False
     return True
 
 
 @njit(cache=True, error_model="numpy")
 def walk(
-    form: JointForm, path: Records, row: int, low: float, high: float, steps: int,
-    found: Ints, bounds: Floats,
+    form: JointForm, rest: Completion, path: Records, sums: Floats, row: int, low: float,
+    high: float, steps: int, found: Ints, bounds: Floats,
 ) -> tuple[int, int]:  # fmt: skip
     """Continue the search at ``row`` for ``steps`` steps.
 
@@ -257,8 +296,10 @@ def walk(
     for _ in range(steps):
         if row < 0 or number == len(found):
             break
-        if not _choose(form, path, row):
+        if not _choose(form, rest, path, sums, row):
             row -= 1
+            continue
+        if not _extends(form, rest, path, sums, row):
             continue
         period = _period(form, path, row, high)
         _rejoin(form, path, row, period)
@@ -270,13 +311,18 @@ def walk(
             else:
                 bounds[number] = _refuted(form, path, row, low, high)
                 if bounds[number] >= low:
-                    for r in range(len(path)):
-                        one, there = path[r], r <= row
-                        found[number, r, 0] = one["start"] if there else -1
-                        found[number, r, 1] = one["group"] if there else -1
-                        found[number, r, 2] = one["mode"] if there else -1
+                    _write(path, row, found[number])
                     number += 1
     return number, row
+
+
+@njit(cache=True, error_model="numpy")
+def _write(path: Records, last: int, found: Ints) -> None:
+    for r in range(len(path)):
+        one, there = path[r], r <= last
+        found[r, 0] = one["start"] if there else -1
+        found[r, 1] = one["group"] if there else -1
+        found[r, 2] = one["mode"] if there else -1
 
 
 @njit(cache=True, error_model="numpy")

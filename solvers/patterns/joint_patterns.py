@@ -18,7 +18,7 @@ import numpy as np
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.patterns.joint_patterns import JointForm, JointPatterns
 from stagewright.formulations.patterns.least_pattern import least_pattern
-from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound
+from stagewright.formulations.patterns.one_f_one_b import pattern_load_bound, period_bound
 from stagewright.formulations.patterns.order_model import OrderModel
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.patterns.pattern_models import ByRate
@@ -27,11 +27,15 @@ from stagewright.formulations.plans.plan import Stage
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.best_first import BestFirst
-from stagewright.solvers.patterns.allocation_walk import ROW, walk
+from stagewright.solvers.patterns.allocation_walk import FLIGHT, ROW, SUMS, walk
+from stagewright.solvers.patterns.completion import completion
 from stagewright.solvers.patterns.pattern import SAFETY, best_pattern
 
 BEGINNING = 0.6  # share of the time limit for finding the first window
 TRIAL = 0.1  # share of the time limit for one trial of that
+SAMPLING = 0.9  # share of the time limit after which no more random allocations are tried
+SHARES = (0.9, 0.75, 0.6, 0.45, 0.3) * 4  # of the way from the bound to the best plan
+TRYING = 0.1  # share of the time limit for the pattern of an allocation of a trial
 STEP = 0.005  # relative width of the first window of bounds
 WIDER = 1.5  # factor of the width from one window to the next
 STEPS = 100_000  # of the enumeration per call, some tenths of a second
@@ -126,6 +130,7 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         self.question, self.on_progress = question, on_progress
         self.best: tuple[tuple[Stage, ...], Pattern] | None = None
         self.allocations = self.solves = 0
+        self._proved: dict[bytes, float] = {}  # bounds of allocations that were tried
         self._problems = PatternProblems(question.problem)
         if incumbent is not None:
             self._offer(*incumbent)
@@ -158,27 +163,72 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
         if in_time and known is None:
             self._close(high if high < self._longest else math.inf)
             return
-        slow = not in_time
-        while high > low * (1 + STEP) and self._left() > (1 - BEGINNING) * self.limits.seconds:
-            middle = math.sqrt(low * high)
-            in_time, rows = self._first(middle, TRIAL)
-            slow |= not in_time
-            if in_time and rows is None:
-                low = middle
-            else:
-                high, known = middle, known if rows is None else rows
-        if known is not None and slow:
+        # Short trials first: most lengths are refuted by the tables alone, or not for long.
+        low, _, rows, _ = self._narrow(low, high, 0.0)
+        low, high, last, in_all_time = self._narrow(low, min(high, self._ceiling()), TRIAL)
+        known = next((one for one in (last, rows) if one is not None), known)
+        if known is not None and not (in_time and in_all_time):
             # The first window will take long, so this allocation is the first candidate.
             self._push(low, AllocationCandidate(known))
-        self._push(low, BoundWindow(0.0, high))
+            self._sample(low)
+        self._push(low, BoundWindow(0.0, min(high, self._ceiling())))
 
-    def _first(self, length: float, share: float) -> tuple[bool, Ints | None]:
+    def _narrow(
+        self, low: float, high: float, share: float
+    ) -> tuple[float, float, Ints | None, bool]:
+        """Bisect the least length that is not refuted, each trial for a share of the time limit.
+
+        Returns both ends, the last allocation that passed, and whether every trial was in time.
+        """
+        known, all_in_time = None, True
+        while high > low * (1 + STEP) and self._left() > (1 - BEGINNING) * self.limits.seconds:
+            middle = math.sqrt(low * high)
+            in_time, rows = self._first(middle, share)
+            all_in_time &= in_time
+            if in_time and rows is None:
+                low = middle
+                continue
+            high = middle
+            if rows is not None:
+                known = rows
+                self._try(rows, low)
+                high = min(high, self._ceiling())
+        return low, high, known, all_in_time
+
+    def _sample(self, low: float) -> None:
+        """Try random allocations between the bound ``low`` and the best plan."""
+        noise = np.random.default_rng(self.limits.seed)
+        for share in SHARES:
+            length = low + share * (min(self._ceiling(), self._longest) - low)
+            if length > low and self._left() > (1 - SAMPLING) * self.limits.seconds:
+                _, rows = self._first(length, TRIAL / 2, noise)
+                if rows is not None:
+                    self._try(rows, low)
+
+    def _try(self, rows: Ints, least: float) -> None:
+        """Look for a better pattern of an allocation for a short time."""
+        stages = stages_of(self.question, rows)
+        problem = self._problems.of(stages)
+        low, high = period_bound(problem), problem.period_of(self._ceiling())
+        if rows.tobytes() in self._proved or not low < high < math.inf:
+            return
+        self.solves += 1
+        limits = replace(self.limits, seconds=min(self._left(), TRYING * self.limits.seconds))
+        found = _below(problem, low, high, limits)
+        if found is not None and found.pattern is not None and found.pattern.period < high:
+            self._offer(stages, found.pattern, least)
+        if found is not None and found.done:
+            self._proved[rows.tobytes()] = problem.iteration_seconds(found.bound)
+
+    def _first(
+        self, length: float, share: float, noise: np.random.Generator | None = None
+    ) -> tuple[bool, Ints | None]:
         """An allocation that ``length`` does not refute; False if the time for it is up.
 
         ``share`` is the share of the time limit to use.
         """
         until = max(0.0, self._left() - share * self.limits.seconds)
-        for _, rows in allocations(self.question.form, 0.0, length, 1):
+        for _, rows in allocations(self.question.form, 0.0, length, 1, noise):
             if rows is not None:
                 return True, rows
             if self._left() <= until:
@@ -201,6 +251,10 @@ class JointSearch(BestFirst[BoundWindow | AllocationCandidate]):
 
     def _solve(self, candidate: AllocationCandidate, bound: float, attempt: int) -> None:
         """Solve the candidate's pattern, or prove that it is no better, with a time limit."""
+        bound = max(bound, self._proved.get(candidate.rows.tobytes(), 0.0))
+        if bound >= self._ceiling():
+            self._close(bound)
+            return
         stages = stages_of(self.question, candidate.rows)
         problem = self._problems.of(stages)
         seconds = self._seconds(attempt)
@@ -289,17 +343,24 @@ def _longest(seconds: Floats) -> float:
 
 
 def allocations(
-    form: JointForm, low: float, high: float, batch: int = BATCH
+    form: JointForm,
+    low: float,
+    high: float,
+    batch: int = BATCH,
+    noise: np.random.Generator | None = None,
 ) -> Iterator[tuple[float, Ints | None]]:
     """Yield the allocations that ``low`` refutes and ``high`` does not, with their bounds.
 
-    Yields None at intervals, so that the caller can check the time.
+    ``noise`` changes their order. Yields None at intervals, so that the caller can check the time.
     """
     layers = len(form.ahead) - 1
     path = np.zeros(layers, dtype=ROW)
     found, bounds = np.empty((batch, layers, 3), dtype=np.int64), np.empty(batch)
-    row = 0
+    sums = np.zeros((layers + 1, len(form.groups) + 1, SUMS))
+    sums[0, -1, FLIGHT] = 1.0
+    rest, row = completion(form, high / form.microbatches, noise), 0
     while row >= 0:
-        number, row = walk(form, path, row, low, high, STEPS, found, bounds)
+        number, row = walk(form, rest, path, sums, row, low, high, STEPS, found, bounds)
         yield from ((float(bounds[i]), found[i].copy()) for i in range(number))
-        yield low, None
+        if row >= 0:
+            yield low, None

@@ -55,7 +55,7 @@ LONGEST = 2.0  # times the allocation's period, as the upper end if there is no 
 ROUNDS = (2, 3)  # of cyclically assigned stages
 SEARCHES = 12  # further local searches, each from MOVES random moves away from the best plan
 MOVES = 3
-SEARCHING = 0.5  # share of the remaining time for local searches
+SEARCHING = 0.2  # share of the remaining time for local searches
 SCHEDULED = 4  # last allocations of each local search that are scheduled
 
 
