@@ -24,10 +24,11 @@ from stagewright.solvers.planners.proposal import Proposal, cost_of, scheduling_
 from stagewright.solvers.planners.rebuilding import Rebuilding
 
 WORTH_IT = 1e-9  # relative improvement; less is rounding
-CYCLE = 40  # rebuilds per layer from the best plan on, while the temperature falls to zero
-CYCLES = 5  # without improvement, after which the search ends
-HOT = 0.003  # first temperature, relative to the best plan
-LOADS = 0.3  # weight of the mean load in the objective
+CYCLE = 60  # rebuilds per layer from the best plan on, while the temperature falls to zero
+CYCLES = 6  # without improvement, after which the search ends
+HOT = 0.005  # first temperature, relative to the time of the best plan
+REHEAT = 2.0  # ratio of the first temperatures of a cycle and the one before
+LOADS = 0.6  # weight of the mean load in the objective
 POWER = 4  # of that mean
 
 
@@ -95,15 +96,16 @@ class _Refinement:
             if one is self.best:
                 current, lowest, value = one, found, found
                 since, queue = 0, _neighbours(one)
-            elif following is None and found <= value + self._rise(since % cycle / cycle):
+            elif following is None and found <= value + self._rise(since / cycle):
                 current, value = one, found
 
     def _left(self) -> float:
         return self.limits.left(monotonic() - self.began)
 
-    def _rise(self, share: float) -> float:
-        """A random rise of the objective that is accepted after a ``share`` of a cycle."""
-        return HOT * (1 - share) * self.seconds * self.rng.expovariate(1.0)
+    def _rise(self, cycles: float) -> float:
+        """A random rise of the objective that is accepted, ``cycles`` after the best plan."""
+        heat = HOT * REHEAT ** int(cycles) * (1 - cycles % 1)
+        return heat * self.seconds * self.rng.expovariate(1.0)
 
     def _value(self, priced: Priced, seconds: float) -> float:
         """The objective: the plan's time and the mean of its loads."""
