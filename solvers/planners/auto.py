@@ -80,11 +80,11 @@ def plan_auto(
             portfolio.consider(name, run, limits.seconds / 3)
     for name, step, is_wanted, share in (
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
-        ("servers", plan_servers, portfolio.is_open, 1 / 3),
-        ("refined", portfolio.refine, portfolio.is_open, 1 / 3),
+        ("servers", plan_servers, portfolio.is_open, 1 / 4),
+        ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
-        ("general", portfolio.search, portfolio.has_time, 1 / 2),
-        ("general, refined", portfolio.climb, portfolio.is_general, 1 / 3),
+        ("general", portfolio.search, portfolio.has_time, 2 / 3),
+        ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
         ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
         ("general, on", portfolio.search, portfolio.has_much_time, 1.0),
     ):
