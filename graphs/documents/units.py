@@ -109,6 +109,8 @@ def require_count(value: int, name: str, most: int) -> None:
 
 def require_amount(value: float, place: str) -> None:
     """Refuse a time, size or rate that is not a number, is negative or not finite."""
+    if type(value) is float and 0.0 <= value < math.inf:
+        return  # the common case, quickly
     require_number(value, place)
     if not is_finite(value) or value < 0:
         raise InputError(f"{place} must be finite and not negative, got {value}")

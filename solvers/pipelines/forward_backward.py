@@ -30,16 +30,20 @@ RESTART = 40  # passes after which the search starts again from a random rule
 
 
 def improve(
-    problem: MakespanProblem, incumbent: Timetable, target: float, limits: Limits
+    problem: MakespanProblem,
+    incumbent: Timetable,
+    target: float,
+    limits: Limits,
+    patience: int = PATIENCE,
 ) -> Timetable:
     """The best schedule found within ``limits``, at worst ``incumbent``.
 
-    The search ends early at ``target``, or after ``PATIENCE`` passes without improvement.
+    The search ends early at ``target``, or after ``patience`` passes without improvement.
     """
     search = _ScheduleSearch(problem, np.random.default_rng(limits.seed))
     best = current = block_starts(problem, incumbent)
     cost, passes, last, began = search.makespan(best), 0, 0, perf_counter()
-    while cost > target and passes - last < PATIENCE and limits.left(perf_counter() - began) > 0:
+    while cost > target and passes - last < patience and limits.left(perf_counter() - began) > 0:
         if passes % RESTART == RESTART - 1:
             current = search.as_early(search.random_rule())
         elif search.random.integers(2):
@@ -139,7 +143,7 @@ def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
     The device or channel with the earliest possible completion of a block is scheduled next. Its
     candidates are the blocks that can start early enough; the smallest ``priority`` is chosen.
     ``eagerness`` 0 admits only the earliest start (non-delay schedules), 1 every start before that
-    completion (active schedules).
+    completion (active schedules). Blocks whose priority is NaN are first come, first served.
 
     Returns
     -------
@@ -215,8 +219,11 @@ def _choice(
         block = members[machine, k]
         if block == NONE or max(ready[block], free[machine]) > admitted:
             continue
-        if chosen == NONE or priority[block, done[block]] <= least:
-            chosen, least = block, priority[block, done[block]]
+        urgency = priority[block, done[block]]
+        if np.isnan(urgency):
+            urgency = ready[block]
+        if chosen == NONE or urgency <= least:
+            chosen, least = block, urgency
     return chosen
 
 

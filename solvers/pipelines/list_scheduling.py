@@ -1,11 +1,12 @@
 """List scheduling: earliest start times from an order or a greedy rule (SPP Algorithm 1)."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from stagewright.formulations.pipelines.blocks import numbering
+from stagewright.formulations.pipelines.blocks import blocks_of, numbering, timetable_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.schedules.gpipe import gpipe
 from stagewright.formulations.schedules.interleaved import interleaved
@@ -14,6 +15,7 @@ from stagewright.formulations.schedules.order import F, Order, W
 from stagewright.formulations.schedules.pe import pe
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.event_run import EventRun, Task
+from stagewright.solvers.pipelines.forward_backward import Rules, dispatch, rules_of
 
 ListKind = Literal["pe", "gpipe", "1f1b", "eager"]
 LIST_KINDS: tuple[ListKind, ...] = ("pe", "1f1b", "gpipe", "eager")
@@ -113,28 +115,28 @@ def _eager(problem: MakespanProblem, depth: float) -> Timetable:
     Of several stages on a device the later ones come first. Weight gradients run when neither is
     possible.
     """
-    forward, backward, weight = (numbers.tolist() for numbers in numbering(problem.stages))
-    final = weight if problem.is_split else backward
-    limits = [
-        min(float(limit), max(1.0, np.ceil(depth * (problem.stages - s))))
-        for s, limit in enumerate(problem.in_flight)
-    ]
-    candidates: list[list[tuple[int, int, float]]] = []  # block, the block that frees a slot, limit
-    for device in range(1 + max(problem.device)):
-        stages = problem.stages_on(device)[::-1]
-        own = [(backward[s], backward[s], np.inf) for s in stages]
-        own += [(forward[s], final[s], limits[s]) for s in stages]
-        candidates.append(
-            own + [(weight[s], weight[s], np.inf) for s in stages if problem.is_split]
-        )
+    blocks, stages = blocks_of(problem), np.arange(problem.stages)
+    forward, backward, weight = numbering(problem.stages)
+    limits = blocks.limits.copy()
+    limits[forward] = np.minimum(
+        limits[forward], np.maximum(1, np.ceil(depth * (problem.stages - stages)))
+    )
+    priority = np.full((len(limits), problem.microbatches), np.nan)  # transfers wait in a queue
+    kinds = (backward, forward, weight) if problem.is_split else (backward, forward)
+    for urgency, kind in enumerate(kinds, start=1):
+        priority[kind] = (urgency * problem.stages - stages)[:, None]
+    rules = _rules(problem.device, problem.is_split)
+    rules = rules._replace(durations=blocks.durations, limits=limits)
+    return timetable_of(problem, dispatch(rules, priority, 0.0))
 
-    def choose(device: int, run: EventRun) -> Task | None:
-        started = run.started
-        for block, freeing, limit in candidates[device]:
-            m = started[block]
-            # Called only while the device is idle: every started computation has ended.
-            if m < problem.microbatches and run.ready[block][m] and m - started[freeing] < limit:
-                return block, m
-        return None
 
-    return EventRun(problem, choose).finish()
+@lru_cache(maxsize=64)
+def _rules(device: tuple[int, ...], is_split: bool) -> Rules:
+    """The dispatcher's rules for stages on ``device``, with any durations and limits."""
+    ones = (1.0,) * len(device)
+    none = (0.0,) * (len(device) - 1)
+    weights = ones if is_split else None
+    counts = (1,) * len(device)
+    return rules_of(
+        blocks_of(MakespanProblem(1, ones, ones, none, none, ones, counts, device, weights))
+    )

@@ -66,9 +66,9 @@ def plan_auto(
     """The best checked plan of the portfolio within ``limits.seconds``.
 
     A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
-    early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a local
-    search on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, the
-    search over all finite plans, and the exact joint planner.
+    early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a search
+    on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, the search over
+    all finite plans, one on the stages of its plan if that is best, and the exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
@@ -80,10 +80,11 @@ def plan_auto(
             portfolio.consider(name, run, limits.seconds / 3)
     for name, step, is_wanted, share in (
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
-        ("servers", plan_servers, portfolio.is_open, 1 / 3),
-        ("refined", portfolio.refine, portfolio.is_open, 1 / 3),
+        ("servers", plan_servers, portfolio.is_open, 1 / 4),
+        ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
-        ("general", portfolio.search, portfolio.has_time, 1 / 2),
+        ("general", portfolio.search, portfolio.has_time, 2 / 3),
+        ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
         ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
         ("general, on", portfolio.search, portfolio.has_much_time, 1.0),
     ):
@@ -191,10 +192,14 @@ class _Portfolio:
     def climb(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
     ) -> Proposal | NoPlan:
-        """A local search from the given plan."""
-        if self.plain is not None:
-            return self.refine(problem, limits, on_progress)
-        return self.search(problem, limits, on_progress)
+        """A search on the stages of the best plan."""
+        if self.best is None:
+            return NoPlan("no plan to refine", proved=False)
+        return refine(problem, self.best, limits, on_progress)
+
+    def is_general(self) -> bool:
+        """Whether the best plan is not one of disjoint split stages."""
+        return self.best is not None and self.cost < self.plain_cost and self.has_time()
 
     def is_unsettled(self) -> bool:
         """Whether the exact joint planner may find a better plan, or prove that there is none."""

@@ -1,29 +1,35 @@
-"""Local search on the stages of a plan, with the makespan as objective instead of SPP's W."""
+"""Large-neighbourhood search on the stages of a plan, with the makespan as objective.
+
+After Shaw (1998): a part of the plan is rebuilt at random, and the result kept if it is not much
+worse (simulated annealing). The bottleneck is on several stages at once in good plans, so that a
+rebuild of some of them changes nothing; the objective therefore includes a mean of all loads.
+"""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 
-from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.pipelines.bounds import quick_bound
-from stagewright.formulations.pipelines.bppm import StageChoice
-from stagewright.formulations.pipelines.makespan import Timetable
-from stagewright.formulations.pipelines.spp import makespan_problem
-from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
-from stagewright.solvers.planners.proposal import (
-    Proposal,
-    choices_of,
-    cost_of,
-    named_stages,
-    proposal_of,
-)
+import numpy as np
 
-Stages = tuple[StageChoice, ...]
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.structure import Structure
+from stagewright.solvers.planners.pricing import PlainPrices, Priced, StructurePrices
+from stagewright.solvers.planners.proposal import Proposal, cost_of, scheduling_of
+from stagewright.solvers.planners.rebuilding import Rebuilding
 
 WORTH_IT = 1e-9  # relative improvement; less is rounding
+CYCLE = 60  # rebuilds per layer from the best plan on, while the temperature falls to zero
+CYCLES = 6  # without improvement, after which the search ends
+HOT = 0.005  # first temperature, relative to the time of the best plan
+REHEAT = 2.0  # ratio of the first temperatures of a cycle and the one before
+LOADS = 0.6  # weight of the mean load in the objective
+POWER = 4  # of that mean
 
 
 def refine(
@@ -33,79 +39,132 @@ def refine(
     on_progress: OnProgress,
     attempts: float = math.inf,
 ) -> Proposal:
-    """Hill climbing until no neighbour has a shorter list schedule, or a limit comes.
+    """The best plan found near ``known``, which is returned if none is better.
 
-    ``known`` must consist of split stages; ``attempts`` limits the number of neighbours examined. A
-    neighbour moves layers or a device across one border, merges two stages, splits one into two, or
-    leaves a device of a stage idle. Most of them are pruned by a bound on their schedules.
+    Stages keep the replication and the memory mode of the stages that they come from. Split stages
+    on disjoint devices stay so. ``attempts`` limits the number of structures examined.
     """
-    began = monotonic()
-    stages, seconds = choices_of(problem, known.stages), cost_of(problem, known)
-    times: Timetable | None = None
-    steps = examined = 0
-    queue = _neighbours(stages)
-    while (neighbour := next(queue, None)) is not None:
-        examined += 1
-        if examined > attempts or limits.left(monotonic() - began) <= 0:
-            break
-        found = _schedule(problem, neighbour, seconds * (1 - WORTH_IT))
-        if found is not None:
-            stages, (times, seconds), steps = neighbour, found, steps + 1
-            queue = _neighbours(stages)
-            made = partial(proposal_of, problem, named_stages(problem, stages), times)
-            on_progress(Progress(monotonic() - began, seconds, 0.0, made))
-    if times is None:
+    search = _Refinement(problem, known, limits, on_progress)
+    search.run(attempts)
+    if search.steps == 0:
         return known
-    notes = (*known.notes, f"stages refined in {steps} steps")
-    return proposal_of(problem, named_stages(problem, stages), times, known.bounds, notes)
+    notes = (*known.notes, f"stages refined in {search.steps} steps")
+    return replace(search.made(), bounds=known.bounds, notes=notes)
 
 
-def _schedule(
-    problem: PipelineProblem, stages: Stages, ceiling: float
-) -> tuple[Timetable, float] | None:
-    """The best list schedule and its makespan, if that is below ``ceiling``."""
-    scheduling = makespan_problem(problem, stages)
-    if scheduling is None:
-        return None
-    if quick_bound(scheduling) >= ceiling:
-        return None
-    times = best_list_schedule(scheduling)[1]
-    seconds = times.makespan(scheduling)
-    return (times, seconds) if seconds < ceiling else None
+@dataclass
+class _Refinement:
+    """The best structure so far (``seconds``), and the one that is rebuilt (``value``)."""
+
+    problem: PipelineProblem
+    known: Proposal
+    limits: Limits
+    on_progress: OnProgress
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.began = monotonic()
+        self.rng = random.Random(self.limits.seed)
+        self.moves = Rebuilding(self.problem, self.rng)
+        split = ~np.isnan(self.known.starts[ActionKind.INPUT_GRADIENT])
+        self.best = Structure(self.known.stages, tuple(bool(row.all()) for row in split))
+        plain = not split.any() and scheduling_of(self.problem, self.best.stages) is not None
+        self.price = (
+            PlainPrices(self.problem, self.limits) if plain else StructurePrices(self.problem)
+        )
+        self.seconds = cost_of(self.problem, self.known)
+        self.made: Callable[[], Proposal] = partial(replace, self.known)
+
+    def run(self, attempts: float) -> None:
+        """Examine the neighbours of every better plan, and random rebuilds from the best on."""
+        current, queue = self.best, _neighbours(self.best)
+        priced = self.price(self.best)
+        lowest = value = self._value(priced, self.seconds) if priced else math.inf
+        cycle = CYCLE * len(self.problem.chain)
+        since = examined = 0
+        while examined < attempts and since < CYCLES * cycle and self._left() > 0:
+            examined, since = examined + 1, since + 1
+            if since % cycle == 0:
+                current, value = self.best, lowest
+            following = next(queue, None)
+            one = following or self.moves.rebuilt(current)
+            priced = self.price(one) if one != current else None
+            if priced is None:
+                continue
+            seconds = self._seconds(one, priced)
+            found = self._value(priced, seconds)
+            if one is self.best:
+                current, lowest, value = one, found, found
+                since, queue = 0, _neighbours(one)
+            elif following is None and found <= value + self._rise(since / cycle):
+                current, value = one, found
+
+    def _left(self) -> float:
+        return self.limits.left(monotonic() - self.began)
+
+    def _rise(self, cycles: float) -> float:
+        """A random rise of the objective that is accepted, ``cycles`` after the best plan."""
+        heat = HOT * REHEAT ** int(cycles) * (1 - cycles % 1)
+        return heat * self.seconds * self.rng.expovariate(1.0)
+
+    def _value(self, priced: Priced, seconds: float) -> float:
+        """The objective: the plan's time and the mean of its loads."""
+        mean = float((priced.loads**POWER).mean() ** (1 / POWER))
+        return (1 - LOADS) * seconds + LOADS * mean
+
+    def _seconds(self, one: Structure, priced: Priced) -> float:
+        """The bound of a plan, or its time if that may be the best."""
+        ceiling = self.seconds * (1 - WORTH_IT)
+        found = priced.schedule(ceiling) if priced.bound < ceiling else None
+        if found is None:
+            return max(priced.bound, self.seconds if priced.bound < ceiling else 0.0)
+        self.best, (self.seconds, self.made) = one, found
+        self.steps += 1
+        self.on_progress(Progress(monotonic() - self.began, self.seconds, 0.0, self.made))
+        return self.seconds
 
 
-def _neighbours(stages: Stages) -> Iterator[Stages]:
+def _neighbours(structure: Structure) -> Iterator[Structure]:
+    """A border moved, stages merged, cut in two, or with a device less."""
+    stages, split = structure.stages, structure.split
     for s, stage in enumerate(stages):
-        before, after = stages[:s], stages[s + 1 :]
-        if after:
-            for pair in _across(stage, after[0]):
-                yield (*before, *pair, *after[1:])
+        if s + 1 < len(stages):
+            for pair in _across(stage, stages[s + 1]):
+                yield Structure(
+                    (*stages[:s], *pair, *stages[s + 2 :]),
+                    (*split[:s], *split[s : s + len(pair)], *split[s + 2 :]),
+                )
         for halves in _cuts(stage):
-            yield (*before, *halves, *after)
+            yield Structure(
+                (*stages[:s], *halves, *stages[s + 1 :]),
+                (*split[: s + 1], split[s], *split[s + 1 :]),
+            )
         if len(stage.devices) > 1:
-            yield (*before, replace(stage, devices=stage.devices[:-1]), *after)
-            yield (*before, replace(stage, devices=stage.devices[1:]), *after)
+            for fewer in (stage.devices[:-1], stage.devices[1:]):
+                changed = replace(stage, devices=fewer)
+                yield Structure((*stages[:s], changed, *stages[s + 1 :]), split)
 
 
-def _across(one: StageChoice, other: StageChoice) -> Iterator[Stages]:
+def _across(one: Stage, other: Stage) -> Iterator[tuple[Stage, ...]]:
     """Two neighbouring stages with their border moved, or merged."""
+    start, stop = one.layers[0], other.layers[1]
     for shift in (1, -1, 2, -2):
-        border = one.stop + shift
-        if one.start < border < other.stop:
-            yield replace(one, stop=border), replace(other, start=border)
+        border = one.layers[1] + shift
+        if start < border < stop:
+            yield replace(one, layers=(start, border)), replace(other, layers=(border, stop))
     devices = one.devices + other.devices
     for split in (len(one.devices) + 1, len(one.devices) - 1):
         if 0 < split < len(devices):
             yield replace(one, devices=devices[:split]), replace(other, devices=devices[split:])
-    yield (StageChoice(one.start, other.stop, devices),)
+    yield (replace(one, layers=(start, stop), devices=devices),)
 
 
-def _cuts(stage: StageChoice) -> Iterator[Stages]:
+def _cuts(stage: Stage) -> Iterator[tuple[Stage, Stage]]:
     """The stage split into two, about evenly in layers and devices."""
-    middle, half = (stage.start + stage.stop) // 2, len(stage.devices) // 2
-    if middle > stage.start and half > 0:
-        for border in {middle, middle + 1} & set(range(stage.start + 1, stage.stop)):
+    (start, stop), half = stage.layers, len(stage.devices) // 2
+    for border in {(start + stop) // 2, (start + stop) // 2 + 1} if half else ():
+        if start < border < stop:
             yield (
-                StageChoice(stage.start, border, stage.devices[:half]),
-                StageChoice(border, stage.stop, stage.devices[half:]),
+                replace(stage, layers=(start, border), devices=stage.devices[:half]),
+                replace(stage, layers=(border, stop), devices=stage.devices[half:]),
             )

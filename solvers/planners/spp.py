@@ -46,7 +46,7 @@ EXACT_UP_TO = 50_000
 COARSE_RATIO = 0.02
 # The partition of the least bottleneck does not always have the least makespan, so this many of its
 # neighbours are examined. A number and not a time, for reproducible answers.
-REFINING_ATTEMPTS = 300
+REFINING_ATTEMPTS = 1000
 REFINED_STARTS = 3
 MEMORY_PRECISION = 1e-3  # relative; of the missing memory in the message
 

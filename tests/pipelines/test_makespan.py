@@ -148,6 +148,18 @@ def test_the_order_counts_not_the_times():
     assert again.forward[0, 0] == 0
 
 
+@examples(40)
+@given(random_makespan(max_stages=6, max_microbatches=8))
+def test_eager_schedules_serve_transfers_in_the_order_of_their_arrival(problem):
+    times = list_schedule(problem, "eager")
+    for s in range(problem.stages - 1):
+        arrivals = np.concatenate([
+            times.forward[s] + problem.forward[s], times.backward[s + 1] + problem.backward[s + 1],
+        ])  # fmt: skip
+        starts = np.concatenate([times.send_forward[s], times.send_backward[s]])
+        assert (np.diff(arrivals[np.lexsort((arrivals, starts))]) >= -1e-9).all()
+
+
 def test_microbatches_are_renumbered_by_their_starts():
     problem = unequal(2, 3, 3)
     timetable = list_schedule(problem, "pe")

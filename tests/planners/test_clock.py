@@ -42,7 +42,7 @@ class Clock:
 
 @pytest.mark.parametrize("seconds", [40.0, 200.0])
 def test_spp_shares_its_time_among_its_steps(monkeypatch, seconds):
-    """Each of its local searches alone looks at the clock 300 times if it has the time."""
+    """Each of its local searches alone looks at the clock 1000 times if it has the time."""
     problem = problem_of_servers(4, 4)
     clock = Clock(monkeypatch)
     assert isinstance(spp.plan_spp(problem, Limits(seconds), silent), Proposal)
