@@ -1,11 +1,9 @@
 """Compiled search of the server-aware relaxation: labels of prefixes of stages.
 
-After a change of :mod:`paced_machine` or :mod:`server_labels`, change this file, too: numba
-recompiles a cached kernel only if the kernel's own file changes. docs/certificates.md has the
-conditions and why each is necessary.
+After a change of :mod:`server_conditions`, :mod:`server_labels`, :mod:`server_tables` or
+:mod:`paced_machine`, change this file, too: numba recompiles a cached kernel only if the kernel's
+own file changes.
 """
-
-from typing import NamedTuple
 
 from numba import njit
 
@@ -15,9 +13,17 @@ from stagewright.formulations.pipelines.server_relaxation import (
     Place,
     ServerRelaxation,
 )
-from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import inner
-from stagewright.solvers.pipelines.paced_machine import least_schedule
+from stagewright.solvers.pipelines.server_conditions import (
+    Search,
+    before_last,
+    exceeds,
+    fast_left,
+    is_crowded,
+    is_late,
+    waits,
+)
 from stagewright.solvers.pipelines.server_labels import (
     BACK,
     BACKWARDS,
@@ -29,116 +35,14 @@ from stagewright.solvers.pipelines.server_labels import (
     TRIP,
     TRIPS,
     UP_TO,
-    Labels,
     insert,
 )
-from stagewright.solvers.pipelines.server_tables import FAST, Rest, least_link
+from stagewright.solvers.pipelines.server_tables import FAST, least_link, send_seconds
 
 TAKES_TURNS = int(Place.TAKES_TURNS)
 ALONE = 2  # how near two stages are that are not in one rack
 NONE, GAVE_UP = -1, -2
 MARGIN = 1e-9
-
-
-class Search(NamedTuple):
-    """The relaxed problem, what the remaining layers need, and arrays to work in.
-
-    ``arrivals`` are labels after a channel, for one state. ``placed[i]`` is (index of the previous
-    stage, start, stop, choice, place) of the i-th placed stage; ``steps`` counts the stages placed
-    and the stages tried.
-    """
-
-    form: ServerRelaxation
-    until: float
-    rest: Rest
-    labels: Labels
-    arrivals: Labels
-    placed: Ints
-    steps: Ints
-    values: Floats
-    tails: Floats
-
-
-@inner
-def _send(form: ServerRelaxation, l: int, pieces: int, link: int) -> float:
-    """Seconds of a transfer before layer l."""
-    size = form.boundary[l] * form.share[min(form.samples, pieces)]
-    seconds: float = size * form.seconds_per_byte[link] + form.latency[link]
-    return seconds
-
-
-@inner
-def _before_last(microbatches: int, i: int) -> int:
-    """The number of later microbatches k of a label's i-th trip: 0, M/4, M/2, M - 1."""
-    return microbatches - 1 if i == TRIPS - 1 else min(microbatches - 1, microbatches * i // 4)
-
-
-@inner
-def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
-    """Set tails[k] to what follows the k-th last backward at least; they ascend."""
-    step = 0
-    for k in range(microbatches):
-        while step + 1 < TRIPS and _before_last(microbatches, step + 1) <= k:
-            step += 1
-        tails[k] = max(known[BACK] + k * known[BACKWARDS], known[TRIP + step] - known[FORTH])
-        if k > 0:
-            tails[k] = max(tails[k], tails[k - 1])
-
-
-@inner
-def _is_late(search: Search, known: Floats, f: float, b: float, around: float) -> bool:
-    """Whether the schedule of a device or channel after ``known`` cannot end in time."""
-    M, pace, back = search.form.microbatches, max(known[FORWARDS], f), max(known[BACKWARDS], b)
-    # A cheap estimate of what the windows may add; if it is too low, the bound is only weaker.
-    gain = pace + back - f - b + max(0.0, known[TRIP + TRIPS - 1] - known[TRIP] - (M - 1) * b)
-    gain += max(0.0, known[TRIP + 2] - known[TRIP] - (M // 2) * b)
-    if pace > 0:
-        gain += around * (1 - f / pace)
-    if back > 0:
-        gain += around * (1 - b / back)
-    if known[TRIP] + M * (f + b) + gain <= search.until:
-        return False
-    _fill_tails(M, known, search.tails)
-    slack = search.until - known[FORTH]
-    late: bool = least_schedule(M, f, b, pace, around, search.tails, slack) > slack
-    return late
-
-
-@inner
-def _waits(search: Search, k: int, f: float, b: float, around: float, head_and_tail: float) -> bool:
-    """Whether a split stage with at most k microbatches in flight cannot end in time.
-
-    ``around`` is the time from a forward's start to its backward's. Warm-up and drain, and slots of
-    microbatches in flight, as in :mod:`bounds`.
-    """
-    M = search.form.microbatches
-    warm_up, drain = max(0.0, around - k * f), max(0.0, around - f - (k - 1) * b)
-    idle = warm_up + drain if k < M else max(warm_up, drain)
-    slots = -(-M // k) * (around + b)
-    late: bool = head_and_tail + max(M * (f + b) + idle, slots) > search.until
-    return late
-
-
-@inner
-def _fast_left(search: Search, values: Floats) -> int:
-    """The first index of ``rest`` for a label: how many devices of rank 0 are left."""
-    most = len(search.rest.path) - 1
-    return max(0, most - int(values[UP_TO]))
-
-
-@inner
-def _exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> bool:
-    """Whether the layers from l on, after a channel of ``send``, make any plan too slow."""
-    rest, last = search.rest, (search.form.microbatches - 1) * values[FORWARDS]
-    q = _fast_left(search, values)
-    onward = 2 * send + rest.path[q, left, l]
-    exceeds: bool = (
-        values[TRIP + TRIPS - 1] + onward > search.until
-        or values[TRIP] + last + onward > search.until
-        or values[TRIP] + 2 * send + rest.fill[q, left, l] > search.until
-        or values[FORTH] + send + rest.reduced[q, left, l] > search.until
-    )
-    return exceeds
 
 
 @inner
@@ -162,11 +66,11 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int) -> 
         send = 0.0
         if used > 0:
             pieces = form.pieces[c] * int(-known[PIECES])
-            send = _send(form, l, pieces, FAST if several else apart)
+            send = send_seconds(form, l, pieces, FAST if several else apart)
             _cross(search, known, send, several)
-        if _exceeds(search, values, 0.0, left, l):
+        if exceeds(search, values, 0.0, left, l):
             continue
-        if used > 0 and not several and _is_crowded(search, known, send, left, l):
+        if used > 0 and not several and is_crowded(search, known, send, left, l):
             continue
         values[PIECES] = -1.0
         insert(search.arrivals, (0, 0, 0), values, labels.source[last, l, used, i])
@@ -191,22 +95,13 @@ def _cross(search: Search, known: Floats, send: float, several: bool) -> None:
     for k in range(TRIPS):
         values[TRIP + k] = known[TRIP + k] + 2 * send
         if not several:
-            later = known[TRIP] + (2 + _before_last(M, k)) * send
+            later = known[TRIP] + (2 + before_last(M, k)) * send
             values[TRIP + k] = max(values[TRIP + k], later)
     values[FORTH] = known[FORTH] + send
     values[BACK] = known[BACK] + send
     if not several:
         values[FORWARDS] = max(known[FORWARDS], send)
         values[BACKWARDS] = max(known[BACKWARDS], send)
-
-
-@inner
-def _is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -> bool:
-    """Whether the channel after ``known`` cannot carry all microbatches in time."""
-    if known[TRIP] + 2 * search.form.microbatches * send > search.until:
-        return True
-    around = send + search.rest.path[_fast_left(search, known), left, l]
-    return _is_late(search, known, send, send, around)
 
 
 @inner
@@ -223,7 +118,7 @@ def _extend(search: Search, known: Floats, f: float, b: float, finish: float, mo
     """
     values = search.values
     for k in range(TRIPS):
-        later = _before_last(search.form.microbatches, k) // most * b
+        later = before_last(search.form.microbatches, k) // most * b
         values[TRIP + k] = max(known[TRIP + k], known[FORTH] + finish + later) + f + b
     values[FORTH], values[BACK] = known[FORTH] + f, known[BACK] + b
     values[FORWARDS], values[BACKWARDS] = known[FORWARDS], known[BACKWARDS]
@@ -328,14 +223,14 @@ def _try(
     if form.limit[c, l, m] == 0 or (left == 0 and not last):
         return False, False
     if last:
-        return not _exceeds(search, search.values, 0.0, left, m), False
-    send = _send(form, m, form.pieces[c] * left, _next_link(form, search.values))
-    if _exceeds(search, search.values, send, left, m):
+        return not exceeds(search, search.values, 0.0, left, m), False
+    send = send_seconds(form, m, form.pieces[c] * left, _next_link(form, search.values))
+    if exceeds(search, search.values, send, left, m):
         return False, False
-    around = f + 2 * send + search.rest.path[_fast_left(search, search.values), left, m]
+    around = f + 2 * send + search.rest.path[fast_left(search, search.values), left, m]
     late = not turned and (
-        _waits(search, form.limit[c, l, m], f, b, around, known[TRIP])
-        or _is_late(search, known, f, b, around)
+        waits(search, form.limit[c, l, m], f, b, around, known[TRIP])
+        or is_late(search, known, f, b, around)
     )
     return not late, False
 

@@ -14,12 +14,8 @@ from stagewright.formulations.pipelines.server_relaxation import (
     RelaxedStage,
     ServerRelaxation,
 )
-from stagewright.solvers.pipelines.server_kernels import (
-    GAVE_UP,
-    NONE,
-    Search,
-    find,
-)
+from stagewright.solvers.pipelines.server_conditions import Search
+from stagewright.solvers.pipelines.server_kernels import GAVE_UP, NONE, find
 from stagewright.solvers.pipelines.server_labels import VALUES, Labels
 from stagewright.solvers.pipelines.server_tables import Before, Rest, fill_before, fill_rest
 

@@ -70,10 +70,9 @@ def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
 
 
 @inner
-def _send(form: ServerRelaxation, l: int, c: int, others: int, link: int) -> float:
-    """Seconds of a transfer before layer l between choice c and at most ``others`` devices."""
-    pieces = min(form.samples, form.pieces[c] * max(others, 1))
-    size = form.boundary[l] * form.share[pieces]
+def send_seconds(form: ServerRelaxation, l: int, pieces: int, link: int) -> float:
+    """Seconds of a transfer before layer l in at most ``pieces`` pieces."""
+    size = form.boundary[l] * form.share[min(form.samples, pieces)]
     seconds: float = size * form.seconds_per_byte[link] + form.latency[link]
     return seconds
 
@@ -101,7 +100,7 @@ def _add_stages(
     form: ServerRelaxation, until: float, used: int, l: int, c: int, before: Before
 ) -> None:
     """Extend the first l layers on ``used`` devices by every stage of choice c."""
-    send = _send(form, l, c, used, FAST) if used > 0 else 0.0
+    send = send_seconds(form, l, form.pieces[c] * used, FAST) if used > 0 else 0.0
     head, forth = before.path[used, l] + 2 * send, before.forth[used, l] + send
     d = used + form.devices[c]
     for m in range(l + 1, form.forward.shape[1]):
@@ -174,7 +173,7 @@ def _put_first(
             return
         if form.limit[c, l, m] == 0 or (m < layers and left == 0):
             continue
-        send = _send(form, m, c, left, link) if m < layers else 0.0
+        send = send_seconds(form, m, form.pieces[c] * left, link) if m < layers else 0.0
         around = max(2 * send + rest.fill[after, left, m], 2 * crossings * send)
         onward = stage.forward + send + rest.reduced[after, left, m]
         rest.path[at] = min(rest.path[at], stage.both + 2 * send + rest.path[after, left, m])

@@ -1,0 +1,124 @@
+"""Compiled conditions that a prefix of stages must meet for a plan in time.
+
+docs/certificates.md has them, and why each is necessary.
+"""
+
+from typing import NamedTuple
+
+from stagewright.formulations.pipelines.server_relaxation import ServerRelaxation
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.paced_machine import least_schedule
+from stagewright.solvers.pipelines.server_labels import (
+    BACK,
+    BACKWARDS,
+    FORTH,
+    FORWARDS,
+    TRIP,
+    TRIPS,
+    UP_TO,
+    Labels,
+)
+from stagewright.solvers.pipelines.server_tables import Rest
+
+
+class Search(NamedTuple):
+    """The relaxed problem, what the remaining layers need, and arrays to work in.
+
+    ``arrivals`` are labels after a channel, for one state. ``placed[i]`` is (index of the previous
+    stage, start, stop, choice, place) of the i-th placed stage; ``steps`` counts the stages placed
+    and the stages tried.
+    """
+
+    form: ServerRelaxation
+    until: float
+    rest: Rest
+    labels: Labels
+    arrivals: Labels
+    placed: Ints
+    steps: Ints
+    values: Floats
+    tails: Floats
+
+
+@inner
+def before_last(microbatches: int, i: int) -> int:
+    """The number of later microbatches k of a label's i-th trip: 0, M/4, M/2, M - 1."""
+    return microbatches - 1 if i == TRIPS - 1 else min(microbatches - 1, microbatches * i // 4)
+
+
+@inner
+def _fill_tails(microbatches: int, known: Floats, tails: Floats) -> None:
+    """Set tails[k] to what follows the k-th last backward at least; they ascend."""
+    step = 0
+    for k in range(microbatches):
+        while step + 1 < TRIPS and before_last(microbatches, step + 1) <= k:
+            step += 1
+        tails[k] = max(known[BACK] + k * known[BACKWARDS], known[TRIP + step] - known[FORTH])
+        if k > 0:
+            tails[k] = max(tails[k], tails[k - 1])
+
+
+@inner
+def is_late(search: Search, known: Floats, f: float, b: float, around: float) -> bool:
+    """Whether the schedule of a device or channel after ``known`` cannot end in time."""
+    M, pace, back = search.form.microbatches, max(known[FORWARDS], f), max(known[BACKWARDS], b)
+    # A cheap estimate of what the windows may add; if it is too low, the bound is only weaker.
+    gain = pace + back - f - b + max(0.0, known[TRIP + TRIPS - 1] - known[TRIP] - (M - 1) * b)
+    gain += max(0.0, known[TRIP + 2] - known[TRIP] - (M // 2) * b)
+    if pace > 0:
+        gain += around * (1 - f / pace)
+    if back > 0:
+        gain += around * (1 - b / back)
+    if known[TRIP] + M * (f + b) + gain <= search.until:
+        return False
+    _fill_tails(M, known, search.tails)
+    slack = search.until - known[FORTH]
+    late: bool = least_schedule(M, f, b, pace, around, search.tails, slack) > slack
+    return late
+
+
+@inner
+def waits(search: Search, k: int, f: float, b: float, around: float, head_and_tail: float) -> bool:
+    """Whether a split stage with at most k microbatches in flight cannot end in time.
+
+    ``around`` is the time from a forward's start to its backward's. Warm-up and drain, and slots of
+    microbatches in flight, as in :mod:`bounds`.
+    """
+    M = search.form.microbatches
+    warm_up, drain = max(0.0, around - k * f), max(0.0, around - f - (k - 1) * b)
+    idle = warm_up + drain if k < M else max(warm_up, drain)
+    slots = -(-M // k) * (around + b)
+    late: bool = head_and_tail + max(M * (f + b) + idle, slots) > search.until
+    return late
+
+
+@inner
+def fast_left(search: Search, values: Floats) -> int:
+    """The first index of ``rest`` for a label: how many devices of rank 0 are left."""
+    most = len(search.rest.path) - 1
+    return max(0, most - int(values[UP_TO]))
+
+
+@inner
+def exceeds(search: Search, values: Floats, send: float, left: int, l: int) -> bool:
+    """Whether the layers from l on, after a channel of ``send``, make any plan too slow."""
+    rest, last = search.rest, (search.form.microbatches - 1) * values[FORWARDS]
+    q = fast_left(search, values)
+    onward = 2 * send + rest.path[q, left, l]
+    exceeds: bool = (
+        values[TRIP + TRIPS - 1] + onward > search.until
+        or values[TRIP] + last + onward > search.until
+        or values[TRIP] + 2 * send + rest.fill[q, left, l] > search.until
+        or values[FORTH] + send + rest.reduced[q, left, l] > search.until
+    )
+    return exceeds
+
+
+@inner
+def is_crowded(search: Search, known: Floats, send: float, left: int, l: int) -> bool:
+    """Whether the channel after ``known`` cannot carry all microbatches in time."""
+    if known[TRIP] + 2 * search.form.microbatches * send > search.until:
+        return True
+    around = send + search.rest.path[fast_left(search, known), left, l]
+    return is_late(search, known, send, send, around)
