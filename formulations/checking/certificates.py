@@ -27,8 +27,7 @@ def certificate(
         If a bound that applies to this plan exceeds its cost: a bug of Stagewright.
     """
     # An infinite bound says that its class is empty; it does not contain this plan.
-    finite = [bound for bound in bounds if bound.seconds < math.inf]
-    kept = tuple(_capped(bound, plans, cost) for bound in _strongest(finite))
+    kept = tuple(_capped(bound, plans, cost) for bound in bounds if bound.seconds < math.inf)
     own = [bound for bound in kept if bound.plans.contains(plans)]
     whole = [bound for bound in own if bound.scope == "problem"]
     best, schedule = best_of(whole), best_of(own)
@@ -49,16 +48,6 @@ def certificate(
         bounds=kept,
         guarantees=tuple(guarantees),
     )
-
-
-def _strongest(bounds: Sequence[Bound]) -> list[Bound]:
-    """The bounds without those that the same argument surpasses."""
-    best: dict[Bound, Bound] = {}
-    for bound in bounds:
-        argument = replace(bound, seconds=0.0)
-        if argument not in best or best[argument].seconds < bound.seconds:
-            best[argument] = bound
-    return list(best.values())
 
 
 def best_of(bounds: Sequence[Bound]) -> Bound:

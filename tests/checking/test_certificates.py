@@ -157,12 +157,6 @@ class TestCertificate:
             "every plan", "every schedule of these stages",
         ]  # fmt: skip
 
-    def test_of_two_bounds_by_one_argument_the_larger_is_listed(self):
-        known = [Bound(seconds, "argument", "problem", EVERY_PLAN) for seconds in (1.0, 3.0, 2.0)]
-        other = Bound(2.5, "argument", "problem", DISJOINT_SPLIT)
-        found = certificate(DISJOINT_SPLIT, 4.0, [*known, other]).bounds
-        assert found == (known[1], other)
-
     def test_a_certificate_is_read_back(self):
         _, one = certified()
         text = documents.to_json(one)
