@@ -210,7 +210,7 @@ class _Portfolio:
 
     def has_much_time(self) -> bool:
         """Whether the exact joint planner was skipped or ended early."""
-        return self.best is not None and self.left() > self.limits.seconds / 4
+        return self.best is not None and self.left() > self.limits.seconds / 20
 
     def is_short_of_memory(self) -> bool:
         """Whether recomputation is allowed and the best plan nearly fills some device's memory."""
