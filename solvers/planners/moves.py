@@ -20,6 +20,12 @@ Stages = tuple[Stage, ...]
 Change = Callable[[], "Structure | None"]
 
 
+def is_runnable(problem: PipelineProblem, stage: Stage) -> bool:
+    """Whether the stage has enough samples and no duplicate device."""
+    enough = len(stage.runners(0)) <= problem.most_replicas(*stage.layers)
+    return enough and len({*stage.devices}) == len(stage.devices)
+
+
 @dataclass(frozen=True, slots=True)
 class StructureMoves:
     """The neighbours that ``choices`` allow."""
@@ -48,11 +54,7 @@ class StructureMoves:
 
     def allows(self, structure: Structure) -> bool:
         """Whether every stage has enough samples and no duplicate device."""
-        return all(
-            len(stage.runners(0)) <= self.problem.most_replicas(*stage.layers)
-            and len({*stage.devices}) == len(stage.devices)
-            for stage in structure.stages
-        )
+        return all(is_runnable(self.problem, stage) for stage in structure.stages)
 
     def has_mode(self, stage: Stage) -> bool:
         """Whether the stage's memory mode is allowed."""

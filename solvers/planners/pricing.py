@@ -25,6 +25,7 @@ from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.pipelines.structure_rules import rules_for
 from stagewright.solvers.pipelines.structure_scheduling import best_schedule
+from stagewright.solvers.planners.moves import is_runnable
 from stagewright.solvers.planners.proposal import Proposal, proposal_of
 
 PASSES = 10  # of forward-backward improvement without success, for one schedule
@@ -151,8 +152,7 @@ class StructurePrices:
         for stage, split in zip(structure.stages, structure.split, strict=True):
             devices = [index[name] for name in stage.devices]
             if (
-                len({*devices}) < len(devices)
-                or len(stage.runners(0)) > self.problem.most_replicas(*stage.layers)
+                not is_runnable(self.problem, stage)
                 or (split and self.problem.layer_with_whole_backward(*stage.layers) is not None)
                 or (stage.offload and not self.problem.offload_seconds(*stage.layers, devices))
             ):
