@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
-from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.forms.answers import Limits, StopToken, is_stopped
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.server_relaxation import RelaxedStage, ServerRelaxation
 from stagewright.formulations.pipelines.server_schedule import (
@@ -47,11 +47,13 @@ class _Node:
 class ServerTree:
     """The tree of one search over split stages; ``on_plan`` receives its relaxed plans.
 
+    ``stop`` ends the work early, like a time limit.
     ``least`` is the least bound on the schedules of a relaxed plan that ended a search.
     """
 
     search: ServerSearch
     on_plan: OnPlan
+    stop: StopToken | None = None
     least: float = math.inf
     scheduled: dict[tuple[RelaxedStage, ...], float] = field(default_factory=dict)
     solved: set[tuple[RelaxedStage, ...]] = field(default_factory=set)  # by CP-SAT
@@ -74,7 +76,7 @@ class ServerTree:
         layers = len(self.search.form.parameters) - 1
         nodes = [_Node(self.search.form, layers, layers)]
         while nodes:
-            if monotonic() >= until:
+            if monotonic() >= until or is_stopped(self.stop):
                 return False
             node = nodes.pop()
             steps = (until - monotonic()) * STEPS_PER_SECOND
@@ -109,7 +111,7 @@ class ServerTree:
             self.solved.add(plan)
             left = max(0.0, min(SCHEDULE_SECONDS, until - monotonic()))
             problem = relaxed_schedule(self.search.form, plan)
-            solved = solve_schedule(problem, "optimal", Limits(seconds=left))
+            solved = solve_schedule(problem, "optimal", Limits(seconds=left, stop=self.stop))
             self.scheduled[plan] = max(self.scheduled[plan], solved.bound)
         return self.scheduled[plan]
 

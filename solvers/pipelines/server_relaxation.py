@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import monotonic
 
+from stagewright.formulations.forms.answers import StopToken
 from stagewright.formulations.pipelines.server_relaxation import (
     Levels,
     RelaxedStage,
@@ -79,13 +80,14 @@ class ServerBounds:
         incumbent: float,
         seconds: float,
         on_relaxed: OnRelaxed = lambda *_: None,
+        stop: StopToken | None = None,
     ) -> float:
         """As :meth:`bound`, and then by branch and bound on the plans of split stages."""
         until = monotonic() + seconds
         self.bound(incumbent, seconds / 2, on_relaxed)
         for i, (level, one) in enumerate(self.searches):
             share = (until - monotonic()) / (len(self.searches) - i)
-            tree = ServerTree(one, partial(on_relaxed, level))
+            tree = ServerTree(one, partial(on_relaxed, level), stop)
             self.low = tree.raised(self.low, incumbent, monotonic() + share)
         return min(self.low, incumbent)
 

@@ -92,7 +92,8 @@ class _Packing:
         bounds = [Bound(self.bound, SERVERS, "problem", DISJOINT_SPLIT)]
         if not self._is_settled() and self._left() > 0:
             cost = self.best.seconds if self.best else math.inf
-            self.bound = relaxed.branch(cost, TREE_SHARE * self._left(), self._consider)
+            seconds = TREE_SHARE * self._left()
+            self.bound = relaxed.branch(cost, seconds, self._consider, self.limits.stop)
             bounds.append(Bound(self.bound, RELAXED_TREE, "problem", DISJOINT_SPLIT))
         if self.best is None:
             return NoPlan("no relaxed plan fits into the servers", False, tuple(bounds))

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from math import inf
+from threading import Event
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from stagewright.graphs.machines.topology import dgx1
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound, relaxed_load_bound
+from stagewright.solvers.pipelines.server_branching import ServerTree
 from stagewright.solvers.pipelines.server_relaxation import (
     ServerBounds,
     is_server_bound,
@@ -252,6 +254,18 @@ def test_only_as_many_fast_devices_are_used_as_there_are():
     # The fast device has two layers, the others one each: 32 s of work, and 6 s of the others'.
     assert server_bound(problem, inf, LONG) == pytest.approx(38.0, rel=PRECISION)
     assert exact(problem, Limits(seconds=20)).bound_seconds == pytest.approx(38.0)
+
+
+def test_a_stopped_tree_proves_nothing():
+    problem = PipelineProblem(analytic_model("vgg16", 8), uniform_servers(1, 8, Link(GB)), 4)
+    ((_, search),) = ServerBounds(problem).searches
+    low = server_bound(problem, inf, LONG) / 2
+    stop = Event()
+    tree = ServerTree(search, lambda _: None, stop)
+    assert tree.proves(low, inf)
+    stop.set()
+    assert not tree.proves(low, inf)
+    assert tree.raised(low, inf, inf) == low
 
 
 def test_the_search_gives_up_after_its_steps():
