@@ -1,0 +1,42 @@
+"""ZBV: zero bubble with two stages per device in a V (Qi et al. 2024, arXiv version, section 6)."""
+
+from functools import lru_cache
+
+from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.schedules.order import F, I, Order, Row, W
+
+
+@lru_cache(maxsize=8)
+def zbv(devices: int, microbatches: int) -> Order:
+    """ZBV: device d has the stages d and 2 p - 1 - d.
+
+    At most 2 p microbatches of a stage, half a device's layers, are in flight on a device: the
+    activations of 1F1B's first stage. With tF = tI = tW and m >= 2 p - 1 no device is idle from its
+    first to its last computation; the makespan is 6 m + p - 1 such times.
+    """
+    return Order(tuple(_row(devices, d, microbatches) for d in range(devices)))
+
+
+def _row(devices: int, d: int, microbatches: int) -> Row:
+    # Planned for enough microbatches to fill the pipeline; those beyond m are left out.
+    count = max(2 * devices - 1, microbatches)
+    down, up, left = d, 2 * devices - 1 - d, devices - d
+    f = [(s, F) for s in (down, up)]
+    i = [(s, I) for s in (down, up)]
+    w = [(s, W) for s in (down, up)]
+    there, back = [f[0], i[0], w[0]], [f[1], i[1], w[1]]
+    steps = [f[0]] * (2 * left - 1) + [f[1], f[0]] * d + back * left
+    started, returned = 2 * left - 1 + d, devices
+    while started < count:
+        steps += there + back
+        started, returned = started + 1, returned + 1
+    steps += (there[1:] + back) * (count - returned)
+    steps += [i[0], i[1]] * d + [i[0], w[0]] * left + [w[1]] * d + [w[0]] * d
+    done = dict.fromkeys((*f, *i, *w), 0)
+    row = []
+    for stage, kind in steps:
+        m = done[stage, kind]
+        done[stage, kind] += 1
+        if m < microbatches:
+            row.append(Action(stage, kind, m))
+    return tuple(row)
