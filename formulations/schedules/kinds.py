@@ -170,8 +170,8 @@ KINDS: dict[str, ScheduleKind] = {
         _ZERO_BUBBLE, "line", ONE, is_split=True, depends_on_times=True,
     ),
     "zbv": ScheduleKind(
-        lambda of, v: zbv(of.devices, of.microbatches),
-        "Qi et al., arXiv 2401.10241", "V", TWO, is_split=True,
+        lambda of, v: zbv(of.devices, of.microbatches, of.times),
+        "Qi et al., arXiv 2401.10241 (2024)", "V", TWO, is_split=True, depends_on_times=True,
     ),
     "v-half": ScheduleKind(
         lambda of, v: v_half(of.devices, of.microbatches),

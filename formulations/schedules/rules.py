@@ -1,5 +1,6 @@
-"""Rules of the generators on their numbers of devices and microbatches."""
+"""Rules of the generators on their numbers of devices, microbatches and stages."""
 
+from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.graphs.documents.errors import InputError
 
 
@@ -28,3 +29,15 @@ def require_at_least(schedule: str, name: str, count: int, least: int) -> None:
     """
     if count < least:
         raise InputError(f"{schedule} needs at least {least} {name}, got {count}")
+
+
+def require_stages(times: StageTimes, stages: int) -> None:
+    """Refuse times of another number of stages.
+
+    Raises
+    ------
+    InputError
+        With both numbers.
+    """
+    if len(times.forward) != stages:
+        raise InputError(f"the times are of {len(times.forward)} stages, not of {stages}")

@@ -314,6 +314,7 @@ def test_without_flush_needs_memory():
         ("1f1b", Sizes(3, 4, replicas=(2, 1)), "1f1b has no replicas; 1f1b-rr has"),
         ("1f1b-rr", Sizes(5, 2, replicas=(2, 3)), "needs at least 3 microbatches.* got 2"),
         ("zb1p", Sizes(3, 4, times=equal_times(2)), "the times are of 2 stages, not of 3"),
+        ("zbv", Sizes(3, 4, times=equal_times(3)), "the times are of 3 stages, not of 6"),
     ],
 )
 def test_sizes_that_do_not_work_are_refused_in_one_line(name, sizes, message):
@@ -348,6 +349,11 @@ def test_every_kind_has_an_order_by_default(name):
     kind = KINDS[name]
     assert (len(order.rows), order.microbatches, order.is_split) == (4, 8, kind.is_split)
     assert len(order.paths[0]) == 4 * kind.chunks.step
+    times = equal_times(len(order.paths[0]), 3.0, 2.0, 1.0, 0.5)
+    timed = schedule_of(name, Sizes(4, 8, times=times))
+    assert kind.depends_on_times or timed == order
+    if name in ("zb1p", "zb2p"):
+        assert makespan(timed, times) <= makespan(order, times)
     assert re.search(r"\d{4}", kind.source)
     kinds = {one.kind for row in order.rows for one in row}
     assert kinds <= ({F, B, I, W} if kind.is_split else {F, B})

@@ -9,19 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from stagewright.formulations.schedules.automatic import (
-    ActivationMemory,
-    activations,
-    automatic,
-    zb1p,
-    zb2p,
-)
+from stagewright.formulations.schedules.automatic import automatic, zb1p, zb2p
+from stagewright.formulations.schedules.automatic_v import automatic_v
 from stagewright.formulations.schedules.backfilling import backfilled
+from stagewright.formulations.schedules.construction import ActivationMemory, activations
 from stagewright.formulations.schedules.controllable_memory import v_half, v_min
 from stagewright.formulations.schedules.dualpipe import dualpipe_v
 from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.order import F, I, Order, W
+from stagewright.formulations.schedules.placements import line, v_shape
 from stagewright.formulations.schedules.timing import (
     StageTimes,
     bubble,
@@ -34,6 +31,7 @@ from stagewright.formulations.schedules.zero_bubble import interleaved_zero_bubb
 from stagewright.graphs.documents.errors import InputError
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "schedules" / "split_backward.json"
+V_SHAPES = DATA.with_name("v_shape.json")
 
 quick = examples(60)
 sizes = st.integers(1, 6)
@@ -141,11 +139,15 @@ def of_row(row):
 
 
 def most_memory(order, memory):
-    """The peak of each stage over its limit."""
-    for s, row in enumerate(order.rows):
-        saved, kept = memory.saved[s], memory.kept[s]
-        steps = {F: saved, I: kept - saved, W: -kept}
-        yield max(accumulate(steps[one.kind] for one in row)) / memory.limit[s]
+    """The largest share of its limit that a device uses."""
+    saved, kept = memory.saved, memory.kept
+    change = {
+        F: lambda s: saved[s], I: lambda s: kept[s] - saved[s], W: lambda s: -kept[s],
+    }  # fmt: skip
+    rows = zip(order.rows, memory.limit, strict=True)
+    return max(
+        max(accumulate(change[one.kind](one.stage) for one in row)) / limit for row, limit in rows
+    )
 
 
 def test_the_heuristic_is_as_good_as_the_authors_program():
@@ -156,28 +158,44 @@ def test_the_heuristic_is_as_good_as_the_authors_program():
         span = automatic(times, row["n"], memory, "span")
         assert longest_span(span, times) <= row["zb_heur_span"], row["name"]
         assert makespan(automatic(times, row["n"], memory), times) <= row["zb_heur_makespan"]
-        assert max(most_memory(span, memory)) <= 1
+        assert most_memory(span, memory) <= 1
+
+
+def test_the_v_heuristic_against_the_authors_program():
+    """As good with the memory of 1F1B, 2 p, up to 16 devices; with 3 p up to 4.3 % longer."""
+    if not V_SHAPES.exists():
+        pytest.skip("the shared data are not here")
+    for row in json.loads(V_SHAPES.read_text()):
+        device = v_shape(row["p"])
+        kinds = (float(row[name]) for name in "fbwc")
+        times = equal_times(len(device), *kinds)
+        memory = activations(device, row["mem_chunks"])
+        span = longest_span(automatic_v(times, row["n"], memory, "span"), times)
+        same = row["mem_chunks"] == 2 * row["p"] and row["p"] <= 16
+        assert span <= row["span"] * (1 if same else 1.043), row
 
 
 @quick
-@given(st.data())
-def test_the_heuristic_keeps_memory_for_any_times(data):
+@given(st.data(), st.booleans())
+def test_the_heuristics_keep_memory_for_any_times(data, folded):
     p, m = data.draw(sizes), data.draw(st.integers(1, 10))
+    device, heuristic = (v_shape(p), automatic_v) if folded else (line(p), automatic)
 
-    def several(least, most, count=p):
-        return tuple(float(data.draw(st.integers(least, most))) for _ in range(count))
+    def several(least, most):
+        return tuple(float(data.draw(st.integers(least, most))) for _ in device)
 
-    sends = several(0, 3, p - 1), several(0, 3, p - 1)
+    sends = several(0, 3)[1:], several(0, 3)[1:]
     times = StageTimes(several(0, 5), several(0, 5), several(0, 5), *sends)
     saved = several(1, 4)
     kept = tuple(min(a, b) for a, b in zip(saved, several(0, 4), strict=True))
-    limit = tuple(a * data.draw(st.integers(1, 6)) for a in saved)
+    one_each = [sum(a for a, home in zip(saved, device, strict=True) if home == d) for d in line(p)]
+    limit = tuple(a + data.draw(st.integers(0, 12)) for a in one_each)
     memory = ActivationMemory(saved, kept, limit)
     for goal, cost in (("span", longest_span), ("makespan", makespan)):
-        order = automatic(times, m, memory, goal)
-        assert (order.device, order.microbatches) == (tuple(range(p)), m)
-        assert max(most_memory(order, memory)) <= 1
-        other = automatic(times, m, memory, "makespan" if goal == "span" else "span")
+        order = heuristic(times, m, memory, goal)
+        assert (order.device, order.microbatches) == (device, m)
+        assert most_memory(order, memory) <= 1
+        other = heuristic(times, m, memory, "makespan" if goal == "span" else "span")
         assert cost(order, times) <= cost(other, times)
 
 
@@ -197,10 +215,11 @@ def test_equal_times_get_the_bubbles_of_zb_h1_and_zb_h2(p, more):
     [
         (2.0, 3.0, 4.0, r"kept\[1\] must be 0 to 2.0 \(saved\[1\]\), got 3.0"),
         (2.0, -1.0, 4.0, r"kept\[1\] must be 0 to 2.0"),
-        (2.0, 1.0, 1.5, r"limit\[1\] must be at least 2.0 \(saved\[1\]\), got 1.5"),
+        (2.0, 1.0, 1.5, r"limit\[1\] must be at least 2.0, one microbatch .* device 1, got 1.5"),
     ],
 )
 def test_memory_that_cannot_be_is_refused(saved, kept, limit, message):
     with pytest.raises(InputError, match=message):
-        ActivationMemory((1.0, saved), (1.0, kept), (1.0, limit))
-    assert activations(2, 3).limit == (3.0, 3.0)
+        automatic(equal_times(2), 2, ActivationMemory((1.0, saved), (1.0, kept), (1.0, limit)))
+    with pytest.raises(InputError, match=r"at least 2.0, one microbatch .* device 0, got 1"):
+        automatic_v(equal_times(4), 2, activations(v_shape(2), 1))
