@@ -26,13 +26,27 @@ class LinearProgram:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """``amounts[k]`` is held from the start of interval ``first[k]`` to the end of ``last[k]``.
+
+    Never more than ``capacity`` is held at a time.
+    """
+
+    first: Ints
+    last: Ints
+    amounts: Ints
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Intervals:
     """Non-preemptive intervals of fixed integer duration; minimise the largest end plus tail.
 
     ``machines[k]`` are intervals that must not overlap. Each row (i, j) of ``before`` asks that j
     starts no earlier than i ends. ``tails[i]`` follows the end of interval i. ``lower_bound`` is a
-    proved bound on the objective; ``horizon`` an upper bound on it; ``hint`` start times of a
-    feasible answer.
+    proved bound on the objective; ``horizon`` an upper bound on it and on all ends; ``hint`` start
+    times of a feasible answer. With ``spans``, the objective is the longest time, over its rows
+    (i, j), from the start of i to the end of j with its tail.
     """
 
     durations: Ints
@@ -42,6 +56,8 @@ class Intervals:
     horizon: int
     lower_bound: int = 0
     hint: Ints | None = None
+    stores: tuple[Store, ...] = ()
+    spans: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -119,8 +119,11 @@ def _machines(problem: MakespanProblem) -> Ints:
             of_device[device] = len(of_device) + len(there) // 2
         there += [of_device[device], len(of_device) + len(there) // 2]
     path = there[:-1]
+    back = path[::-1]
+    if problem.duplex == "full":  # channels of their own, numbered last
+        back[1::2] = range(max(path) + 1, max(path) + problem.stages)
     weight = path[::2] if problem.is_split else []
-    return np.array([*path, *reversed(path), *weight])
+    return np.array([*path, *back, *weight])
 
 
 def block_starts(problem: MakespanProblem, times: Timetable) -> Floats:

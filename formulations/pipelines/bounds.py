@@ -11,13 +11,14 @@ the least tail of its stages.
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from stagewright.formulations.pipelines.blocks import NONE, BlockGraph, blocks_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.pipelines.memory_bounds import StagePaths, window_bounds
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, PlanClass
 from stagewright.graphs.documents.arrays import Floats
@@ -27,9 +28,10 @@ ONE_MACHINE = "one-machine relaxation"
 
 def schedule_bounds(problem: MakespanProblem) -> tuple[Bound, ...]:
     """All bounds, in the problem's unit of time; the largest is the best."""
-    paths = _StagePaths.of(problem)
-    named = [(name, bound(problem, paths)) for name, bound in QUICK]
-    named.append((ONE_MACHINE, one_machine_relaxation(problem, paths)))
+    paths = StagePaths.of(problem)
+    named = _quick(problem, paths)
+    if problem.objective == "makespan":
+        named.append((ONE_MACHINE, one_machine_relaxation(problem, paths)))
     plans = plans_of(problem)
     return tuple(Bound(seconds, name, "schedule", plans) for name, seconds in named)
 
@@ -49,41 +51,17 @@ def plans_of(problem: MakespanProblem) -> PlanClass:
 
 def quick_bound(problem: MakespanProblem) -> float:
     """The largest of all bounds except the one-machine relaxation, which is the slowest."""
-    paths = _StagePaths.of(problem)
-    return max(bound(problem, paths) for _, bound in QUICK)
+    return max(bound for _, bound in _quick(problem, StagePaths.of(problem)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StagePaths:
-    """Times of a single microbatch, per stage, shape (S,).
-
-    ``head`` is the time before F(s), ``round_trip`` from the start of F(s) to the start of B(s),
-    and ``tail`` after B(s), including weight gradients and all-reduces of s and earlier stages.
-    ``weight_gradient`` is 0 where backwards are whole.
-    """
-
-    head: Floats
-    round_trip: Floats
-    tail: Floats
-    weight_gradient: Floats
-
-    @classmethod
-    def of(cls, problem: MakespanProblem) -> "_StagePaths":
-        stages = problem.stages
-        weight = np.array(problem.weight_gradient or np.zeros(stages))
-        head, round_trip, tail = np.zeros(stages), np.zeros(stages), weight + problem.reduce
-        for s in range(1, stages):
-            head[s] = head[s - 1] + problem.forward[s - 1] + problem.send_forward[s - 1]
-            onward = problem.send_backward[s - 1] + problem.backward[s - 1] + tail[s - 1]
-            tail[s] = max(tail[s], onward)
-        round_trip[-1] = problem.forward[-1]
-        for s in reversed(range(stages - 1)):
-            sends = problem.send_forward[s] + problem.send_backward[s]
-            round_trip[s] = problem.forward[s] + sends + round_trip[s + 1] + problem.backward[s + 1]
-        return cls(head, round_trip, tail, weight)
+def _quick(problem: MakespanProblem, paths: StagePaths) -> list[tuple[str, float]]:
+    if problem.objective == "span":
+        return window_bounds(problem, paths)
+    named = [(name, bound(problem, paths)) for name, bound in QUICK]
+    return named + window_bounds(problem, paths) if problem.memory else named
 
 
-def critical_path(problem: MakespanProblem, paths: _StagePaths) -> float:
+def critical_path(problem: MakespanProblem, paths: StagePaths) -> float:
     """The time of one microbatch through all its blocks, followed by any all-reduce.
 
     Each block waits for the previous one, and no all-reduce starts before the backward (weight
@@ -92,7 +70,7 @@ def critical_path(problem: MakespanProblem, paths: _StagePaths) -> float:
     return float((paths.head + paths.round_trip + np.array(problem.backward) + paths.tail).max())
 
 
-def busiest_device(problem: MakespanProblem, paths: _StagePaths) -> float:
+def busiest_device(problem: MakespanProblem, paths: StagePaths) -> float:
     """The least head of a device's stages, plus all their work, plus the least tail.
 
     The device runs one block at a time and starts no earlier than the least head. Of its forwards
@@ -114,18 +92,20 @@ def _least(problem: MakespanProblem, values: ArrayLike) -> Floats:
     return least
 
 
-def busiest_channel(problem: MakespanProblem, paths: _StagePaths) -> float:
-    """The same bound for the channel after a stage, which both directions share.
+def busiest_channel(problem: MakespanProblem, paths: StagePaths) -> float:
+    """The same bound for the channel after a stage, which both directions may share.
 
     A forward of the stage precedes its first transfer; the backward of the stage and its tail
-    follow the last transfer.
+    follow the last transfer. If they do not share it, each direction is a channel; one that only
+    carries forwards is followed by a transfer back, so that the bound holds without this time.
     """
-    sends = np.array(problem.send_forward) + np.array(problem.send_backward)
+    both = np.array([problem.send_forward, problem.send_backward])
+    sends = both.sum(axis=0) if problem.duplex == "half" else both.max(axis=0)
     around = paths.head + np.array(problem.forward) + np.array(problem.backward) + paths.tail
     return float((around[:-1] + problem.microbatches * sends).max(initial=0.0))
 
 
-def warm_up_and_drain(problem: MakespanProblem, paths: _StagePaths) -> float:
+def warm_up_and_drain(problem: MakespanProblem, paths: StagePaths) -> float:
     """A stage is idle during warm-up and drain, as only k microbatches are in flight.
 
     Between the start of its first forward and of its first backward, a round trip R apart, a stage
@@ -151,7 +131,7 @@ def warm_up_and_drain(problem: MakespanProblem, paths: _StagePaths) -> float:
     return max(found)
 
 
-def in_flight_slots(problem: MakespanProblem, paths: _StagePaths) -> float:
+def in_flight_slots(problem: MakespanProblem, paths: StagePaths) -> float:
     """With k slots, ceil(M / k) microbatches use the same slot in sequence.
 
     F(s, m + k) waits for the end of W(s, m), so F(s, 0), B(s, 0), W(s, 0), F(s, k), ... form a
@@ -163,7 +143,7 @@ def in_flight_slots(problem: MakespanProblem, paths: _StagePaths) -> float:
     return float((paths.head + rounds * slot + waits + paths.tail).max())
 
 
-def one_machine_relaxation(problem: MakespanProblem, paths: _StagePaths) -> float:
+def one_machine_relaxation(problem: MakespanProblem, paths: StagePaths) -> float:
     """Jackson's preemptive schedule on each device and each channel separately.
 
     After Carlier and Pinson (1989). The heads and tails of the blocks are longest paths over the
@@ -238,7 +218,7 @@ def longest_paths(blocks: BlockGraph, microbatches: int) -> Floats:
     return np.array(columns).T
 
 
-QUICK: tuple[tuple[str, Callable[[MakespanProblem, _StagePaths], float]], ...] = (
+QUICK: tuple[tuple[str, Callable[[MakespanProblem, StagePaths], float]], ...] = (
     ("critical path", critical_path),
     ("busiest device", busiest_device),
     ("busiest channel", busiest_channel),

@@ -1,8 +1,10 @@
 """The makespan problem of a pipeline with fixed stages (SPP section III-B2).
 
-Resources are devices, one half-duplex channel per pair of neighbouring stages on different devices,
+Resources are devices with memory, a channel per pair of neighbouring stages on different devices,
 and one all-reduce per stage that runs in parallel to everything else. A *block* is one computation
 or transfer of a stage: forward, backward (or input gradient and weight gradient), a transfer.
+
+The objective is the makespan, or the longest span of a device (Qi et al. 2024, section 4).
 
 Microbatches are identical, so in some optimal schedule every block processes them in the order of
 their indices. Sort the start times of each block and assign the k-th start to microbatch k; every
@@ -13,7 +15,8 @@ constraint still holds:
 * If block a precedes block b in every microbatch, then b's k-th start comes after k starts of b,
   each preceded by the end of its a, hence after the k-th end of a. This covers transfers, a weight
   gradient after its input gradient, and stages on one device, which have no transfer between them.
-* The number in flight depends on the starts and ends only, not on the microbatches they belong to.
+* The number in flight and the memory in use depend on the starts and ends only, not on the
+  microbatches they belong to.
 * The all-reduce waits for all backwards (weight gradients) of its stage.
 """
 
@@ -21,6 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -34,10 +38,13 @@ from stagewright.graphs.documents.units import (
     require_count,
 )
 
+Objective = Literal["makespan", "span"]
+Duplex = Literal["half", "full"]
+
 
 @dataclass(frozen=True, slots=True)
 class MakespanProblem:
-    """The times and limits of S stages, in any unit of time.
+    """The times and limits of S stages, in any units of time and memory.
 
     Attributes
     ----------
@@ -53,6 +60,16 @@ class MakespanProblem:
     weight_gradient
         Time of each stage's weight gradient, if backwards are split: ``backward`` is then the time
         of the input gradient alone. None: backwards are whole.
+    saved
+        What a microbatch of each stage takes at the start of F, and what of it is given back at the
+        end of I and at the end of W; a whole backward gives all back at its end.
+    memory
+        Limit per device on what all its stages hold together. Empty, as ``saved``: no limits.
+    objective
+        ``makespan``, or ``span``: the longest time from the first start on a device to the end of
+        its last computation or all-reduce.
+    duplex
+        Whether the two directions of a channel share it (``half``) or not (``full``).
     """
 
     microbatches: int
@@ -64,6 +81,10 @@ class MakespanProblem:
     in_flight: tuple[int, ...]
     device: tuple[int, ...] = ()
     weight_gradient: tuple[float, ...] | None = None
+    saved: tuple[tuple[float, float, float], ...] = ()
+    memory: tuple[float, ...] = ()
+    objective: Objective = "makespan"
+    duplex: Duplex = "half"
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -89,6 +110,9 @@ class MakespanProblem:
         if min(self.in_flight) < 1:
             raise InputError(f"in_flight must be at least 1 everywhere, got {self.in_flight}")
         _require_devices(self)
+        _require_choice("objective", self.objective, get_args(Objective))
+        _require_choice("duplex", self.duplex, get_args(Duplex))
+        _require_room(self)
 
     @property
     def stages(self) -> int:
@@ -115,7 +139,7 @@ class MakespanProblem:
         return [s for s, home in enumerate(self.device) if home == device]
 
     def evaluate(self, timetable: "Timetable") -> float:
-        """Check every constraint and return the makespan of ``timetable``.
+        """Check every constraint and return the cost of ``timetable`` by the objective.
 
         Raises
         ------
@@ -137,9 +161,17 @@ class MakespanProblem:
                 ("SEND_F", timetable.send_forward[s], self.send_forward[s]),
                 ("SEND_B", timetable.send_backward[s], self.send_backward[s]),
             ]
-            if self.device[s] != self.device[s + 1]:
-                _require_exclusive(f"channel {s}-{s + 1}", blocks, tolerance)
-        return timetable.makespan(self)
+            if self.device[s] == self.device[s + 1]:
+                continue
+            for shared in [blocks] if self.duplex == "half" else [[one] for one in blocks]:
+                _require_exclusive(f"channel {s}-{s + 1}", shared, tolerance)
+        excess = memory_excess(self, timetable)
+        if excess is not None:
+            d, time, used = excess
+            raise InvalidPlan(
+                f"device {d}: {used:g} in memory at {time:g}, the limit is {self.memory[d]:g}"
+            )
+        return timetable.cost(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +198,18 @@ class Timetable:
         """The end of the last backward, weight gradient or all-reduce (SPP equation 2)."""
         computed = (self.last_computation + np.array(problem.last_computation)[:, None]).max()
         return float(max(computed, (self.reduce + np.array(problem.reduce)).max()))
+
+    def span(self, problem: MakespanProblem) -> float:
+        """The longest time from a device's first start to its last end, all-reduces included."""
+        computed = self.last_computation.max(axis=1) + np.array(problem.last_computation)
+        ends = np.maximum(computed, self.reduce + np.array(problem.reduce))
+        starts = self.forward.min(axis=1)
+        rows = [problem.stages_on(d) for d in range(max(problem.device) + 1)]
+        return float(max(ends[row].max() - starts[row].min() for row in rows))
+
+    def cost(self, problem: MakespanProblem) -> float:
+        """The makespan or the span, as the problem asks."""
+        return self.span(problem) if problem.objective == "span" else self.makespan(problem)
 
 
 _Repeated = tuple[str, Floats, float]  # name, starts, duration of a block
@@ -195,6 +239,44 @@ def _require_devices(problem: MakespanProblem) -> None:
             raise InputError(
                 f"transfers between stages {s} and {s + 1} must take no time: both are on device "
                 f"{one}"
+            )
+
+
+def _require_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InputError(f"{name} must be {' or '.join(known)}, got {value!r}")
+
+
+def _require_room(problem: MakespanProblem) -> None:
+    """Require room for a microbatch of all stages of a device: forwards precede backwards."""
+    if not (problem.saved or problem.memory):
+        return
+    _require_saved(problem)
+    devices = max(problem.device) + 1
+    if len(problem.memory) != devices:
+        raise InputError(f"memory needs {devices} values, got {len(problem.memory)}")
+    for d, limit in enumerate(problem.memory):
+        require_amount(limit, f"memory[{d}]")
+        least = sum(problem.saved[s][0] for s in problem.stages_on(d))
+        if limit < least:
+            raise InputError(
+                f"memory[{d}] must be at least {least}, one microbatch of the stages on device "
+                f"{d}, got {limit}"
+            )
+
+
+def _require_saved(problem: MakespanProblem) -> None:
+    if len(problem.saved) != problem.stages:
+        raise InputError(f"saved needs {problem.stages} values, got {len(problem.saved)}")
+    for s, amounts in enumerate(problem.saved):
+        if len(amounts) != 3:
+            raise InputError(f"saved[{s}] needs 3 values, got {len(amounts)}")
+        for amount in amounts:
+            require_amount(amount, f"saved[{s}]")
+        taken, *given = amounts
+        if not math.isclose(taken, sum(given), rel_tol=RELATIVE_TOLERANCE):
+            raise InputError(
+                f"saved[{s}] must give back {taken}, what F takes, in two parts, got {given}"
             )
 
 
@@ -261,3 +343,37 @@ def _require_in_flight(
             f"stage {s}: {in_flight.max()} microbatches in flight, the limit is "
             f"{problem.in_flight[s]}"
         )
+
+
+def memory_excess(problem: MakespanProblem, times: Timetable) -> tuple[int, float, float] | None:
+    """The first device whose memory is exceeded, when, and what is in use; None if none is.
+
+    What ends at some time is given back before anything that starts then is taken.
+    """
+    tolerance = RELATIVE_TOLERANCE * max(times.makespan(problem), 0.0)
+    for d, limit in enumerate(problem.memory):
+        starts, used = _memory_use(problem, times, d, tolerance)
+        over = np.flatnonzero(used > limit * (1 + RELATIVE_TOLERANCE))
+        if len(over):
+            return d, float(starts[over[0]]), float(used[over[0]])
+    return None
+
+
+def _memory_use(
+    problem: MakespanProblem, times: Timetable, d: int, tolerance: float
+) -> tuple[Floats, Floats]:
+    """The starts of a device's forwards in order, and what is in use after each."""
+    stages, count = problem.stages_on(d), problem.microbatches
+    taken, early, late = np.array([problem.saved[s] for s in stages]).T
+    starts = times.forward[stages].ravel()
+    order = np.argsort(starts)
+    used = np.cumsum(np.repeat(taken, count)[order])
+    durations = np.array(problem.last_computation)[stages][:, None]
+    ends, given = (times.last_computation[stages] + durations).ravel(), np.repeat(taken, count)
+    if problem.is_split:
+        inputs = times.backward[stages] + np.array(problem.backward)[stages][:, None]
+        ends, given = np.r_[inputs.ravel(), ends], np.repeat(np.r_[early, late], count)
+    by_end = np.argsort(ends)
+    returned = np.r_[0.0, np.cumsum(given[by_end])]
+    used -= returned[np.searchsorted(ends[by_end], starts[order] + tolerance, side="right")]
+    return starts[order], used

@@ -2,7 +2,8 @@
 
 Microbatches are identical, so the models fix their order in every block; see :mod:`makespan`.
 In-flight limits become precedences: forward m + k of a stage waits for the end of its backward
-(weight gradient) m.
+(weight gradient) m. What a microbatch keeps up to the end of I, and up to the end of W, is held in
+the device's store.
 """
 
 import math
@@ -13,12 +14,13 @@ from functools import cached_property
 import numpy as np
 
 from stagewright.formulations.forms.disjunctive import by_disjunctions, starts_of
-from stagewright.formulations.forms.models import Intervals, LinearProgram
+from stagewright.formulations.forms.models import Intervals, LinearProgram, Store
 from stagewright.formulations.pipelines.blocks import (
     NONE,
     BlockGraph,
     block_starts,
     blocks_of,
+    numbering,
     timetable_of,
 )
 from stagewright.formulations.pipelines.bounds import schedule_bounds
@@ -27,6 +29,7 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 
 TICKS = 24  # log2 of the horizon for times without a common unit; finer ticks slow the proofs
 MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horizon
+MEMORY_UNITS = 2**20  # of the largest limit, for amounts without a common unit
 MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least time
 EXACT = 1e-12  # relative error of a time that still counts as a multiple of the unit
 
@@ -50,15 +53,13 @@ class ByIntervals:
     def unit(self) -> float:
         """Time per tick: 1 for integers, else the common unit, else a power of two."""
         horizon = self.incumbent.makespan(self.problem)
+        unit = _exact_unit(self._times, horizon)
+        return math.ldexp(1.0, math.frexp(horizon)[1] - TICKS) if unit is None else unit
+
+    @property
+    def _times(self) -> Floats:
         blocks = blocks_of(self.problem)
-        times = np.unique(np.r_[blocks.durations, blocks.tails])
-        times = times[times > 0]
-        if len(times) == 0:
-            return 1.0
-        for unit in (1.0, _common_unit(times)):
-            if horizon <= MAX_TICKS * unit and _are_multiples(times, unit):
-                return unit
-        return math.ldexp(1.0, math.frexp(horizon)[1] - TICKS)
+        return np.unique(np.r_[blocks.durations, blocks.tails])
 
     @cached_property
     def ticks(self) -> MakespanProblem:
@@ -93,14 +94,21 @@ class ByIntervals:
             machines=_machines(blocks, number),
             before=_precedences(blocks, number),
             tails=last_tails.ravel(),
-            horizon=int(hint.makespan(self.ticks)),
+            horizon=_horizon(self.ticks, hint),
             lower_bound=int(max(bound.seconds for bound in schedule_bounds(self.ticks))),
             hint=block_starts(self.ticks, hint).ravel().astype(np.int64),
+            stores=_stores(self.problem, number),
+            spans=_spans(self.problem, number) if self.problem.objective == "span" else None,
         )
 
     def invert(self, values: Ints) -> Timetable:
-        """The order of ``values`` with its earliest times, in the problem's unit."""
+        """The order of ``values`` with its earliest times, in the problem's unit.
+
+        For spans, in which early starts count, the times of ``values`` if ticks are exact.
+        """
         starts = values.reshape(-1, self.problem.microbatches).astype(float)
+        if self.problem.objective == "span" and _are_multiples(self._times, self.unit):
+            return timetable_of(self.problem, starts * self.unit)
         return earliest(self.problem, starts, block_durations=blocks_of(self.ticks).durations)
 
 
@@ -155,6 +163,17 @@ def earliest(
     return timetable_of(problem, times)
 
 
+def _exact_unit(values: Floats, most: float) -> float | None:
+    """1 for integers, else the common unit of ``values``; None without one that is large enough."""
+    positive = values[values > 0]
+    if len(positive) == 0:
+        return 1.0
+    for unit in (1.0, _common_unit(positive)):
+        if most <= MAX_TICKS * unit and _are_multiples(positive, unit):
+            return unit
+    return None
+
+
 def _common_unit(times: Floats) -> float:
     """The largest unit of which all ``times`` are multiples, estimated from their ratios."""
     least = float(times.min())
@@ -184,3 +203,49 @@ def _precedences(blocks: BlockGraph, number: Ints) -> Ints:
         limit = blocks.limits[j]
         rows.append(np.column_stack([number[blocks.freeing[j], :-limit], number[j, limit:]]))
     return np.concatenate(rows)
+
+
+def _horizon(problem: MakespanProblem, known: Timetable) -> int:
+    """By when everything may end in a schedule that is no worse than ``known``.
+
+    Of spans of at most S, the union of all devices' covers D S; at other times transfers run. Else
+    all that follows could start earlier, as no device holds anything.
+    """
+    if problem.objective == "makespan":
+        return int(known.makespan(problem))
+    sends = problem.microbatches * (sum(problem.send_forward) + sum(problem.send_backward))
+    return int((1 + max(problem.device)) * known.span(problem) + sends)
+
+
+def _spans(problem: MakespanProblem, number: Ints) -> Ints:
+    """Rows (first forward of the device, last computation of the stage)."""
+    forward, backward, weight = numbering(problem.stages)
+    last = weight if problem.is_split else backward
+    first = [problem.stages_on(d)[0] for d in problem.device]
+    return np.column_stack([number[forward[first], 0], number[last, -1]])
+
+
+def _stores(problem: MakespanProblem, number: Ints) -> tuple[Store, ...]:
+    """The memory of each device, in units that are exact or rounded down, which only relaxes."""
+    if not problem.memory:
+        return ()
+    taken, early, late = np.array(problem.saved).T
+    most = max(problem.memory)
+    unit = _exact_unit(np.unique([taken, early, late]), most) or most / MEMORY_UNITS
+    forward, backward, weight = numbering(problem.stages)
+    kept = [(weight, late), (backward, early)] if problem.is_split else [(backward, taken)]
+    found = []
+    for d, limit in enumerate(problem.memory):
+        on = problem.stages_on(d)
+        rows = [(s, last[s], amount[s]) for s in on for last, amount in kept if amount[s] > 0]
+        if rows:
+            amounts = [math.floor(amount / unit * (1 + EXACT)) for *_, amount in rows]
+            found.append(
+                Store(
+                    first=np.concatenate([number[forward[s]] for s, *_ in rows]),
+                    last=np.concatenate([number[last] for _, last, _ in rows]),
+                    amounts=np.repeat(amounts, problem.microbatches),
+                    capacity=math.floor(limit / unit * (1 + EXACT)),
+                )
+            )
+    return tuple(found)

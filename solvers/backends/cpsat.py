@@ -10,7 +10,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from stagewright.formulations.forms.answers import Answer, Limits, OnProgress, Progress, Status
-from stagewright.formulations.forms.models import Intervals, LinearProgram
+from stagewright.formulations.forms.models import Intervals, LinearProgram, Store
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.backends.backend import UnknownStatusError
@@ -115,18 +115,51 @@ def build(form: Intervals) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
         )
     for i, j in form.before.tolist():
         model.add(starts[j] >= starts[i] + durations[i])
-    # An interval without tail ends before its successors do: only the others bound the makespan.
-    followed = set(form.before[:, 0].tolist())
-    for i, tail in enumerate(form.tails.tolist()):
-        if tail or i not in followed:
-            model.add(makespan >= starts[i] + durations[i] + tail)
+    for store in form.stores:
+        _add_store(model, starts, form, store)
+    _add_objective(model, starts, makespan, form)
     if form.hint is not None:
-        ends = form.hint + form.durations + form.tails
-        hints = chain(form.hint.tolist(), [int(ends.max(initial=0))])
+        hints = chain(form.hint.tolist(), [_objective(form, form.hint)])
         for variable, value in zip(chain(starts, [makespan]), hints, strict=True):
             model.add_hint(variable, value)
     model.minimize(makespan)
     return model, starts
+
+
+def _add_objective(
+    model: cp_model.CpModel,
+    starts: list[cp_model.IntVar],
+    objective: cp_model.IntVar,
+    form: Intervals,
+) -> None:
+    after = (form.durations + form.tails).tolist()
+    if form.spans is not None:
+        for i, j in form.spans.tolist():
+            model.add(objective >= starts[j] + after[j] - starts[i])
+        return
+    # An interval without tail ends before its successors do: only the others bound the makespan.
+    followed = set(form.before[:, 0].tolist())
+    for i, tail in enumerate(form.tails.tolist()):
+        if tail or i not in followed:
+            model.add(objective >= starts[i] + after[i])
+
+
+def _objective(form: Intervals, starts: Ints) -> int:
+    ends = starts + form.durations + form.tails
+    if form.spans is not None:
+        ends = ends[form.spans[:, 1]] - starts[form.spans[:, 0]]
+    return int(ends.max(initial=0))
+
+
+def _add_store(
+    model: cp_model.CpModel, starts: list[cp_model.IntVar], form: Intervals, store: Store
+) -> None:
+    held = []
+    for i, j in zip(store.first.tolist(), store.last.tolist(), strict=True):
+        length = model.new_int_var(0, form.horizon, "")
+        end = starts[j] + int(form.durations[j])
+        held.append(model.new_interval_var(starts[i], length, end, ""))
+    model.add_cumulative(held, store.amounts.tolist(), store.capacity)
 
 
 def build_integers(form: LinearProgram) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:

@@ -35,10 +35,18 @@ def scheduler(limits: Limits) -> Backend:
 def solve_intervals(
     form: Intervals, limits: Limits, on_progress: OnProgress = silent
 ) -> Answer[Ints]:
-    """Answer ``form`` by the backend of ``limits``; the hint is only for CP-SAT."""
+    """Answer ``form`` by the backend of ``limits``; the hint is only for CP-SAT.
+
+    Raises
+    ------
+    InputError
+        If the form has stores or spans and the backend is not CP-SAT.
+    """
     backend = scheduler(limits)
     if backend.accepts is Intervals:
         return solve(form, backend.name, limits, on_progress)
+    if form.stores or form.spans is not None:
+        raise InputError(f"backend {backend.name!r} takes neither memory nor spans; use cp-sat")
     found = solve(by_disjunctions(form), backend.name, limits, on_progress)
     return Answer(
         found.status,

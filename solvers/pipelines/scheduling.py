@@ -1,4 +1,8 @@
-"""Solve the makespan problem: list schedules, local search, search in windows, then CP-SAT."""
+"""Solve the makespan problem: list schedules, local search, search in windows, then CP-SAT.
+
+With memory, or for the longest span: published schedules, search for the rows of devices, and
+CP-SAT if the problem is small.
+"""
 
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -6,7 +10,11 @@ from typing import Literal
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.pipelines.bounds import plans_of, schedule_bounds
-from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.makespan import (
+    MakespanProblem,
+    Timetable,
+    memory_excess,
+)
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.plan import Bound
@@ -14,7 +22,9 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.pipelines.forward_backward import improve
+from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
+from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 from stagewright.solvers.pipelines.window_search import compile_window_kernels, search_windows
 
 ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
@@ -22,6 +32,9 @@ ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
 # Shares of the time limit after which the next method takes over.
 IMPROVEMENT = 0.05
 SEARCH = 0.9
+ROWS = 0.5
+
+SMALL = 1000  # computations up to which CP-SAT helps where memory counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +42,9 @@ class ScheduleResult:
     """A checked schedule with its bound and gap; times in the problem's unit.
 
     ``timetable``, ``cost`` and ``gap`` are None if the kind of schedule is not possible with the
-    mapping or the in-flight limits. ``bound`` is the largest of ``bounds``, ``gap`` is (cost -
-    bound) / cost. ``source`` names the method that found the timetable. ``rounding`` is the time
-    by which CP-SAT's ticks underestimate its schedule.
+    mapping, the in-flight limits or the memory. ``bound`` is the largest of ``bounds``, ``gap`` is
+    (cost - bound) / cost. ``source`` names the method that found the timetable. ``rounding`` is the
+    time by which CP-SAT's ticks underestimate its schedule.
     """
 
     timetable: Timetable | None
@@ -73,6 +86,8 @@ def solve_schedule(
     bounds = schedule_bounds(problem)
     if kind != "optimal":
         timetable = list_schedule(problem, kind)
+        if timetable is not None and memory_excess(problem, timetable) is not None:
+            timetable = None
         return _result(problem, timetable, kind, bounds, perf_counter() - began)
     steps: list[Progress] = []
 
@@ -80,6 +95,68 @@ def solve_schedule(
         steps.append(step)
         on_progress(step)
 
+    is_for_rows = bool(problem.memory) or problem.objective == "span"
+    if is_for_rows:
+        found = _by_rows(problem, incumbent, bounds, limits, began, note)
+    else:
+        found = _by_blocks(problem, incumbent, bounds, limits, began, note)
+    if found.status is not Status.OPTIMAL and (not is_for_rows or _is_small(problem)):
+        found = _proved(problem, found, limits, began, note)
+    status = found.status if found.status is Status.OPTIMAL else limits.status(found=True)
+    return replace(found, status=status, seconds=perf_counter() - began, progress=tuple(steps))
+
+
+def _by_rows(
+    problem: MakespanProblem,
+    incumbent: Timetable | None,
+    bounds: tuple[Bound, ...],
+    limits: Limits,
+    began: float,
+    note: OnProgress,
+) -> ScheduleResult:
+    """The best of published schedules, ``incumbent``, and the rows found in a share of the time."""
+    compile_row_kernels()
+    search, source = RowSearch(problem, limits.seed), "eager"
+    search.first()
+
+    def result(source: str) -> ScheduleResult:
+        timetable = search.timetable()
+        if incumbent is not None and problem.evaluate(incumbent) <= timetable.cost(problem):
+            source, timetable = "incumbent", incumbent
+        return _result(problem, timetable, source, bounds, perf_counter() - began)
+
+    found = result(source)
+    note(_step(found))
+    target = found.bound * (1 + RELATIVE_TOLERANCE)
+    for name, order in generated(problem):
+        source = name if search.offer(order) else source
+        if search.cost <= target or limits.left(perf_counter() - began) <= 0:
+            break
+    found = result(source)
+    note(_step(found))
+    if found.status is not Status.OPTIMAL:
+        share = ROWS if _is_small(problem) else 1.0
+        left = replace(limits, seconds=share * limits.left(perf_counter() - began))
+        before = search.best_cost
+        search.run(target, left)
+        found = result(source if search.best_cost == before else "search for rows")
+        note(_step(found))
+    return found
+
+
+def _is_small(problem: MakespanProblem) -> bool:
+    return problem.stages * problem.microbatches * (2 + problem.is_split) <= SMALL
+
+
+def _by_blocks(
+    problem: MakespanProblem,
+    incumbent: Timetable | None,
+    bounds: tuple[Bound, ...],
+    limits: Limits,
+    began: float,
+    note: OnProgress,
+) -> ScheduleResult:
+    """List schedules, improved forward and backward, then searched in windows."""
     found = _first(problem, incumbent, bounds, began)
     note(_step(found))
     if found.status is not Status.OPTIMAL:
@@ -88,10 +165,7 @@ def solve_schedule(
     if found.status is not Status.OPTIMAL and _is_for_windows(problem, limits):
         found = _searched(problem, found, limits, began)
         note(_step(found))
-    if found.status is not Status.OPTIMAL:
-        found = _proved(problem, found, limits, began, note)
-    status = found.status if found.status is Status.OPTIMAL else limits.status(found=True)
-    return replace(found, status=status, seconds=perf_counter() - began, progress=tuple(steps))
+    return found
 
 
 def _first(
@@ -120,7 +194,7 @@ def _improved(
 
 def _is_for_windows(problem: MakespanProblem, limits: Limits) -> bool:
     """Whether the search in windows applies: to whole backwards, if no other solver is named."""
-    return limits.backend is None and not problem.is_split
+    return limits.backend is None and not problem.is_split and problem.duplex == "half"
 
 
 def _searched(
@@ -163,10 +237,11 @@ def _proved(
     timetable, source, rounding = found.timetable, found.source, 0.0
     if answer.values is not None and answer.objective is not None:
         other = model.invert(answer.values)
-        makespan = problem.evaluate(other)
-        rounding = max(0.0, makespan - answer.objective * model.unit)
-        if makespan < _cost(found):
-            timetable, source = other, solver
+        if memory_excess(problem, other) is None:  # else amounts rounded down broke the limit
+            cost = problem.evaluate(other)
+            rounding = max(0.0, cost - answer.objective * model.unit)
+            if cost < _cost(found):
+                timetable, source = other, solver
     result = _result(problem, timetable, source, bounds, perf_counter() - began, rounding)
     return replace(result, log=answer.log)
 

@@ -67,8 +67,9 @@ def _way(problem: MakespanProblem) -> list[tuple[str, int, str, float]]:
         back.append(("B", s, device, problem.backward[s]))
         if s + 1 < problem.stages:
             channel = f"channel {s}" if problem.device[s] != problem.device[s + 1] else ""
+            other = f"{channel} back" if channel and problem.duplex == "full" else channel
             there.append(("SF", s, channel, problem.send_forward[s]))
-            back.append(("SB", s, channel, problem.send_backward[s]))
+            back.append(("SB", s, other, problem.send_backward[s]))
     return there + back[::-1]
 
 
@@ -89,10 +90,25 @@ def _has_room(problem: MakespanProblem, state: State, step: tuple) -> bool:
     kind, s, *_ = step
     if kind != "F":
         return True
+    if problem.memory and not _fits(problem, state, s):
+        return False
     final = "B" if problem.weight_gradient is None else "W"
     done = [{start[:2] for start in job.starts} for job in state.jobs]
     flying = sum(("F", s) in one and (final, s) not in one for one in done)
     return flying < problem.in_flight[s]
+
+
+def _fits(problem: MakespanProblem, state: State, s: int) -> bool:
+    """Whether the device's memory has room for a forward of stage s after the steps so far."""
+    used = problem.saved[s][0]
+    for job in state.jobs:
+        for kind, at, _ in job.starts:
+            if kind not in "FBW" or problem.device[at] != problem.device[s]:
+                continue
+            taken, early, late = problem.saved[at]
+            back = taken if problem.weight_gradient is None else early
+            used += {"F": taken, "B": -back, "W": -late}[kind]
+    return used <= problem.memory[problem.device[s]] + 1e-9
 
 
 def _advance(problem: MakespanProblem, way: list, state: State, j: int) -> State:

@@ -170,6 +170,31 @@ def random_placed_makespan(
     )
 
 
+@st.composite
+def random_memory_makespan(
+    draw: st.DrawFn, max_stages: int = 3, max_microbatches: int = 3, max_devices: int = 2
+) -> MakespanProblem:
+    """As :func:`random_placed_makespan`, with memory, either objective and either duplex."""
+    problem = draw(random_placed_makespan(max_stages, max_microbatches, max_devices))
+    unlimited = (problem.microbatches,) * problem.stages
+    saved = []
+    for _ in range(problem.stages):
+        early, late = float(draw(st.integers(0, 3))), float(draw(st.integers(0, 3)))
+        saved.append((early + late, early, late))
+    memory = []
+    for d in range(1 + max(problem.device)):
+        least = sum(saved[s][0] for s in problem.stages_on(d))
+        memory.append(least + draw(st.integers(0, 8)))
+    return replace(
+        problem,
+        in_flight=draw(st.sampled_from((problem.in_flight, unlimited))),
+        saved=tuple(saved),
+        memory=tuple(memory),
+        objective=draw(st.sampled_from(("makespan", "span"))),
+        duplex=draw(st.sampled_from(("half", "full"))),
+    )
+
+
 def _memories(chain: Chain, microbatches: int) -> st.SearchStrategy[float]:
     """Just enough for some stage on one device with some number of microbatches in flight."""
     count = len(chain)
