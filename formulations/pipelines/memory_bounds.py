@@ -157,7 +157,7 @@ def memory_over_time(view: DeviceView) -> float:
     Microbatch m holds ``taken`` on stage s for its round trip and B at least, then ``late`` for W.
     After the start of the window memory fills no faster than forwards take it, and before its end
     it empties no faster than backwards and weight gradients give it back. The two ramps count if
-    the window is no shorter than both together.
+    the window is known to be no shorter than both together.
     """
     held = view.taken * (view.round_trip + view.backward) + view.late * view.weight
     area = view.microbatches * float(held.sum())
@@ -167,8 +167,8 @@ def memory_over_time(view: DeviceView) -> float:
     up, unused = _ramp(view.memory, view.taken, view.forward)
     amounts = np.r_[given, view.late]
     down, left = _ramp(view.memory, amounts, np.r_[view.backward, view.weight])
-    spare = unused + left
-    return max(area / view.memory, min(up + down, (area + spare) / view.memory))
+    window = max(view.load, area / view.memory)
+    return window if window < up + down else max(window, (area + unused + left) / view.memory)
 
 
 def _ramp(memory: float, amounts: Floats, seconds: Floats) -> tuple[float, float]:
