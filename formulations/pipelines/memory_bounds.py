@@ -11,6 +11,7 @@ backward B(s1, M - 1), since every microbatch passes the stages in order, there 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
@@ -193,8 +194,7 @@ def _most(view: DeviceView, kinds: list[tuple[Floats, Floats]], one_each: bool =
     """An upper bound on the value of microbatches that are in memory at once.
 
     ``kinds`` are (value, amount) per stage; of each at most the limit in flight. With ``one_each``
-    at least one of the first kind is there on each stage. The fractional knapsack, or as many as
-    fit of the least amount, each of the greatest value.
+    at least one of the first kind is there on each stage.
     """
     values, amounts = (np.concatenate(column) for column in zip(*kinds, strict=True))
     counts = np.tile(view.limits, len(kinds)).astype(float)
@@ -204,17 +204,39 @@ def _most(view: DeviceView, kinds: list[tuple[Floats, Floats]], one_each: bool =
         counts[:stages] -= 1
         fixed, room = float(values[:stages].sum()), room - float(amounts[:stages].sum())
     worth = values > 0
-    values, amounts, counts = values[worth], amounts[worth], counts[worth]
-    if len(values) == 0:
-        return fixed
+    types, merged = np.unique(np.c_[values, amounts][worth], axis=0, return_inverse=True)
+    counts = np.bincount(merged, counts[worth], len(types))
+    return fixed + (_knapsack(types, counts, room) if len(types) else 0.0)
+
+
+def _knapsack(types: Floats, counts: Floats, room: float) -> float:
+    """The greatest value of items, (value, amount) each, that fit in the room.
+
+    Exact for up to two types, else an upper bound: items can be divided, or there are as many as
+    fit of the least amount, each of the greatest value.
+    """
+    values, amounts = types.T
+    if len(types) == 1:
+        return float(values[0] * _number(room, amounts[0], counts[0]))
+    if len(types) == 2:
+        some = np.arange(int(_number(room, amounts[0], counts[0])) + 1)
+        others = _number(room - some * amounts[0], amounts[1], counts[1])
+        return float((some * values[0] + others * values[1]).max())
     order = np.argsort(amounts / values)
-    before = np.cumsum((amounts * counts)[order]) - (amounts * counts)[order]
+    used = (amounts * counts)[order]
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(amounts[order] > 0, (room - before) / amounts[order], np.inf)
-    fractional = float((values[order] * np.clip(share, 0.0, counts[order])).sum())
-    least = amounts.min()
-    number = np.floor(room / least) if least > 0 else np.inf
-    return fixed + min(fractional, float(values.max()) * min(float(number), float(counts.sum())))
+        left = (room - np.cumsum(used) + used) / amounts[order]
+    share = np.clip(np.where(amounts[order] > 0, left, np.inf), 0.0, counts[order])
+    number = _number(room, float(amounts.min()), counts.sum())
+    return min(float(values[order] @ share), float(values.max() * number))
+
+
+def _number(room: ArrayLike, amount: float, count: float) -> Floats:
+    """How many items of an amount fit, at most ``count``."""
+    fitting = np.full_like(np.asarray(room, dtype=np.float64), count)
+    if amount > 0:
+        fitting = np.clip(np.floor(np.asarray(room) / amount), 0.0, count)
+    return fitting
 
 
 def window_bounds(problem: MakespanProblem, paths: StagePaths) -> list[tuple[str, float]]:

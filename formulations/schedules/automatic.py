@@ -15,7 +15,7 @@ from stagewright.formulations.schedules.construction import (
     Construction,
     activations,
 )
-from stagewright.formulations.schedules.order import Order
+from stagewright.formulations.schedules.order import F, I, Order
 from stagewright.formulations.schedules.placements import line
 from stagewright.formulations.schedules.rules import require_stages
 from stagewright.formulations.schedules.timing import StageTimes, equal_times
@@ -79,7 +79,8 @@ class _Rounds(Construction):
         skips: bool,
         fills: bool,
     ) -> None:
-        super().__init__(line(len(times.forward)), times, microbatches, memory, fills)
+        kinds = (F, I) if fills else ()
+        super().__init__(line(len(times.forward)), times, microbatches, memory, kinds)
         self.late, self.skips = late, skips
 
     def built(self) -> "_Rounds":

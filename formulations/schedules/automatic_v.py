@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from stagewright.formulations.schedules.automatic import Goal
 from stagewright.formulations.schedules.construction import ActivationMemory, Construction
-from stagewright.formulations.schedules.order import Order
+from stagewright.formulations.schedules.order import F, I, Order
 from stagewright.formulations.schedules.placements import v_shape
 from stagewright.formulations.schedules.timing import StageTimes
 
@@ -17,9 +17,11 @@ from stagewright.formulations.schedules.timing import StageTimes
 def automatic_v(
     times: StageTimes, microbatches: int, memory: ActivationMemory, goal: Goal = "makespan"
 ) -> Order:
-    """The better order of two rules for short gaps, with the stages d and 2 p - 1 - d on device d.
+    """The best order of four rules for short gaps, with the stages d and 2 p - 1 - d on device d.
 
-    The goal ``span`` is the longest time from a device's first start to its last end.
+    Each rule is tried again with the idle time that a device had less than the one with the most,
+    as long as this helps. The goal ``span`` is the longest time from a device's first start to its
+    last end.
 
     Raises
     ------
@@ -28,9 +30,20 @@ def automatic_v(
     """
     device = v_shape(len(times.forward) // 2)
     memory.require_room(device)
-    tried = (_Rounds(device, times, microbatches, memory, fills).built() for fills in (False, True))
     span_first = goal == "span"
-    return min(tried, key=lambda one: (span_first and one.span(), one.makespan())).order()
+
+    def cost(one: _Rounds) -> tuple[float, float]:
+        return span_first and one.span(), one.makespan()
+
+    tried: list[_Rounds] = []
+    for fills in ((), (F,), (I,), (F, I)):
+        better = _Rounds(device, times, microbatches, memory, fills).built()
+        while not tried or better is not tried[-1]:
+            tried.append(better)
+            slack = [max(better.idle) - idle for idle in better.idle]
+            again = _Rounds(device, times, microbatches, memory, fills, slack).built()
+            better = min(better, again, key=cost)
+    return min(tried, key=cost).order()
 
 
 class _Rounds(Construction):

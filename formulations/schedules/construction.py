@@ -5,6 +5,7 @@ gradients (Qi et al. 2024, section 3.1).
 """
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from stagewright.formulations.plans.actions import Action, ActionKind
@@ -68,8 +69,9 @@ def activations(device: Device, limit: float) -> ActivationMemory:
 class Construction:
     """The rows so far, with the time, idle time and memory of each device.
 
-    ``fills`` puts a weight gradient also into a gap that is shorter and does not make the longest
-    idle time of all devices longer.
+    Before the kinds of ``fills`` a weight gradient is also put into a gap that is shorter and does
+    not make the longest idle time of all devices longer. ``slack`` is idle time that is no loss for
+    a device, since others have more.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class Construction:
         times: StageTimes,
         microbatches: int,
         memory: ActivationMemory,
-        fills: bool,
+        fills: Collection[ActionKind],
+        slack: Sequence[float] = (),
     ) -> None:
         stages, devices = len(device), 1 + max(device)
         self.device, self.times, self.memory = device, times, memory
@@ -87,6 +90,7 @@ class Construction:
         self.rows: list[list[tuple[int, ActionKind]]] = [[] for _ in range(devices)]
         self.clock, self.idle, self.used = [0.0] * devices, [0.0] * devices, [0.0] * devices
         self.first, self.most_idle = [0.0] * devices, 0.0
+        self.slack = slack or [0.0] * devices
         self.pending: list[deque[int]] = [deque() for _ in range(devices)]  # stages of gradients
         self.forwards, self.inputs, self.weights = [0] * stages, [0] * stages, [0] * stages
         # When the inputs of a stage's forwards and the gradients of its outputs arrive.
@@ -127,7 +131,7 @@ class Construction:
         """The stage's next forward, after what fills the time until its input arrives."""
         d, m = self.device[s], self.forwards[s]
         arrival = self.there[s][m]
-        self._fill_gap(d, arrival)
+        self._fill_gap(d, arrival, F)
         if not self.rows[d]:
             self.first[d] = self.clock[d] = arrival
         self._append(d, s, F, arrival, self.times.forward[s])
@@ -142,7 +146,7 @@ class Construction:
         """The stage's next input gradient, after what fills the time until it can start."""
         d = self.device[s]
         arrival = self.back[s][self.inputs[s]]
-        self._fill_gap(d, arrival)
+        self._fill_gap(d, arrival, I)
         self._append(d, s, I, arrival, self.times.input_gradient[s])
         self.used[d] += self.memory.kept[s] - self.memory.saved[s]
         self.pending[d].append(s)
@@ -163,12 +167,13 @@ class Construction:
             while pending:
                 self.weight_gradient(d)
 
-    def _fill_gap(self, d: int, arrival: float) -> None:
-        """Weight gradients while the device waits."""
+    def _fill_gap(self, d: int, arrival: float, kind: ActionKind) -> None:
+        """Weight gradients while the device waits for a computation of ``kind``."""
         while self.pending[d] and self.clock[d] < arrival:
             gap = arrival - self.clock[d]
             fits = gap >= self.times.weight_gradient[self.pending[d][0]]
-            if not (fits or self.fills or gap > self.most_idle - self.idle[d]):
+            most = max(self.most_idle, self.slack[d])
+            if not (fits or kind in self.fills or gap > most - self.idle[d]):
                 break
             self.weight_gradient(d)
 
