@@ -22,6 +22,26 @@ from stagewright.solvers.pipelines.server_labels import (
 from stagewright.solvers.pipelines.server_tables import Rest
 
 
+class Loads(NamedTuple):
+    """What shared devices can do in time, by two measures: the layers of a group of devices, and
+    the time before and after them, take at most 1 of it.
+
+    The first measure is time. The second counts the long layers: ``size[c]`` are the least seconds
+    of M microbatches of such a layer on choice c, shape (C,), and ``most[c]`` how many a device can
+    have in time; 0 if none are counted. ``finish[c]`` is the least all-reduce and step of one,
+    shape (C,). ``taken[i, c]`` are prefix sums of the measures, shape (2, C, L + 1).
+    ``need[i, l]`` is what the layers from l on take at least of all devices, shape (2, L + 1).
+    ``spare`` has room for two values.
+    """
+
+    size: Floats
+    most: Floats
+    finish: Floats
+    taken: Floats
+    need: Floats
+    spare: Floats
+
+
 class Search(NamedTuple):
     """The relaxed problem, what the remaining layers need, and arrays to work in.
 
@@ -33,6 +53,7 @@ class Search(NamedTuple):
     form: ServerRelaxation
     until: float
     rest: Rest
+    loads: Loads
     labels: Labels
     arrivals: Labels
     placed: Ints

@@ -5,6 +5,7 @@ After a change of :mod:`server_conditions`, :mod:`server_labels`, :mod:`server_t
 own file changes.
 """
 
+import numpy as np
 from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import (
@@ -16,6 +17,7 @@ from stagewright.formulations.pipelines.server_relaxation import (
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import inner
 from stagewright.solvers.pipelines.server_conditions import (
+    Loads,
     Search,
     before_last,
     exceeds,
@@ -25,10 +27,14 @@ from stagewright.solvers.pipelines.server_conditions import (
     waits,
 )
 from stagewright.solvers.pipelines.server_labels import (
+    AFAR,
     BACK,
     BACKWARDS,
     FORTH,
     FORWARDS,
+    LAST,
+    LOAD,
+    LOADS,
     PIECES,
     ROOM,
     RUNS,
@@ -43,13 +49,15 @@ TAKES_TURNS = int(Place.TAKES_TURNS)
 ALONE = 2  # how near two stages are that are not in one rack
 NONE, GAVE_UP = -1, -2
 MARGIN = 1e-9
+COUNT_SLACK = 1e-5  # of the layers that a device can take: their counts have MARGIN each
 
 
 @inner
-def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int) -> None:
+def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, again: bool) -> None:
     """Collect the labels after the channel from ``state`` to a stage of choice c.
 
-    ``apart`` is 0 if the stage is in the same server, 1 if in the same rack, otherwise ALONE.
+    ``apart`` is 0 if the stage is in the same server, 1 if in the same rack, otherwise ALONE;
+    ``again``: on devices that have stages already.
     """
     last, l, used = state
     form, labels, values = search.form, search.labels, search.values
@@ -58,7 +66,7 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int) -> 
     search.arrivals.counts[0, 0, 0] = 0
     for i in range(labels.counts[last, l, used]):
         known = labels.values[last, l, used, i]
-        if apart < ALONE and -known[ROOM + apart] < form.devices[c]:
+        if apart < ALONE and not _has_room(form, known, apart, c, again):
             continue
         values[:] = known
         for level in range(apart):
@@ -74,6 +82,14 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int) -> 
             continue
         values[PIECES] = -1.0
         insert(search.arrivals, (0, 0, 0), values, labels.source[last, l, used, i])
+
+
+@inner
+def _has_room(form: ServerRelaxation, known: Floats, apart: int, c: int, again: bool) -> bool:
+    """Whether the server (0) or rack (1) of the last stage has room for a stage of choice c."""
+    if form.shared and known[LAST + apart] + form.devices[c] > form.rooms[apart]:
+        return False
+    return again or bool(-known[ROOM + apart] >= form.devices[c])
 
 
 @inner
@@ -111,20 +127,22 @@ def _most_in_turns(microbatches: int, rounds: int) -> int:
 
 
 @inner
-def _extend(search: Search, known: Floats, f: float, b: float, finish: float, most: int) -> None:
+def _extend(
+    search: Search, known: Floats, f: float, b: float, i: float, finish: float, most: int
+) -> None:
     """Set ``search.values`` after one more stage, in which at most ``most`` devices take turns.
 
-    Of k + 1 microbatches some device has at least k // most + 1.
+    Of k + 1 microbatches some device has at least k // most + 1. The gradient is sent after i.
     """
     values = search.values
     for k in range(TRIPS):
         later = before_last(search.form.microbatches, k) // most * b
-        values[TRIP + k] = max(known[TRIP + k], known[FORTH] + finish + later) + f + b
-    values[FORTH], values[BACK] = known[FORTH] + f, known[BACK] + b
+        values[TRIP + k] = max(known[TRIP + k] + i, known[FORTH] + finish + later + b) + f
+    values[FORTH], values[BACK] = known[FORTH] + f, known[BACK] + i
     values[FORWARDS], values[BACKWARDS] = known[FORWARDS], known[BACKWARDS]
     if most == 1:
         values[FORWARDS] = max(known[FORWARDS], f)
-        values[BACKWARDS] = max(known[BACKWARDS], b)
+        values[BACKWARDS] = max(known[BACKWARDS], i)
 
 
 @inner
@@ -140,14 +158,20 @@ def _count(form: ServerRelaxation, known: Floats, c: int, values: Floats) -> boo
 
 
 @inner
-def _settle(form: ServerRelaxation, known: Floats, c: int, place: int, values: Floats) -> bool:
+def _settle(
+    form: ServerRelaxation, known: Floats, c: int, place: int, again: bool, values: Floats
+) -> bool:
     """Take the room of a stage from its server and rack; whether the runs still fit."""
     values[RUNS:UP_TO] = known[RUNS:UP_TO]
     values[PIECES] = -form.pieces[c]
     fits = True
     for level in range(len(form.rooms)):
         values[ROOM + level] = 0.0
-        if c < form.turns and WITHIN[place] <= level:
+        if form.shared:
+            values[LAST + level] = form.devices[c] if WITHIN[place] <= level else AFAR
+        if again and WITHIN[place] <= level:
+            values[ROOM + level] = known[ROOM + level]
+        elif c < form.turns and WITHIN[place] <= level:
             room, at = int(-known[ROOM + level]) - form.devices[c], RUNS + 2 * level
             taken = form.packing[level, :, form.rooms[level] - room]
             most = max(known[at] + taken[0], known[at + 1] + taken[1])
@@ -159,21 +183,82 @@ def _settle(form: ServerRelaxation, known: Floats, c: int, place: int, values: F
 
 
 @inner
-def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int) -> bool:
+def _left(search: Search, known: Floats, i: int, c: int) -> float:
+    """What devices of choice c, reached after ``known``, have for layers by the i-th measure.
+
+    After the last computation, there is the way back, and the all-reduce and step of the layers
+    that are counted. If backwards may be split, the last computation may be a weight gradient,
+    after which nothing is sent.
+    """
+    loads, until = search.loads, search.until
+    tail = 0.0 if search.form.splits else known[BACK]
+    if i == 0:
+        return max(0.0, until - known[FORTH] - tail) / until
+    if loads.most[c] == 0:
+        return 1.0
+    seconds = max(0.0, until - known[FORTH] - max(tail, loads.finish[c]))
+    left: float = np.floor(seconds / loads.size[c] + COUNT_SLACK) / loads.most[c]
+    return min(1.0, left)
+
+
+@inner
+def _spare(search: Search, known: Floats, used: int) -> None:
+    """Set ``spare`` to what ``used`` devices and all others, reached after ``known``, can take."""
+    for i in range(LOADS):
+        most = 0.0
+        for c in range(len(search.form.devices)):
+            if i == 0 or search.loads.most[c] > 0:
+                most = max(most, _left(search, known, i, c))
+        search.loads.spare[i] = used + (search.form.size - used) * most
+
+
+@inner
+def _is_overloaded(
+    search: Search, known: Floats, l: int, m: int, c: int, used: int, again: bool
+) -> bool:
+    """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads."""
+    form, loads, values = search.form, search.loads, search.values
+    over = False
+    for i in range(LOADS):
+        share = loads.taken[i, c, m] - loads.taken[i, c, l]
+        if not again:
+            share += 1 - _left(search, known, i, c)
+        values[LOAD + i] = known[LOAD + i] + form.devices[c] * share
+        most = used if m == form.forward.shape[1] - 1 else loads.spare[i]
+        over = over or values[LOAD + i] + loads.need[i, m] > most * (1 + MARGIN) + MARGIN
+    return over
+
+
+@inner
+def _place(
+    search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int, again: bool
+) -> bool:
     """Place every stage of choice c after an arrival; whether one ends with the last layer."""
     form, steps, layers = search.form, search.steps, search.form.forward.shape[1] - 1
     known, values = search.arrivals.values[0, 0, 0, arrival], search.values
     source = search.arrivals.source[0, 0, 0, arrival]
-    if not (_settle(form, known, c, place, values) and _count(form, known, c, values)):
+    if not _settle(form, known, c, place, again, values):
         return False
-    used, turned = state[2] + form.devices[c], place == TAKES_TURNS
+    used, turned = state[2], place == TAKES_TURNS
+    if again:
+        values[UP_TO:ROOM] = known[UP_TO:ROOM]
+    elif _count(form, known, c, values):
+        used += form.devices[c]
+    else:
+        return False
+    if form.shared:
+        _spare(search, known, used)
     link = least_link(form, c) if turned else WITHIN[place]
+    finish = np.inf
     for m in range(state[1] + 1, layers + 1):
         steps[1] += 1
-        fits, ends = _try(search, known, state[1], m, c, link, used)
+        finish = _finish(form, link, c, state[1], m, finish)
+        fits, ends = _try(search, known, state[1], m, c, finish, used)
         if ends:
             return False
         if not fits:
+            continue
+        if form.shared and _is_overloaded(search, known, state[1], m, c, used, again):
             continue
         _remember(search, source, state[1], m, c, place)
         if m == layers:
@@ -181,6 +266,19 @@ def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arri
         at = len(form.available) if turned else form.rank[c], m, used
         insert(search.labels, at, values, steps[0] - 1)
     return False
+
+
+@inner
+def _finish(form: ServerRelaxation, link: int, c: int, l: int, m: int, before: float) -> float:
+    """Seconds of the all-reduce and step after layers [l, m); ``before``: after [l, m - 1).
+
+    Neighbouring stages on the same shared devices are one here, although each has an all-reduce of
+    its own. After the last computation, there is that of one layer at least.
+    """
+    start = m - 1 if form.shared else l
+    seconds = form.ring[link, c] * (form.parameters[m] - form.parameters[start])
+    seconds += form.ring_latency[link, c] + form.update[c, m] - form.update[c, start]
+    return min(before, seconds) if form.shared else seconds
 
 
 @inner
@@ -200,7 +298,7 @@ def _try(
     l: int,
     m: int,
     c: int,
-    link: int,
+    finish: float,
     used: int,
 ) -> tuple[bool, bool]:
     """Whether layers [l, m) may be a stage; whether none from l to m or further can be.
@@ -210,16 +308,18 @@ def _try(
     form, turned = search.form, c >= search.form.turns
     f = form.forward[c, m] - form.forward[c, l]
     b = form.backward[c, m] - form.backward[c, l]
-    finish = form.ring[link, c] * (form.parameters[m] - form.parameters[l])
-    finish += form.ring_latency[link, c] + form.update[c, m] - form.update[c, l]
-    work = form.rounds[c] * (f + b)
-    if known[TRIP] + work > search.until or known[FORTH] + work + finish > search.until:
+    i = form.gradient[c, m] - form.gradient[c, l]
+    sent, work = form.rounds[c] * (f + i), form.rounds[c] * (f + b)
+    least = 0.0 if form.shared else finish  # that of a longer stage
+    if known[TRIP] + sent > search.until or known[FORTH] + work + least > search.until:
         return False, True
     _extend(
-        search, known, f, b, finish,
+        search, known, f, b, i, finish,
         _most_in_turns(form.microbatches, form.rounds[c]) if turned else 1,
     )  # fmt: skip
-    left, last = form.size - used, m == form.forward.shape[1] - 1
+    if known[FORTH] + work + finish > search.until:
+        return False, False
+    left, last = form.size if form.shared else form.size - used, m == form.forward.shape[1] - 1
     if form.limit[c, l, m] == 0 or (left == 0 and not last):
         return False, False
     if last:
@@ -229,8 +329,8 @@ def _try(
         return False, False
     around = f + 2 * send + search.rest.path[fast_left(search, search.values), left, m]
     late = not turned and (
-        waits(search, form.limit[c, l, m], f, b, around, known[TRIP])
-        or is_late(search, known, f, b, around)
+        waits(search, form.limit[c, l, m], f, i, around, known[TRIP])
+        or is_late(search, known, f, i, around)
     )
     return not late, False
 
@@ -238,6 +338,10 @@ def _try(
 @inner
 def _next_link(form: ServerRelaxation, values: Floats) -> int:
     """The best link that the next stage may have to the last one."""
+    if form.shared:
+        if values[LAST] < form.rooms[0]:
+            return FAST
+        return 1 if values[LAST + 1] < form.rooms[1] else ALONE
     if values[ROOM] < 0 or form.turns < len(form.devices):
         return FAST
     return 1 if values[ROOM + 1] < 0 else ALONE
@@ -248,10 +352,14 @@ def _expand(search: Search, state: tuple[int, int, int]) -> bool:
     """Place every next stage after the labels of ``state``; whether a plan is complete."""
     form, used = search.form, state[2]
     for c in range(len(form.devices)):
-        if used + form.devices[c] > form.size:
-            continue
         for apart in range(ALONE + 1):
-            if _may_follow(form, state, apart, c) and _place_after(search, state, apart, c):
+            if not _may_follow(form, state, apart, c):
+                continue
+            free = used + form.devices[c] <= form.size
+            if free and _place_after(search, state, apart, c, False):
+                return True
+            known = form.shared and form.devices[c] <= used
+            if known and _place_after(search, state, apart, c, True):
                 return True
     return False
 
@@ -271,19 +379,21 @@ def _may_follow(form: ServerRelaxation, state: tuple[int, int, int], apart: int,
 
 
 @inner
-def _place_after(search: Search, state: tuple[int, int, int], apart: int, c: int) -> bool:
+def _place_after(
+    search: Search, state: tuple[int, int, int], apart: int, c: int, again: bool
+) -> bool:
     """Place the stages of choice c at all places as far ``apart``: their channel is the same."""
     form = search.form
-    _arrive(search, state, apart, c)
+    _arrive(search, state, apart, c, again)
     for arrival in range(search.arrivals.counts[0, 0, 0]):
         if c >= form.turns:
-            if _place(search, state, TAKES_TURNS, c, arrival):
+            if _place(search, state, TAKES_TURNS, c, arrival, False):
                 return True
             continue
         for place in range(TAKES_TURNS):
             allowed = form.places[state[1]] >> place & 1 and APART[place] == apart
             possible = allowed and _may_be(form, WITHIN[place], c)
-            if possible and _place(search, state, place, c, arrival):
+            if possible and _place(search, state, place, c, arrival, again):
                 return True
     return False
 
@@ -311,7 +421,7 @@ def find(search: Search, most: float) -> int:
     labels.source[0, 0, 0, 0] = NONE
     labels.values[0, 0, 0, 0] = 0.0
     search.steps[:] = 0
-    for used in range(form.size):
+    for used in range(form.size + form.shared):
         for l in range(form.forward.shape[1] - 1):
             if search.steps[1] > most:
                 return GAVE_UP

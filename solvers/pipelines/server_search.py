@@ -9,15 +9,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.formulations.pipelines.bppm import prefix_sums
 from stagewright.formulations.pipelines.server_relaxation import (
     Place,
     RelaxedStage,
     ServerRelaxation,
 )
-from stagewright.solvers.pipelines.server_conditions import Search
-from stagewright.solvers.pipelines.server_kernels import GAVE_UP, NONE, find
-from stagewright.solvers.pipelines.server_labels import VALUES, Labels
-from stagewright.solvers.pipelines.server_tables import Before, Rest, fill_before, fill_rest
+from stagewright.formulations.pipelines.server_schedule import least_level
+from stagewright.graphs.documents.arrays import Ints
+from stagewright.solvers.pipelines.server_conditions import Loads, Search
+from stagewright.solvers.pipelines.server_kernels import COUNT_SLACK, GAVE_UP, NONE, find
+from stagewright.solvers.pipelines.server_labels import LOADS, SHARED_VALUES, VALUES, Labels
+from stagewright.solvers.pipelines.server_tables import (
+    Before,
+    Rest,
+    fill_before,
+    fill_rest,
+    fill_shared_rest,
+)
 
 MARGIN = 1e-9
 FIRST_STEP = 0.005  # relative, above the bound of the tables; doubled until a plan is found
@@ -26,6 +35,7 @@ MOST_LABELS = 48  # of a state; more are merged
 LABEL_BYTES = 4e8  # of all states
 MOST_STAGES = 1_000_000  # placed stages that are remembered, for the relaxed plans
 MOST_ARRIVALS = 240
+TINY = 1e-300
 STEPS_PER_SECOND = 3e5  # a low estimate
 COUNTED_STEPS = 1e8  # of the tables that count the devices of rank 0
 TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
@@ -120,8 +130,12 @@ class ServerSearch:
         """
         form = restricted or self.form
         work = self._work._replace(form=form, until=seconds * (1 - MARGIN))
-        fill_before(form, work.until, self._before)
-        fill_rest(form, work.until, self._before, work.rest)
+        if form.shared:
+            fill_shared_rest(form, work.until, work.rest)
+            work = work._replace(loads=_loads(form, work.until))
+        else:
+            fill_before(form, work.until, self._before)
+            fill_rest(form, work.until, self._before, work.rest)
         if not np.isfinite(work.rest.path[-1, self.form.size, 0]):
             return Answer((), True)
         found = find(work, steps)
@@ -150,27 +164,60 @@ class ServerSearch:
     def _counted(self) -> int:
         """Devices of rank 0, if the tables count them; otherwise 0."""
         fast = int(self.form.available[0])
-        counts = fast < self.form.size and self._table_steps * fast <= COUNTED_STEPS
+        counts = not self.form.shared and fast < self.form.size and self._table_steps * fast <= COUNTED_STEPS
         return fast if counts else 0
 
     @cached_property
     def _work(self) -> Search:
+        values = SHARED_VALUES if self.form.shared else VALUES
         turned = self.form.turns < len(self.form.devices)
         states = (len(self.form.available) + turned, self._entries[1], self._entries[0])
-        most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (VALUES + 1)), 4, MOST_LABELS))
+        most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (values + 1)), 4, MOST_LABELS))
         return Search(
             form=self.form,
             until=0.0,
             rest=Rest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
-            labels=_empty(states, most),
-            arrivals=_empty((1, 1, 1), MOST_ARRIVALS),
+            loads=_loads(self.form, 1.0),
+            labels=_empty(states, most, values),
+            arrivals=_empty((1, 1, 1), MOST_ARRIVALS, values),
             placed=np.zeros((MOST_STAGES, 5), np.int64),
             steps=np.zeros(2, np.int64),
-            values=np.zeros(VALUES),
+            values=np.zeros(values),
             tails=np.zeros(self.form.microbatches),
         )
 
 
-def _empty(states: tuple[int, int, int], most: int) -> Labels:
-    source, values = np.zeros((*states, most), np.int64), np.zeros((*states, most, VALUES))
-    return Labels(np.zeros(states, np.int64), source, values)
+def _empty(states: tuple[int, int, int], most: int, values: int) -> Labels:
+    source, known = np.zeros((*states, most), np.int64), np.zeros((*states, most, values))
+    return Labels(np.zeros(states, np.int64), source, known)
+
+
+def _loads(form: ServerRelaxation, until: float) -> Loads:
+    """The measures of loads on shared devices for a time ``until``.
+
+    Long layers are the k longest ones, for the k that accounts for most work.
+    """
+    seconds = form.microbatches * np.diff(form.forward + form.backward, axis=1)
+    layers = np.argsort(-seconds[0])
+    layers = layers[: 1 + np.argmax(seconds[0, layers] * np.arange(1, len(layers) + 1))]
+    size = seconds[:, layers].min(axis=1)
+    most = np.where(size > 0, np.floor(until / np.maximum(size, TINY) + COUNT_SLACK), 0.0)
+    counts = np.zeros_like(seconds)
+    counts[:, layers] = (most > 0)[:, None] / np.maximum(most, 1.0)[:, None]
+    measures = np.stack([seconds / until, counts])
+    limit = np.stack([form.limit[:, l, l + 1] for l in range(seconds.shape[1])], axis=1)
+    possible = (limit > 0) & (seconds <= until)
+    least = np.where(possible, form.devices[:, None] * measures, np.inf).min(axis=1)
+    need = np.cumsum(least[:, ::-1], axis=1)[:, ::-1]
+    finish = np.array([_least_finish(form, c, layers) for c in range(len(size))])
+    return Loads(
+        size, most, finish, prefix_sums(measures), np.pad(need, ((0, 0), (0, 1))), np.zeros(LOADS)
+    )
+
+
+def _least_finish(form: ServerRelaxation, c: int, layers: Ints) -> float:
+    """The least all-reduce and step of one of the ``layers``."""
+    link = least_level(form, form.devices[c])
+    weights = form.parameters[layers + 1] - form.parameters[layers]
+    step = form.update[c, layers + 1] - form.update[c, layers]
+    return float((form.ring[link, c] * weights + form.ring_latency[link, c] + step).min())

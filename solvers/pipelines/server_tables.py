@@ -41,10 +41,13 @@ class Rest(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """Seconds of a stage: forward, both ways, M microbatches, all-reduce and step."""
+    """Seconds of a stage: forward, both ways, M microbatches until their gradients are sent and in
+    all, all-reduce and step.
+    """
 
     forward: float
     both: float
+    sent: float
     work: float
     finish: float
 
@@ -61,12 +64,13 @@ def least_link(form: ServerRelaxation, c: int) -> int:
 @inner
 def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     f = form.forward[c, stop] - form.forward[c, start]
-    both = f + form.backward[c, stop] - form.backward[c, start]
+    both = f + form.gradient[c, stop] - form.gradient[c, start]
+    work = form.rounds[c] * (f + form.backward[c, stop] - form.backward[c, start])
     link = least_link(form, c)
     weights = form.parameters[stop] - form.parameters[start]
     finish = form.ring[link, c] * weights + form.ring_latency[link, c]
     finish += form.update[c, stop] - form.update[c, start]
-    return _Stage(f, both, form.rounds[c] * both, finish)
+    return _Stage(f, both, form.rounds[c] * both, work, finish)
 
 
 @inner
@@ -110,6 +114,27 @@ def _add_stages(
         if form.limit[c, l, m] > 0:
             before.path[d, m] = min(before.path[d, m], head + stage.both)
             before.forth[d, m] = min(before.forth[d, m], forth + stage.forward)
+
+
+@njit(cache=True, error_model="numpy")
+def fill_shared_rest(form: ServerRelaxation, until: float, rest: Rest) -> None:
+    """Fill ``rest`` where all layers may use all devices, and each has its best choice."""
+    layers = form.forward.shape[1] - 1
+    for table in (rest.path, rest.fill, rest.reduced):
+        table[:] = np.inf
+        table[:, :, layers] = 0.0
+    for l in range(layers - 1, -1, -1):
+        forward = both = sent = reduced = np.inf
+        for c in range(form.turns):
+            stage = _stage(form, c, l, l + 1)
+            if stage.work <= until and form.limit[c, l, l + 1] > 0:
+                forward, both = min(forward, stage.forward), min(both, stage.both)
+                sent = min(sent, stage.sent)
+                reduced = min(reduced, stage.work + stage.finish)
+        for d in range(1, form.size + 1):
+            rest.path[0, d, l] = both + rest.path[0, d, l + 1]
+            rest.fill[0, d, l] = max(sent, both + rest.fill[0, d, l + 1])
+            rest.reduced[0, d, l] = max(reduced, forward + rest.reduced[0, d, l + 1])
 
 
 @njit(cache=True, error_model="numpy")

@@ -35,7 +35,7 @@ def compile_kernels() -> None:
     plan_spp(problem, Limits(), silent)
     partition(problem)
     fill_and_drain_bound(problem, 10.0, wide=True)
-    is_server_bound(problem, 10.0, wide=True)
+    is_server_bound(problem, 10.0, DISJOINT_WHOLE)
     exact(problem, Limits(seconds=1.0))
     allocation = StageAllocationProblem(problem, ((0,), (1,)), special=0)
     least_period(allocation, Limits(seconds=1.0))
