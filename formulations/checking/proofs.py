@@ -35,6 +35,8 @@ from stagewright.formulations.pipelines.server_relaxation import (
     RELAXED_TREE,
     SERVERS,
     SERVERS_AND_TURNS,
+    SHARED_SERVERS,
+    SPLIT_SERVERS,
 )
 from stagewright.formulations.pipelines.spp import (
     LEMMA_1,
@@ -56,6 +58,8 @@ from stagewright.formulations.plans.plan_class import (
     EVERY_PLAN,
     PATTERNS,
     SEARCHED_ALLOCATIONS,
+    SHARED_SPLIT,
+    SHARED_WHOLE,
     PlanClass,
     class_of,
 )
@@ -237,6 +241,8 @@ ARGUMENTS: dict[str, Argument] = {
     WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
     SERVERS: Argument("problem", DISJOINT_SPLIT),
     SERVERS_AND_TURNS: Argument("problem", DISJOINT_WHOLE),
+    SHARED_SERVERS: Argument("problem", SHARED_WHOLE),
+    SPLIT_SERVERS: Argument("problem", SHARED_SPLIT),
     RELAXED_TREE: Argument("problem", DISJOINT_SPLIT),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
     CP_SAT: Argument("schedule", DISJOINT_SPLIT),

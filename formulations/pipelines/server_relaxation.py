@@ -28,6 +28,7 @@ from stagewright.graphs.machines.cluster import Cluster
 SERVERS = "server-aware relaxation"
 SERVERS_AND_TURNS = "server-aware relaxation, also of devices that take turns"
 SHARED_SERVERS = "server-aware relaxation, also of shared devices"
+SPLIT_SERVERS = "server-aware relaxation, also of shared devices and split backwards"
 RELAXED_TREE = "branch and bound on the server-aware relaxation"
 RANKS = 3  # at most; slower kinds share the last one
 
@@ -252,8 +253,9 @@ def _fastest(problem: PipelineProblem, choice: "_Choice", ranks: Ints, split: bo
     gradient = backward
     if split:
         parts = [problem.gradient_costs(kind, choice.shares).forward_seconds for kind in kinds]
-        whole = [any(c.backward_seconds is not None for c in one.costs)
-                 for one in problem.chain.layers]
+        whole = [
+            any(c.backward_seconds is not None for c in one.costs) for one in problem.chain.layers
+        ]
         gradient = np.where(whole, backward, np.min(parts, axis=0))
     update = np.min([problem.update_per_layer(kind) for kind in kinds], axis=0)
     return _Seconds(forward, backward, gradient, update)

@@ -17,7 +17,6 @@ from stagewright.formulations.pipelines.server_relaxation import (
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import inner
 from stagewright.solvers.pipelines.server_conditions import (
-    Loads,
     Search,
     before_last,
     exceeds,
@@ -61,7 +60,7 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, aga
     """
     last, l, used = state
     form, labels, values = search.form, search.labels, search.values
-    left = form.size - used
+    left = _devices_left(form, used)
     several = last == len(form.available) or c >= form.turns
     search.arrivals.counts[0, 0, 0] = 0
     for i in range(labels.counts[last, l, used]):
@@ -82,6 +81,12 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, aga
             continue
         values[PIECES] = -1.0
         insert(search.arrivals, (0, 0, 0), values, labels.source[last, l, used, i])
+
+
+@inner
+def _devices_left(form: ServerRelaxation, used: int) -> int:
+    """How many devices the next stages may have."""
+    return form.size if form.shared else form.size - used
 
 
 @inner
@@ -319,7 +324,7 @@ def _try(
     )  # fmt: skip
     if known[FORTH] + work + finish > search.until:
         return False, False
-    left, last = form.size if form.shared else form.size - used, m == form.forward.shape[1] - 1
+    left, last = _devices_left(form, used), m == form.forward.shape[1] - 1
     if form.limit[c, l, m] == 0 or (left == 0 and not last):
         return False, False
     if last:

@@ -164,7 +164,11 @@ class ServerSearch:
     def _counted(self) -> int:
         """Devices of rank 0, if the tables count them; otherwise 0."""
         fast = int(self.form.available[0])
-        counts = not self.form.shared and fast < self.form.size and self._table_steps * fast <= COUNTED_STEPS
+        counts = (
+            not self.form.shared
+            and fast < self.form.size
+            and self._table_steps * fast <= COUNTED_STEPS
+        )
         return fast if counts else 0
 
     @cached_property

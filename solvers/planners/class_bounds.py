@@ -5,10 +5,21 @@ from collections.abc import Iterable
 from time import monotonic
 
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.pipelines.server_relaxation import SERVERS, SERVERS_AND_TURNS
+from stagewright.formulations.pipelines.server_relaxation import (
+    SERVERS,
+    SERVERS_AND_TURNS,
+    SHARED_SERVERS,
+    SPLIT_SERVERS,
+)
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
-from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, DISJOINT_WHOLE, PlanClass
+from stagewright.formulations.plans.plan_class import (
+    DISJOINT_SPLIT,
+    DISJOINT_WHOLE,
+    SHARED_SPLIT,
+    SHARED_WHOLE,
+    PlanClass,
+)
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.server_relaxation import ServerBounds
@@ -28,7 +39,9 @@ class ClassBounds:
             (DISJOINT_SPLIT, FILL_AND_DRAIN, FillAndDrain(problem)),
             (DISJOINT_SPLIT, SERVERS, ServerBounds(problem)),
             (DISJOINT_WHOLE, WIDE_FILL_AND_DRAIN, FillAndDrain(problem, wide=True)),
-            (DISJOINT_WHOLE, SERVERS_AND_TURNS, ServerBounds(problem, wide=True)),
+            (DISJOINT_WHOLE, SERVERS_AND_TURNS, ServerBounds(problem, DISJOINT_WHOLE)),
+            (SHARED_WHOLE, SHARED_SERVERS, ServerBounds(problem, SHARED_WHOLE)),
+            (SHARED_SPLIT, SPLIT_SERVERS, ServerBounds(problem, SHARED_SPLIT)),
         )
         self._reported: dict[PlanClass, float] = {}
         self._spare = seconds * SHARE
