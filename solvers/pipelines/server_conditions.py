@@ -23,19 +23,22 @@ from stagewright.solvers.pipelines.server_tables import Rest
 
 
 class Loads(NamedTuple):
-    """What shared devices can do in time, by two measures: the layers of a group of devices, and
-    the time before and after them, take at most 1 of it.
+    """What shared devices have to do, by two measures: device-seconds, and long layers.
 
-    The first measure is time. The second counts the long layers: ``size[c]`` are the least seconds
-    of M microbatches of such a layer on choice c, shape (C,), and ``most[c]`` how many a device can
-    have in time; 0 if none are counted. ``finish[c]`` is the least all-reduce and step of one,
-    shape (C,). ``taken[i, c]`` are prefix sums of the measures, shape (2, C, L + 1).
-    ``need[i, l]`` is what the layers from l on take at least of all devices, shape (2, L + 1).
-    ``spare`` has room for two values.
+    Attributes
+    ----------
+    size, finish
+        Of one long layer, at least: seconds of M microbatches; seconds of the all-reduce and step;
+        shape (C,).
+    taken
+        Prefix sums of the measures of the layers, shape (2, C, L + 1).
+    need
+        The least of them for the layers from l on, shape (2, L + 1).
+    spare
+        Room for two values.
     """
 
     size: Floats
-    most: Floats
     finish: Floats
     taken: Floats
     need: Floats

@@ -188,49 +188,48 @@ def _settle(
 
 
 @inner
-def _left(search: Search, known: Floats, i: int, c: int) -> float:
-    """What devices of choice c, reached after ``known``, have for layers by the i-th measure.
+def _capacity(search: Search, known: Floats, i: int, c: int) -> float:
+    """What devices of choice c, reached after ``known``, can do by the i-th measure.
 
     After the last computation, there is the way back, and the all-reduce and step of the layers
     that are counted. If backwards may be split, the last computation may be a weight gradient,
     after which nothing is sent.
     """
-    loads, until = search.loads, search.until
+    loads = search.loads
     tail = 0.0 if search.form.splits else known[BACK]
     if i == 0:
-        return max(0.0, until - known[FORTH] - tail) / until
-    if loads.most[c] == 0:
-        return 1.0
-    seconds = max(0.0, until - known[FORTH] - max(tail, loads.finish[c]))
-    left: float = np.floor(seconds / loads.size[c] + COUNT_SLACK) / loads.most[c]
-    return min(1.0, left)
+        seconds = search.until - known[FORTH] - tail
+        return search.form.devices[c] * max(0.0, seconds)
+    seconds = search.until - known[FORTH] - max(tail, loads.finish[c])
+    if loads.size[c] <= 0:
+        return np.inf
+    count: float = np.floor(max(0.0, seconds) / loads.size[c] + COUNT_SLACK)
+    return count
 
 
 @inner
-def _spare(search: Search, known: Floats, used: int) -> None:
-    """Set ``spare`` to what ``used`` devices and all others, reached after ``known``, can take."""
+def _look_ahead(search: Search, known: Floats, free: int) -> None:
+    """Set ``spare`` to what ``free`` devices that are reached after ``known`` can do."""
     for i in range(LOADS):
         most = 0.0
         for c in range(len(search.form.devices)):
-            if i == 0 or search.loads.most[c] > 0:
-                most = max(most, _left(search, known, i, c))
-        search.loads.spare[i] = used + (search.form.size - used) * most
+            most = max(most, _capacity(search, known, i, c) / search.form.devices[c])
+        search.loads.spare[i] = free * most
 
 
 @inner
 def _is_overloaded(
-    search: Search, known: Floats, l: int, m: int, c: int, used: int, again: bool
+    search: Search, known: Floats, l: int, m: int, c: int, last: bool, again: bool
 ) -> bool:
     """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads."""
-    form, loads, values = search.form, search.loads, search.values
+    loads, values = search.loads, search.values
     over = False
     for i in range(LOADS):
-        share = loads.taken[i, c, m] - loads.taken[i, c, l]
+        values[LOAD + i] = known[LOAD + i] + loads.taken[i, c, m] - loads.taken[i, c, l]
         if not again:
-            share += 1 - _left(search, known, i, c)
-        values[LOAD + i] = known[LOAD + i] + form.devices[c] * share
-        most = used if m == form.forward.shape[1] - 1 else loads.spare[i]
-        over = over or values[LOAD + i] + loads.need[i, m] > most * (1 + MARGIN) + MARGIN
+            values[LOAD + i] -= _capacity(search, known, i, c)
+        spare = 0.0 if last else loads.spare[i]
+        over = over or values[LOAD + i] + loads.need[i, m] > spare + MARGIN * loads.need[i, 0]
     return over
 
 
@@ -252,7 +251,7 @@ def _place(
     else:
         return False
     if form.shared:
-        _spare(search, known, used)
+        _look_ahead(search, known, form.size - used)
     link = least_link(form, c) if turned else WITHIN[place]
     finish = np.inf
     for m in range(state[1] + 1, layers + 1):
@@ -263,7 +262,7 @@ def _place(
             return False
         if not fits:
             continue
-        if form.shared and _is_overloaded(search, known, state[1], m, c, used, again):
+        if form.shared and _is_overloaded(search, known, state[1], m, c, m == layers, again):
             continue
         _remember(search, source, state[1], m, c, place)
         if m == layers:

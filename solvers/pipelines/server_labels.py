@@ -21,7 +21,7 @@ PIECES = 16  # negative: in which the last stage sends
 VALUES = 17
 # More values if devices may be shared.
 LAST = 17  # two entries: devices of the last stage, if all are in one server, or rack; or AFAR
-LOAD = 19  # two entries: what the stages take of the devices, by two measures
+LOAD = 19  # two entries: how much more the stages need than the used devices can do
 LOADS = 2
 SHARED_VALUES = 21
 AFAR = 1e9

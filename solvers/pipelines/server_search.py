@@ -18,7 +18,7 @@ from stagewright.formulations.pipelines.server_relaxation import (
 from stagewright.formulations.pipelines.server_schedule import least_level
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.pipelines.server_conditions import Loads, Search
-from stagewright.solvers.pipelines.server_kernels import COUNT_SLACK, GAVE_UP, NONE, find
+from stagewright.solvers.pipelines.server_kernels import GAVE_UP, NONE, find
 from stagewright.solvers.pipelines.server_labels import LOADS, SHARED_VALUES, VALUES, Labels
 from stagewright.solvers.pipelines.server_tables import (
     Before,
@@ -35,7 +35,6 @@ MOST_LABELS = 48  # of a state; more are merged
 LABEL_BYTES = 4e8  # of all states
 MOST_STAGES = 1_000_000  # placed stages that are remembered, for the relaxed plans
 MOST_ARRIVALS = 240
-TINY = 1e-300
 STEPS_PER_SECOND = 3e5  # a low estimate
 COUNTED_STEPS = 1e8  # of the tables that count the devices of rank 0
 TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
@@ -204,18 +203,17 @@ def _loads(form: ServerRelaxation, until: float) -> Loads:
     seconds = form.microbatches * np.diff(form.forward + form.backward, axis=1)
     layers = np.argsort(-seconds[0])
     layers = layers[: 1 + np.argmax(seconds[0, layers] * np.arange(1, len(layers) + 1))]
-    size = seconds[:, layers].min(axis=1)
-    most = np.where(size > 0, np.floor(until / np.maximum(size, TINY) + COUNT_SLACK), 0.0)
-    counts = np.zeros_like(seconds)
-    counts[:, layers] = (most > 0)[:, None] / np.maximum(most, 1.0)[:, None]
-    measures = np.stack([seconds / until, counts])
-    limit = np.stack([form.limit[:, l, l + 1] for l in range(seconds.shape[1])], axis=1)
-    possible = (limit > 0) & (seconds <= until)
-    least = np.where(possible, form.devices[:, None] * measures, np.inf).min(axis=1)
-    need = np.cumsum(least[:, ::-1], axis=1)[:, ::-1]
-    finish = np.array([_least_finish(form, c, layers) for c in range(len(size))])
+    is_long = np.zeros_like(seconds)
+    is_long[:, layers] = 1.0
+    measures = np.stack([form.devices[:, None] * seconds, is_long])
+    alone = np.stack([form.limit[:, l, l + 1] for l in range(seconds.shape[1])], axis=1)
+    least = np.where((alone > 0) & (seconds <= until), measures, np.inf).min(axis=1)
     return Loads(
-        size, most, finish, prefix_sums(measures), np.pad(need, ((0, 0), (0, 1))), np.zeros(LOADS)
+        size=seconds[:, layers].min(axis=1),
+        finish=np.array([_least_finish(form, c, layers) for c in range(len(seconds))]),
+        taken=prefix_sums(measures),
+        need=np.pad(np.cumsum(least[:, ::-1], axis=1)[:, ::-1], ((0, 0), (0, 1))),
+        spare=np.zeros(LOADS),
     )
 
 
