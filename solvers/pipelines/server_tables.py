@@ -18,6 +18,7 @@ FAST = 0  # the best link
 class Before(NamedTuple):
     """What the first l layers need at least on at most d devices, shape (V + 1, L + 1) by [d, l].
 
+    If devices are shared, the tables are filled for d = V alone: all devices may be used again.
     ``path`` is the way of one microbatch there and back, ``forth`` its way there.
     """
 
@@ -29,7 +30,7 @@ class Rest(NamedTuple):
     """What the layers from l on need at least on at most d devices, of which q have rank 0.
 
     The shape is (q + 1, V + 1, L + 1) by [q, d, l], for all q or for q = 0, which then stands for
-    any number.
+    any number. If devices are shared, the tables are filled for d = V alone.
     ``path`` is the way of one microbatch there and back; ``fill`` the largest, over stages and
     channels, of the way to it and back and M microbatches on it; ``reduced`` the same with the way
     there alone, and the all-reduce and the optimizer's step of a stage. inf if nothing fits.
@@ -62,6 +63,15 @@ def least_link(form: ServerRelaxation, c: int) -> int:
 
 
 @inner
+def _next_link(form: ServerRelaxation, c: int) -> int:
+    """The best link from a split stage of choice c to the next one, which needs room, too."""
+    link = 0
+    while link < len(form.rooms) and form.devices[c] >= form.rooms[link]:
+        link += 1
+    return link
+
+
+@inner
 def _stage(form: ServerRelaxation, c: int, start: int, stop: int) -> _Stage:
     f = form.forward[c, stop] - form.forward[c, start]
     both = f + form.gradient[c, stop] - form.gradient[c, start]
@@ -88,6 +98,12 @@ def fill_before(form: ServerRelaxation, until: float, before: Before) -> None:
     before.path[:] = np.inf
     before.forth[:] = np.inf
     before.path[0, 0] = before.forth[0, 0] = 0.0
+    if form.shared:
+        before.path[form.size, 0] = before.forth[form.size, 0] = 0.0
+        for l in range(layers):
+            for c in range(len(form.devices)):
+                _add_stages(form, until, form.size, l, c, before)
+        return
     for used in range(form.size):
         for l in range(layers if used > 0 else 1):
             if before.path[used, l] < np.inf and (l > 0) == (used > 0):
@@ -104,37 +120,16 @@ def _add_stages(
     form: ServerRelaxation, until: float, used: int, l: int, c: int, before: Before
 ) -> None:
     """Extend the first l layers on ``used`` devices by every stage of choice c."""
-    send = send_seconds(form, l, form.pieces[c] * used, FAST) if used > 0 else 0.0
+    send = send_seconds(form, l, form.pieces[c] * used, FAST) if l > 0 else 0.0
     head, forth = before.path[used, l] + 2 * send, before.forth[used, l] + send
-    d = used + form.devices[c]
+    d = used if form.shared else used + form.devices[c]
     for m in range(l + 1, form.forward.shape[1]):
         stage = _stage(form, c, l, m)
-        if head + stage.work > until or forth + stage.work + stage.finish > until:
+        if head + stage.sent > until or forth + stage.work > until:
             return
-        if form.limit[c, l, m] > 0:
+        if form.limit[c, l, m] > 0 and (form.shared or forth + stage.work + stage.finish <= until):
             before.path[d, m] = min(before.path[d, m], head + stage.both)
             before.forth[d, m] = min(before.forth[d, m], forth + stage.forward)
-
-
-@njit(cache=True, error_model="numpy")
-def fill_shared_rest(form: ServerRelaxation, until: float, rest: Rest) -> None:
-    """Fill ``rest`` where all layers may use all devices, and each has its best choice."""
-    layers = form.forward.shape[1] - 1
-    for table in (rest.path, rest.fill, rest.reduced):
-        table[:] = np.inf
-        table[:, :, layers] = 0.0
-    for l in range(layers - 1, -1, -1):
-        forward = both = sent = reduced = np.inf
-        for c in range(form.turns):
-            stage = _stage(form, c, l, l + 1)
-            if stage.work <= until and form.limit[c, l, l + 1] > 0:
-                forward, both = min(forward, stage.forward), min(both, stage.both)
-                sent = min(sent, stage.sent)
-                reduced = min(reduced, stage.work + stage.finish)
-        for d in range(1, form.size + 1):
-            rest.path[0, d, l] = both + rest.path[0, d, l + 1]
-            rest.fill[0, d, l] = max(sent, both + rest.fill[0, d, l + 1])
-            rest.reduced[0, d, l] = max(reduced, forward + rest.reduced[0, d, l + 1])
 
 
 @njit(cache=True, error_model="numpy")
@@ -145,7 +140,7 @@ def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) 
         table[:] = np.inf
         table[:, :, layers] = 0.0
     for q in range(len(rest.path)):
-        for d in range(1, form.size + 1):
+        for d in range(form.size if form.shared else 1, form.size + 1):
             for l in range(layers - 1, -1, -1):
                 _fill_entry(form, until, before, (q, d, l), rest)
 
@@ -157,10 +152,16 @@ def _fill_entry(
     q, d, l = at
     for table in (rest.path, rest.fill, rest.reduced):
         table[at] = table[q, d - 1, l]
-    if before.path[form.size - d, l] < np.inf:
+    if before.path[_devices_before(form, d), l] < np.inf:
         for c in range(len(form.devices)):
             if form.devices[c] <= d:
                 _put_first(form, until, before, at, c, rest)
+
+
+@inner
+def _devices_before(form: ServerRelaxation, d: int) -> int:
+    """How many devices the layers before may use if there are d for the rest."""
+    return form.size if form.shared else form.size - d
 
 
 @inner
@@ -184,17 +185,21 @@ def _put_first(
 ) -> None:
     """Improve the entries [q, d, l] by every first stage of choice c."""
     q, d, l = at
-    layers, left = form.forward.shape[1] - 1, d - form.devices[c]
+    layers, left = form.forward.shape[1] - 1, d if form.shared else d - form.devices[c]
     after = _rest_after(form, c, q, len(rest.path) - 1)
     if after < 0:
         return
-    head, forth = before.path[form.size - d, l], before.forth[form.size - d, l]
+    behind = _devices_before(form, d)
+    head, forth = before.path[behind, l], before.forth[behind, l]
     wide = form.turns < len(form.devices)
-    link = FAST if wide else least_link(form, c)
+    link = FAST if wide else _next_link(form, c)
     crossings = 1 if wide else form.microbatches
     for m in range(l + 1, layers + 1):
         stage = _stage(form, c, l, m)
-        if head + stage.work > until or forth + stage.work + stage.finish > until:
+        if head + stage.sent > until or forth + stage.work > until:
+            return
+        finish = 0.0 if form.shared else stage.finish
+        if forth + stage.work + finish > until:
             return
         if form.limit[c, l, m] == 0 or (m < layers and left == 0):
             continue
@@ -202,5 +207,5 @@ def _put_first(
         around = max(2 * send + rest.fill[after, left, m], 2 * crossings * send)
         onward = stage.forward + send + rest.reduced[after, left, m]
         rest.path[at] = min(rest.path[at], stage.both + 2 * send + rest.path[after, left, m])
-        rest.fill[at] = min(rest.fill[at], max(stage.work, stage.both + around))
-        rest.reduced[at] = min(rest.reduced[at], max(stage.work + stage.finish, onward))
+        rest.fill[at] = min(rest.fill[at], max(stage.sent, stage.both + around))
+        rest.reduced[at] = min(rest.reduced[at], max(stage.work + finish, onward))
