@@ -34,6 +34,10 @@ class Loads(NamedTuple):
         Prefix sums of the measures of the layers, shape (2, C, L + 1).
     need
         The least of them for the layers from l on, shape (2, L + 1).
+    back
+        Of one long layer, at least: seconds of the backwards of M microbatches, shape (C,).
+    ahead
+        The least way of a microbatch from layer l to the end, shape (L + 1,).
     spare
         Room for two values.
     """
@@ -42,6 +46,8 @@ class Loads(NamedTuple):
     finish: Floats
     taken: Floats
     need: Floats
+    back: Floats
+    ahead: Floats
     spare: Floats
 
 

@@ -29,6 +29,8 @@ from stagewright.solvers.pipelines.server_labels import (
     AFAR,
     BACK,
     BACKWARDS,
+    BEHIND,
+    CLOSED,
     FORTH,
     FORWARDS,
     LAST,
@@ -234,6 +236,42 @@ def _is_overloaded(
 
 
 @inner
+def _backwards(search: Search, around: float, c: int) -> float:
+    """How many long layers' backwards devices of choice c can do ``around`` after the start."""
+    loads = search.loads
+    seconds = search.until - around - loads.finish[c]
+    if loads.back[c] <= 0:
+        return np.inf
+    count: float = np.floor(max(0.0, seconds) / loads.back[c] + COUNT_SLACK)
+    return count
+
+
+@inner
+def _closes(search: Search, known: Floats, l: int, m: int, c: int, last: bool) -> bool:
+    """Whether devices that have had their ``last`` long layers, and others later, can do the
+    backwards of all long layers, of which those are the first. Sets the values for it.
+    """
+    form, loads, values = search.form, search.loads, search.values
+    values[CLOSED] = known[CLOSED]
+    values[BEHIND] = known[BEHIND] + loads.taken[1, c, m] - loads.taken[1, c, l]
+    if last:
+        if values[BEHIND] == known[BEHIND]:
+            return False
+        around = values[FORTH]
+        if m < form.forward.shape[1] - 1:
+            send = send_seconds(form, m, form.pieces[c] * form.size, _next_link(form, values))
+            around += 2 * send + search.rest.path[0, form.size, m]
+        values[CLOSED] += form.devices[c]
+        values[BEHIND] -= _backwards(search, around, c)
+    most, free = 0.0, form.size - values[CLOSED]
+    if m < form.forward.shape[1] - 1:
+        for k in range(len(form.devices)):
+            later = _backwards(search, values[FORTH] + loads.ahead[m], k)
+            most = max(most, later / form.devices[k])
+    return bool(free >= 0 and values[BEHIND] + loads.need[1, m] <= free * most + MARGIN)
+
+
+@inner
 def _place(
     search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int, again: bool
 ) -> bool:
@@ -264,10 +302,20 @@ def _place(
             continue
         if form.shared and _is_overloaded(search, known, state[1], m, c, m == layers, again):
             continue
+        if form.shared and m == layers and not (
+            _closes(search, known, state[1], m, c, True)
+            or _closes(search, known, state[1], m, c, False)
+        ):
+            continue
         _remember(search, source, state[1], m, c, place)
         if m == layers:
             return True
         at = len(form.available) if turned else form.rank[c], m, used
+        if form.shared:
+            for last in range(2):
+                if _closes(search, known, state[1], m, c, last == 1):
+                    insert(search.labels, at, values, steps[0] - 1)
+            continue
         insert(search.labels, at, values, steps[0] - 1)
     return False
 

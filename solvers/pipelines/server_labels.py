@@ -23,7 +23,9 @@ VALUES = 17
 LAST = 17  # two entries: devices of the last stage, if all are in one server, or rack; or AFAR
 LOAD = 19  # two entries: how much more the stages need than the used devices can do
 LOADS = 2
-SHARED_VALUES = 21
+CLOSED = 21  # devices whose last stage is placed
+BEHIND = 22  # how many more long layers there are than these devices can do backwards
+SHARED_VALUES = 23
 AFAR = 1e9
 
 

@@ -210,6 +210,8 @@ def _loads(form: ServerRelaxation, until: float) -> Loads:
         finish=np.array([_least_finish(form, c, layers) for c in range(len(seconds))]),
         taken=prefix_sums(measures),
         need=np.pad(np.cumsum(least[:, ::-1], axis=1)[:, ::-1], ((0, 0), (0, 1))),
+        back=form.microbatches * np.diff(form.backward, axis=1)[:, layers].min(axis=1),
+        ahead=np.append(np.cumsum(np.diff(form.forward, axis=1).min(axis=0)[::-1])[::-1], 0.0),
         spare=np.zeros(LOADS),
     )
 
