@@ -14,12 +14,16 @@ from stagewright.solvers.pipelines.server_labels import (
     BACKWARDS,
     FORTH,
     FORWARDS,
+    LAST,
+    ROOM,
     TRIP,
     TRIPS,
     UP_TO,
     Labels,
 )
-from stagewright.solvers.pipelines.server_tables import Rest
+from stagewright.solvers.pipelines.server_tables import FAST, Rest
+
+ALONE = 2  # how near two stages are that are not in one rack
 
 
 class Loads(NamedTuple):
@@ -152,3 +156,21 @@ def is_crowded(search: Search, known: Floats, send: float, left: int, l: int) ->
         return True
     around = send + search.rest.path[fast_left(search, known), left, l]
     return is_late(search, known, send, send, around)
+
+
+@inner
+def devices_left(form: ServerRelaxation, used: int) -> int:
+    """How many devices the next stages may have."""
+    return form.size if form.shared else form.size - used
+
+
+@inner
+def next_link(form: ServerRelaxation, values: Floats) -> int:
+    """The best link that the next stage may have to the last one."""
+    if form.shared:
+        if values[LAST] < form.rooms[0]:
+            return FAST
+        return 1 if values[LAST + 1] < form.rooms[1] else ALONE
+    if values[ROOM] < 0 or form.turns < len(form.devices):
+        return FAST
+    return 1 if values[ROOM + 1] < 0 else ALONE

@@ -1,8 +1,8 @@
 """Compiled search of the server-aware relaxation: labels of prefixes of stages.
 
-After a change of :mod:`server_conditions`, :mod:`server_labels`, :mod:`server_tables` or
-:mod:`paced_machine`, change this file, too: numba recompiles a cached kernel only if the kernel's
-own file changes.
+After a change of :mod:`server_conditions`, :mod:`server_labels`, :mod:`server_sharing`,
+:mod:`server_tables` or :mod:`paced_machine`, change this file, too: numba recompiles a cached
+kernel only if the kernel's own file changes.
 """
 
 import numpy as np
@@ -17,25 +17,24 @@ from stagewright.formulations.pipelines.server_relaxation import (
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import inner
 from stagewright.solvers.pipelines.server_conditions import (
+    ALONE,
     Search,
     before_last,
+    devices_left,
     exceeds,
     fast_left,
     is_crowded,
     is_late,
+    next_link,
     waits,
 )
 from stagewright.solvers.pipelines.server_labels import (
     AFAR,
     BACK,
     BACKWARDS,
-    BEHIND,
-    CLOSED,
     FORTH,
     FORWARDS,
     LAST,
-    LOAD,
-    LOADS,
     PIECES,
     ROOM,
     RUNS,
@@ -44,13 +43,12 @@ from stagewright.solvers.pipelines.server_labels import (
     UP_TO,
     insert,
 )
+from stagewright.solvers.pipelines.server_sharing import is_overloaded, look_ahead, may_close
 from stagewright.solvers.pipelines.server_tables import FAST, least_link, send_seconds
 
 TAKES_TURNS = int(Place.TAKES_TURNS)
-ALONE = 2  # how near two stages are that are not in one rack
 NONE, GAVE_UP = -1, -2
 MARGIN = 1e-9
-COUNT_SLACK = 1e-5  # of the layers that a device can take: their counts have MARGIN each
 
 
 @inner
@@ -62,7 +60,7 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, aga
     """
     last, l, used = state
     form, labels, values = search.form, search.labels, search.values
-    left = _devices_left(form, used)
+    left = devices_left(form, used)
     several = last == len(form.available) or c >= form.turns
     search.arrivals.counts[0, 0, 0] = 0
     for i in range(labels.counts[last, l, used]):
@@ -83,12 +81,6 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, aga
             continue
         values[PIECES] = -1.0
         insert(search.arrivals, (0, 0, 0), values, labels.source[last, l, used, i])
-
-
-@inner
-def _devices_left(form: ServerRelaxation, used: int) -> int:
-    """How many devices the next stages may have."""
-    return form.size if form.shared else form.size - used
 
 
 @inner
@@ -153,11 +145,11 @@ def _extend(
 
 
 @inner
-def _count(form: ServerRelaxation, known: Floats, c: int, values: Floats) -> bool:
-    """Count the devices of choice c in ``values`` by rank; whether there are as many."""
+def _count(form: ServerRelaxation, known: Floats, c: int, again: bool, values: Floats) -> bool:
+    """Count the new devices of choice c in ``values`` by rank; whether there are as many."""
     values[UP_TO:ROOM] = known[UP_TO:ROOM]
     enough = True
-    if c < form.turns:
+    if c < form.turns and not again:
         for rank in range(form.rank[c], len(form.available) - 1):
             values[UP_TO + rank] += form.devices[c]
             enough = enough and values[UP_TO + rank] <= form.available[rank]
@@ -190,134 +182,48 @@ def _settle(
 
 
 @inner
-def _capacity(search: Search, known: Floats, i: int, c: int) -> float:
-    """What devices of choice c, reached after ``known``, can do by the i-th measure.
-
-    After the last computation, there is the way back, and the all-reduce and step of the layers
-    that are counted. If backwards may be split, the last computation may be a weight gradient,
-    after which nothing is sent.
-    """
-    loads = search.loads
-    tail = 0.0 if search.form.splits else known[BACK]
-    if i == 0:
-        seconds = search.until - known[FORTH] - tail
-        return search.form.devices[c] * max(0.0, seconds)
-    seconds = search.until - known[FORTH] - max(tail, loads.finish[c])
-    if loads.size[c] <= 0:
-        return np.inf
-    count: float = np.floor(max(0.0, seconds) / loads.size[c] + COUNT_SLACK)
-    return count
-
-
-@inner
-def _look_ahead(search: Search, known: Floats, free: int) -> None:
-    """Set ``spare`` to what ``free`` devices that are reached after ``known`` can do."""
-    for i in range(LOADS):
-        most = 0.0
-        for c in range(len(search.form.devices)):
-            most = max(most, _capacity(search, known, i, c) / search.form.devices[c])
-        search.loads.spare[i] = free * most
-
-
-@inner
-def _is_overloaded(
-    search: Search, known: Floats, l: int, m: int, c: int, last: bool, again: bool
-) -> bool:
-    """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads."""
-    loads, values = search.loads, search.values
-    over = False
-    for i in range(LOADS):
-        values[LOAD + i] = known[LOAD + i] + loads.taken[i, c, m] - loads.taken[i, c, l]
-        if not again:
-            values[LOAD + i] -= _capacity(search, known, i, c)
-        spare = 0.0 if last else loads.spare[i]
-        over = over or values[LOAD + i] + loads.need[i, m] > spare + MARGIN * loads.need[i, 0]
-    return over
-
-
-@inner
-def _backwards(search: Search, around: float, c: int) -> float:
-    """How many long layers' backwards devices of choice c can do ``around`` after the start."""
-    loads = search.loads
-    seconds = search.until - around - loads.finish[c]
-    if loads.back[c] <= 0:
-        return np.inf
-    count: float = np.floor(max(0.0, seconds) / loads.back[c] + COUNT_SLACK)
-    return count
-
-
-@inner
-def _closes(search: Search, known: Floats, l: int, m: int, c: int, last: bool) -> bool:
-    """Whether devices that have had their ``last`` long layers, and others later, can do the
-    backwards of all long layers, of which those are the first. Sets the values for it.
-    """
-    form, loads, values = search.form, search.loads, search.values
-    values[CLOSED] = known[CLOSED]
-    values[BEHIND] = known[BEHIND] + loads.taken[1, c, m] - loads.taken[1, c, l]
-    if last:
-        if values[BEHIND] == known[BEHIND]:
-            return False
-        around = values[FORTH]
-        if m < form.forward.shape[1] - 1:
-            send = send_seconds(form, m, form.pieces[c] * form.size, _next_link(form, values))
-            around += 2 * send + search.rest.path[0, form.size, m]
-        values[CLOSED] += form.devices[c]
-        values[BEHIND] -= _backwards(search, around, c)
-    most, free = 0.0, form.size - values[CLOSED]
-    if m < form.forward.shape[1] - 1:
-        for k in range(len(form.devices)):
-            later = _backwards(search, values[FORTH] + loads.ahead[m], k)
-            most = max(most, later / form.devices[k])
-    return bool(free >= 0 and values[BEHIND] + loads.need[1, m] <= free * most + MARGIN)
-
-
-@inner
 def _place(
     search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int, again: bool
 ) -> bool:
     """Place every stage of choice c after an arrival; whether one ends with the last layer."""
     form, steps, layers = search.form, search.steps, search.form.forward.shape[1] - 1
-    known, values = search.arrivals.values[0, 0, 0, arrival], search.values
+    known = search.arrivals.values[0, 0, 0, arrival]
     source = search.arrivals.source[0, 0, 0, arrival]
-    if not _settle(form, known, c, place, again, values):
+    if not _settle(form, known, c, place, again, search.values):
         return False
-    used, turned = state[2], place == TAKES_TURNS
-    if again:
-        values[UP_TO:ROOM] = known[UP_TO:ROOM]
-    elif _count(form, known, c, values):
-        used += form.devices[c]
-    else:
+    if not _count(form, known, c, again, search.values):
         return False
+    used, turned = state[2] + (0 if again else form.devices[c]), place == TAKES_TURNS
     if form.shared:
-        _look_ahead(search, known, form.size - used)
-    link = least_link(form, c) if turned else WITHIN[place]
-    finish = np.inf
+        look_ahead(search, known, form.size - used)
+    link, finish = least_link(form, c) if turned else WITHIN[place], np.inf
+    sort = len(form.available) if turned else form.rank[c]
     for m in range(state[1] + 1, layers + 1):
         steps[1] += 1
         finish = _finish(form, link, c, state[1], m, finish)
         fits, ends = _try(search, known, state[1], m, c, finish, used)
         if ends:
             return False
-        if not fits:
-            continue
-        if form.shared and _is_overloaded(search, known, state[1], m, c, m == layers, again):
-            continue
-        if form.shared and m == layers and not (
-            _closes(search, known, state[1], m, c, True)
-            or _closes(search, known, state[1], m, c, False)
-        ):
+        if not fits or (form.shared and is_overloaded(search, known, state[1], m, c, again)):
             continue
         _remember(search, source, state[1], m, c, place)
-        if m == layers:
+        if _keep(search, known, state[1], (sort, m, used), c) and m == layers:
             return True
-        at = len(form.available) if turned else form.rank[c], m, used
-        if form.shared:
-            for last in range(2):
-                if _closes(search, known, state[1], m, c, last == 1):
-                    insert(search.labels, at, values, steps[0] - 1)
-            continue
-        insert(search.labels, at, values, steps[0] - 1)
     return False
+
+
+@inner
+def _keep(search: Search, known: Floats, l: int, at: tuple[int, int, int], c: int) -> bool:
+    """Insert the label of the stage from layer l to ``at``; whether there is one.
+
+    If devices are shared, one for devices that have no more long layers, and one for others.
+    """
+    kept, shared = False, search.form.shared
+    for last in range(2 if shared else 1):
+        if not shared or may_close(search, known, l, at[1], c, last == 1):
+            insert(search.labels, at, search.values, search.steps[0] - 1)
+            kept = True
+    return kept
 
 
 @inner
@@ -371,12 +277,12 @@ def _try(
     )  # fmt: skip
     if known[FORTH] + work + finish > search.until:
         return False, False
-    left, last = _devices_left(form, used), m == form.forward.shape[1] - 1
+    left, last = devices_left(form, used), m == form.forward.shape[1] - 1
     if form.limit[c, l, m] == 0 or (left == 0 and not last):
         return False, False
     if last:
         return not exceeds(search, search.values, 0.0, left, m), False
-    send = send_seconds(form, m, form.pieces[c] * left, _next_link(form, search.values))
+    send = send_seconds(form, m, form.pieces[c] * left, next_link(form, search.values))
     if exceeds(search, search.values, send, left, m):
         return False, False
     around = f + 2 * send + search.rest.path[fast_left(search, search.values), left, m]
@@ -385,18 +291,6 @@ def _try(
         or is_late(search, known, f, i, around)
     )
     return not late, False
-
-
-@inner
-def _next_link(form: ServerRelaxation, values: Floats) -> int:
-    """The best link that the next stage may have to the last one."""
-    if form.shared:
-        if values[LAST] < form.rooms[0]:
-            return FAST
-        return 1 if values[LAST + 1] < form.rooms[1] else ALONE
-    if values[ROOM] < 0 or form.turns < len(form.devices):
-        return FAST
-    return 1 if values[ROOM + 1] < 0 else ALONE
 
 
 @inner

@@ -42,8 +42,9 @@ class Rest(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """Seconds of a stage: forward, both ways, M microbatches until their gradients are sent and in
-    all, all-reduce and step.
+    """Seconds of a stage: forward, both ways, all microbatches, all-reduce and step.
+
+    ``sent`` ends when the gradients of all microbatches can be sent, ``work`` with the last one.
     """
 
     forward: float
@@ -101,18 +102,25 @@ def fill_before(form: ServerRelaxation, until: float, before: Before) -> None:
     if form.shared:
         before.path[form.size, 0] = before.forth[form.size, 0] = 0.0
         for l in range(layers):
-            for c in range(len(form.devices)):
-                _add_stages(form, until, form.size, l, c, before)
+            _add_all_stages(form, until, form.size, l, before)
         return
     for used in range(form.size):
         for l in range(layers if used > 0 else 1):
             if before.path[used, l] < np.inf and (l > 0) == (used > 0):
-                for c in range(len(form.devices)):
-                    if used + form.devices[c] <= form.size:
-                        _add_stages(form, until, used, l, c, before)
+                _add_all_stages(form, until, used, l, before)
         for l in range(layers + 1):
             before.path[used + 1, l] = min(before.path[used + 1, l], before.path[used, l])
             before.forth[used + 1, l] = min(before.forth[used + 1, l], before.forth[used, l])
+
+
+@inner
+def _add_all_stages(
+    form: ServerRelaxation, until: float, used: int, l: int, before: Before
+) -> None:
+    """Extend the first l layers on ``used`` devices by every stage."""
+    for c in range(len(form.devices)):
+        if form.shared or used + form.devices[c] <= form.size:
+            _add_stages(form, until, used, l, c, before)
 
 
 @inner

@@ -37,9 +37,7 @@ LANGUAGES = {
     DISJOINT_WHOLE: Language(False, split_backward=False),
     DISJOINT_SPLIT: Language(False, frozenset({"split"}), False, NONE, False),
     SHARED_SPLIT: Language(replications=frozenset({"split"}), groups=True),
-    SHARED_WHOLE: Language(
-        replications=frozenset({"split"}), split_backward=False, groups=True
-    ),
+    SHARED_WHOLE: Language(replications=frozenset({"split"}), split_backward=False, groups=True),
 }
 RELAXED = (DISJOINT_SPLIT, DISJOINT_WHOLE, SHARED_WHOLE, SHARED_SPLIT)
 

@@ -206,10 +206,7 @@ class _Search:
             yield ()
             return
         for stage in options[0]:
-            common = [one for one in used if set(one) & set(stage.devices)]
-            if common and not self.language.device_sharing:
-                continue
-            if self.language.groups and any(set(one) != set(stage.devices) for one in common):
+            if not self.may_join(stage, used):
                 continue
             further = list(static)
             for device in stage.devices:
@@ -218,6 +215,13 @@ class _Search:
                 for rest in self.choices(options[1:], (*used, stage.devices), further):
                     if not rest or linked(instance, stage, rest[0]):
                         yield (stage, *rest)
+
+    def may_join(self, stage, used):
+        """Whether a stage may have its devices beside the stages on ``used`` ones."""
+        common = [set(one) for one in used if set(one) & set(stage.devices)]
+        if self.language.groups:
+            return all(one == set(stage.devices) for one in common)
+        return self.language.device_sharing or not common
 
     def stage_options(self, start, stop):
         """Device choices of a stage.
