@@ -234,7 +234,7 @@ def _finish(form: ServerRelaxation, link: int, c: int, l: int, m: int, before: f
     its own. After the last computation, there is that of one layer at least.
     """
     start = m - 1 if form.shared else l
-    seconds = form.ring[link, c] * (form.parameters[m] - form.parameters[start])
+    seconds: float = form.ring[link, c] * (form.parameters[m] - form.parameters[start])
     seconds += form.ring_latency[link, c] + form.update[c, m] - form.update[c, start]
     return min(before, seconds) if form.shared else seconds
 
