@@ -1,9 +1,9 @@
-"""The least time of a schedule of given stages: every order of all actions, tried one by one.
+"""The least time of a schedule of given actions: every order of their starts, one by one.
 
 Plain Python, no import of stagewright. Actions are appended in the order of their starts, each as
 early as its predecessors, its resources, memory and the start before it allow. Some order gives an
-optimal schedule: started that way, no action starts later than in a given schedule. Feasible up to
-some 16 actions.
+optimal schedule: of the order of any schedule's starts no action starts later than there, as all
+before it end no later. Feasible up to some 16 actions.
 """
 
 from dataclasses import dataclass
@@ -12,66 +12,53 @@ from math import inf
 
 @dataclass(frozen=True)
 class Action:
-    """Seconds, resources taken, predecessors, and bytes held on devices.
+    """Whole seconds, resources taken, predecessors, and bytes held.
 
-    ``holds`` are (device, bytes, last): from the start of this action to the end of action
-    ``last``.
+    ``holds`` are (device, bytes, last): from the start of this action to the end of ``last``.
     """
 
-    seconds: float
-    resources: tuple
+    seconds: int
+    resources: frozenset
     before: tuple
     holds: tuple = ()
 
 
-def least_time(actions, room):
-    """The least time of all ``actions`` (by name); ``room`` is in bytes per device."""
-    best, seen = [inf], set()
-    names = sorted(actions, key=str)
-    twins = [name for name in names if actions[name].seconds > 0]
-
-    def extend(starts, now):
-        ends = {name: start + actions[name].seconds for name, start in starts.items()}
+def least_time(actions, memory):
+    """The least time of all ``actions``, by name; ``memory`` is in bytes per device."""
+    best, seen = inf, set()
+    waiting = [({}, 0)]  # ends of the actions started so far, the last start
+    while waiting:
+        ends, now = waiting.pop()
         latest = max(ends.values(), default=0)
-        if len(starts) == len(names):
-            best[0] = min(best[0], latest)
-            return
-        state = (
-            tuple((name, max(ends[name] - now, 0)) for name in names if name in starts),
-            now,
-            latest,
-        )
-        if latest >= best[0] or state in seen:
-            return
+        state = frozenset((name, max(end, now)) for name, end in ends.items()), now, latest
+        if latest >= best or state in seen:
+            continue
         seen.add(state)
-        for name in names:
-            if name not in starts and all(before in starts for before in actions[name].before):
-                start = _start(actions, room, starts, ends, name, now)
+        if len(ends) == len(actions):
+            best = latest
+        for name, one in actions.items():
+            if name not in ends and all(before in ends for before in one.before):
+                start = _start(actions, memory, ends, name, now)
                 if start is not None:
-                    extend({**starts, name: start}, start)
-
-    assert twins or not names
-    extend({}, 0)
-    return best[0]
+                    waiting.append(({**ends, name: start + one.seconds}, start))
+    return best
 
 
-def _start(actions, room, starts, ends, name, now):
-    """The earliest start of an action after ``now``; None if memory is full for good."""
+def _start(actions, memory, ends, name, now):
+    """The earliest start of an action; None if it does not fit before another one starts."""
     one = actions[name]
-    ready = max([now, *(ends[before] for before in one.before)])
-    for other in starts:
-        if set(actions[other].resources) & set(one.resources):
-            ready = max(ready, ends[other])
+    waits = [end for other, end in ends.items() if actions[other].resources & one.resources]
+    ready = max([now, *waits, *(ends[before] for before in one.before)])
     for moment in sorted({ready, *(end for end in ends.values() if end > ready)}):
-        if _fits(actions, room, starts, ends, name, moment):
+        if _fits(actions, memory, ends, name, moment):
             return moment
     return None
 
 
-def _fits(actions, room, starts, ends, name, moment):
-    held = dict.fromkeys(room, 0)
-    for other in [*starts, name]:
+def _fits(actions, memory, ends, name, moment):
+    held = dict.fromkeys(memory, 0)
+    for other in [*ends, name]:
         for device, size, last in actions[other].holds:
             if ends.get(last, inf) > moment:
                 held[device] += size
-    return all(held[device] <= room[device] for device in room)
+    return all(held[device] <= memory[device] for device in memory)
