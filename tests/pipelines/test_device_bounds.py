@@ -326,6 +326,23 @@ def test_memory_for_one_microbatch_is_one_after_the_other():
     assert bound.seconds == pytest.approx(3 * (3 + 3 + 2))
 
 
+@pytest.mark.parametrize(
+    ("parts", "first", "limits"),
+    [
+        (False, ("s0g0",), [3, 3, 1]),  # stages 0 and 2 keep a byte each of a microbatch
+        (True, ("s0g0",), [3, 3, 3]),  # stage 0 may have ended its W, but stage 2 not
+        (False, ("s0g0", "s0g1"), [3, 3, 3]),  # of every other microbatch stage 2 alone keeps one
+    ],
+)
+def test_microbatches_that_fit(parts, first, limits):
+    problem = uniform(3, 4, parts=(1.0, 1.0))
+    devices = [replace(one, memory_bytes=3 * MB) for one in problem.cluster.devices]
+    room = PipelineProblem(problem.chain, linked(devices), 4)
+    kind = "round-robin" if len(first) > 1 else "split"
+    stages = (Stage((0, 1), first, kind), Stage((1, 2), ("s0g1",)), Stage((2, 3), ("s0g0",)))
+    assert tasks_of_stages(room, stages, parts).limits[:, 0].tolist() == limits
+
+
 # In the certificate.
 
 
