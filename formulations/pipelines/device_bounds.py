@@ -57,7 +57,7 @@ def machine_bound(tasks: Tasks, window: Window) -> float:
     jackson = [
         one_machine_bound(heads[own], tasks.seconds[own], tails[own]) for own in tasks.machines
     ]
-    return max(float((heads + tasks.seconds + tails).max()), *jackson)
+    return max([float((heads + tasks.seconds + tails).max()), *jackson])
 
 
 def window_of(tasks: Tasks) -> Window:

@@ -326,6 +326,19 @@ def test_memory_for_one_microbatch_is_one_after_the_other():
     assert bound.seconds == pytest.approx(3 * (3 + 3 + 2))
 
 
+def test_a_whole_backward_on_unlike_devices_may_be_shorter_than_its_parts():
+    # I and W take 4 and 1 on one device, 1 and 4 on the other: 4 each together, B takes 5.
+    costs = tuple(
+        LayerCost(2, 2.0, MB, 0.0, None, *parts, device_kind=kind)
+        for kind, parts in (("a", (8.0, 2.0)), ("b", (2.0, 8.0)))
+    )
+    chain = Chain("unlike", "test", 2, (Layer("l", 0.0, costs),))
+    cluster = linked([Device("d0", "a", 1e9), Device("d1", "b", 1e9)])
+    stages = (Stage((0, 1), ("d0", "d1")),)
+    for bound in device_bounds(PipelineProblem(chain, cluster, 1), stages, WHOLE_FINITE, 6.0, 1.0):
+        assert bound.seconds == pytest.approx(1 + 5)
+
+
 @pytest.mark.parametrize(
     ("parts", "first", "limits"),
     [
