@@ -231,11 +231,12 @@ def _certified(
 ) -> PipelinePlan:
     assembled = assemble(problem, planner, proposal.stages, proposal.starts)
     assert assembled.predicted is not None
-    cost = assembled.predicted.iteration_seconds
+    cost, plans = assembled.predicted.iteration_seconds, class_of(assembled)
     bounds = [
         *known.every,
-        *known.relaxed(class_of(assembled), cost),
+        *known.relaxed(plans, cost),
         *proposal.bounds,
+        *known.of_schedules(proposal.stages, plans, cost),
     ]
     scheduling = scheduling_of(problem, proposal.stages)
     if scheduling is not None:

@@ -179,29 +179,6 @@ def device_loads(work: Work) -> Floats:
     return busy
 
 
-def structure_bound(work: Work, endings: Endings) -> float:
-    """A lower bound on the iteration time of every schedule of the structure.
-
-    A microbatch passes every stage twice. A device begins when the first microbatch reaches its
-    first stage; after its last whole backward the gradient passes the earlier stages. All-reduces
-    of a device run one after another.
-    """
-    least = work.seconds.min(axis=2)  # (5, S)
-    there = np.concatenate([[0.0], np.cumsum(least[0, :-1] + least[3, :-1])])
-    back = np.concatenate([[0.0], np.cumsum(least[1, :-1] + least[4, 1:])])
-    reduce, update = np.nan_to_num(endings.reduce), np.nan_to_num(endings.update)
-    bound = float(there[-1] + least[0, -1] + least[1, -1] + back[-1])
-    for v, load in enumerate(device_loads(work)):
-        mine = work.stage[work.places[v]]
-        if not len(mine):
-            continue
-        first = int(mine.min())
-        rest = 0.0 if work.split[mine].any() else back[first]
-        after = max(rest, float(update[mine].sum()), float((reduce + update)[mine].min()))
-        bound = max(bound, there[first] + load + after, float(reduce[mine].sum()))
-    return bound
-
-
 def _seconds(seconds: Blocks) -> Floats:
     of = seconds.__getitem__
     backward = np.fmax(of(ActionKind.BACKWARD), of(ActionKind.INPUT_GRADIENT))

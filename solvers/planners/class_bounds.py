@@ -1,7 +1,7 @@
 """The best proved bounds on classes of plans, shared by the steps of planning a problem."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import monotonic
 
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
@@ -12,7 +12,7 @@ from stagewright.formulations.pipelines.server_relaxation import (
     SPLIT_SERVERS,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan import Bound, Stage
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
     DISJOINT_WHOLE,
@@ -20,6 +20,7 @@ from stagewright.formulations.plans.plan_class import (
     SHARED_WHOLE,
     PlanClass,
 )
+from stagewright.solvers.pipelines.device_bounds import device_bounds
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.server_relaxation import ServerBounds
@@ -34,6 +35,7 @@ class ClassBounds:
     """
 
     def __init__(self, problem: PipelineProblem, seconds: float = math.inf) -> None:
+        self.problem = problem
         self.every = every_plan_bounds(problem)
         self._relaxed: tuple[tuple[PlanClass, str, FillAndDrain | ServerBounds], ...] = (
             (DISJOINT_SPLIT, FILL_AND_DRAIN, FillAndDrain(problem)),
@@ -65,6 +67,15 @@ class ClassBounds:
                 self._spare = max(0.0, self._spare - (monotonic() - began))
                 found.append(Bound(seconds, name, "problem", known))
         return tuple(found)
+
+    def of_schedules(
+        self, stages: Sequence[Stage], plans: PlanClass, cost: float
+    ) -> tuple[Bound, ...]:
+        """Bounds on the schedules of ``stages``, of which one in ``plans`` takes ``cost``."""
+        began = monotonic()
+        found = device_bounds(self.problem, stages, plans, cost, self._spare)
+        self._spare = max(0.0, self._spare - (monotonic() - began))
+        return found
 
     def best(self, plans: PlanClass, cost: float) -> float:
         """The best known bound on a class that contains ``plans``, at most ``cost``."""

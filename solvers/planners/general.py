@@ -16,11 +16,12 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.device_bounds import quick_device_bound
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
-from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
+from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
@@ -146,7 +147,7 @@ class _StructureSearch:
                 break
             work, endings, _ = work_of(self.problem, structure)
             fits = misfit(self.problem, structure, work) is None
-            bounds[structure] = structure_bound(work, endings) if fits else math.inf
+            bounds[structure] = quick_device_bound(work, endings) if fits else math.inf
         for structure in sorted(bounds, key=lambda one: bounds[one]):
             if self._over():
                 return
@@ -178,7 +179,7 @@ class _StructureSearch:
                 self.reason = problem
             short = float(np.maximum(work.alone - work.room, 0.0).sum())
             return Score(max(short, 1.0), math.inf, math.inf, count)
-        bound = structure_bound(work, endings)
+        bound = quick_device_bound(work, endings)
         if bound >= ceiling:
             return Score(0.0, math.inf, math.inf, count)
         rules = sorted(rules_for(work), key=lambda rule: -self.wins[rule])
