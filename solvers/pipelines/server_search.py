@@ -29,6 +29,7 @@ from stagewright.solvers.pipelines.server_tables import (
 
 MARGIN = 1e-9
 FIRST_STEP = 0.005  # relative, above the bound of the tables; doubled until a plan is found
+SHARED_STEP = 0.02  # the largest, for shared devices: a plan is found slowly far above the bound
 PRECISION = 5e-4  # relative width at which the bisection stops
 MOST_LABELS = 48  # of a state; more are merged
 LABEL_BYTES = 4e8  # of all states
@@ -87,7 +88,7 @@ class ServerSearch:
         growth = FIRST_STEP
         while low < most and self.high == math.inf and monotonic() < until:
             low = self._ask(low, min(most, low * (1 + growth)), _steps(until), on_plan)
-            growth *= 2
+            growth = min(2 * growth, SHARED_STEP if self.form.shared else math.inf)
         while min(most, self.high) > low * (1 + PRECISION) and monotonic() < until:
             low = self._ask(low, (low + min(most, self.high)) / 2, _steps(until), on_plan)
         return low

@@ -1,7 +1,8 @@
 """The best proved bounds on classes of plans, shared by the steps of planning a problem."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
@@ -46,7 +47,8 @@ class ClassBounds:
             (SHARED_SPLIT, SPLIT_SERVERS, ServerBounds(problem, SHARED_SPLIT)),
         )
         self._reported: dict[PlanClass, float] = {}
-        self._spare = seconds * SHARE
+        self._share = seconds * SHARE
+        self._until = monotonic() + seconds
 
     def report(self, bounds: Iterable[tuple[PlanClass, float]]) -> None:
         """Keep bounds that a search has proved."""
@@ -62,20 +64,23 @@ class ClassBounds:
         found = []
         for known, name, relaxation in self._relaxed:
             if known == smallest:
-                began = monotonic()
-                seconds = relaxation.bound(cost, self._spare)
-                self._spare = max(0.0, self._spare - (monotonic() - began))
-                found.append(Bound(seconds, name, "problem", known))
+                with self._spending() as seconds:
+                    found.append(Bound(relaxation.bound(cost, seconds), name, "problem", known))
         return tuple(found)
 
     def of_schedules(
         self, stages: Sequence[Stage], plans: PlanClass, cost: float
     ) -> tuple[Bound, ...]:
         """Bounds on the schedules of ``stages``, of which one in ``plans`` takes ``cost``."""
+        with self._spending() as seconds:
+            return device_bounds(self.problem, stages, plans, cost, seconds)
+
+    @contextmanager
+    def _spending(self) -> Iterator[float]:
+        """The seconds that a bound may take: of the share that is left, and before the limit."""
         began = monotonic()
-        found = device_bounds(self.problem, stages, plans, cost, self._spare)
-        self._spare = max(0.0, self._spare - (monotonic() - began))
-        return found
+        yield max(0.0, min(self._share, self._until - began))
+        self._share -= monotonic() - began
 
     def best(self, plans: PlanClass, cost: float) -> float:
         """The best known bound on a class that contains ``plans``, at most ``cost``."""
