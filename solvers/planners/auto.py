@@ -42,6 +42,7 @@ from stagewright.solvers.planners.proposal import (
     scheduling_of,
 )
 from stagewright.solvers.planners.refine import refine
+from stagewright.solvers.planners.reordering import reorder
 from stagewright.solvers.planners.servers import plan_servers
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
@@ -87,8 +88,9 @@ def plan_auto(
         ("servers", plan_servers, portfolio.is_open, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
-        ("general", portfolio.search, portfolio.has_time, 2 / 3),
+        ("general", portfolio.search, portfolio.has_time, 1 / 2),
         ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
+        ("general, reordered", portfolio.reorder, portfolio.is_general, 1 / 3),
         ("bound", portfolio.bound, portfolio.is_general, 1 / 3),
         ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
         ("general, on", portfolio.search, portfolio.has_much_time, 1.0),
@@ -201,6 +203,13 @@ class _Portfolio:
         if self.best is None:
             return NoPlan("no plan to refine", proved=False)
         return refine(problem, self.best, limits, on_progress)
+
+    def reorder(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """A better order of the computations of the best plan."""
+        assert self.best is not None
+        return reorder(problem, self.best, limits, on_progress)
 
     def bound(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress

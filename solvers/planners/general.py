@@ -18,7 +18,6 @@ import numpy as np
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.device_bounds import quick_device_bound
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
-from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
@@ -29,7 +28,7 @@ from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
 from stagewright.solvers.pipelines.structure_scheduling import EQUAL, best_schedule
 from stagewright.solvers.planners.moves import StructureMoves
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options, SearchPlanner
-from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
+from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of, structure_of
 from stagewright.solvers.planners.seeds import pipelines
 from stagewright.solvers.planners.warm_start import warm_start
 
@@ -105,7 +104,7 @@ class _StructureSearch:
     def run(self, known: Sequence[Proposal]) -> None:
         self._begin_with(known)
         order = recursive_device_order(self.problem.cluster)
-        seeds = [self._read(one) for one in known]
+        seeds = [structure_of(one) for one in known]
         self._try_all(pipelines(self.problem, order))
         for seed in self._promising(STARTS):
             self._try_all(self.moves.variants(seed))
@@ -124,14 +123,10 @@ class _StructureSearch:
 
     def _begin_with(self, known: Sequence[Proposal]) -> None:
         for one in known:
-            structure, seconds = self._read(one), cost_of(self.problem, one)
+            structure, seconds = structure_of(one), cost_of(self.problem, one)
             score = Score(0.0, seconds, math.inf, len(one.stages))
             if score.beats(self.best):
                 self.best, self.structure, self.starts = score, structure, one.starts
-
-    def _read(self, proposal: Proposal) -> Structure:
-        split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
-        return Structure(proposal.stages, tuple(bool(row.all()) for row in split))
 
     def _left(self) -> float:
         return self.limits.left(monotonic() - self.began)
