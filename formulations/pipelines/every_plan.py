@@ -117,15 +117,8 @@ class LeastTimes:
         Each device of a group has links to r - 1 others, so the (r - 1)-th best link of some device
         is at least as good as the worst link of any group.
         """
-        cluster, size = self.problem.cluster, len(self.problem.cluster)
-        apart = ~np.eye(size, dtype=bool)
-        seconds_per_byte, latency = np.zeros(size), np.zeros(size)
-        if size > 1:
-            width = np.minimum(cluster.bandwidth, cluster.bandwidth.T)[apart].reshape(size, -1)
-            late = np.maximum(cluster.latency, cluster.latency.T)[apart].reshape(size, -1)
-            seconds_per_byte[1:] = 1 / np.sort(width, axis=1)[:, ::-1].max(axis=0)
-            latency[1:] = np.sort(late, axis=1).min(axis=0)
-        return seconds_per_byte, latency
+        bandwidth, latency = self.problem.cluster.pairs.nearest()
+        return np.append(0.0, 1 / bandwidth), np.append(0.0, latency)
 
     def all_reduce(self, r: int) -> Floats:
         """Least seconds of a layer's all-reduce among r devices, shape (L,)."""
