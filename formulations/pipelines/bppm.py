@@ -219,7 +219,7 @@ def _between_units(cluster: Cluster, units: Ints) -> tuple[Floats, Floats]:
     """The largest seconds per byte and latency from each unit to each, 0 for one device; (V, V)."""
     seconds_per_byte, latency = np.zeros((2, len(units), len(units)))
     for i, unit in enumerate(units):
-        width, late = cluster.pairs.block(unit, units.ravel())
+        width, late = cluster.pairs.block(unit.tolist(), units.ravel().tolist())
         seconds_per_byte[i] = 1.0 / width.min(axis=0).reshape(units.shape).min(axis=1)
         latency[i] = late.max(axis=0).reshape(units.shape).max(axis=1)
     return seconds_per_byte, latency

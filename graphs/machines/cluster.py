@@ -209,7 +209,7 @@ class Cluster:
         """A field of the links as a matrix with a zero diagonal."""
         size = len(self.devices)
         rows = value if isinstance(value, tuple) else np.full((size, size), value)
-        matrix = np.nan_to_num(np.array(rows, dtype=float))  # None, no link, is 0
+        matrix: Floats = np.nan_to_num(np.array(rows, dtype=float))  # None, no link, is 0
         np.fill_diagonal(matrix, 0.0)
         return matrix
 

@@ -156,9 +156,6 @@ def _put_first(
     after = _rest_after(form, c, q, len(rest.path) - 1)
     if after < 0:
         return
-    wide = form.turns < len(form.devices)
-    link = FAST if wide else least_link(form, c)
-    crossings = 1 if wide else form.microbatches
     last = form.size  # the largest d; more devices after the cut leave fewer, and slower, before it
     while last >= r and before.path[form.size - last, l] == np.inf:
         last -= 1
@@ -171,19 +168,36 @@ def _put_first(
             last -= 1
         if last < r:
             return
-        if form.limit[c, l, m] == 0:
-            continue
-        if m == layers:
-            _put(stage, 0.0, crossings, 0, 1, r, (after, m), (q, l), rest)
-            continue
-        left, most = 1, last - r
-        # With more pieces than samples, a transfer takes no less.
-        while left <= most and form.pieces[c] * left < form.samples:
-            send = send_seconds(form, m, form.pieces[c] * left, link)
-            _put(stage, send, crossings, left, left + 1, r, (after, m), (q, l), rest)
-            left += 1
-        send = send_seconds(form, m, form.samples, link)
-        _put(stage, send, crossings, left, most + 1, r, (after, m), (q, l), rest)
+        if form.limit[c, l, m] > 0:
+            _put_all(form, stage, c, last - r, (after, m), (q, l), rest)
+
+
+@inner
+def _put_all(
+    form: ServerRelaxation,
+    stage: _Stage,
+    c: int,
+    most: int,
+    after: tuple[int, int],
+    at: tuple[int, int],
+    rest: Rest,
+) -> None:
+    """Improve the entries ``at`` by a stage of choice c, with up to ``most`` devices after it."""
+    r, m = form.devices[c], after[1]
+    if m == form.forward.shape[1] - 1:
+        _put(stage, 0.0, 1, 0, 1, r, after, at, rest)
+        return
+    wide = form.turns < len(form.devices)
+    link = FAST if wide else least_link(form, c)
+    crossings = 1 if wide else form.microbatches
+    left = 1
+    # With more pieces than samples, a transfer takes no less.
+    while left <= most and form.pieces[c] * left < form.samples:
+        send = send_seconds(form, m, form.pieces[c] * left, link)
+        _put(stage, send, crossings, left, left + 1, r, after, at, rest)
+        left += 1
+    send = send_seconds(form, m, form.samples, link)
+    _put(stage, send, crossings, left, most + 1, r, after, at, rest)
 
 
 @inner
