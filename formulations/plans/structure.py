@@ -194,10 +194,12 @@ def structure_bound(work: Work, endings: Endings) -> float:
     back = np.concatenate([[0.0], np.cumsum(least[1, :-1] + least[4, 1:])])
     reduce, update = np.nan_to_num(endings.reduce), np.nan_to_num(endings.update)
     bound = float(there[-1] + least[0, -1] + least[1, -1] + back[-1])
-    for v, load in enumerate(device_loads(work)):
-        mine = work.stage[work.places[v]]
-        if not len(mine):
+    # Devices with the same lanes have the same load.
+    loads = {tuple(mine): load for mine, load in zip(work.places, device_loads(work), strict=True)}
+    for places, load in loads.items():
+        if not places:
             continue
+        mine = work.stage[list(places)]
         first = int(mine.min())
         rest = 0.0 if work.split[mine].any() else back[first]
         after = max(rest, float(update[mine].sum()), float((reduce + update)[mine].min()))
