@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.sparse import csgraph
 
 from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums, range_sums
 from stagewright.formulations.plans.memory import buffers_per_boundary, state_factors
@@ -290,11 +289,10 @@ def levels_of(cluster: Cluster) -> Iterator[Levels]:
     size = len(cluster)
     one = (0,) * size
     homes = [one]
-    for threshold in np.unique(cluster.bandwidth[~np.eye(size, dtype=bool)])[:-1]:
-        linked = cluster.bandwidth > threshold
-        count, home = csgraph.connected_components(linked, directed=False)
-        if count > 1 and len({*home}) > len({*homes[-1]}):
-            homes.append(tuple(home.tolist()))
+    for threshold in cluster.pairs.bandwidths()[:-1]:
+        home = cluster.pairs.components(threshold).tolist()
+        if max(home) > max(homes[-1]):
+            homes.append(tuple(home))
     # The first is the whole cluster: a rack only if there is no other.
     nested = homes if len(homes) < 3 else homes[1:]
     for rack, home in pairwise(nested) if len(nested) > 1 else [(one, one)]:
@@ -311,10 +309,9 @@ def _best_links(
     """
     best = 0.0, 0.0
     for groups in (range(len(cluster)), home, rack):
-        between = np.not_equal.outer(groups, groups)
-        if between.any():
-            links, latency = cluster.bandwidth[between], cluster.latency[between]
-            best = 1 / float(links.max()), float(latency.min())
+        found = cluster.pairs.best_between(np.array(groups))
+        if found is not None:
+            best = 1 / found[0], found[1]
         yield best
 
 

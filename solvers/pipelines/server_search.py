@@ -25,6 +25,7 @@ from stagewright.solvers.pipelines.server_tables import (
     Rest,
     fill_before,
     fill_rest,
+    fill_shared_rest,
 )
 
 MARGIN = 1e-9
@@ -130,8 +131,10 @@ class ServerSearch:
         form = restricted or self.form
         work = self._work._replace(form=form, until=seconds * (1 - MARGIN))
         fill_before(form, work.until, self._before)
-        fill_rest(form, work.until, self._before, work.rest)
-        if form.shared:
+        if not form.shared:
+            fill_rest(form, work.until, self._before, work.rest)
+        else:
+            fill_shared_rest(form, work.until, self._before, work.rest)
             work = work._replace(loads=_loads(form, work.until))
         if not np.isfinite(work.rest.path[-1, self.form.size, 0]):
             return Answer((), True)

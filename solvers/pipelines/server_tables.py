@@ -30,7 +30,7 @@ class Rest(NamedTuple):
     """What the layers from l on need at least on at most d devices, of which q have rank 0.
 
     The shape is (q + 1, V + 1, L + 1) by [q, d, l], for all q or for q = 0, which then stands for
-    any number. If devices are shared, the tables are filled for d = V alone.
+    any number.
     ``path`` is the way of one microbatch there and back; ``fill`` the largest, over stages and
     channels, of the way to it and back and M microbatches on it; ``reduced`` the same with the way
     there alone, and the all-reduce and the optimizer's step of a stage. inf if nothing fits.
@@ -133,9 +133,10 @@ def _add_stages(
     d = used if form.shared else used + form.devices[c]
     for m in range(l + 1, form.forward.shape[1]):
         stage = _stage(form, c, l, m)
-        if head + stage.sent > until or forth + stage.work > until:
+        finish = 0.0 if form.shared else stage.finish
+        if head + stage.sent > until or forth + stage.work + finish > until:
             return
-        if form.limit[c, l, m] > 0 and (form.shared or forth + stage.work + stage.finish <= until):
+        if form.limit[c, l, m] > 0:
             before.path[d, m] = min(before.path[d, m], head + stage.both)
             before.forth[d, m] = min(before.forth[d, m], forth + stage.forward)
 
@@ -143,33 +144,56 @@ def _add_stages(
 @njit(cache=True, error_model="numpy")
 def fill_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) -> None:
     """Fill ``rest``, with stages that stay within ``until`` after the least way ``before``."""
-    layers = form.forward.shape[1] - 1
+    layers, counted = form.forward.shape[1] - 1, len(rest.path)
+    # Entries [l, d], so that the loop over d, which is the longest, is over neighbours.
+    turned = Rest(
+        np.full((counted, layers + 1, form.size + 1), np.inf),
+        np.full((counted, layers + 1, form.size + 1), np.inf),
+        np.full((counted, layers + 1, form.size + 1), np.inf),
+    )
+    for table in turned:
+        table[:, layers] = 0.0
+    for l in range(layers - 1, -1, -1):
+        for q in range(counted):
+            for c in range(len(form.devices)):
+                _put_first(form, until, before, q, l, c, turned)
+            for table in turned:
+                for d in range(1, form.size + 1):
+                    table[q, l, d] = min(table[q, l, d], table[q, l, d - 1])
+    for q in range(counted):
+        rest.path[q] = turned.path[q].T
+        rest.fill[q] = turned.fill[q].T
+        rest.reduced[q] = turned.reduced[q].T
+
+
+@njit(cache=True, error_model="numpy")
+def fill_shared_rest(form: ServerRelaxation, until: float, before: Before, rest: Rest) -> None:
+    """Fill ``rest`` where every stage may use all devices.
+
+    All-reduces are left out: neighbouring stages on the same devices are one here.
+    """
+    size, layers = form.size, form.forward.shape[1] - 1
     for table in (rest.path, rest.fill, rest.reduced):
         table[:] = np.inf
-        table[:, :, layers] = 0.0
-    for q in range(len(rest.path)):
-        for d in range(form.size if form.shared else 1, form.size + 1):
-            for l in range(layers - 1, -1, -1):
-                _fill_entry(form, until, before, (q, d, l), rest)
-
-
-@inner
-def _fill_entry(
-    form: ServerRelaxation, until: float, before: Before, at: tuple[int, int, int], rest: Rest
-) -> None:
-    q, d, l = at
-    for table in (rest.path, rest.fill, rest.reduced):
-        table[at] = table[q, d - 1, l]
-    if before.path[_devices_before(form, d), l] < np.inf:
+        table[0, size, layers] = 0.0
+    path, fill, reduced = rest.path[0, size], rest.fill[0, size], rest.reduced[0, size]
+    for l in range(layers - 1, -1, -1):
+        head, forth = before.path[size, l], before.forth[size, l]
         for c in range(len(form.devices)):
-            if form.devices[c] <= d:
-                _put_first(form, until, before, at, c, rest)
-
-
-@inner
-def _devices_before(form: ServerRelaxation, d: int) -> int:
-    """How many devices the layers before may use if there are d for the rest."""
-    return form.size if form.shared else form.size - d
+            for m in range(l + 1, layers + 1):
+                stage = _stage(form, c, l, m)
+                if head + stage.sent > until or forth + stage.work > until:
+                    break
+                if form.limit[c, l, m] == 0:
+                    continue
+                send = 0.0
+                if m < layers:
+                    send = send_seconds(form, m, form.pieces[c] * size, _next_link(form, c))
+                around = max(2 * send + fill[m], 2 * form.microbatches * send)
+                path[l] = min(path[l], stage.both + 2 * send + path[m])
+                fill[l] = min(fill[l], max(stage.sent, stage.both + around))
+                onward = stage.forward + send + reduced[m]
+                reduced[l] = min(reduced[l], max(stage.work, onward))
 
 
 @inner
@@ -184,36 +208,80 @@ def _rest_after(form: ServerRelaxation, c: int, q: int, most: int) -> int:
 
 @inner
 def _put_first(
-    form: ServerRelaxation,
-    until: float,
-    before: Before,
-    at: tuple[int, int, int],
-    c: int,
-    rest: Rest,
+    form: ServerRelaxation, until: float, before: Before, q: int, l: int, c: int, rest: Rest
 ) -> None:
-    """Improve the entries [q, d, l] by every first stage of choice c."""
-    q, d, l = at
-    layers, left = form.forward.shape[1] - 1, d if form.shared else d - form.devices[c]
+    """Improve the entries [q, l, d] by every first stage of choice c; ``rest`` is by [q, l, d]."""
+    layers, r = form.forward.shape[1] - 1, form.devices[c]
     after = _rest_after(form, c, q, len(rest.path) - 1)
     if after < 0:
         return
-    behind = _devices_before(form, d)
-    head, forth = before.path[behind, l], before.forth[behind, l]
+    last = form.size  # the largest d; more devices after the cut leave fewer, and slower, before it
+    while last >= r and before.path[form.size - last, l] == np.inf:
+        last -= 1
+    for m in range(l + 1, layers + 1):
+        stage = _stage(form, c, l, m)
+        while last >= r and (
+            before.path[form.size - last, l] + stage.work > until
+            or before.forth[form.size - last, l] + stage.work + stage.finish > until
+        ):
+            last -= 1
+        if last < r:
+            return
+        if form.limit[c, l, m] > 0:
+            _put_all(form, stage, c, last - r, (after, m), (q, l), rest)
+
+
+@inner
+def _put_all(
+    form: ServerRelaxation,
+    stage: _Stage,
+    c: int,
+    most: int,
+    after: tuple[int, int],
+    at: tuple[int, int],
+    rest: Rest,
+) -> None:
+    """Improve the entries ``at`` by a stage of choice c, with up to ``most`` devices after it."""
+    r, m = form.devices[c], after[1]
+    if m == form.forward.shape[1] - 1:
+        _put(stage, 0.0, 1, 0, 1, r, after, at, rest)
+        return
     wide = form.turns < len(form.devices)
     link = FAST if wide else _next_link(form, c)
     crossings = 1 if wide else form.microbatches
-    for m in range(l + 1, layers + 1):
-        stage = _stage(form, c, l, m)
-        if head + stage.sent > until or forth + stage.work > until:
-            return
-        finish = 0.0 if form.shared else stage.finish
-        if forth + stage.work + finish > until:
-            return
-        if form.limit[c, l, m] == 0 or (m < layers and left == 0):
-            continue
-        send = send_seconds(form, m, form.pieces[c] * left, link) if m < layers else 0.0
-        around = max(2 * send + rest.fill[after, left, m], 2 * crossings * send)
-        onward = stage.forward + send + rest.reduced[after, left, m]
-        rest.path[at] = min(rest.path[at], stage.both + 2 * send + rest.path[after, left, m])
-        rest.fill[at] = min(rest.fill[at], max(stage.sent, stage.both + around))
-        rest.reduced[at] = min(rest.reduced[at], max(stage.work + finish, onward))
+    left = 1
+    # With more pieces than samples, a transfer takes no less.
+    while left <= most and form.pieces[c] * left < form.samples:
+        send = send_seconds(form, m, form.pieces[c] * left, link)
+        _put(stage, send, crossings, left, left + 1, r, after, at, rest)
+        left += 1
+    send = send_seconds(form, m, form.samples, link)
+    _put(stage, send, crossings, left, most + 1, r, after, at, rest)
+
+
+@inner
+def _put(
+    stage: _Stage,
+    send: float,
+    crossings: int,
+    low: int,
+    high: int,
+    r: int,
+    after: tuple[int, int],
+    at: tuple[int, int],
+    rest: Rest,
+) -> None:
+    """Improve the entries ``at`` by the stage on r devices, with low ... high - 1 devices after it.
+
+    ``send`` is the time of a transfer to the next stage.
+    """
+    both, forth = stage.both + 2 * send, stage.forward + send
+    least = max(stage.work, stage.both + 2 * crossings * send)
+    path, fill, reduced = rest.path[after], rest.fill[after], rest.reduced[after]
+    into_path, into_fill, into_reduced = rest.path[at], rest.fill[at], rest.reduced[at]
+    for left in range(low, high):
+        d = left + r
+        into_path[d] = min(into_path[d], both + path[left])
+        into_fill[d] = min(into_fill[d], max(least, stage.both + (2 * send + fill[left])))
+        longest = max(stage.work + stage.finish, forth + reduced[left])
+        into_reduced[d] = min(into_reduced[d], longest)

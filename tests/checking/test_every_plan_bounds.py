@@ -4,11 +4,18 @@ import json
 from math import inf
 
 import pytest
+from hypothesis import given
 from language_instances import random_instance
 from language_oracle import Language, best
-from profiles import slow_after
+from profiles import examples, slow_after
+from strategies import hard_problem
 
-from stagewright.formulations.pipelines.every_plan import why_nothing_fits
+from stagewright.formulations.pipelines.every_plan import (
+    LeastTimes,
+    layer_bound,
+    layer_path_bound,
+    why_nothing_fits,
+)
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
@@ -69,3 +76,18 @@ def test_no_plan_undercuts_a_bound_on_its_class(seed):
         if optimum[plans] < inf:
             assert server_bound(problem, inf, inf, plans) <= optimum[plans] * SLACK
             assert not is_server_bound(problem, optimum[plans] * (1 + 1e-6), plans)
+
+
+@examples(100)
+@given(hard_problem(4, 9, 3))
+def test_more_devices_than_worthwhile_give_no_other_bound(problem):
+    def bounds():
+        return (
+            layer_bound(problem), layer_path_bound(problem, True), layer_path_bound(problem, False)
+        )  # fmt: skip
+
+    quick = bounds()
+    with pytest.MonkeyPatch.context() as patch:
+        every = range(1, len(problem.cluster) + 1)
+        patch.setattr(LeastTimes, "worthwhile", every)
+        assert bounds() == quick
