@@ -1,5 +1,6 @@
 """1F1B (PipeDream-Flush): a warm-up of forwards, then alternately one forward, one backward."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from stagewright.formulations.plans.actions import Action
@@ -16,13 +17,14 @@ def one_f_one_b(stages: int, microbatches: int, in_flight: tuple[int, ...] | Non
     rows, depth = [], microbatches
     for s in range(stages):
         depth = min(depth, stages - s, depth if in_flight is None else in_flight[s])
-        rows.append(_row(s, depth, microbatches))
+        rows.append(row_of(s, depth, range(microbatches)))
     return Order(tuple(rows))
 
 
-def _row(stage: int, depth: int, microbatches: int) -> Row:
-    forwards = [Action(stage, F, m) for m in range(microbatches)]
-    backwards = [Action(stage, B, m) for m in range(microbatches)]
+def row_of(stage: int, depth: int, microbatches: Sequence[int]) -> Row:
+    """1F1B of one stage with at most ``depth`` of its ``microbatches`` in flight."""
+    forwards = [Action(stage, F, m) for m in microbatches]
+    backwards = [Action(stage, B, m) for m in microbatches]
     steady = zip(backwards, forwards[depth:], strict=False)
     alternating = [action for pair in steady for action in pair]
-    return (*forwards[:depth], *alternating, *backwards[microbatches - depth :])
+    return (*forwards[:depth], *alternating, *backwards[max(0, len(backwards) - depth) :])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from stagewright.formulations.plans.actions import Action, ActionKind
 from stagewright.graphs.documents.errors import InputError
@@ -12,7 +13,9 @@ I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 Row = tuple[Action, ...]
 
 # The next computations allowed for a microbatch, by those that its stage has done.
-_STEPS: dict[str, dict[str, str]] = {"": {F: "F"}, "F": {B: "FB", I: "FI"}, "FI": {W: "FIW"}}
+_STEPS: dict[str, dict[str, str]] = {
+    "": {F: "F"}, "F": {B: "FB", I: "FI"}, "FI": {W: "FIW"}, "FB": {}, "FIW": {},
+}  # fmt: skip
 _DONE = ("FB", "FIW")
 
 
@@ -24,41 +27,69 @@ class Order:
     gradient and a weight gradient. An order has no transfers. It may still contain a deadlock
     between devices, which is detected when the order is scheduled.
 
+    A *path* is the device of each stage as a microbatch passes them. Most schedules have one path;
+    bidirectional ones have two, and a stage replicated round-robin has one copy per path.
+
     Attributes
     ----------
-    device
-        The device of each stage.
+    path_of
+        The path of each microbatch, M values; by default all take path 0.
+    paths
+        ``paths[k][s]`` is the device of stage s for the microbatches of path k.
     microbatches
         Number of microbatches M.
 
     Raises
     ------
     InputError
-        If a stage is on two devices, or an action is missing, duplicate or too early.
+        If a stage is on two devices of one path, or an action is missing, duplicate or too early.
     """
 
     rows: tuple[Row, ...]
-    device: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    path_of: tuple[int, ...] = ()
+    paths: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     microbatches: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        homes: dict[int, int] = {}
         done: dict[tuple[int, int | None], str] = {}
+        homes: dict[tuple[int, int], int] = {}
+        known = len(self.path_of)
         for d, row in enumerate(self.rows):
             for action in row:
-                if homes.setdefault(action.stage, d) != d:
-                    home = homes[action.stage]
-                    raise InputError(f"device {d}: {action}, but stage {action.stage} is on {home}")
-                place = action.stage, action.microbatch
-                before = done.get(place, "")
-                after = _STEPS.get(before, {}).get(action.kind)
+                stage, kind, m = action.stage, action.kind, action.microbatch
+                path = self.path_of[m] if m is not None and m < known else 0
+                if homes.setdefault((path, stage), d) != d:
+                    home = homes[path, stage]
+                    raise InputError(f"device {d}: {action}, but stage {stage} is on {home}")
+                before = done.get((stage, m), "")
+                after = _STEPS[before].get(kind)
                 if after is None:
                     raise InputError(f"device {d}: {_refusal(action, before)}")
-                done[place] = after
+                done[stage, m] = after
+        stages = 1 + max((s for _, s in homes), default=-1)
         count = 1 + max((m for _, m in done if m is not None), default=-1)
-        _require_complete(done, 1 + max(homes, default=-1), count)
-        object.__setattr__(self, "device", tuple(homes[s] for s in range(len(homes))))
+        _require_complete(done, stages, count)
+        path_of = self.path_of or (0,) * count
+        _require_paths(path_of, count)
+        paths = [tuple(homes[k, s] for s in range(stages)) for k in range(1 + max(path_of))]
+        object.__setattr__(self, "path_of", path_of)
+        object.__setattr__(self, "paths", tuple(paths))
         object.__setattr__(self, "microbatches", count)
+
+    @property
+    def device(self) -> tuple[int, ...]:
+        """The device of each stage.
+
+        Raises
+        ------
+        InputError
+            If the order has several paths.
+        """
+        if len(self.paths) > 1:
+            raise InputError(
+                f"the order has {len(self.paths)} paths: a stage is on several devices"
+            )
+        return self.paths[0]
 
     @property
     def is_split(self) -> bool:
@@ -67,17 +98,27 @@ class Order:
 
     def split(self) -> "Order":
         """Replace each whole backward by an input gradient and a weight gradient."""
-        return Order(tuple(tuple(_split(row)) for row in self.rows))
+        return Order(tuple(tuple(_split(row)) for row in self.rows), self.path_of)
 
     def most_in_flight(self) -> tuple[int, ...]:
-        """The largest number of microbatches in flight of each stage, from F to the end of B."""
-        now, most = [0] * len(self.device), [0] * len(self.device)
+        """The largest number of microbatches in flight of each stage, from F to the end of B.
+
+        Of several copies of a stage the one with the most counts.
+        """
+        most = [0] * len(self.paths[0])
         for row in self.rows:
+            now = [0] * len(most)
             for action in row:
                 if action.kind is not I:
                     now[action.stage] += 1 if action.kind is F else -1
                     most[action.stage] = max(most[action.stage], now[action.stage])
         return tuple(most)
+
+    def most_on_device(self) -> tuple[int, ...]:
+        """The largest number of microbatches in flight of all stages of each device together."""
+        steps = {F: 1, B: -1, I: 0, W: -1}
+        levels = (accumulate(steps[one.kind] for one in row) for row in self.rows)
+        return tuple(max(one, default=0) for one in levels)
 
 
 def order_of(device: Sequence[int], actions: Iterable[Action]) -> Order:
@@ -123,3 +164,10 @@ def _require_complete(
             if found not in _DONE:
                 missing = {"": "forward", "F": "backward", "FI": "weight gradient"}[found]
                 raise InputError(f"stage {s} has no {missing} of microbatch {m}")
+
+
+def _require_paths(path_of: tuple[int, ...], microbatches: int) -> None:
+    if len(path_of) != microbatches:
+        raise InputError(f"path_of needs {microbatches} values, got {len(path_of)}")
+    if sorted(set(path_of)) != [*range(1 + max(path_of))]:
+        raise InputError(f"paths must be numbered from 0 without gaps, got {path_of}")

@@ -1,0 +1,182 @@
+"""An order in the making: computations are appended with their times, weight gradients fill gaps.
+
+The part that the zero-bubble heuristics share. What it knows of the papers is their rule for weight
+gradients (Qi et al. 2024, section 3.1).
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.schedules.order import F, I, Order, W
+from stagewright.formulations.schedules.placements import Device
+from stagewright.formulations.schedules.timing import StageTimes
+from stagewright.graphs.documents.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationMemory:
+    """What a microbatch occupies on each of S stages, and what each device has, in any unit.
+
+    Attributes
+    ----------
+    saved
+        From the forward to the input gradient, per stage.
+    kept
+        From the input gradient to the weight gradient, per stage; at most ``saved``.
+    limit
+        For all microbatches of all stages together, per device.
+
+    Raises
+    ------
+    InputError
+        If a stage keeps more than it saves.
+    """
+
+    saved: tuple[float, ...]
+    kept: tuple[float, ...]
+    limit: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for s, (saved, kept) in enumerate(zip(self.saved, self.kept, strict=True)):
+            if not 0 <= kept <= saved:
+                raise InputError(f"kept[{s}] must be 0 to {saved} (saved[{s}]), got {kept}")
+
+    def require_room(self, device: Device) -> None:
+        """Refuse a limit below one microbatch of every stage on a device.
+
+        Raises
+        ------
+        InputError
+            With the least limit that works.
+        """
+        for d, limit in enumerate(self.limit):
+            least = sum(saved for home, saved in zip(device, self.saved, strict=True) if home == d)
+            if limit < least:
+                raise InputError(
+                    f"limit[{d}] must be at least {least}, one microbatch of the stages on device "
+                    f"{d}, got {limit}"
+                )
+
+
+def activations(device: Device, limit: float) -> ActivationMemory:
+    """A limit in microbatches of a stage on every device; all is kept until the weight gradient."""
+    ones = (1.0,) * len(device)
+    return ActivationMemory(ones, ones, (float(limit),) * (1 + max(device)))
+
+
+class Construction:
+    """The rows so far, with the time, idle time and memory of each device.
+
+    ``fills`` puts a weight gradient also into a gap that is shorter and does not make the longest
+    idle time of all devices longer.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        times: StageTimes,
+        microbatches: int,
+        memory: ActivationMemory,
+        fills: bool,
+    ) -> None:
+        stages, devices = len(device), 1 + max(device)
+        self.device, self.times, self.memory = device, times, memory
+        self.count, self.fills, self.last = microbatches, fills, stages - 1
+        self.names = {kind: [(s, kind) for s in range(stages)] for kind in (F, I, W)}
+        self.rows: list[list[tuple[int, ActionKind]]] = [[] for _ in range(devices)]
+        self.clock, self.idle, self.used = [0.0] * devices, [0.0] * devices, [0.0] * devices
+        self.first, self.most_idle = [0.0] * devices, 0.0
+        self.pending: list[deque[int]] = [deque() for _ in range(devices)]  # stages of gradients
+        self.forwards, self.inputs, self.weights = [0] * stages, [0] * stages, [0] * stages
+        # When the inputs of a stage's forwards and the gradients of its outputs arrive.
+        self.there: list[list[float]] = [[] for _ in device]
+        self.back: list[list[float]] = [[] for _ in device]
+        self.there[0] = [0.0] * microbatches
+        there = zip(device, device[1:], times.send_forward, strict=False)
+        back = zip(device, device[1:], times.send_backward, strict=False)
+        self.send_forward = [seconds if a != b else 0.0 for a, b, seconds in there]
+        self.send_backward = [seconds if a != b else 0.0 for a, b, seconds in back]
+
+    def span(self) -> float:
+        """The longest time from the first start to the last end of a device."""
+        return max(end - start for start, end in zip(self.first, self.clock, strict=True))
+
+    def makespan(self) -> float:
+        """The end of the last computation."""
+        return max(self.clock)
+
+    def order(self) -> Order:
+        """The order of the rows; every stage takes microbatches by number, for each kind."""
+        rows = []
+        for row in self.rows:
+            numbers = {one: iter(range(self.count)) for one in set(row)}
+            rows.append(tuple(Action(*one, next(numbers[one])) for one in row))
+        return Order(tuple(rows))
+
+    def makes_room(self, s: int) -> bool:
+        """Run weight gradients until a forward of the stage fits; whether it can."""
+        d = self.device[s]
+        while self.used[d] + self.memory.saved[s] > self.memory.limit[d]:
+            if not self.pending[d]:
+                return False
+            self.weight_gradient(d)
+        return True
+
+    def forward(self, s: int) -> None:
+        """The stage's next forward, after what fills the time until its input arrives."""
+        d, m = self.device[s], self.forwards[s]
+        arrival = self.there[s][m]
+        self._fill_gap(d, arrival)
+        if not self.rows[d]:
+            self.first[d] = self.clock[d] = arrival
+        self._append(d, s, F, arrival, self.times.forward[s])
+        self.used[d] += self.memory.saved[s]
+        self.forwards[s] = m + 1
+        if s < self.last:
+            self.there[s + 1].append(self.clock[d] + self.send_forward[s])
+        else:
+            self.back[s].append(self.clock[d])
+
+    def input_gradient(self, s: int) -> None:
+        """The stage's next input gradient, after what fills the time until it can start."""
+        d = self.device[s]
+        arrival = self.back[s][self.inputs[s]]
+        self._fill_gap(d, arrival)
+        self._append(d, s, I, arrival, self.times.input_gradient[s])
+        self.used[d] += self.memory.kept[s] - self.memory.saved[s]
+        self.pending[d].append(s)
+        self.inputs[s] += 1
+        if s > 0:
+            self.back[s - 1].append(self.clock[d] + self.send_backward[s - 1])
+
+    def weight_gradient(self, d: int) -> None:
+        """The oldest weight gradient that the device has put off."""
+        s = self.pending[d].popleft()
+        self._append(d, s, W, 0.0, self.times.weight_gradient[s])
+        self.used[d] -= self.memory.kept[s]
+        self.weights[s] += 1
+
+    def finish(self) -> None:
+        """All weight gradients that are left."""
+        for d, pending in enumerate(self.pending):
+            while pending:
+                self.weight_gradient(d)
+
+    def _fill_gap(self, d: int, arrival: float) -> None:
+        """Weight gradients while the device waits."""
+        while self.pending[d] and self.clock[d] < arrival:
+            gap = arrival - self.clock[d]
+            fits = gap >= self.times.weight_gradient[self.pending[d][0]]
+            if not (fits or self.fills or gap > self.most_idle - self.idle[d]):
+                break
+            self.weight_gradient(d)
+
+    def _append(self, d: int, s: int, kind: ActionKind, ready: float, seconds: float) -> None:
+        start = self.clock[d]
+        if ready > start:
+            self.idle[d] += ready - start
+            self.most_idle = max(self.most_idle, self.idle[d])
+            start = ready
+        self.clock[d] = start + seconds
+        self.rows[d].append(self.names[kind][s])

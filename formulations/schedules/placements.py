@@ -1,0 +1,34 @@
+"""Placements: on which device each stage is, for p devices with v stages ("chunks") each."""
+
+Device = tuple[int, ...]
+
+
+def line(devices: int) -> Device:
+    """Stage s on device s."""
+    return tuple(range(devices))
+
+
+def loop(devices: int, chunks: int) -> Device:
+    """Stage s on device s mod p (Narayanan et al. 2021, section 2.2)."""
+    return tuple(range(devices)) * chunks
+
+
+def v_shape(devices: int) -> Device:
+    """Two stages per device, there and back: 0, ..., p - 1, p - 1, ..., 0 (Qi et al. 2024)."""
+    return wave(devices, 1)
+
+
+def wave(devices: int, waves: int) -> Device:
+    """The V repeated: 2 w stages per device, neighbouring ones on the same device at each turn.
+
+    Source: Liu et al. 2023 (Hanayo).
+    """
+    return (*range(devices), *reversed(range(devices))) * waves
+
+
+def both_directions(devices: int) -> tuple[Device, Device]:
+    """Stage s on device s for microbatches that go down, on device p - 1 - s for those that go up.
+
+    Every device keeps the weights of two stages (Li and Hoefler 2021, Chimera).
+    """
+    return line(devices), tuple(reversed(range(devices)))
