@@ -7,8 +7,8 @@ from math import inf
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from profiles import examples
 from order_oracle import ends_by_relaxation
+from profiles import examples
 
 from stagewright.formulations.patterns.pattern import PatternProblem
 from stagewright.formulations.pipelines.makespan import MakespanProblem
