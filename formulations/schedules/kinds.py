@@ -207,6 +207,22 @@ KINDS: dict[str, ScheduleKind] = {
 """Adding a schedule is one module and one entry."""
 
 
+def require_chunks(name: str, chunks: int) -> None:
+    """Refuse a number of stages per device that a schedule does not have.
+
+    Raises
+    ------
+    InputError
+        With the numbers that it has, and the schedules that have other ones.
+    """
+    if not KINDS[name].chunks.allows(chunks):
+        others = [other for other, kind in KINDS.items() if kind.chunks.allows(chunks)]
+        raise InputError(
+            f"{name} has {KINDS[name].chunks} per device, got {chunks}, which "
+            f"{', '.join(others) or 'no schedule'} may have"
+        )
+
+
 def schedule_of(name: str, sizes: Sizes) -> Order:
     """The order of a schedule by name.
 
@@ -219,8 +235,7 @@ def schedule_of(name: str, sizes: Sizes) -> Order:
         raise InputError(f"unknown schedule {name!r}; known are {', '.join(KINDS)}")
     kind = KINDS[name]
     chunks = sizes.chunks or kind.chunks.step
-    if not kind.chunks.allows(chunks):
-        raise InputError(f"{name} has {kind.chunks} per device, got {chunks}")
+    require_chunks(name, chunks)
     if sizes.replicas and kind.placement != "replicated line":
         raise InputError(f"{name} has no replicas; 1f1b-rr has")
     return kind.generate(sizes, chunks)
