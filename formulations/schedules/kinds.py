@@ -218,8 +218,8 @@ def require_chunks(name: str, chunks: int) -> None:
     if not KINDS[name].chunks.allows(chunks):
         others = [other for other, kind in KINDS.items() if kind.chunks.allows(chunks)]
         raise InputError(
-            f"{name} has {KINDS[name].chunks} per device, got {chunks}, which "
-            f"{', '.join(others) or 'no schedule'} may have"
+            f"{name} has {KINDS[name].chunks} per device, got {chunks}; {', '.join(others)} may "
+            f"have {chunks}"
         )
 
 

@@ -1,5 +1,6 @@
 """Tables and drawings of schedules in the terminal."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stagewright.cli.console import out, percent, print_lines, print_table
@@ -36,11 +37,11 @@ def print_schedule(answer: "ScheduleAnswer") -> None:
     print_lines(*_drawing(answer.timed, out().width))
 
 
-def print_comparison(answer: "ScheduleComparison") -> None:
-    """The table of all schedules, and why kinds are not in it."""
+def print_comparison(answer: "ScheduleComparison", spelled: Callable[[str], str]) -> None:
+    """The table of all schedules, and why kinds are not in it with the options ``spelled``."""
     if answer.schedules:
         print_table(FIGURES, [cells(one) for one in answer.schedules])
-    print_lines(*(f"{one.kind} does not fit: {one.reason}" for one in answer.refused))
+    print_lines(*(f"without {one.kind}: {spelled(one.reason)}" for one in answer.refused))
 
 
 def cells(one: "ScheduleFigures") -> tuple[str, ...]:

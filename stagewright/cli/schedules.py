@@ -17,6 +17,7 @@ from stagewright.cli.console import (
     print_json,
     print_lines,
     progress,
+    with_option,
 )
 from stagewright.cli.makespans import Backend, find, limit_fields
 from stagewright.cli.outputs import Writes
@@ -42,6 +43,7 @@ SPELLED = {
     "send_backward": "--transfer",
     "transfers": "--transfer",
     "device": "--devices",
+    "placement": "--placement",
     "freed": "--saved: i",
     "limit": "--memory",
 }
@@ -53,7 +55,7 @@ class Placement(StrEnum):
 
     LINE = "line"
     LOOP = "loop"
-    V = "v"
+    V = "V"
     WAVE = "wave"
 
 
@@ -118,7 +120,10 @@ def schedule(
     ] = None,
     placement: Annotated[
         Placement | None,
-        typer.Option(help="Where the chunks of the kinds pe and optimal are; others have theirs."),
+        typer.Option(
+            help="Where the chunks of the kinds pe and optimal are; others have theirs.",
+            case_sensitive=False,
+        ),
     ] = None,
     devices: Annotated[
         str | None,
@@ -200,7 +205,7 @@ def schedule(
         return _compare(fields, html, png, as_json)
     fields["kind"] = kind or "optimal"
     if placement is not None:
-        fields["placement"] = "V" if placement is Placement.V else placement.value
+        fields["placement"] = placement.value
     return _schedule(fields, html, png, csv, as_json)
 
 
@@ -238,7 +243,7 @@ def _compare(fields: dict[str, object], html: Path | None, png: Path | None, as_
     if as_json:
         print_json(answer.json_object() | {"files": list(map(str, files))})
     else:
-        print_comparison(answer)
+        print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
         print_lines(*(f"{path} is written" for path in files))
     return 0 if answer.schedules else 1
 
