@@ -94,6 +94,21 @@ def solve_schedule(
     return replace(found, status=status, seconds=perf_counter() - began, progress=tuple(steps))
 
 
+def given_schedule(
+    problem: MakespanProblem, timetable: Timetable | None, source: str
+) -> ScheduleResult:
+    """The result of a timetable of any ``source``, checked, with the bounds of the problem.
+
+    Raises
+    ------
+    InvalidPlan
+        If the timetable breaks a rule of the problem.
+    """
+    began = perf_counter()
+    bounds = schedule_bounds(problem)
+    return _result(problem, timetable, source, bounds, perf_counter() - began)
+
+
 def _first(
     problem: MakespanProblem, incumbent: Timetable | None, bounds: tuple[Bound, ...], began: float
 ) -> ScheduleResult:

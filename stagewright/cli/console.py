@@ -183,16 +183,19 @@ def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: An
 
     ``options`` has the options whose name differs from the field.
     """
-    options = options or {}
     try:
         return kind.of(**fields)
     except InputError as error:
-        first, _, rest = str(error).partition(" ")
-        name, *_ = re.split(r"[\[:]", first)
-        if name not in fields and name not in options:
-            raise
-        option = options.get(name, spelled(name))
-        raise InputError(f"{option}{first[len(name) :]} {rest}") from None
+        raise InputError(with_option(str(error), fields, options or {})) from None
+
+
+def with_option(message: str, fields: Iterable[str], options: Mapping[str, str]) -> str:
+    """``message`` with an option in place of the field that it begins with, if it does."""
+    first, _, rest = message.partition(" ")
+    name, *_ = re.split(r"[\[:]", first)
+    if name not in fields and name not in options:
+        return message
+    return f"{options.get(name, spelled(name))}{first[len(name) :]} {rest}"
 
 
 def percent(share: float | None) -> str:
