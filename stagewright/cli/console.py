@@ -92,7 +92,9 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str =
 
     table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
     for name in head:
-        table.add_column(name.lstrip("<"), justify="left" if name[:1] == "<" else "right")
+        table.add_column(
+            name.lstrip("<"), justify="left" if name[:1] == "<" else "right", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     out().print(table)

@@ -19,6 +19,8 @@ FIGURES = (
     "<kind", "<placement", "chunks", "<status", "makespan", "span", "bubble", "idle", "memory",
     "bound", "gap",
 )  # fmt: skip
+WIDE_ONLY = ("chunks", "<status", "span", "bound")  # columns of terminals of ...
+WIDE = 100  # ... so many characters
 STYLES = {
     "F": "white on blue",
     "B": "black on green",
@@ -32,7 +34,7 @@ def print_schedule(answer: "ScheduleAnswer") -> None:
     if answer.timed is None:
         print_lines(f"{answer.kind}: {answer.status}: {answer.reason}")
         return
-    print_table(FIGURES, [cells(answer)])
+    _print_figures(answer)
     print_lines(f"bound by {answer.proved_by}, {answer.wall_seconds:.2f} s")
     print_lines(*_drawing(answer.timed, out().width))
 
@@ -40,8 +42,14 @@ def print_schedule(answer: "ScheduleAnswer") -> None:
 def print_comparison(answer: "ScheduleComparison", spelled: Callable[[str], str]) -> None:
     """The table of all schedules, and why kinds are not in it with the options ``spelled``."""
     if answer.schedules:
-        print_table(FIGURES, [cells(one) for one in answer.schedules])
+        _print_figures(*answer.schedules)
     print_lines(*(f"without {one.kind}: {spelled(one.reason)}" for one in answer.refused))
+
+
+def _print_figures(*schedules: "ScheduleFigures") -> None:
+    shown = [i for i, name in enumerate(FIGURES) if out().width >= WIDE or name not in WIDE_ONLY]
+    rows = [cells(one) for one in schedules]
+    print_table([FIGURES[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def cells(one: "ScheduleFigures") -> tuple[str, ...]:
