@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.pipelines.makespan import MakespanProblem
     from stagewright.formulations.plans.plan import PipelinePlan
+    from stagewright.formulations.schedules.timing import TimedOrder
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
     from stagewright.solvers.planning import Result
 else:  # carried, not validated: their libraries are slow to import
     Comparison = Simulation = Verdict = Violation = MakespanProblem = Any
-    PipelinePlan = ScheduleResult = Result = Any
+    PipelinePlan = ScheduleResult = Result = TimedOrder = Any
 
 Number = int | Finite
 """A whole number stays one."""
@@ -234,26 +235,77 @@ class PartitionAnswer(Answer):
     partitions: tuple[PartitionChoice, ...]
 
 
-class ScheduleAnswer(Answer):
-    """A schedule of fixed stages; times in the request's unit."""
+class ScheduleFigures(Answer):
+    """The main numbers of a schedule; times and memory in the request's units.
+
+    ``makespan``: the end of the last computation. ``span``: the longest time of a device from its
+    first start to its last end. ``bubble``: idle time of the busiest device as a fraction of its
+    work. ``idle``: idle time of all devices as a fraction of their time until the makespan.
+    ``peak_memory``: the largest of any device. ``bound``, ``gap`` and ``status``: of the objective.
+    """
 
     status: Status
-    planner: str
-    stages: int
-    microbatches: int
+    kind: str
+    placement: str
+    devices: int
+    chunks: int | None
+    objective: str
     makespan: Number
+    span: Number
+    bubble: Finite
+    idle: Finite
+    peak_memory: Number
     bound: Number
-    cost_seconds: Number
-    bound_seconds: Number
     gap: Finite
     proved_by: str
     wall_seconds: float
     reason: str | None
-    bubble: Finite
+
+
+class ScheduleAnswer(ScheduleFigures):
+    """A schedule of fixed stages.
+
+    ``order`` and ``starts`` are per device. With split backwards a whole one of the kind is written
+    as its two parts. ``timed`` has it as the kind does; None if there is no schedule.
+    """
+
+    planner: str
+    stages: int
+    microbatches: int
+    cost_seconds: Number
+    bound_seconds: Number
+    peak_memory_per_device: tuple[Number, ...] | None
     order: tuple[tuple[str, ...], ...] | None
     starts: tuple[tuple[Number, ...], ...] | None
     problem: Annotated[MakespanProblem, CARRIED]
-    result: Annotated[ScheduleResult, CARRIED]
+    result: Annotated[ScheduleResult | None, CARRIED]
+    timed: Annotated[TimedOrder | None, CARRIED]
+
+
+class ComparedSchedule(ScheduleFigures):
+    """A schedule of a comparison; ``same_as_kinds`` have the same order."""
+
+    same_as_kinds: tuple[str, ...]
+
+
+class RefusedSchedule(Answer):
+    """A kind of schedule that does not fit, and why."""
+
+    kind: str
+    reason: str
+
+
+class ScheduleComparison(Answer):
+    """All kinds of schedule that fit, the best first, then those that do not."""
+
+    status: str = "compared"
+    stages: int
+    microbatches: int
+    objective: str
+    wall_seconds: float
+    schedules: tuple[ComparedSchedule, ...]
+    refused: tuple[RefusedSchedule, ...]
+    answers: Annotated[tuple[ScheduleAnswer, ...], CARRIED]
 
 
 class JobShopAnswer(Answer):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,7 +11,9 @@ from stagewright.formulations.forms.answers import Limits, StopToken
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.schedules.kinds import KINDS
 from stagewright.graphs.documents.units import (
+    MAX_LAYERS,
     parse_share,
     require_amount,
     require_count,
@@ -21,9 +22,11 @@ from stagewright.graphs.documents.units import (
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.requests import Request, Search, Solve
+from stagewright.service.schedule_setting import OPTIMAL, Setting, setting_of
 
 Recomputation = Literal["none", "full", "layer", "auto"]
-ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
+Objective = Literal["makespan", "span", "memory"]
+"""Of a schedule: its end, the longest time of a device from first to last computation, the peak."""
 
 
 class _Problem(Search):
@@ -129,12 +132,18 @@ class CompareRequest(Request):
     trace: Trace
 
 
-class ScheduleRequest(Solve):
-    """Schedule a pipeline of fixed stages: seconds (or any unit) of each stage and channel.
+class _Stages(Solve):
+    """A pipeline of stages with given times (seconds or any unit) to schedule.
 
-    ``transfers`` and ``in_flight`` empty: no time, no limit. ``device`` of each stage, numbered in
-    the order of their use, between whose own stages nothing is transferred; empty: one per stage.
-    ``weight_gradient`` empty: backwards are whole; else ``backward`` is the input gradient.
+    Lists have a value per stage; they are empty where nothing is said.
+
+    ``backward`` is the input gradient if there is ``weight_gradient``; else backwards are whole.
+    ``transfers`` has one value for all channels between neighbouring stages, or one for each.
+    ``device``: of each stage, numbered in the order of their use. Without it there are as many
+    devices as stages, and every stage is divided into ``chunks`` of equal times and memory: as many
+    per device. ``saved`` is what a forward adds to the memory of its device (default: 1), ``freed``
+    how much of it the input gradient gives back (default: 0); ``memory`` the limit of all devices
+    or of each.
     """
 
     microbatches: int
@@ -144,34 +153,67 @@ class ScheduleRequest(Solve):
     in_flight: tuple[int, ...] = ()
     device: tuple[int, ...] = ()
     weight_gradient: tuple[float, ...] = ()
-    kind: ScheduleKind = "optimal"
+    chunks: int | None = None
+    saved: tuple[float, ...] = ()
+    freed: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+    objective: Objective = "makespan"
+
+    @model_validator(mode="after")
+    def _require_chunks(self) -> Self:
+        if self.chunks is not None:
+            require_count(self.chunks, "chunks", MAX_LAYERS)
+        return self
+
+
+class ScheduleRequest(_Stages):
+    """Schedule a pipeline by one of ``SCHEDULES``; ``placement`` is for kinds without their own."""
+
+    kind: str = OPTIMAL
+    placement: Literal["line", "loop", "V", "wave"] | None = None
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:
         """Refuse what makes no problem where the request is made."""
-        _ = self.problem
+        _ = self.setting
         return self
 
     @cached_property
+    def setting(self) -> Setting:
+        """The stages, with the chunks and devices of the kind."""
+        return setting_of(self)
+
+    @property
     def problem(self) -> MakespanProblem:
         """The scheduling problem."""
-        stages = len(self.forward)
-        device = self.device or tuple(range(stages))
-        sends = self.transfers or (0.0,) * (stages - 1)
-        if len(sends) == stages - 1 == len(device) - 1:
-            moves = (one != following for one, following in pairwise(device))
-            sends = tuple(time if moved else 0.0 for time, moved in zip(sends, moves, strict=True))
-        return MakespanProblem(
-            microbatches=self.microbatches,
-            forward=self.forward,
-            backward=self.backward,
-            send_forward=sends,
-            send_backward=sends,
-            reduce=(0.0,) * stages,
-            in_flight=self.in_flight or (self.microbatches,) * stages,
-            device=device,
-            weight_gradient=self.weight_gradient or None,
-        )
+        return self.setting.problem
+
+
+class CompareSchedulesRequest(_Stages):
+    """Compare all kinds of schedule that fit a pipeline, and the optimum."""
+
+    @model_validator(mode="after")
+    def _require_stages(self) -> Self:
+        """Refuse what no kind takes; GPipe takes any devices and numbers."""
+        _ = self.of_kind("gpipe")
+        return self
+
+    def of_kind(
+        self, kind: str, placement: str | None = None, chunks: int | None = None
+    ) -> ScheduleRequest:
+        """The request for one kind, whose number of chunks counts if it is fixed.
+
+        Raises
+        ------
+        InputError
+            If the kind does not fit.
+        """
+        fields = {name: getattr(self, name) for name in CompareSchedulesRequest.model_fields}
+        if placement is not None:
+            fields |= {"placement": placement, "chunks": chunks}
+        elif kind == "pe" or (kind in KINDS and KINDS[kind].chunks.fixed):
+            fields["chunks"] = None
+        return ScheduleRequest.of(**fields, kind=kind)
 
 
 class JobShopRequest(Solve):

@@ -1,44 +1,55 @@
 """Scheduling problems in plain numbers: pipelines of fixed stages, and job shops."""
 
+from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
-from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.pipelines.timed_rows import timed_rows
+from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.timed_rows import (
+    stage_times,
+    timed_order,
+    timetable_of_order,
+)
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.schedules.channels import with_channels
+from stagewright.formulations.schedules.kinds import schedule_of
+from stagewright.formulations.schedules.order import B, Order
+from stagewright.formulations.schedules.timing import TimedOrder
 from stagewright.service.pipeline_answers import JobShopAnswer, ScheduleAnswer
 from stagewright.service.pipeline_requests import JobShopRequest, ScheduleRequest
+from stagewright.service.schedule_setting import OPTIMAL, RULES, sizes_of
 
 if TYPE_CHECKING:
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
 
+LOAD = "load of the busiest device"
+ONE_MICROBATCH = "one microbatch of every stage"
+
 
 def schedule(
-    request: ScheduleRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
+    request: ScheduleRequest,
+    on_progress: OnProgress = silent,
+    stop: StopToken | None = None,
+    incumbent: Timetable | None = None,
 ) -> ScheduleAnswer:
-    """The schedule of one rule, or the best that is found and proved in time."""
+    """The schedule of one kind, or the best that is found and proved in time.
+
+    The search for the optimum starts from ``incumbent``, if there is one.
+    """
+    from stagewright.solvers.backends.schedulers import scheduler
     from stagewright.solvers.pipelines.scheduling import solve_schedule
 
-    problem = request.problem
-    result = solve_schedule(problem, request.kind, request.limits(stop), on_progress)
-    return ScheduleAnswer(
-        status=result.status,
-        planner=request.kind,
-        stages=problem.stages,
-        microbatches=problem.microbatches,
-        makespan=_plain(result.cost),
-        bound=_plain(result.bound),
-        # The names that every answer has; the unit is the request's.
-        cost_seconds=_plain(result.cost),
-        bound_seconds=_plain(result.bound),
-        gap=result.gap,
-        proved_by=result.proved_by,
-        wall_seconds=result.seconds,
-        **_timetable_fields(problem, result),
-        problem=problem,
-        result=result,
-    )
+    began = perf_counter()
+    scheduler(request.limits(stop))  # refuses an unknown backend before any work
+    if request.kind == OPTIMAL:
+        problem = request.problem
+        result = solve_schedule(problem, OPTIMAL, request.limits(stop), on_progress, incumbent)
+        assert result.timetable is not None
+        found = _Found(timed_order(problem, result.timetable), result, None)
+    else:
+        found = _ordered(request)
+    return _answer(request, found, perf_counter() - began)
 
 
 def jobshop(
@@ -65,29 +76,168 @@ def jobshop(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A schedule, with a result if its stages have one copy, and why it is not allowed, if so."""
+
+    timed: TimedOrder | None
+    result: "ScheduleResult | None"
+    reason: str | None
+
+
+def _ordered(request: ScheduleRequest) -> _Found:
+    """The schedule of a kind that is an order of the computations."""
+    from stagewright.solvers.pipelines.scheduling import given_schedule
+
+    setting, problem = request.setting, request.problem
+    order = _order(request)
+    if order is None:
+        none = given_schedule(problem, None, request.kind)
+        return _Found(None, none, _reason(problem, request.kind))
+    reason = _in_flight_reason(request, order) or _memory_reason(request, order)
+    if len(setting.paths) > 1:
+        return _Found(with_channels(order, stage_times(problem))[0], None, reason)
+    timed, timetable = timetable_of_order(problem, order)
+    result = given_schedule(problem, None if reason else timetable, request.kind)
+    return _Found(timed, result, reason)
+
+
+def _order(request: ScheduleRequest) -> Order | None:
+    from stagewright.solvers.pipelines.list_scheduling import rule_order
+
+    for rule in RULES:
+        if request.kind == rule:
+            return rule_order(request.problem, rule)
+    return schedule_of(request.kind, sizes_of(request, request.setting))
+
+
+def _in_flight_reason(request: ScheduleRequest, order: Order) -> str | None:
+    """Why the order breaks a limit on the microbatches in flight, if it does."""
+    pairs = zip(order.most_in_flight(), request.problem.in_flight, strict=True)
+    for s, (most, limit) in enumerate(pairs):
+        if most > limit:
+            return f"{request.kind} keeps {most} microbatches in flight on stage {s}, not {limit}"
+    return None
+
+
+def _memory_reason(request: ScheduleRequest, order: Order) -> str | None:
+    """Why the order breaks a limit of a device's memory, if it does."""
+    memory = request.setting.memory
+    peaks = memory.peaks(order)
+    for d, (peak, limit) in enumerate(zip(peaks, memory.limit, strict=True)):
+        if peak > limit * (1 + RELATIVE_TOLERANCE):
+            return (
+                f"{request.kind} holds {peak:g} on device {d}, whose limit is {limit:g}; it fits "
+                f"if the limit of all devices is at least {max(peaks):g}"
+            )
+    return None
+
+
+def _answer(request: ScheduleRequest, found: _Found, seconds: float) -> ScheduleAnswer:
+    setting, timed = request.setting, None if found.reason else found.timed
+    figures = _figures(request, found)
+    cost = None if timed is None else figures[request.objective]
+    bound, proved_by = _bound(request, found)
+    return ScheduleAnswer(
+        status=_status(request, found, cost, bound),
+        planner=request.kind,
+        kind=request.kind,
+        stages=len(request.forward),
+        microbatches=request.microbatches,
+        devices=setting.devices,
+        placement=setting.placement,
+        chunks=setting.chunks,
+        objective=request.objective,
+        makespan=None if timed is None else _plain(figures["makespan"]),
+        span=None if timed is None else _plain(figures["span"]),
+        peak_memory=_plain(figures["memory"]),
+        peak_memory_per_device=figures["peaks"],
+        bound=_plain(bound),
+        # The names that every answer has; the unit is the request's.
+        cost_seconds=_plain(cost),
+        bound_seconds=_plain(bound),
+        gap=None if cost is None or bound is None else _gap(cost, bound),
+        proved_by=proved_by,
+        wall_seconds=seconds,
+        reason=found.reason,
+        **_rows(timed, request.problem.is_split),
+        problem=request.problem,
+        result=found.result,
+        timed=timed,
+    )
+
+
+def _figures(request: ScheduleRequest, found: _Found) -> dict[str, Any]:
+    """The value of every objective, and the peaks; peaks also of an order that does not fit."""
+    if found.timed is None:
+        return {"makespan": None, "span": None, "memory": None, "peaks": None}
+    peaks = request.setting.memory.peaks(found.timed.order)
+    return {
+        "makespan": found.timed.makespan(),
+        "span": found.timed.longest_span(),
+        "memory": max(peaks),
+        "peaks": tuple(map(_plain, peaks)),
+    }
+
+
+def _bound(request: ScheduleRequest, found: _Found) -> tuple[float | None, str]:
+    """A lower bound on the objective of every schedule with these devices, and its argument."""
+    if request.objective == "memory":
+        memory = request.setting.memory
+        return max(max(memory.least(path)) for path in request.setting.paths), ONE_MICROBATCH
+    if request.objective == "makespan" and found.result is not None:
+        return found.result.bound, found.result.proved_by
+    return None if found.timed is None else max(found.timed.loads()), LOAD
+
+
+def _status(
+    request: ScheduleRequest, found: _Found, cost: float | None, bound: float | None
+) -> Status:
+    if cost is None or bound is None:
+        return Status.INFEASIBLE
+    if found.result is not None and request.objective == "makespan":
+        return found.result.status
+    return Status.OPTIMAL if cost <= bound * (1 + RELATIVE_TOLERANCE) else Status.FEASIBLE
+
+
+def _gap(cost: float, bound: float) -> float:
+    return max(0.0, (cost - bound) / cost) if cost > 0 else 0.0
+
+
 def _plain(value: float | None) -> float | int | None:
     """A whole number as an int, so that integers stay integers."""
     return int(value) if value is not None and float(value).is_integer() else value
 
 
-def _timetable_fields(problem: MakespanProblem, result: "ScheduleResult") -> dict[str, Any]:
-    """The bubble, and each device's actions in order with their starts; or why there are none.
+def _rows(timed: TimedOrder | None, is_split: bool) -> dict[str, Any]:
+    """The idle time, and each device's actions in order with their starts.
 
     The bubble is the idle time of the busiest device as a fraction of its work, which with equal
     stages and no transfers is (S - 1) / M for GPipe and 1F1B (Narayanan's thesis, 4.2.2).
     """
-    if result.timetable is None:
-        reason = _reason(problem, result.source)
-        return {"reason": reason, "bubble": None, "order": None, "starts": None}
-    work = np.add(problem.forward, problem.backward) + (problem.weight_gradient or 0.0)
-    load = float(problem.microbatches * np.bincount(problem.device, work).max())
-    rows = timed_rows(problem, result.timetable)
+    if timed is None:
+        return {"bubble": None, "idle": None, "order": None, "starts": None}
+    load = max(timed.loads())
+    rows = [_written(timed, d, is_split) for d in range(len(timed.starts))]
     return {
-        "reason": None,
-        "bubble": (result.timetable.makespan(problem) - load) / load if load else 0.0,
-        "order": [[str(action) for _, action in row] for row in rows],
-        "starts": [[_plain(start) for start, _ in row] for row in rows],
+        "bubble": (timed.makespan() - load) / load if load else 0.0,
+        "idle": timed.idle(),
+        "order": [[action for action, _ in row] for row in rows],
+        "starts": [[_plain(start) for _, start in row] for row in rows],
     }
+
+
+def _written(timed: TimedOrder, device: int, is_split: bool) -> list[tuple[str, float]]:
+    """A device's actions with their starts; with ``is_split`` a whole backward in its two parts."""
+    written: list[tuple[str, float]] = []
+    for action, start in zip(timed.order.rows[device], timed.starts[device], strict=True):
+        if is_split and action.kind is B:
+            s, m = action.stage, action.microbatch
+            written.append((f"{s}I{m}", start))
+            written.append((f"{s}W{m}", start + timed.times.input_gradient[s]))
+        else:
+            written.append((str(action), start))
+    return written
 
 
 def _reason(problem: MakespanProblem, kind: str) -> str:

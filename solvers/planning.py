@@ -50,6 +50,7 @@ from stagewright.solvers.planners.warm_start import require_same_layers
 from stagewright.solvers.planners.warm_up import compile_kernels
 
 OPTIMAL_GAP = 1e-6  # relative gap of an optimal plan; rounding of ticks and sums is below it
+CERTIFYING = 0.04  # of the time limit, for bounds on the class and the schedules of the answer
 
 
 PLANNERS: dict[str, Planner] = {
@@ -175,7 +176,8 @@ def _search_limits(
 ) -> Limits:
     """The limits of the search, with the time to check and certify its answer left out."""
     left = limits.seconds - (monotonic() - began)
-    seconds = max(left - checking_seconds(problem), left / 2, 0.0)
+    last = CERTIFYING * limits.seconds if limits.seconds < math.inf else 0.0
+    seconds = max(left - checking_seconds(problem) - last, left / 2, 0.0)
     return replace(limits, seconds=seconds, stop=target if limits.gap > 0 else limits.stop)
 
 
@@ -231,11 +233,12 @@ def _certified(
 ) -> PipelinePlan:
     assembled = assemble(problem, planner, proposal.stages, proposal.starts)
     assert assembled.predicted is not None
-    cost = assembled.predicted.iteration_seconds
+    cost, plans = assembled.predicted.iteration_seconds, class_of(assembled)
     bounds = [
         *known.every,
-        *known.relaxed(class_of(assembled), cost),
+        *known.relaxed(plans, cost),
         *proposal.bounds,
+        *known.of_schedules(proposal.stages, plans, cost),
     ]
     scheduling = scheduling_of(problem, proposal.stages)
     if scheduling is not None:

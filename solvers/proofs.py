@@ -10,7 +10,13 @@ from time import monotonic
 from typing import NamedTuple
 
 from stagewright.formulations.checking.check import PROOF, check, refutations
-from stagewright.formulations.checking.proofs import ROUNDING, Verdict, scheduling_of, verdicts
+from stagewright.formulations.checking.proofs import (
+    ARGUMENTS,
+    ROUNDING,
+    Verdict,
+    scheduling_of,
+    verdicts,
+)
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointPatterns
@@ -24,6 +30,8 @@ from stagewright.formulations.pipelines.server_relaxation import (
     RELAXED_TREE,
     SERVERS,
     SERVERS_AND_TURNS,
+    SHARED_SERVERS,
+    SPLIT_SERVERS,
 )
 from stagewright.formulations.pipelines.spp import LEMMA_1
 from stagewright.formulations.pipelines.windows import WINDOWS
@@ -144,10 +152,10 @@ def _fill_and_drain(
 
 def _servers(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits) -> Proof:
     """Verify the bound by one search over labels."""
-    wide = bound.proved_by == SERVERS_AND_TURNS
-    if is_server_bound(problem, bound.seconds * (1 - ROUNDING), wide):
+    plans = ARGUMENTS[bound.proved_by].plans
+    if is_server_bound(problem, bound.seconds * (1 - ROUNDING), plans):
         return Proof(bound.seconds)
-    return Proof(server_bound(problem, bound.seconds, limits.seconds, wide))
+    return Proof(server_bound(problem, bound.seconds, limits.seconds, plans))
 
 
 def _relaxed_tree(
@@ -227,6 +235,8 @@ RERUNS: dict[str, Rerun] = {
     WIDE_FILL_AND_DRAIN: _fill_and_drain,
     SERVERS: _servers,
     SERVERS_AND_TURNS: _servers,
+    SHARED_SERVERS: _servers,
+    SPLIT_SERVERS: _servers,
     RELAXED_TREE: _relaxed_tree,
     JOINT_SEARCH: _joint,
     CP_SAT: _schedule,

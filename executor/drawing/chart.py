@@ -14,6 +14,7 @@ from stagewright.executor.drawing.timeline import (
     Block,
     Row,
     headline,
+    label_colour,
     row_note,
     time_unit,
     timeline,
@@ -52,17 +53,25 @@ def png(plan: PipelinePlan) -> bytes:
     axes = figure.add_subplot()
     unit, scale = time_unit(finish_seconds(plan))
     for y, row in enumerate(rows):
-        _draw_row(axes, y, row, scale, finish_seconds(plan))
+        draw_row(axes, y, row, scale, finish_seconds(plan))
     is_bounded = _draw_bound(axes, plan, scale)
     _dress(axes, plan, rows, unit, scale)
     _draw_phases(axes, plan, scale)
-    _draw_legend(axes, rows, is_bounded)
-    return _save(figure)
+    draw_legend(axes, rows, is_bounded)
+    return save(figure)
 
 
-def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> None:
+def draw_row(
+    axes: "Axes",
+    y: float,
+    row: Row,
+    scale: float,
+    finish: float,
+    colours: Sequence[str] | None = None,
+) -> None:
+    """Draw the blocks of ``row`` at height ``y``, by default in the colours of their kinds."""
     height = ROW_HEIGHT[row.group]
-    colours = [KIND_COLOURS[block.action.kind] for block in row.blocks]
+    colours = colours or [KIND_COLOURS[block.action.kind] for block in row.blocks]
     # White outlines separate computations; outlines in their own colour keep transfers visible.
     computes = row.group == "device"
     width = 0.4 if len(row.blocks) <= MAX_OUTLINED_BLOCKS else 0
@@ -78,12 +87,13 @@ def _draw_row(axes: "Axes", y: int, row: Row, scale: float, finish: float) -> No
     )
     if not computes:
         return
-    for block in row.blocks:
+    for block, colour in zip(row.blocks, colours, strict=True):
         m = block.action.microbatch
         label = "" if m is None else str(m)  # the optimizer step has no microbatch
         if label and _fits(block, label, finish):
             middle = (block.start_seconds + block.finish_seconds) / 2 * scale
-            axes.text(middle, y, label, ha="center", va="center", fontsize=7, color="white")
+            axes.text(middle, y, label, ha="center", va="center", fontsize=7,
+                      color=label_colour(colour))  # fmt: skip
 
 
 def _fits(block: Block, label: str, finish: float) -> bool:
@@ -131,7 +141,8 @@ def _dress(
         axes.spines[side].set_visible(False)
 
 
-def _draw_legend(axes: "Axes", rows: Sequence[Row], bounded: bool) -> None:
+def draw_legend(axes: "Axes", rows: Sequence[Row], bounded: bool) -> None:
+    """Draw the legend of the kinds of actions in ``rows``."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -148,7 +159,8 @@ def _draw_legend(axes: "Axes", rows: Sequence[Row], bounded: bool) -> None:
     )
 
 
-def _save(figure: "Figure") -> bytes:
+def save(figure: "Figure") -> bytes:
+    """The figure as a PNG."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # Characters that the font lacks are drawn as boxes; the warning is not useful here.
@@ -180,11 +192,11 @@ def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
     is_bounded = False
     for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
         for y, row in enumerate(rows):
-            _draw_row(axes, y, row, scale, last)
+            draw_row(axes, y, row, scale, last)
         is_bounded |= _draw_bound(axes, plan, scale)
         _dress(axes, plan, rows, unit, scale)
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlim(0, last * scale * 1.005 or 1.0)
         axes.label_outer()
-    _draw_legend(column[-1], [row for rows in drawn for row in rows], is_bounded)
-    return _save(figure)
+    draw_legend(column[-1], [row for rows in drawn for row in rows], is_bounded)
+    return save(figure)

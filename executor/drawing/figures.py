@@ -29,7 +29,8 @@ ROW_PIXELS = 22
 MAX_FIGURE_PIXELS = 4000
 
 
-def _figure(name: str, height: int) -> "Figure":
+def new_figure(name: str, height: int) -> "Figure":
+    """An empty figure in the style of all."""
     from plotly.graph_objects import Figure
 
     figure = Figure()
@@ -49,13 +50,13 @@ def timeline_figure(plan: PipelinePlan) -> "Figure":
     """The timeline with one trace of bars per kind of action, which bounds their number."""
     rows = timeline(plan)
     unit, scale = time_unit(finish_seconds(plan))
-    figure = _figure("timeline", min(MAX_FIGURE_PIXELS, 120 + ROW_PIXELS * len(rows)))
+    figure = new_figure("timeline", min(MAX_FIGURE_PIXELS, 120 + ROW_PIXELS * len(rows)))
     labelled = sum(len(row.blocks) for row in rows) <= MAX_LABELLED_BLOCKS
     for kind in KIND_COLOURS:
         placed = [(y, row, block) for y, row in enumerate(rows) for block in row.blocks]
         placed = [entry for entry in placed if entry[2].action.kind is kind]
         if placed:
-            figure.add_trace(_bars(kind, placed, unit, scale, labelled))
+            figure.add_trace(bars(kind, placed, unit, scale, labelled))
     if phases(plan) is not None:
         _mark_phases(figure, plan, scale)
     elif plan.certificate is not None:
@@ -98,9 +99,10 @@ def _mark_phases(figure: "Figure", plan: PipelinePlan, scale: float) -> None:
         )
 
 
-def _bars(
+def bars(
     kind: ActionKind, placed: list[tuple[int, Row, Block]], unit: str, scale: float, labelled: bool
 ) -> "Bar":
+    """All blocks of one kind, each with the height and name of its row."""
     from plotly.graph_objects import Bar
 
     blocks = [block for _, _, block in placed]
@@ -165,7 +167,7 @@ def memory_figure(plan: PipelinePlan) -> "Figure | None":
     else:
         names = list(dict.fromkeys(device for stage in plan.stages for device in stage.devices))
         peaks = [plan.predicted.peak_memory_bytes.get(name, 0.0) for name in names]
-    figure = _figure("memory", 330)
+    figure = new_figure("memory", 330)
     figure.add_trace(
         Bar(
             x=names,
@@ -185,7 +187,7 @@ def in_flight_figure(plan: PipelinePlan) -> "Figure":
     from plotly.graph_objects import Scatter
 
     unit, scale = time_unit(finish_seconds(plan))
-    figure = _figure("in-flight", 330)
+    figure = new_figure("in-flight", 330)
     shades = sample_colorscale("Viridis", np.linspace(0, 0.9, len(plan.stages)).tolist())
     for (s, (times, counts)), shade in zip(enumerate(in_flight(plan)), shades, strict=True):
         figure.add_trace(

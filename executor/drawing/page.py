@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from stagewright.executor.drawing.figures import (
     in_flight_figure,
@@ -34,20 +34,18 @@ def write_html(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
 
 def page(plan: PipelinePlan) -> str:
     """The page's HTML, with plotly's script embedded."""
-    from plotly.offline import get_plotlyjs
-
     charts = {
         "Peak memory": memory_figure(plan),
         "Microbatches in flight, per stage": in_flight_figure(plan),
     }
-    return _template().render(
+    return render(
+        TEMPLATE,
         title=f"{plan.model} on {plan.cluster}",
-        plotly=get_plotlyjs(),
         subtitle=_subtitle(plan),
         facts=list(_facts(plan)),
         shown=", ".join(filter(None, (_shown(plan), row_note(plan)))),
-        timeline=_embed(timeline_figure(plan), buttons=True),
-        charts=[(name, _embed(chart)) for name, chart in charts.items() if chart is not None],
+        timeline=embed(timeline_figure(plan), buttons=True),
+        charts=[(name, embed(chart)) for name, chart in charts.items() if chart is not None],
         bounds=_bounds(plan),
         is_periodic=phases(plan) is not None,
         stages=summarise(plan),
@@ -55,11 +53,23 @@ def page(plan: PipelinePlan) -> str:
     )
 
 
+def render(template: str, **values: Any) -> str:
+    """A page in the style of all, with plotly's script embedded."""
+    from plotly.offline import get_plotlyjs
+
+    return _environment().get_template(template).render(plotly=get_plotlyjs(), **values)
+
+
 @cache
-def _template() -> Template:
-    """The page's template, which escapes all text not marked as safe."""
+def _environment() -> Environment:
+    """The templates, which escape all text not marked as safe."""
+    folder = files("stagewright.executor.drawing")
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
     )
     environment.filters |= {
         "seconds": format_seconds,
@@ -68,11 +78,11 @@ def _template() -> Template:
         "shifts": shifts_text,
         "shared": shared_text,
     }
-    source = files("stagewright.executor.drawing") / TEMPLATE
-    return environment.from_string(source.read_text(encoding="utf-8"))
+    return environment
 
 
-def _embed(figure: "Figure", buttons: bool = False) -> str:
+def embed(figure: "Figure", buttons: bool = False) -> str:
+    """The figure as a part of a page."""
     config = {
         "responsive": True,
         "displaylogo": False,

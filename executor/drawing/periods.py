@@ -139,23 +139,24 @@ def require_places(plan: PipelinePlan) -> None:
     )
     entries: Sequence[ScheduledAction | PeriodicAction] = plan.schedule.actions
     known: dict[str, Action | Operation] = {}
+    devices = [frozenset(stage.devices) for stage in plan.stages]
     for i, entry in enumerate(entries):
         try:
             if entry.action not in known:
                 known[entry.action] = parse(entry.action)
-            _require_place(plan, known[entry.action], entry.device)
+            _require_place(devices, known[entry.action], entry.device)
         except InputError as error:
             raise InputError(f"schedule.actions[{i}]: {error}") from None
 
 
-def _require_place(plan: PipelinePlan, action: Action | Operation, device: str) -> None:
+def _require_place(
+    devices: Sequence[frozenset[str]], action: Action | Operation, device: str
+) -> None:
     if action.kind not in PLANNED:
         raise InputError(f"{action} belongs to programs, not to plans")
-    if action.stage >= len(plan.stages):
-        raise InputError(
-            f"{action} has stage {action.stage}, the plan has {len(plan.stages)} stages"
-        )
-    if device not in plan.stages[action.stage].devices:
+    if action.stage >= len(devices):
+        raise InputError(f"{action} has stage {action.stage}, the plan has {len(devices)} stages")
+    if device not in devices[action.stage]:
         raise InputError(
             f"{action} runs on {device!r}, which is not a device of stage {action.stage}"
         )

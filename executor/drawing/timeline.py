@@ -51,6 +51,13 @@ KIND_COLOURS = {  # after Okabe and Ito: distinct for every kind of colour visio
 BAND_COLOUR = "#e4ebf4"  # background of the named period
 
 
+def label_colour(colour: str) -> str:
+    """White or a dark colour for text on ``colour``, whichever is easier to read."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    is_light = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.6 * 255
+    return "#1d2733" if is_light else "white"
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """An action in time; ``ends`` are a transfer's endpoints as text."""

@@ -17,7 +17,7 @@ from stagewright.executor.export.pipelines import (
 from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.schedules.order import Row
+from stagewright.formulations.schedules.order import Order, Row
 from stagewright.graphs.documents.errors import InputError
 
 SCHEDULE = "schedule.csv"
@@ -160,18 +160,36 @@ def remarks(plan: PipelinePlan) -> tuple[str, ...]:
 
 def _csv(plan: PipelinePlan, ranks: Pipeline) -> str:
     require_plain(plan, "a schedule file of torch")
-    rows = orders(plan, ranks)
-    _require_losses_in_order(plan, rows)
+    return _rows_csv(orders(plan, ranks), len(plan.stages), plan.microbatches)
+
+
+def order_csv(order: Order) -> str:
+    """The schedule file of an order.
+
+    Raises
+    ------
+    InputError
+        If torch cannot run it: stages have several copies, or losses would be mixed up.
+    """
+    if len(order.paths) > 1:
+        raise InputError(
+            f"a schedule file of torch has one rank per stage; here every stage has "
+            f"{len(order.paths)} copies"
+        )
+    return _rows_csv(order.rows, len(order.device), order.microbatches)
+
+
+def _rows_csv(rows: tuple[Row, ...], stages: int, microbatches: int) -> str:
+    _require_losses_in_order(rows, stages - 1, microbatches)
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
-def _require_losses_in_order(plan: PipelinePlan, rows: tuple[Row, ...]) -> None:
+def _require_losses_in_order(rows: tuple[Row, ...], last: int, microbatches: int) -> None:
     """Torch finds a microbatch's loss by counting the last stage's forwards."""
-    last = len(plan.stages) - 1
     for rank, row in enumerate(rows):
         found = [action for action in row if action.stage == last and action.kind is F]
         if found:
-            wanted = [Action(last, F, m) for m in range(plan.microbatches)]
+            wanted = [Action(last, F, m) for m in range(microbatches)]
             for action, other in zip(found, wanted, strict=True):
                 if action != other:
                     raise InputError(

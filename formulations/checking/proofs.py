@@ -27,6 +27,7 @@ from stagewright.formulations.pipelines import every_plan
 from stagewright.formulations.pipelines.bounds import NAMES as OF_SCHEDULES
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.bppm import StageChoice
+from stagewright.formulations.pipelines.device_bounds import EDGE_FINDING, verified_bound
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
@@ -35,6 +36,8 @@ from stagewright.formulations.pipelines.server_relaxation import (
     RELAXED_TREE,
     SERVERS,
     SERVERS_AND_TURNS,
+    SHARED_SERVERS,
+    SPLIT_SERVERS,
 )
 from stagewright.formulations.pipelines.spp import (
     LEMMA_1,
@@ -56,6 +59,8 @@ from stagewright.formulations.plans.plan_class import (
     EVERY_PLAN,
     PATTERNS,
     SEARCHED_ALLOCATIONS,
+    SHARED_SPLIT,
+    SHARED_WHOLE,
     PlanClass,
     class_of,
 )
@@ -199,6 +204,10 @@ def _of_schedule(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> 
     )
 
 
+def _of_devices(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float:
+    return verified_bound(problem, plan.stages, bound.plans.split_backward, bound.seconds)
+
+
 def _of_pattern(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
     if not PATTERNS.contains(class_of(plan)):
         return None
@@ -237,11 +246,14 @@ ARGUMENTS: dict[str, Argument] = {
     WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
     SERVERS: Argument("problem", DISJOINT_SPLIT),
     SERVERS_AND_TURNS: Argument("problem", DISJOINT_WHOLE),
+    SHARED_SERVERS: Argument("problem", SHARED_WHOLE),
+    SPLIT_SERVERS: Argument("problem", SHARED_SPLIT),
     RELAXED_TREE: Argument("problem", DISJOINT_SPLIT),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
     CP_SAT: Argument("schedule", DISJOINT_SPLIT),
     WINDOWS: Argument("schedule", DISJOINT_SPLIT),
     **{name: Argument("schedule", DISJOINT_SPLIT, _of_schedule) for name in OF_SCHEDULES},
+    EDGE_FINDING: Argument("schedule", EVERY_FINITE, _of_devices),
     **{name: Argument("problem", EVERY_PERIODIC, _of_periods) for name in OF_PERIODS},
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),
     PATTERN: Argument("schedule", PATTERNS),

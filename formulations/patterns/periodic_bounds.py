@@ -86,8 +86,8 @@ def fastest_work(problem: PipelineProblem, size: int) -> Floats:
 def _least_reductions(problem: PipelineProblem, size: int) -> Floats:
     if size == 1:
         return np.zeros(len(problem.chain))
-    bandwidth = problem.cluster.bandwidth[~np.eye(len(problem.cluster), dtype=bool)]
-    return 2 * (size - 1) / size * problem.chain.parameter_bytes / float(bandwidth.max())
+    best = float(problem.cluster.pairs.bandwidths()[-1])
+    return 2 * (size - 1) / size * problem.chain.parameter_bytes / best
 
 
 def _weights(problem: PipelineProblem, size: int) -> Floats:

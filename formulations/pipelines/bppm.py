@@ -19,14 +19,16 @@ from stagewright.formulations.plans.memory import buffers_per_boundary, state_fa
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_count
+from stagewright.graphs.machines.cluster import Cluster
 
 
 class Recurrence(NamedTuple):
     """PRM's tables as a named tuple, which compiled kernels accept.
 
-    Layers and devices are counted from the end of the pipeline.
-    K device kinds, V devices, L layers, M microbatches. Every prefix sum has L + 1 entries, entry l
-    for the last l layers.
+    Layers and devices are counted from the end of the pipeline, and devices in units, which are
+    never parted; usually a unit is one device. K device kinds, V units, L layers, M microbatches.
+    Every prefix sum has L + 1 entries, entry l for the last l layers.
 
     Attributes
     ----------
@@ -34,11 +36,13 @@ class Recurrence(NamedTuple):
         M.
     samples
         Samples of a microbatch, b.
+    unit
+        Devices of a unit.
     warm_up
         The n-th stage from the end must hold min(warm_up, n) microbatches in memory.
     forward, backward
         Prefix sums of a replica's seconds per microbatch, shape (K, R + 1, L + 1) by kind and
-        number of replicas; a stage has at most R replicas.
+        number of units; a stage has at most R.
     update
         Prefix sums of the optimizer's step in seconds, shape (K, L + 1) by kind.
     parameters
@@ -49,24 +53,25 @@ class Recurrence(NamedTuple):
     boundary
         Bytes per microbatch that enter the last l layers, shape (L + 1,); 0 at both ends.
     saved
-        Prefix sums of saved bytes per microbatch, shape (R + 1, L + 1) by number of replicas.
+        Prefix sums of saved bytes per microbatch, shape (R + 1, L + 1) by number of units.
     state_factor
         Bytes of weights, gradients and optimizer state per parameter byte, shape (R + 1,) by number
-        of replicas.
+        of units.
     buffers
-        Bytes of buffers before the last l layers, shape (R + 1, L + 1) by number of replicas.
+        Bytes of buffers before the last l layers, shape (R + 1, L + 1) by number of units.
     kinds
-        kinds[k, i]: how many of the first i devices are of kind k, shape (K, V + 1).
+        kinds[k, i]: how many devices of the first i units are of kind k, shape (K, V + 1).
     memory
-        Memory bytes per device, shape (V,).
+        Least memory bytes of a device of each unit, shape (V,).
     seconds_per_byte, latency
-        Inverse bandwidth and latency from device to device, shape (V, V).
+        The largest inverse bandwidth and latency from unit to unit, shape (V, V).
     group_seconds_per_byte, group_latency
-        The largest of these among the r devices before position i, shape (V + 1, V + 1) by i and r.
+        The largest of these among the r units before position i, shape (V + 1, V + 1) by i and r.
     """
 
     microbatches: int
     samples: int
+    unit: int
     warm_up: int
     forward: Floats
     backward: Floats
@@ -91,18 +96,22 @@ class BalancedPartition:
 
     ``order`` lists the indices of the devices, all of which are used; the first stage takes the
     first ones. The n-th stage from the end must hold min(warm_up, n) microbatches; None means
-    1F1B's min(M, n).
+    1F1B's min(M, n). Every stage has a multiple of ``unit`` devices.
     """
 
     problem: PipelineProblem
     order: tuple[int, ...]
     warm_up: int | None = None
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if not self.order or len({*self.order}) < len(self.order):
             raise InputError("order must list devices of the cluster, each at most once")
         if not {*self.order} <= {*range(len(self.problem.cluster))}:
             raise InputError(f"order must list indices below {len(self.problem.cluster)}")
+        require_count(self.unit, "unit", int(self.problem.replicas_per_layer.max()))
+        if len(self.order) % self.unit:
+            raise InputError(f"{len(self.order)} devices are no multiple of {self.unit}")
 
     def evaluate(self, stages: Sequence["StageChoice"]) -> float:
         """W of ``stages``: the largest time of a stage or channel over all microbatches."""
@@ -133,34 +142,33 @@ class ByRecurrence:
 
     def apply(self, question: BalancedPartition) -> Recurrence:
         """The tables of PRM's recurrence."""
-        problem = question.problem
-        backwards = np.array(question.order[::-1])
-        size = len(backwards)
+        problem, unit = question.problem, question.unit
+        units = np.array(question.order[::-1]).reshape(-1, unit)
         cluster = problem.cluster
-        seconds_per_byte = 1.0 / cluster.bandwidth[np.ix_(backwards, backwards)]
-        latency = cluster.latency[np.ix_(backwards, backwards)]
-        kinds = [cluster.devices[v].kind for v in backwards]
-        counts = np.array([[kind == k for kind in kinds] for k in problem.kinds], dtype=np.int64)
-        most = min(size, int(problem.replicas_per_layer.max()))
-        shares = [max(r, 1) for r in range(most + 1)]
+        seconds_per_byte, latency = _between_units(cluster, units)
+        kinds = np.array([cluster.devices[v].kind for v in units.ravel()]).reshape(units.shape)
+        counts = np.array([(kinds == kind).sum(axis=1) for kind in problem.kinds])
+        most = min(len(units), int(problem.replicas_per_layer.max()) // unit)
+        shares = [max(r, 1) * unit for r in range(most + 1)]
         by_share = [[problem.costs(kind, r) for r in shares] for kind in problem.kinds]
         saved = np.array([problem.saved_per_layer(r) for r in shares])
         entering = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
         return Recurrence(
             problem.microbatches,
             problem.chain.microbatch_size,
+            unit,
             question.warm_up or problem.microbatches,
             _suffix_sums(np.array([[c.forward_seconds for c in row] for row in by_share])),
             _suffix_sums(np.array([[c.backward_seconds for c in row] for row in by_share])),
             _suffix_sums(np.array([problem.update_per_layer(kind) for kind in problem.kinds])),
             _suffix_sums(problem.chain.parameter_bytes),
-            earliest_starts(problem.replicas_per_layer[::-1], most),
+            earliest_starts(problem.replicas_per_layer[::-1] // unit, most),
             np.array([0.0, *entering[::-1], 0.0]),
             _suffix_sums(saved),
-            state_factors(problem, most),
+            state_factors(problem, most * unit)[::unit],
             np.array([buffers_per_boundary(problem, r)[::-1] for r in shares]),
             np.concatenate([np.zeros((len(counts), 1), np.int64), counts.cumsum(axis=1)], axis=1),
-            problem.memory_bytes[backwards],
+            problem.memory_bytes[units].min(axis=1),
             seconds_per_byte,
             latency,
             _largest_in_windows(seconds_per_byte),
@@ -170,12 +178,12 @@ class ByRecurrence:
     def invert(
         self, question: BalancedPartition, cuts: Sequence[tuple[int, int]]
     ) -> tuple[StageChoice, ...]:
-        """The stages for ``cuts``: layers and devices placed so far, per stage from the last."""
+        """The stages for ``cuts``: layers and units placed so far, per stage from the last."""
         layers, size = len(question.problem.chain), len(question.order)
         stages = []
         taken = used = 0
         for l, i in cuts:
-            devices = question.order[size - i : size - used]
+            devices = question.order[size - i * question.unit : size - used * question.unit]
             stages.append(StageChoice(layers - l, layers - taken, tuple(devices)))
             taken, used = l, i
         return tuple(stages[::-1])
@@ -207,14 +215,23 @@ def _suffix_sums(values: Floats) -> Floats:
     return prefix_sums(values[..., ::-1])
 
 
+def _between_units(cluster: Cluster, units: Ints) -> tuple[Floats, Floats]:
+    """The largest seconds per byte and latency from each unit to each, 0 for one device; (V, V)."""
+    seconds_per_byte, latency = np.zeros((2, len(units), len(units)))
+    for i, unit in enumerate(units):
+        width, late = cluster.pairs.block(unit.tolist(), units.ravel().tolist())
+        seconds_per_byte[i] = 1.0 / width.min(axis=0).reshape(units.shape).min(axis=1)
+        latency[i] = late.max(axis=0).reshape(units.shape).max(axis=1)
+    return seconds_per_byte, latency
+
+
 def _largest_in_windows(matrix: Floats) -> Floats:
-    """out[i, r] = the largest entry among rows and columns i - r ... i - 1; 0 for r < 2."""
+    """out[i, r] = the largest entry among rows and columns i - r ... i - 1."""
     size = len(matrix)
     either = np.maximum(matrix, matrix.T)
-    np.fill_diagonal(either, 0.0)
     out = np.zeros((size + 1, size + 1))
-    for i in range(2, size + 1):
-        # Row i - 1 and the devices just before it, nearest first.
-        newest = np.maximum.accumulate(either[i - 1, : i - 1][::-1])
-        out[i, 2 : i + 1] = np.maximum(out[i - 1, 1:i], newest)
+    for i in range(1, size + 1):
+        # Row i - 1 and the units just before it, nearest first.
+        newest = np.maximum.accumulate(either[i - 1, :i][::-1])
+        out[i, 1 : i + 1] = np.maximum(out[i - 1, :i], newest)
     return out

@@ -96,7 +96,7 @@ def _stage_columns(question: BalancedPartition, stages: int) -> Iterator[_StageC
     problem = question.problem
     for n in range(stages, 0, -1):
         for a, b in _spans(len(problem.chain), stages, n):
-            for i, j in _spans(len(question.order), stages, n):
+            for i, j in _device_spans(question, stages, n):
                 limit = in_flight_limit(problem, a, b, question.order[i:j])
                 if limit >= min(question.warm_up or problem.microbatches, n):
                     yield _StageColumn(n, a, b, i, j)
@@ -111,13 +111,21 @@ def _spans(total: int, stages: int, n: int) -> Iterator[tuple[int, int]]:
         yield from ((start, stop) for stop in stops if stop > start)
 
 
+def _device_spans(question: BalancedPartition, stages: int, n: int) -> Iterator[tuple[int, int]]:
+    """As :func:`_spans`, of the devices, in whole units."""
+    unit = question.unit
+    for i, j in _spans(len(question.order) // unit, stages, n):
+        yield unit * i, unit * j
+
+
 def _channel_columns(question: BalancedPartition, stages: int) -> Iterator[_ChannelColumn]:
-    layers, devices = len(question.problem.chain), len(question.order)
+    layers = len(question.problem.chain)
     for n in range(stages, 1, -1):
         before, after = stages - n, n - 1
         for l in range(before + 1, layers - after + 1):
-            for h, i in _spans(devices, stages, n):
-                for _, j in (span for span in _spans(devices, stages, n - 1) if span[0] == i):
+            for h, i in _device_spans(question, stages, n):
+                after_it = _device_spans(question, stages, n - 1)
+                for _, j in (span for span in after_it if span[0] == i):
                     yield _ChannelColumn(n, l, h, i, j)
 
 

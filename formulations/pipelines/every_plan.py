@@ -52,6 +52,15 @@ class LeastTimes:
         most = int(self.problem.replicas_per_layer.max())
         return range(1, min(len(self.problem.cluster), most) + 1)
 
+    @property
+    def worthwhile(self) -> range:
+        """Numbers of devices that can be the best for a layer.
+
+        From M + 1 on, a device with one microbatch computes no less, and all-reduces take longer.
+        """
+        most = max(self.numbers[-1], self.problem.microbatches + 1)
+        return range(1, min(len(self.problem.cluster), most) + 1)
+
     @cached_property
     def kind_of(self) -> NDArray[np.int64]:
         """The index of each device's kind, shape (V,)."""
@@ -117,15 +126,8 @@ class LeastTimes:
         Each device of a group has links to r - 1 others, so the (r - 1)-th best link of some device
         is at least as good as the worst link of any group.
         """
-        cluster, size = self.problem.cluster, len(self.problem.cluster)
-        apart = ~np.eye(size, dtype=bool)
-        seconds_per_byte, latency = np.zeros(size), np.zeros(size)
-        if size > 1:
-            width = np.minimum(cluster.bandwidth, cluster.bandwidth.T)[apart].reshape(size, -1)
-            late = np.maximum(cluster.latency, cluster.latency.T)[apart].reshape(size, -1)
-            seconds_per_byte[1:] = 1 / np.sort(width, axis=1)[:, ::-1].max(axis=0)
-            latency[1:] = np.sort(late, axis=1).min(axis=0)
-        return seconds_per_byte, latency
+        bandwidth, latency = self.problem.cluster.pairs.nearest()
+        return np.append(0.0, 1 / bandwidth), np.append(0.0, latency)
 
     def all_reduce(self, r: int) -> Floats:
         """Least seconds of a layer's all-reduce among r devices, shape (L,)."""
@@ -209,7 +211,7 @@ def layer_bound(problem: PipelineProblem) -> float:
     of the next iteration and with the optimizer step of another.
     """
     times, best = LeastTimes(problem), np.full(len(problem.chain), np.inf)
-    for r in range(1, len(problem.cluster) + 1):
+    for r in times.worthwhile:
         ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
         for busy in _busy(times, times.forward + times.backward, r):
             best = np.minimum(best, np.maximum(busy + step, ring))
@@ -278,7 +280,7 @@ def layer_path_bound(problem: PipelineProblem, whole: bool) -> float:
     first = float(_least(times.backward)[0] + steps[0])
     tail = np.where(np.arange(layers) > 0, first + np.cumsum(back) - back - back[0], 0.0)
     best = np.full(layers, np.inf)
-    for r in range(1, len(problem.cluster) + 1):
+    for r in times.worthwhile:
         ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
         work = _busy(times, times.forward + times.backward, r)
         sent = _busy(times, times.forward + (times.backward if whole else times.gradient), r)

@@ -205,7 +205,7 @@ def _most(view: DeviceView, kinds: list[tuple[Floats, Floats]], one_each: bool =
         fixed, room = float(values[:stages].sum()), room - float(amounts[:stages].sum())
     worth = values > 0
     types, merged = np.unique(np.c_[values, amounts][worth], axis=0, return_inverse=True)
-    counts = np.bincount(merged, counts[worth], len(types))
+    counts = np.bincount(merged, counts[worth], len(types)).astype(float)
     return fixed + (_knapsack(types, counts, room) if len(types) else 0.0)
 
 

@@ -76,8 +76,7 @@ def relax(problem: PipelineProblem) -> Relaxation:
     most = min(size, int(problem.replicas_per_layer.max()))
     shares = [max(r, 1) for r in range(most + 1)]
     costs = [[problem.costs(kind, r) for r in shares] for kind in problem.kinds]
-    apart = ~np.eye(size, dtype=bool)
-    links, delays = problem.cluster.bandwidth[apart], problem.cluster.latency[apart]
+    bandwidth, latency = problem.cluster.pairs.best_between(np.arange(size)) or (np.inf, 0.0)
     boundary = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
     return Relaxation(
         problem.microbatches,
@@ -91,6 +90,6 @@ def relax(problem: PipelineProblem) -> Relaxation:
         prefix_sums(np.array([problem.saved_per_layer(r) for r in shares])),
         state_factors(problem, size),
         float(problem.memory_bytes.max()),
-        1 / float(links.max()) if len(links) else 0.0,
-        float(delays.min()) if len(delays) else 0.0,
+        1 / bandwidth,
+        latency,
     )

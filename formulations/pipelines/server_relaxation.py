@@ -16,16 +16,18 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.sparse import csgraph
 
 from stagewright.formulations.pipelines.bppm import earliest_starts, prefix_sums, range_sums
 from stagewright.formulations.plans.memory import buffers_per_boundary, state_factors
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, PlanClass
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.machines.cluster import Cluster
 
 SERVERS = "server-aware relaxation"
 SERVERS_AND_TURNS = "server-aware relaxation, also of devices that take turns"
+SHARED_SERVERS = "server-aware relaxation, also of shared devices"
+SPLIT_SERVERS = "server-aware relaxation, also of shared devices and split backwards"
 RELAXED_TREE = "branch and bound on the server-aware relaxation"
 RANKS = 3  # at most; slower kinds share the last one
 
@@ -91,6 +93,8 @@ class ServerRelaxation(NamedTuple):
 
     Attributes
     ----------
+    shared, splits
+        Whether stages may share their devices, and whether backwards may be split.
     microbatches, samples
         M, and the samples of a microbatch.
     size
@@ -110,8 +114,9 @@ class ServerRelaxation(NamedTuple):
         if r devices take turns.
     turns
         The first choice of devices that take turns; C if there is none.
-    forward, backward
-        Prefix sums of seconds per microbatch, shape (C, L + 1).
+    forward, backward, gradient
+        Prefix sums of seconds per microbatch, shape (C, L + 1); ``gradient`` is the part of the
+        backward after which the gradient can be sent: the input gradient if it may be split.
     limit
         The most microbatches in flight of a stage of layers [k, l), shape (C, L + 1, L + 1) by
         [choice, k, l]; 0 if the stage is not possible.
@@ -136,6 +141,8 @@ class ServerRelaxation(NamedTuple):
         racks (i = 1), the sum of the values is at most ``groups[i]``.
     """
 
+    shared: bool
+    splits: bool
     microbatches: int
     samples: int
     size: int
@@ -150,6 +157,7 @@ class ServerRelaxation(NamedTuple):
     turns: int
     forward: Floats
     backward: Floats
+    gradient: Floats
     limit: Ints
     places: Ints
     update: Floats
@@ -164,25 +172,27 @@ class ServerRelaxation(NamedTuple):
 
 
 def server_relaxations(
-    problem: PipelineProblem, wide: bool = False
+    problem: PipelineProblem, plans: PlanClass = DISJOINT_SPLIT
 ) -> tuple[tuple[Levels, ServerRelaxation], ...]:
     """One relaxation per threshold, the slowest links first.
 
-    They cover the plans of DISJOINT_SPLIT, or of DISJOINT_WHOLE if ``wide``.
+    They cover the ``plans`` of DISJOINT_SPLIT, DISJOINT_WHOLE, SHARED_WHOLE or SHARED_SPLIT.
     """
     levels = tuple(levels_of(problem.cluster))
-    best, ranks = _relaxation(problem, levels[0], wide), ranks_of(problem)
+    best, ranks = _relaxation(problem, levels[0], plans), ranks_of(problem)
     return tuple((level, best._replace(**_links(level, best.devices, ranks))) for level in levels)
 
 
-def _relaxation(problem: PipelineProblem, level: Levels, wide: bool) -> ServerRelaxation:
+def _relaxation(problem: PipelineProblem, level: Levels, plans: PlanClass) -> ServerRelaxation:
     ranks = ranks_of(problem)
-    choices = tuple(_choices(problem, ranks, wide))
-    costs = [_fastest(problem, one, ranks) for one in choices]
+    choices = tuple(_choices(problem, ranks, "round-robin" in plans.replication))
+    costs = [_fastest(problem, one, ranks, plans.split_backward) for one in choices]
     boundary = [problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
     pieces = range(1, problem.chain.microbatch_size + 1)
     devices = np.array([one.devices for one in choices])
     return ServerRelaxation(
+        shared=plans.sharing != "none",
+        splits=plans.split_backward,
         microbatches=problem.microbatches,
         samples=problem.chain.microbatch_size,
         size=len(problem.cluster),
@@ -192,11 +202,12 @@ def _relaxation(problem: PipelineProblem, level: Levels, wide: bool) -> ServerRe
         pieces=np.array([one.pieces for one in choices]),
         rounds=np.array([one.rounds for one in choices]),
         turns=sum(not one.takes_turns for one in choices),
-        forward=prefix_sums(np.array([forward for forward, _, _ in costs])),
-        backward=prefix_sums(np.array([backward for _, backward, _ in costs])),
-        limit=np.array([_limits(problem, one, ranks, wide) for one in choices]),
+        forward=prefix_sums(np.array([one.forward for one in costs])),
+        backward=prefix_sums(np.array([one.backward for one in costs])),
+        gradient=prefix_sums(np.array([one.gradient for one in costs])),
+        limit=np.array([_limits(problem, one, ranks, plans.offload) for one in choices]),
         places=np.full(len(problem.chain) + 1, ANYWHERE),
-        update=prefix_sums(np.array([update for _, _, update in costs])),
+        update=prefix_sums(np.array([one.update for one in costs])),
         parameters=prefix_sums(problem.chain.parameter_bytes),
         boundary=np.array([0.0, *boundary, 0.0]),
         share=np.array([1.0, *(problem.share_bytes(1.0, p) for p in pieces)]),
@@ -216,10 +227,17 @@ def ranks_of(problem: PipelineProblem) -> Ints:
     )
 
 
-def _fastest(
-    problem: PipelineProblem, choice: "_Choice", ranks: Ints
-) -> tuple[Floats, Floats, Floats]:
-    """Forward, backward and optimizer's step in seconds per layer of the slowest replica, (L,).
+class _Seconds(NamedTuple):
+    """Seconds per layer, each of shape (L,)."""
+
+    forward: Floats
+    backward: Floats
+    gradient: Floats
+    update: Floats
+
+
+def _fastest(problem: PipelineProblem, choice: "_Choice", ranks: Ints, split: bool) -> _Seconds:
+    """The least times of the slowest replica; ``split``: backwards may be split.
 
     The slowest device of a stage has the rank of the choice; devices that take turns have any.
     """
@@ -231,7 +249,15 @@ def _fastest(
     costs = [problem.costs(kind, choice.shares) for kind in kinds]
     forward = np.min([one.forward_seconds for one in costs], axis=0)
     backward = np.min([one.backward_seconds for one in costs], axis=0)
-    return forward, backward, np.min([problem.update_per_layer(kind) for kind in kinds], axis=0)
+    gradient = backward
+    if split:
+        parts = [problem.gradient_costs(kind, choice.shares).forward_seconds for kind in kinds]
+        whole = [
+            any(c.backward_seconds is not None for c in one.costs) for one in problem.chain.layers
+        ]
+        gradient = np.where(whole, backward, np.min(parts, axis=0))
+    update = np.min([problem.update_per_layer(kind) for kind in kinds], axis=0)
+    return _Seconds(forward, backward, gradient, update)
 
 
 def _links(level: Levels, devices: Ints, ranks: Ints) -> dict[str, Any]:
@@ -263,11 +289,10 @@ def levels_of(cluster: Cluster) -> Iterator[Levels]:
     size = len(cluster)
     one = (0,) * size
     homes = [one]
-    for threshold in np.unique(cluster.bandwidth[~np.eye(size, dtype=bool)])[:-1]:
-        linked = cluster.bandwidth > threshold
-        count, home = csgraph.connected_components(linked, directed=False)
-        if count > 1 and len({*home}) > len({*homes[-1]}):
-            homes.append(tuple(home.tolist()))
+    for threshold in cluster.pairs.bandwidths()[:-1]:
+        home = cluster.pairs.components(threshold).tolist()
+        if max(home) > max(homes[-1]):
+            homes.append(tuple(home))
     # The first is the whole cluster: a rack only if there is no other.
     nested = homes if len(homes) < 3 else homes[1:]
     for rack, home in pairwise(nested) if len(nested) > 1 else [(one, one)]:
@@ -284,10 +309,9 @@ def _best_links(
     """
     best = 0.0, 0.0
     for groups in (range(len(cluster)), home, rack):
-        between = np.not_equal.outer(groups, groups)
-        if between.any():
-            links, latency = cluster.bandwidth[between], cluster.latency[between]
-            best = 1 / float(links.max()), float(latency.min())
+        found = cluster.pairs.best_between(np.array(groups))
+        if found is not None:
+            best = 1 / found[0], found[1]
         yield best
 
 
@@ -314,7 +338,7 @@ class _Choice:
         return self.shares < self.devices
 
 
-def _choices(problem: PipelineProblem, ranks: Ints, wide: bool) -> Iterator[_Choice]:
+def _choices(problem: PipelineProblem, ranks: Ints, turns: bool) -> Iterator[_Choice]:
     """The least devices for every share of a microbatch and rank, and for every number of turns."""
     size, microbatches = len(problem.cluster), problem.microbatches
     available = np.cumsum(np.bincount(ranks))
@@ -325,10 +349,10 @@ def _choices(problem: PipelineProblem, ranks: Ints, wide: bool) -> Iterator[_Cho
             same = [q for q in numbers if problem.samples(q) == problem.samples(r)]
             for rank in np.flatnonzero(available >= r).tolist():
                 yield _Choice(r, r, same[-1], microbatches, rank)
-    for r in range(2, size + 1 if wide else 2):
-        turns = -(-microbatches // r)
-        if turns < -(-microbatches // (r - 1)):
-            yield _Choice(r, 1, 1, turns, 0)
+    for r in range(2, size + 1 if turns else 2):
+        rounds = -(-microbatches // r)
+        if rounds < -(-microbatches // (r - 1)):
+            yield _Choice(r, 1, 1, rounds, 0)
 
 
 def _limits(problem: PipelineProblem, choice: _Choice, ranks: Ints, wide: bool) -> Ints:

@@ -44,10 +44,10 @@ def relaxed_schedule(form: ServerRelaxation, stages: Sequence[RelaxedStage]) -> 
 
 def nearest(form: ServerRelaxation, stages: Sequence[RelaxedStage]) -> tuple[RelaxedStage, ...]:
     """The split stages at places no farther apart than any that may be possible for them."""
-    within = [_least(form, stage.devices) for stage in stages]
+    within = [least_level(form, stage.devices) for stage in stages]
     apart = [len(form.rooms)]
     for one, two in pairwise(stages):
-        level = _least(form, one.devices + two.devices)
+        level = least_level(form, one.devices + two.devices)
         apart.append(max(level, int(not form.together[one.rank, two.rank])))
     places = [
         Place(list(zip(WITHIN, APART, strict=True)).index((own, max(own, link))))
@@ -56,7 +56,7 @@ def nearest(form: ServerRelaxation, stages: Sequence[RelaxedStage]) -> tuple[Rel
     return tuple(replace(one, place=place) for one, place in zip(stages, places, strict=True))
 
 
-def _least(form: ServerRelaxation, devices: int) -> int:
+def least_level(form: ServerRelaxation, devices: int) -> int:
     """0 if so many devices may be in one server, 1 if in one rack, otherwise 2."""
     return next((level for level, room in enumerate(form.rooms) if devices <= room), 2)
 

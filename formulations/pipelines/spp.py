@@ -81,7 +81,7 @@ def theorem1_factor(problem: PipelineProblem) -> float:
     limits, and one kind of devices whose time is proportional to the share of a microbatch.
     """
     cluster, size = problem.cluster, len(problem.cluster)
-    links = cluster.bandwidth[~np.eye(size, dtype=bool)]
+    links = cluster.pairs.bandwidths()
     if not len(links):
         return 2.0
     costs = problem.costs(problem.kinds[0], 1)
@@ -89,8 +89,8 @@ def theorem1_factor(problem: PipelineProblem) -> float:
     if not work.any():
         return float("inf")  # Lemma 2 compares with the work
     moved = [2 * problem.boundary_bytes(stop) for stop in range(1, len(problem.chain))]
-    slowest = 1 / links.min() - 1 / links.max()
-    phi = max(float(work.max()) * links.max(), *moved, 0.0) * slowest * size / work.sum()
+    slowest = 1 / links[0] - 1 / links[-1]
+    phi = max(float(work.max()) * links[-1], *moved, 0.0) * slowest * size / work.sum()
     return float((2 + (4 * size - 4) / problem.microbatches) * (1 + phi))
 
 

@@ -162,12 +162,9 @@ class PipelineProblem:
         largest share on the slowest link (SPP section III-B).
         """
         share = self.share_bytes(self.boundary_bytes(stop), len(senders) * len(receivers))
-        there, back = np.ix_(senders, receivers), np.ix_(receivers, senders)
-        bandwidth, latency = self.cluster.bandwidth, self.cluster.latency
-        return (
-            float(share / bandwidth[there].min() + latency[there].max()),
-            float(share / bandwidth[back].min() + latency[back].max()),
-        )
+        there, late_there = self.cluster.pairs.slowest(senders, receivers)
+        back, late_back = self.cluster.pairs.slowest(receivers, senders)
+        return share / there + late_there, share / back + late_back
 
     def share_bytes(self, volume: float, shares: int) -> float:
         """Bytes of the largest of ``shares`` shares of a microbatch with ``volume`` bytes."""
@@ -185,10 +182,9 @@ class PipelineProblem:
         k = len(devices)
         if k == 1:
             return 0.0
-        group = np.ix_(devices, devices)
         volume = 2 * (k - 1) / k * self.gradient_bytes(start, stop)
-        latency = 2 * (k - 1) * float(self.cluster.latency[group].max())
-        return volume / float(self.cluster.bandwidth[group].min()) + latency
+        bandwidth, latency = self.cluster.pairs.slowest(devices, devices)
+        return volume / bandwidth + 2 * (k - 1) * latency
 
     def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:
         """Time of the optimizer step on layers [start, stop), on the slowest of ``devices``."""

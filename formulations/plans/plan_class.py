@@ -217,6 +217,9 @@ DISJOINT_SPLIT = PlanClass(
 Their schedules update the weights once, at the end. A plan of this class with another weight rule
 is no faster: see docs/certificates.md.
 """
+SHARED_SPLIT = replace(EVERY_FINITE, sharing="groups", replication=("split",))
+"""Finite plans of split stages, of which some may have the same devices."""
+SHARED_WHOLE = replace(SHARED_SPLIT, split_backward=False)
 WHOLE_PERIODIC = replace(EVERY_PERIODIC, split_backward=False, recompute=("none",), offload=False)
 """Periodic plans with whole backwards, without recomputation or offloading."""
 SEARCHED_ALLOCATIONS = replace(

@@ -116,9 +116,12 @@ def _work(problem: PipelineProblem, structure: Structure, seconds: Floats) -> Wo
         for s, stage in enumerate(stages)
         for runners in stage.lanes
     ]
-    bytes_ = [_lane_bytes(problem, structure, s, devices) for s, devices in lanes]
-    kept, again, offloaded, offload = np.array(bytes_).T
+    every = [kept_bytes(problem, *one) for one in zip(stages, structure.split, strict=True)]
+    of_stage = [(one.saved_bytes, one.working_bytes, one.offloaded_bytes) for one in every]
+    kept, again, offloaded = np.array([of_stage[s] for s, _ in lanes]).T
     places = _lanes_of_devices([devices for _, devices in lanes], len(problem.cluster))
+    # Most devices have the same lanes as others.
+    alone = {mine: _alone(mine, kept, again, offloaded) for mine in {*map(tuple, places)}}
     return Work(
         seconds=seconds,
         split=np.array(structure.split),
@@ -131,10 +134,10 @@ def _work(problem: PipelineProblem, structure: Structure, seconds: Floats) -> Wo
         kept=kept,
         again=again,
         offloaded=offloaded,
-        offload=offload,
+        offload=np.array([_offload_seconds(problem, stages[s], devices) for s, devices in lanes]),
         memory=problem.memory_bytes,
         room=_room(problem, stages),
-        alone=np.array([_alone(mine, kept, again, offloaded) for mine in places]),
+        alone=np.array([alone[mine] for mine in map(tuple, places)]),
     )
 
 
@@ -179,29 +182,6 @@ def device_loads(work: Work) -> Floats:
     return busy
 
 
-def structure_bound(work: Work, endings: Endings) -> float:
-    """A lower bound on the iteration time of every schedule of the structure.
-
-    A microbatch passes every stage twice. A device begins when the first microbatch reaches its
-    first stage; after its last whole backward the gradient passes the earlier stages. All-reduces
-    of a device run one after another.
-    """
-    least = work.seconds.min(axis=2)  # (5, S)
-    there = np.concatenate([[0.0], np.cumsum(least[0, :-1] + least[3, :-1])])
-    back = np.concatenate([[0.0], np.cumsum(least[1, :-1] + least[4, 1:])])
-    reduce, update = np.nan_to_num(endings.reduce), np.nan_to_num(endings.update)
-    bound = float(there[-1] + least[0, -1] + least[1, -1] + back[-1])
-    for v, load in enumerate(device_loads(work)):
-        mine = work.stage[work.places[v]]
-        if not len(mine):
-            continue
-        first = int(mine.min())
-        rest = 0.0 if work.split[mine].any() else back[first]
-        after = max(rest, float(update[mine].sum()), float((reduce + update)[mine].min()))
-        bound = max(bound, there[first] + load + after, float(reduce[mine].sum()))
-    return bound
-
-
 def _seconds(seconds: Blocks) -> Floats:
     of = seconds.__getitem__
     backward = np.fmax(of(ActionKind.BACKWARD), of(ActionKind.INPUT_GRADIENT))
@@ -227,15 +207,11 @@ def _channel_table(stages: Sequence[Stage], microbatches: int) -> Ints:
     return channel
 
 
-def _lane_bytes(
-    problem: PipelineProblem, structure: Structure, s: int, devices: Sequence[int]
-) -> tuple[float, float, float, float]:
-    """Bytes kept, bytes recomputed, bytes offloaded, and the seconds of offloading."""
-    stage = structure.stages[s]
-    kept = kept_bytes(problem, stage, structure.split[s])
+def _offload_seconds(problem: PipelineProblem, stage: Stage, devices: Sequence[int]) -> float:
+    """The seconds of offloading a microbatch's bytes; -1 if the stage does not offload."""
     seconds = problem.offload_seconds(*stage.layers, devices) if stage.offload else -1.0
     assert seconds is not None  # the search offloads only where the host link is known
-    return kept.saved_bytes, kept.working_bytes, kept.offloaded_bytes, seconds
+    return seconds
 
 
 def _room(problem: PipelineProblem, stages: Sequence[Stage]) -> Floats:

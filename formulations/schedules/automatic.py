@@ -10,11 +10,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from stagewright.formulations.schedules.construction import (
-    ActivationMemory,
-    Construction,
-    activations,
-)
+from stagewright.formulations.schedules.construction import Construction
+from stagewright.formulations.schedules.memory import ActivationMemory, activations
 from stagewright.formulations.schedules.order import F, I, Order
 from stagewright.formulations.schedules.placements import line
 from stagewright.formulations.schedules.rules import require_stages
@@ -24,21 +21,48 @@ Goal = Literal["makespan", "span"]
 
 
 @lru_cache(maxsize=8)
-def zb1p(devices: int, microbatches: int, times: StageTimes | None = None) -> Order:
-    """The heuristic with at most p microbatches in flight per stage: 1F1B's memory."""
-    return _within(devices, devices, microbatches, times)
+def zb1p(
+    devices: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    memory: ActivationMemory | None = None,
+    goal: Goal = "makespan",
+) -> Order:
+    """The heuristic with at most p microbatches in flight per stage: 1F1B's memory.
+
+    A limit in ``memory`` that allows less counts too.
+    """
+    return _within(devices, devices, microbatches, times, memory, goal)
 
 
 @lru_cache(maxsize=8)
-def zb2p(devices: int, microbatches: int, times: StageTimes | None = None) -> Order:
-    """The heuristic with at most 2 p microbatches in flight per stage: twice 1F1B's memory."""
-    return _within(2 * devices, devices, microbatches, times)
+def zb2p(
+    devices: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    memory: ActivationMemory | None = None,
+    goal: Goal = "makespan",
+) -> Order:
+    """The heuristic with at most 2 p microbatches in flight per stage: twice 1F1B's memory.
+
+    A limit in ``memory`` that allows less counts too.
+    """
+    return _within(2 * devices, devices, microbatches, times, memory, goal)
 
 
-def _within(limit: int, devices: int, microbatches: int, times: StageTimes | None) -> Order:
+def _within(
+    most: int,
+    devices: int,
+    microbatches: int,
+    times: StageTimes | None,
+    memory: ActivationMemory | None,
+    goal: Goal,
+) -> Order:
     times = times or equal_times(devices)
     require_stages(times, devices)
-    return automatic(times, microbatches, activations(line(devices), limit))
+    device = line(devices)
+    memory = (memory or activations(device, most)).within(most, device)
+    return automatic(times, microbatches, memory, goal)
 
 
 def automatic(

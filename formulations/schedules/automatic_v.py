@@ -8,7 +8,8 @@ per round, the later one on a microbatch's way first; weight gradients fill the 
 from collections.abc import Iterator
 
 from stagewright.formulations.schedules.automatic import Goal
-from stagewright.formulations.schedules.construction import ActivationMemory, Construction
+from stagewright.formulations.schedules.construction import Construction
+from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import F, I, Order
 from stagewright.formulations.schedules.placements import v_shape
 from stagewright.formulations.schedules.timing import StageTimes

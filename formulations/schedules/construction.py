@@ -6,64 +6,12 @@ gradients (Qi et al. 2024, section 3.1).
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import F, I, Order, W
 from stagewright.formulations.schedules.placements import Device
 from stagewright.formulations.schedules.timing import StageTimes
-from stagewright.graphs.documents.errors import InputError
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationMemory:
-    """What a microbatch occupies on each of S stages, and what each device has, in any unit.
-
-    Attributes
-    ----------
-    saved
-        From the forward to the input gradient, per stage.
-    kept
-        From the input gradient to the weight gradient, per stage; at most ``saved``.
-    limit
-        For all microbatches of all stages together, per device.
-
-    Raises
-    ------
-    InputError
-        If a stage keeps more than it saves.
-    """
-
-    saved: tuple[float, ...]
-    kept: tuple[float, ...]
-    limit: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        for s, (saved, kept) in enumerate(zip(self.saved, self.kept, strict=True)):
-            if not 0 <= kept <= saved:
-                raise InputError(f"kept[{s}] must be 0 to {saved} (saved[{s}]), got {kept}")
-
-    def require_room(self, device: Device) -> None:
-        """Refuse a limit below one microbatch of every stage on a device.
-
-        Raises
-        ------
-        InputError
-            With the least limit that works.
-        """
-        for d, limit in enumerate(self.limit):
-            least = sum(saved for home, saved in zip(device, self.saved, strict=True) if home == d)
-            if limit < least:
-                raise InputError(
-                    f"limit[{d}] must be at least {least}, one microbatch of the stages on device "
-                    f"{d}, got {limit}"
-                )
-
-
-def activations(device: Device, limit: float) -> ActivationMemory:
-    """A limit in microbatches of a stage on every device; all is kept until the weight gradient."""
-    ones = (1.0,) * len(device)
-    return ActivationMemory(ones, ones, (float(limit),) * (1 + max(device)))
 
 
 class Construction:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stagewright.formulations.plans.weight_rules import Weights
-from stagewright.formulations.schedules.automatic import zb1p, zb2p
+from stagewright.formulations.schedules.automatic import Goal, zb1p, zb2p
 from stagewright.formulations.schedules.breadth_first import breadth_first
 from stagewright.formulations.schedules.chimera import chimera
 from stagewright.formulations.schedules.controllable_memory import v_half, v_min
@@ -13,6 +13,7 @@ from stagewright.formulations.schedules.dualpipe import dualpipe, dualpipe_v
 from stagewright.formulations.schedules.gpipe import gpipe
 from stagewright.formulations.schedules.hanayo import hanayo
 from stagewright.formulations.schedules.interleaved import interleaved, ragged_interleaved
+from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.placements import line
@@ -37,6 +38,8 @@ class Sizes:
         Devices of each stage, for 1F1B-RR; their sum is ``devices``.
     times
         For schedules that depend on times; by default all are equal.
+    memory, goal
+        For the same schedules, if ``times`` are given: limits of the devices, and what is shortest.
 
     Raises
     ------
@@ -49,6 +52,8 @@ class Sizes:
     chunks: int | None = None
     replicas: tuple[int, ...] = ()
     times: StageTimes | None = None
+    memory: ActivationMemory | None = None
+    goal: Goal = "makespan"
 
     def __post_init__(self) -> None:
         for name in ("devices", "microbatches", "chunks"):
@@ -100,7 +105,7 @@ class ScheduleKind:
     weights
         The weight rule of the publication.
     depends_on_times
-        Whether its order depends on the times of the stages.
+        Whether its order depends on the times of the stages, and on memory.
     """
 
     generate: Callable[[Sizes, int], Order]
@@ -162,15 +167,15 @@ KINDS: dict[str, ScheduleKind] = {
         f"{_ZERO_BUBBLE}, with chunks of torch.distributed.pipelining", "loop", ANY, is_split=True,
     ),
     "zb1p": ScheduleKind(
-        lambda of, v: zb1p(of.devices, of.microbatches, of.times),
+        lambda of, v: zb1p(of.devices, of.microbatches, of.times, of.memory, of.goal),
         _ZERO_BUBBLE, "line", ONE, is_split=True, depends_on_times=True,
     ),
     "zb2p": ScheduleKind(
-        lambda of, v: zb2p(of.devices, of.microbatches, of.times),
+        lambda of, v: zb2p(of.devices, of.microbatches, of.times, of.memory, of.goal),
         _ZERO_BUBBLE, "line", ONE, is_split=True, depends_on_times=True,
     ),
     "zbv": ScheduleKind(
-        lambda of, v: zbv(of.devices, of.microbatches, of.times),
+        lambda of, v: zbv(of.devices, of.microbatches, of.times, of.memory, of.goal),
         "Qi et al., arXiv 2401.10241 (2024)", "V", TWO, is_split=True, depends_on_times=True,
     ),
     "v-half": ScheduleKind(
@@ -202,6 +207,22 @@ KINDS: dict[str, ScheduleKind] = {
 """Adding a schedule is one module and one entry."""
 
 
+def require_chunks(name: str, chunks: int) -> None:
+    """Refuse a number of stages per device that a schedule does not have.
+
+    Raises
+    ------
+    InputError
+        With the numbers that it has, and the schedules that have other ones.
+    """
+    if not KINDS[name].chunks.allows(chunks):
+        others = [other for other, kind in KINDS.items() if kind.chunks.allows(chunks)]
+        raise InputError(
+            f"{name} has {KINDS[name].chunks} per device, got {chunks}; {', '.join(others)} may "
+            f"have {chunks}"
+        )
+
+
 def schedule_of(name: str, sizes: Sizes) -> Order:
     """The order of a schedule by name.
 
@@ -214,8 +235,7 @@ def schedule_of(name: str, sizes: Sizes) -> Order:
         raise InputError(f"unknown schedule {name!r}; known are {', '.join(KINDS)}")
     kind = KINDS[name]
     chunks = sizes.chunks or kind.chunks.step
-    if not kind.chunks.allows(chunks):
-        raise InputError(f"{name} has {kind.chunks} per device, got {chunks}")
+    require_chunks(name, chunks)
     if sizes.replicas and kind.placement != "replicated line":
         raise InputError(f"{name} has no replicas; 1f1b-rr has")
     return kind.generate(sizes, chunks)

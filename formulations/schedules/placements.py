@@ -1,5 +1,7 @@
 """Placements: on which device each stage is, for p devices with v stages ("chunks") each."""
 
+from stagewright.graphs.documents.errors import InputError
+
 Device = tuple[int, ...]
 
 
@@ -32,3 +34,20 @@ def both_directions(devices: int) -> tuple[Device, Device]:
     Every device keeps the weights of two stages (Li and Hoefler 2021, Chimera).
     """
     return line(devices), tuple(reversed(range(devices)))
+
+
+def placed(placement: str, devices: int, chunks: int) -> Device:
+    """A placement with one path by name: ``line``, ``loop``, ``V`` or ``wave``.
+
+    Raises
+    ------
+    InputError
+        If the placement does not have that many stages per device.
+    """
+    allowed = {"line": chunks == 1, "V": chunks == 2, "wave": chunks % 2 == 0}
+    if not allowed.get(placement, True):
+        needs = {"line": "1 stage", "V": "2 stages", "wave": "an even number of stages"}[placement]
+        raise InputError(f"placement {placement} has {needs} per device, got {chunks}")
+    if placement in ("V", "wave"):
+        return wave(devices, chunks // 2)
+    return loop(devices, chunks)

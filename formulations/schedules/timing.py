@@ -1,7 +1,7 @@
 """Start times of an order: every device follows its row and starts as early as possible.
 
 This is the model of the schedules' papers: a transfer takes a fixed time and never waits for
-another one. `solvers.pipelines.list_scheduling.schedule_order` has channels that transfers share.
+another one. `channels` has channels that transfers share.
 """
 
 from dataclasses import dataclass
@@ -87,30 +87,58 @@ def start_times(order: Order, times: StageTimes) -> Starts:
     return _Timing(order, times).starts()
 
 
+@dataclass(frozen=True, slots=True)
+class TimedOrder:
+    """An order whose computations start at ``starts``, in the layout of its rows."""
+
+    order: Order
+    times: StageTimes
+    starts: Starts
+
+    def makespan(self) -> float:
+        """The end of the last computation."""
+        return max(end for _, end in self._spans())
+
+    def longest_span(self) -> float:
+        """The longest time from the first start to the last end of a device.
+
+        This is the time of an iteration where iterations overlap: no device waits for the others
+        before its optimizer step (Qi et al. 2024, section 4).
+        """
+        return max(end - start for start, end in self._spans())
+
+    def loads(self) -> Times:
+        """The time that each device computes."""
+        return tuple(sum(self.times.of(action) for action in row) for row in self.order.rows)
+
+    def idle(self) -> float:
+        """Idle time as a fraction of all devices' time until the makespan."""
+        whole = len(self.order.rows) * self.makespan()
+        return 1 - sum(self.loads()) / whole if whole else 0.0
+
+    def _spans(self) -> list[tuple[float, float]]:
+        pairs = zip(self.order.rows, self.starts, strict=True)
+        return [(at[0], at[-1] + self.times.of(row[-1])) for row, at in pairs if row]
+
+
+def timed(order: Order, times: StageTimes) -> TimedOrder:
+    """The order with its earliest start times."""
+    return TimedOrder(order, times, start_times(order, times))
+
+
 def makespan(order: Order, times: StageTimes) -> float:
     """The end of the last computation."""
-    return max(end for _, end in _spans(order, times))
+    return timed(order, times).makespan()
 
 
 def longest_span(order: Order, times: StageTimes) -> float:
-    """The longest time from the first start to the last end of a device.
-
-    This is the time of an iteration where iterations overlap: no device waits for the others
-    before its optimizer step (Qi et al. 2024, section 4).
-    """
-    return max(end - start for start, end in _spans(order, times))
+    """The longest time from the first start to the last end of a device."""
+    return timed(order, times).longest_span()
 
 
 def bubble(order: Order, times: StageTimes) -> float:
     """Idle time as a fraction of all devices' time until the makespan."""
-    work = sum(times.of(action) for row in order.rows for action in row)
-    return 1 - work / (len(order.rows) * makespan(order, times))
-
-
-def _spans(order: Order, times: StageTimes) -> list[tuple[float, float]]:
-    starts = start_times(order, times)
-    pairs = zip(order.rows, starts, strict=True)
-    return [(at[0], at[-1] + times.of(row[-1])) for row, at in pairs if row]
+    return timed(order, times).idle()
 
 
 class _Timing:

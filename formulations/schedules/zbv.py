@@ -3,8 +3,9 @@
 from functools import lru_cache
 
 from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.schedules.automatic import Goal
 from stagewright.formulations.schedules.automatic_v import automatic_v
-from stagewright.formulations.schedules.construction import activations
+from stagewright.formulations.schedules.memory import ActivationMemory, activations
 from stagewright.formulations.schedules.order import F, I, Order, Row, W
 from stagewright.formulations.schedules.placements import v_shape
 from stagewright.formulations.schedules.rules import require_stages
@@ -12,17 +13,26 @@ from stagewright.formulations.schedules.timing import StageTimes
 
 
 @lru_cache(maxsize=8)
-def zbv(devices: int, microbatches: int, times: StageTimes | None = None) -> Order:
+def zbv(
+    devices: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    memory: ActivationMemory | None = None,
+    goal: Goal = "makespan",
+) -> Order:
     """ZBV: device d has the stages d and 2 p - 1 - d; with ``times`` the order of `automatic_v`.
 
     At most 2 p microbatches of a stage, half a device's layers, are in flight on a device: the
     activations of 1F1B's first stage. With tF = tI = tW and m >= 2 p - 1 no device is idle from its
-    first to its last computation; the makespan is 6 m + p - 1 such times.
+    first to its last computation; the makespan is 6 m + p - 1 such times. With ``times`` a limit in
+    ``memory`` that allows less counts too.
     """
     if times is not None:
         device = v_shape(devices)
         require_stages(times, len(device))
-        return automatic_v(times, microbatches, activations(device, 2 * devices))
+        # A microbatch of a device's two stages counts as two.
+        memory = (memory or activations(device, 2 * devices)).within(devices, device)
+        return automatic_v(times, microbatches, memory, goal)
     return Order(tuple(_row(devices, d, microbatches) for d in range(devices)))
 
 

@@ -20,6 +20,7 @@ from stagewright.graphs.documents.units import (
     require_bandwidth,
     require_count,
 )
+from stagewright.graphs.machines.pairs import DensePairs, NestedPairs, Pairs
 
 FORMAT: Literal["stagewright-cluster"] = "stagewright-cluster"
 VERSION: Literal[1] = 1
@@ -71,13 +72,19 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class ServerLinks:
-    """Servers of devices: one kind of link inside each server, one between servers."""
+    """Servers of devices: one kind of link inside each server, one between servers.
+
+    ``racks`` lists the devices of each rack, which is a union of servers; ``inter`` is then between
+    servers of a rack, and ``inter_rack`` between racks.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     servers: tuple[tuple[str, ...], ...]
     intra: Link
     inter: Link | None = None
+    racks: tuple[tuple[str, ...], ...] | None = None
+    inter_rack: Link | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +134,12 @@ class Cluster:
             twice = next(name for name in names if names.count(name) > 1)
             raise InputError(f"two devices are named {twice!r}; device names must be unique")
         if self.links.servers is not None:
-            _require_cover(self.links.servers, names)
+            _require_cover("servers", self.links.servers, names)
         if isinstance(self.links, MatrixLinks):
             _require_matrix(self.links, names)
-        elif len(self.links.servers) > 1 and self.links.inter is None:
-            raise InputError(
-                f"cluster {self.name!r} is not connected: several servers and no inter link"
-            )
-        _require_connected(self)
+            _require_connected(self)
+        else:
+            _require_levels(self.name, self.links, names)
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -152,13 +157,36 @@ class Cluster:
         return tuple(tuple(self.index[name] for name in server) for server in self.links.servers)
 
     @cached_property
+    def pairs(self) -> Pairs:
+        """The links of all pairs of devices, over the widest path if there is no direct link."""
+        if isinstance(self.links, MatrixLinks):
+            return DensePairs(self.bandwidth, self.latency)
+        levels = _levels(self.links)
+        groups = np.zeros((len(levels) + 1, len(self.devices)), dtype=np.int64)
+        groups[0] = np.arange(len(self.devices))
+        for row, (members, _) in zip(groups[1:-1], levels, strict=False):
+            for number, group in enumerate(members):
+                row[[self.index[name] for name in group]] = number
+        links = [link for _, link in levels]
+        return NestedPairs(
+            groups,
+            np.array([link.bandwidth_bytes_per_second for link in links]),
+            np.array([link.latency_seconds for link in links]),
+        )
+
+    @cached_property
     def direct_bandwidth(self) -> Floats:
         """Bandwidth of the direct links in bytes/s, shape (V, V); 0 where there is none."""
-        return self._pairwise("bandwidth_bytes_per_second")
+        if isinstance(self.links, MatrixLinks):
+            return self._matrix(self.links.bandwidth_bytes_per_second)
+        return np.where(np.eye(len(self.devices), dtype=bool), 0.0, self.bandwidth)
 
     @cached_property
     def bandwidth(self) -> Floats:
-        """Bandwidth in bytes/s from i to j over the widest path, shape (V, V); inf for i = j."""
+        """Bandwidth in bytes/s from i to j over the widest path, shape (V, V); inf for i = j.
+
+        For few pairs, or one number of many, see :attr:`pairs`.
+        """
         return self._paths[0]
 
     @cached_property
@@ -168,25 +196,20 @@ class Cluster:
 
     @cached_property
     def _paths(self) -> tuple[Floats, Floats]:
-        return _widest_paths(self.direct_bandwidth, self._pairwise("latency_seconds"))
+        if isinstance(self.links, ServerLinks):
+            every = range(len(self.devices))
+            return self.pairs.block(every, every)
+        return _widest_paths(self.direct_bandwidth, self._matrix(self.links.latency_seconds))
 
     def digest(self) -> str:
         """A SHA-256 of the cluster's document."""
         return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
 
-    def _pairwise(self, name: str) -> Floats:
+    def _matrix(self, value: float | Sequence[Sequence[float | None]]) -> Floats:
+        """A field of the links as a matrix with a zero diagonal."""
         size = len(self.devices)
-        if isinstance(self.links, MatrixLinks):
-            value = getattr(self.links, name)
-            if isinstance(value, float | int):
-                matrix = np.full((size, size), float(value))
-            else:
-                matrix = np.array([[entry or 0.0 for entry in row] for row in value], dtype=float)
-        else:
-            inter, intra = self.links.inter or self.links.intra, self.links.intra
-            matrix = np.full((size, size), getattr(inter, name))
-            for server in self.servers:
-                matrix[np.ix_(server, server)] = getattr(intra, name)
+        rows = value if isinstance(value, tuple) else np.full((size, size), value)
+        matrix: Floats = np.nan_to_num(np.array(rows, dtype=float))  # None, no link, is 0
         np.fill_diagonal(matrix, 0.0)
         return matrix
 
@@ -246,17 +269,46 @@ def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
     documents.write(Cluster, cluster, path)
 
 
-def _require_cover(servers: Sequence[Sequence[str]], names: Sequence[str]) -> None:
-    """Every device is in exactly one server, and every name in a server is a device."""
-    listed = [name for server in servers for name in server]
-    for name in listed:
-        if name not in names:
-            raise InputError(f"links.servers names {name!r}, which is not a device")
-        if listed.count(name) > 1:
-            raise InputError(f"links.servers names {name!r} twice")
+def _levels(links: ServerLinks) -> list[tuple[Sequence[Sequence[str]], Link]]:
+    """The groups of devices and their links, from the servers to the group of all devices."""
+    inside: list[tuple[Sequence[Sequence[str]], Link]] = [(links.servers, links.intra)]
+    inter = links.inter or links.intra
+    if links.racks is None:
+        return [*inside, ((), inter)]
+    return [*inside, (links.racks, inter), ((), links.inter_rack or inter)]
+
+
+def _require_cover(field: str, groups: Sequence[Sequence[str]], names: Sequence[str]) -> None:
+    """Every device is in exactly one server or rack, and every name in one is a device."""
+    known, listed = {*names}, set[str]()
+    for name in (name for group in groups for name in group):
+        if name not in known:
+            raise InputError(f"links.{field} names {name!r}, which is not a device")
+        if name in listed:
+            raise InputError(f"links.{field} names {name!r} twice")
+        listed.add(name)
     for name in names:
         if name not in listed:
-            raise InputError(f"device {name!r} is in no server of links.servers")
+            raise InputError(f"device {name!r} is in no {field[:-1]} of links.{field}")
+
+
+def _require_levels(cluster: str, links: ServerLinks, names: Sequence[str]) -> None:
+    """The devices of a server are in one rack, and there is a link for every level."""
+    racks = [names] if links.racks is None else [rack for rack in links.racks if rack]
+    if links.racks is not None:
+        _require_cover("racks", racks, names)
+    elif links.inter_rack is not None:
+        raise InputError("links.inter_rack is given without links.racks: list each rack's devices")
+    rack_of = {name: number for number, rack in enumerate(racks) for name in rack}
+    for server in links.servers:
+        if len({rack_of[name] for name in server}) > 1:
+            raise InputError(f"the server of {server[0]!r} is in several racks of links.racks")
+    if len(links.servers) > len(racks) and links.inter is None:
+        raise InputError(f"cluster {cluster!r} is not connected: several servers and no inter link")
+    if len(racks) > 1 and links.inter_rack is None:
+        raise InputError(
+            f"cluster {cluster!r} is not connected: several racks and no inter_rack link"
+        )
 
 
 def _require_matrix(links: MatrixLinks, names: Sequence[str]) -> None:
@@ -286,8 +338,6 @@ def _require_entry(field: str, entry: float, place: str) -> None:
 
 
 def _require_connected(cluster: Cluster) -> None:
-    if isinstance(cluster.links, ServerLinks):
-        return
     cut = np.argwhere(cluster.bandwidth == 0)
     if len(cut):
         source, target = (cluster.devices[i].name for i in cut[0])

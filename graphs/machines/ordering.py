@@ -10,6 +10,9 @@ from scipy.sparse import csgraph
 
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.pairs import NestedPairs
+
+MOST_CUT = 1024  # devices; above, cuts are only used where links have no nested groups
 
 # Two sums of the same weights in another order differ by rounding; they count as equal.
 ROUNDING = 1e-12
@@ -23,7 +26,13 @@ def recursive_device_order(cluster: Cluster) -> tuple[int, ...]:
     paper does not say which part goes first; here it is the part with the larger mean bandwidth to
     the parts already on the left (and likewise on the right), and among equals the part with the
     first device. The order is a pure function of the cluster.
+
+    More than MOST_CUT devices of nested groups are ordered group by group, each by its first
+    device, which takes V log V instead of V^3 steps. For servers of one size with faster links
+    inside, cuts give the same order.
     """
+    if len(cluster) > MOST_CUT and isinstance(cluster.pairs, NestedPairs):
+        return tuple(group_order(cluster.pairs).tolist())
     weights = cluster.direct_bandwidth + cluster.direct_bandwidth.T
     order: list[int] = []
     nothing = np.zeros(len(weights))
@@ -44,6 +53,12 @@ def recursive_device_order(cluster: Cluster) -> tuple[int, ...]:
         stack.append((second, to_first, right))
         stack.append((first, left, to_second))
     return tuple(order)
+
+
+def group_order(pairs: NestedPairs) -> Ints:
+    """Devices group by group, each by its first device."""
+    firsts = [np.unique(groups, return_index=True)[1][groups] for groups in pairs.groups]
+    return np.lexsort(firsts)
 
 
 def minimum_cut(weights: Floats) -> tuple[float, NDArray[np.bool_]]:

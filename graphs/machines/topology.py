@@ -1,14 +1,16 @@
 """Build clusters of known machines and from text descriptions."""
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import parse_bandwidth
-from stagewright.graphs.machines.cluster import Cluster, Device, from_matrix
+from stagewright.graphs.documents.units import MAX_DEVICES, parse_bandwidth, require_count
+from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks, from_matrix
 from stagewright.graphs.machines.devices import kind_of_device
 
 NVLINK_BRICK = 25e9
@@ -73,6 +75,37 @@ def dgx1(
     rows = [[links * brick if links else pcie for links in row] for row in _DGX1_NVLINKS]
     devices = _devices(names, kind, memory_bytes)
     return from_matrix(devices, rows, latency, servers=[names], name=name)
+
+
+def uniform_racks(
+    racks: int,
+    servers_per_rack: int,
+    devices_per_server: int,
+    links: tuple[Link, Link, Link],
+    *,
+    kind: str = "v100",
+    memory_bytes: float = 16e9,
+    peak_flops: float | None = None,
+    name: str | None = None,
+) -> Cluster:
+    """A cluster of racks of servers of equal devices named r0s0g0, r0s0g1, ...
+
+    ``links`` are those inside a server, between the servers of a rack, and between racks.
+    """
+    shape = (racks, servers_per_rack, devices_per_server)
+    for count, what in zip(shape, ("racks", "servers per rack", "devices per server"), strict=True):
+        require_count(count, f"the number of {what}", MAX_DEVICES)
+    require_count(math.prod(shape), "the number of devices", MAX_DEVICES)
+    names = [
+        [tuple(f"r{r}s{s}g{g}" for g in range(shape[2])) for s in range(shape[1])]
+        for r in range(shape[0])
+    ]
+    servers = tuple(server for rack in names for server in rack)
+    return Cluster(
+        name or "x".join(map(str, shape)),
+        tuple(Device(id_, kind, memory_bytes, peak_flops) for server in servers for id_ in server),
+        ServerLinks(servers, *links[:2], tuple(tuple(chain(*rack)) for rack in names), links[2]),
+    )
 
 
 def read_matrix(

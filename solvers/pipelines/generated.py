@@ -8,8 +8,8 @@ from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.automatic import automatic
 from stagewright.formulations.schedules.automatic_v import automatic_v
-from stagewright.formulations.schedules.construction import ActivationMemory
 from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
+from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import F, I, Order
 from stagewright.formulations.schedules.placements import line, v_shape
 from stagewright.formulations.schedules.timing import StageTimes

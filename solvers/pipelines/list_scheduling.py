@@ -8,16 +8,17 @@ import numpy as np
 
 from stagewright.formulations.pipelines.blocks import blocks_of, numbering, timetable_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
+from stagewright.formulations.pipelines.timed_rows import timetable_of_order
 from stagewright.formulations.schedules.gpipe import gpipe
 from stagewright.formulations.schedules.interleaved import interleaved
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
-from stagewright.formulations.schedules.order import F, Order, W
+from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.pe import pe
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.pipelines.event_run import EventRun, Task
 from stagewright.solvers.pipelines.forward_backward import Rules, dispatch, rules_of
 
-ListKind = Literal["pe", "gpipe", "1f1b", "eager"]
+RuleKind = Literal["pe", "gpipe", "1f1b"]
+ListKind = Literal[RuleKind, "eager"]
 LIST_KINDS: tuple[ListKind, ...] = ("pe", "1f1b", "gpipe", "eager")
 
 # Warm-up depths of the greedy rule, as multiples of 1F1B's: a deeper one hides slower transfers, a
@@ -30,13 +31,18 @@ def list_schedule(problem: MakespanProblem, kind: ListKind) -> Timetable | None:
     if kind == "eager":
         schedules = [_eager(problem, depth) for depth in EAGER_DEPTHS]
         return min(schedules, key=lambda times: times.makespan(problem))
-    rules: dict[str, Callable[[MakespanProblem], Order | None]] = {
+    order = rule_order(problem, kind)
+    return None if order is None else schedule_order(problem, order)
+
+
+def rule_order(problem: MakespanProblem, kind: RuleKind) -> Order | None:
+    """The order of one rule; None if the rule violates the mapping or in-flight limits."""
+    rules: dict[RuleKind, Callable[[MakespanProblem], Order | None]] = {
         "pe": lambda problem: pe(problem.device, problem.microbatches, problem.in_flight),
         "gpipe": _gpipe,
         "1f1b": _one_f_one_b,
     }
-    order = rules[kind](problem)
-    return None if order is None else schedule_order(problem, order)
+    return rules[kind](problem)
 
 
 def best_list_schedule(problem: MakespanProblem) -> tuple[ListKind, Timetable]:
@@ -55,9 +61,7 @@ def schedule_order(problem: MakespanProblem, order: Order) -> Timetable:
     Raises
     ------
     InputError
-        If the order does not match the problem.
-    ValueError
-        If the devices deadlock.
+        If the order does not match the problem, or the devices deadlock.
     """
     if (order.device, order.microbatches) != (problem.device, problem.microbatches):
         raise InputError(
@@ -68,18 +72,7 @@ def schedule_order(problem: MakespanProblem, order: Order) -> Timetable:
         order = order.split()
     elif order.is_split:
         raise InputError("the order splits backwards, which are whole in the problem")
-    rows, position = _tasks(problem, order), [0] * len(order.rows)
-
-    def follow(device: int, run: EventRun) -> Task | None:
-        if position[device] == len(rows[device]):
-            return None
-        block, m = rows[device][position[device]]
-        if not run.ready[block][m]:
-            return None
-        position[device] += 1
-        return block, m
-
-    return EventRun(problem, follow).finish()
+    return timetable_of_order(problem, order)[1]
 
 
 def _gpipe(problem: MakespanProblem) -> Order | None:
@@ -98,15 +91,6 @@ def _one_f_one_b(problem: MakespanProblem) -> Order | None:
     order = interleaved(ranks, stages // ranks, count)
     needed = zip(order.most_in_flight(), problem.in_flight, strict=True)
     return order if all(most <= limit for most, limit in needed) else None
-
-
-def _tasks(problem: MakespanProblem, order: Order) -> list[list[Task]]:
-    forward, backward, weight = (numbers.tolist() for numbers in numbering(problem.stages))
-    numbers = {F: forward, W: weight}
-    return [
-        [(numbers.get(one.kind, backward)[one.stage], one.microbatch or 0) for one in row]
-        for row in order.rows
-    ]
 
 
 def _eager(problem: MakespanProblem, depth: float) -> Timetable:

@@ -32,7 +32,7 @@ class Band(NamedTuple):
 
 @njit(cache=True, error_model="numpy")
 def stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> float:
-    """Time of layers (before, l] on the r devices after the first ``used``."""
+    """Time of layers (before, l] on the r units after the first ``used``."""
     f = b = u = 0.0
     for k in range(form.kinds.shape[0]):
         if form.kinds[k, used + r] > form.kinds[k, used]:
@@ -52,10 +52,11 @@ def stage_time(form: Recurrence, before: int, l: int, used: int, r: int) -> floa
 @njit(cache=True, error_model="numpy")
 def _reduce(form: Recurrence, used: int, r: int) -> tuple[float, float]:
     """An all-reduce's seconds per byte of parameters, and its latency."""
-    if r == 1:
+    devices = r * form.unit
+    if devices == 1:
         return 0.0, 0.0
-    per_byte = 2.0 * (r - 1) / r * form.group_seconds_per_byte[used + r, r]
-    return per_byte, 2.0 * (r - 1) * form.group_latency[used + r, r]
+    per_byte = 2.0 * (devices - 1) / devices * form.group_seconds_per_byte[used + r, r]
+    return per_byte, 2.0 * (devices - 1) * form.group_latency[used + r, r]
 
 
 @njit(cache=True, error_model="numpy")
@@ -92,7 +93,7 @@ def _window_starts(
 
 @njit(cache=True, error_model="numpy")
 def channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> float:
-    """Time of all transfers between the ``later`` devices before ``used`` and the next r."""
+    """Time of all transfers between the ``later`` units before ``used`` and the next r."""
     there = back = there_latency = back_latency = 0.0
     for k in range(used, used + r):
         for j in range(used - later, used):
@@ -106,15 +107,15 @@ def channel_time(form: Recurrence, l: int, used: int, later: int, r: int) -> flo
 
 
 @njit(cache=True, error_model="numpy")
-def _share(form: Recurrence, volume: float, shares: int) -> float:
-    """Bytes of the largest of ``shares`` shares of a microbatch, in whole samples."""
-    share: float = volume * -(-form.samples // shares) / form.samples
+def _share(form: Recurrence, volume: float, pairs: int) -> float:
+    """Bytes of the largest share of a microbatch, in whole samples, over ``pairs`` of units."""
+    share: float = volume * -(-form.samples // (pairs * form.unit**2)) / form.samples
     return share
 
 
 @njit(cache=True, error_model="numpy")
 def _most_in_flight(form: Recurrence, before: int, l: int, r: int, memory: float) -> int:
-    """Microbatches of layers (before, l] that fit on each of r devices, at most form.warm_up."""
+    """Microbatches of layers (before, l] that fit on each of r units, at most form.warm_up."""
     free = memory
     free -= form.state_factor[r] * (form.parameters[l] - form.parameters[before])
     free -= form.buffers[r, before] + form.buffers[r, l]
@@ -221,7 +222,7 @@ def _unconstrained(
     samples = np.floor(slack * form.samples / whole * (1 - 1e-12)) if whole > 0.0 else np.inf
     if samples < 1.0:
         return used + 1
-    needed = form.samples / (r * samples)
+    needed = form.samples / (r * form.unit**2 * samples)
     return max(1, int(np.ceil(min(needed, used + 1.0))))
 
 

@@ -168,6 +168,21 @@ def _by_blocks(
     return found
 
 
+def given_schedule(
+    problem: MakespanProblem, timetable: Timetable | None, source: str
+) -> ScheduleResult:
+    """The result of a timetable of any ``source``, checked, with the bounds of the problem.
+
+    Raises
+    ------
+    InvalidPlan
+        If the timetable breaks a rule of the problem.
+    """
+    began = perf_counter()
+    bounds = schedule_bounds(problem)
+    return _result(problem, timetable, source, bounds, perf_counter() - began)
+
+
 def _first(
     problem: MakespanProblem, incumbent: Timetable | None, bounds: tuple[Bound, ...], began: float
 ) -> ScheduleResult:

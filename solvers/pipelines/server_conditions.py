@@ -14,12 +14,45 @@ from stagewright.solvers.pipelines.server_labels import (
     BACKWARDS,
     FORTH,
     FORWARDS,
+    LAST,
+    ROOM,
     TRIP,
     TRIPS,
     UP_TO,
     Labels,
 )
-from stagewright.solvers.pipelines.server_tables import Rest
+from stagewright.solvers.pipelines.server_tables import FAST, Rest
+
+ALONE = 2  # how near two stages are that are not in one rack
+
+
+class Loads(NamedTuple):
+    """What shared devices have to do, by two measures: device-seconds, and long layers.
+
+    Attributes
+    ----------
+    size, finish
+        Of one long layer, at least: seconds of M microbatches; seconds of the all-reduce and step;
+        shape (C,).
+    taken
+        Prefix sums of the measures of the layers, shape (2, C, L + 1).
+    need
+        The least of them for the layers from l on, shape (2, L + 1).
+    back
+        Of one long layer, at least: seconds of the backwards of M microbatches, shape (C,).
+    ahead
+        The least way of a microbatch from layer l to the end, shape (L + 1,).
+    spare
+        Room for two values.
+    """
+
+    size: Floats
+    finish: Floats
+    taken: Floats
+    need: Floats
+    back: Floats
+    ahead: Floats
+    spare: Floats
 
 
 class Search(NamedTuple):
@@ -33,6 +66,7 @@ class Search(NamedTuple):
     form: ServerRelaxation
     until: float
     rest: Rest
+    loads: Loads
     labels: Labels
     arrivals: Labels
     placed: Ints
@@ -122,3 +156,21 @@ def is_crowded(search: Search, known: Floats, send: float, left: int, l: int) ->
         return True
     around = send + search.rest.path[fast_left(search, known), left, l]
     return is_late(search, known, send, send, around)
+
+
+@inner
+def devices_left(form: ServerRelaxation, used: int) -> int:
+    """How many devices the next stages may have."""
+    return form.size if form.shared else form.size - used
+
+
+@inner
+def next_link(form: ServerRelaxation, values: Floats) -> int:
+    """The best link that the next stage may have to the last one."""
+    if form.shared:
+        if values[LAST] < form.rooms[0]:
+            return FAST
+        return 1 if values[LAST + 1] < form.rooms[1] else ALONE
+    if values[ROOM] < 0 or form.turns < len(form.devices):
+        return FAST
+    return 1 if values[ROOM + 1] < 0 else ALONE

@@ -1,10 +1,11 @@
 """Compiled search of the server-aware relaxation: labels of prefixes of stages.
 
-After a change of :mod:`server_conditions`, :mod:`server_labels`, :mod:`server_tables` or
-:mod:`paced_machine`, change this file, too: numba recompiles a cached kernel only if the kernel's
-own file changes.
+After a change of :mod:`server_conditions`, :mod:`server_labels`, :mod:`server_sharing`,
+:mod:`server_tables` or :mod:`paced_machine`, change this file, too: numba recompiles a cached
+kernel only if the kernel's own file changes.
 """
 
+import numpy as np
 from numba import njit
 
 from stagewright.formulations.pipelines.server_relaxation import (
@@ -16,19 +17,24 @@ from stagewright.formulations.pipelines.server_relaxation import (
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.compiled import inner
 from stagewright.solvers.pipelines.server_conditions import (
+    ALONE,
     Search,
     before_last,
+    devices_left,
     exceeds,
     fast_left,
     is_crowded,
     is_late,
+    next_link,
     waits,
 )
 from stagewright.solvers.pipelines.server_labels import (
+    AFAR,
     BACK,
     BACKWARDS,
     FORTH,
     FORWARDS,
+    LAST,
     PIECES,
     ROOM,
     RUNS,
@@ -37,28 +43,29 @@ from stagewright.solvers.pipelines.server_labels import (
     UP_TO,
     insert,
 )
+from stagewright.solvers.pipelines.server_sharing import is_overloaded, look_ahead, may_close
 from stagewright.solvers.pipelines.server_tables import FAST, least_link, send_seconds
 
 TAKES_TURNS = int(Place.TAKES_TURNS)
-ALONE = 2  # how near two stages are that are not in one rack
 NONE, GAVE_UP = -1, -2
 MARGIN = 1e-9
 
 
 @inner
-def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int) -> None:
+def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int, again: bool) -> None:
     """Collect the labels after the channel from ``state`` to a stage of choice c.
 
-    ``apart`` is 0 if the stage is in the same server, 1 if in the same rack, otherwise ALONE.
+    ``apart`` is 0 if the stage is in the same server, 1 if in the same rack, otherwise ALONE;
+    ``again``: on devices that have stages already.
     """
     last, l, used = state
     form, labels, values = search.form, search.labels, search.values
-    left = form.size - used
+    left = devices_left(form, used)
     several = last == len(form.available) or c >= form.turns
     search.arrivals.counts[0, 0, 0] = 0
     for i in range(labels.counts[last, l, used]):
         known = labels.values[last, l, used, i]
-        if apart < ALONE and -known[ROOM + apart] < form.devices[c]:
+        if apart < ALONE and not _has_room(form, known, apart, c, again):
             continue
         values[:] = known
         for level in range(apart):
@@ -74,6 +81,14 @@ def _arrive(search: Search, state: tuple[int, int, int], apart: int, c: int) -> 
             continue
         values[PIECES] = -1.0
         insert(search.arrivals, (0, 0, 0), values, labels.source[last, l, used, i])
+
+
+@inner
+def _has_room(form: ServerRelaxation, known: Floats, apart: int, c: int, again: bool) -> bool:
+    """Whether the server (0) or rack (1) of the last stage has room for a stage of choice c."""
+    if form.shared and known[LAST + apart] + form.devices[c] > form.rooms[apart]:
+        return False
+    return again or bool(-known[ROOM + apart] >= form.devices[c])
 
 
 @inner
@@ -111,28 +126,30 @@ def _most_in_turns(microbatches: int, rounds: int) -> int:
 
 
 @inner
-def _extend(search: Search, known: Floats, f: float, b: float, finish: float, most: int) -> None:
+def _extend(
+    search: Search, known: Floats, f: float, b: float, i: float, finish: float, most: int
+) -> None:
     """Set ``search.values`` after one more stage, in which at most ``most`` devices take turns.
 
-    Of k + 1 microbatches some device has at least k // most + 1.
+    Of k + 1 microbatches some device has at least k // most + 1. The gradient is sent after i.
     """
     values = search.values
     for k in range(TRIPS):
         later = before_last(search.form.microbatches, k) // most * b
-        values[TRIP + k] = max(known[TRIP + k], known[FORTH] + finish + later) + f + b
-    values[FORTH], values[BACK] = known[FORTH] + f, known[BACK] + b
+        values[TRIP + k] = max(known[TRIP + k] + i, known[FORTH] + finish + later + b) + f
+    values[FORTH], values[BACK] = known[FORTH] + f, known[BACK] + i
     values[FORWARDS], values[BACKWARDS] = known[FORWARDS], known[BACKWARDS]
     if most == 1:
         values[FORWARDS] = max(known[FORWARDS], f)
-        values[BACKWARDS] = max(known[BACKWARDS], b)
+        values[BACKWARDS] = max(known[BACKWARDS], i)
 
 
 @inner
-def _count(form: ServerRelaxation, known: Floats, c: int, values: Floats) -> bool:
-    """Count the devices of choice c in ``values`` by rank; whether there are as many."""
+def _count(form: ServerRelaxation, known: Floats, c: int, again: bool, values: Floats) -> bool:
+    """Count the new devices of choice c in ``values`` by rank; whether there are as many."""
     values[UP_TO:ROOM] = known[UP_TO:ROOM]
     enough = True
-    if c < form.turns:
+    if c < form.turns and not again:
         for rank in range(form.rank[c], len(form.available) - 1):
             values[UP_TO + rank] += form.devices[c]
             enough = enough and values[UP_TO + rank] <= form.available[rank]
@@ -140,14 +157,20 @@ def _count(form: ServerRelaxation, known: Floats, c: int, values: Floats) -> boo
 
 
 @inner
-def _settle(form: ServerRelaxation, known: Floats, c: int, place: int, values: Floats) -> bool:
+def _settle(
+    form: ServerRelaxation, known: Floats, c: int, place: int, again: bool, values: Floats
+) -> bool:
     """Take the room of a stage from its server and rack; whether the runs still fit."""
     values[RUNS:UP_TO] = known[RUNS:UP_TO]
     values[PIECES] = -form.pieces[c]
     fits = True
     for level in range(len(form.rooms)):
         values[ROOM + level] = 0.0
-        if c < form.turns and WITHIN[place] <= level:
+        if form.shared:
+            values[LAST + level] = form.devices[c] if WITHIN[place] <= level else AFAR
+        if again and WITHIN[place] <= level:
+            values[ROOM + level] = known[ROOM + level]
+        elif c < form.turns and WITHIN[place] <= level:
             room, at = int(-known[ROOM + level]) - form.devices[c], RUNS + 2 * level
             taken = form.packing[level, :, form.rooms[level] - room]
             most = max(known[at] + taken[0], known[at + 1] + taken[1])
@@ -159,28 +182,61 @@ def _settle(form: ServerRelaxation, known: Floats, c: int, place: int, values: F
 
 
 @inner
-def _place(search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int) -> bool:
+def _place(
+    search: Search, state: tuple[int, int, int], place: int, c: int, arrival: int, again: bool
+) -> bool:
     """Place every stage of choice c after an arrival; whether one ends with the last layer."""
     form, steps, layers = search.form, search.steps, search.form.forward.shape[1] - 1
-    known, values = search.arrivals.values[0, 0, 0, arrival], search.values
+    known = search.arrivals.values[0, 0, 0, arrival]
     source = search.arrivals.source[0, 0, 0, arrival]
-    if not (_settle(form, known, c, place, values) and _count(form, known, c, values)):
+    if not _settle(form, known, c, place, again, search.values):
         return False
-    used, turned = state[2] + form.devices[c], place == TAKES_TURNS
-    link = least_link(form, c) if turned else WITHIN[place]
+    if not _count(form, known, c, again, search.values):
+        return False
+    used, turned = state[2] + (0 if again else form.devices[c]), place == TAKES_TURNS
+    if form.shared:
+        look_ahead(search, known, form.size - used)
+    link, finish = least_link(form, c) if turned else WITHIN[place], np.inf
+    sort = len(form.available) if turned else form.rank[c]
     for m in range(state[1] + 1, layers + 1):
         steps[1] += 1
-        fits, ends = _try(search, known, state[1], m, c, link, used)
+        finish = _finish(form, link, c, state[1], m, finish)
+        fits, ends = _try(search, known, state[1], m, c, finish, used)
         if ends:
             return False
-        if not fits:
+        if not fits or (form.shared and is_overloaded(search, known, state[1], m, c, again)):
             continue
         _remember(search, source, state[1], m, c, place)
-        if m == layers:
+        if _keep(search, known, state[1], (sort, m, used), c) and m == layers:
             return True
-        at = len(form.available) if turned else form.rank[c], m, used
-        insert(search.labels, at, values, steps[0] - 1)
     return False
+
+
+@inner
+def _keep(search: Search, known: Floats, l: int, at: tuple[int, int, int], c: int) -> bool:
+    """Insert the label of the stage from layer l to ``at``; whether there is one.
+
+    If devices are shared, one for devices that have no more long layers, and one for others.
+    """
+    kept, shared = False, search.form.shared
+    for last in range(2 if shared else 1):
+        if not shared or may_close(search, known, l, at[1], c, last == 1):
+            insert(search.labels, at, search.values, search.steps[0] - 1)
+            kept = True
+    return kept
+
+
+@inner
+def _finish(form: ServerRelaxation, link: int, c: int, l: int, m: int, before: float) -> float:
+    """Seconds of the all-reduce and step after layers [l, m); ``before``: after [l, m - 1).
+
+    Neighbouring stages on the same shared devices are one here, although each has an all-reduce of
+    its own. After the last computation, there is that of one layer at least.
+    """
+    start = m - 1 if form.shared else l
+    seconds: float = form.ring[link, c] * (form.parameters[m] - form.parameters[start])
+    seconds += form.ring_latency[link, c] + form.update[c, m] - form.update[c, start]
+    return min(before, seconds) if form.shared else seconds
 
 
 @inner
@@ -200,7 +256,7 @@ def _try(
     l: int,
     m: int,
     c: int,
-    link: int,
+    finish: float,
     used: int,
 ) -> tuple[bool, bool]:
     """Whether layers [l, m) may be a stage; whether none from l to m or further can be.
@@ -210,37 +266,31 @@ def _try(
     form, turned = search.form, c >= search.form.turns
     f = form.forward[c, m] - form.forward[c, l]
     b = form.backward[c, m] - form.backward[c, l]
-    finish = form.ring[link, c] * (form.parameters[m] - form.parameters[l])
-    finish += form.ring_latency[link, c] + form.update[c, m] - form.update[c, l]
-    work = form.rounds[c] * (f + b)
-    if known[TRIP] + work > search.until or known[FORTH] + work + finish > search.until:
+    i = form.gradient[c, m] - form.gradient[c, l]
+    sent, work = form.rounds[c] * (f + i), form.rounds[c] * (f + b)
+    least = 0.0 if form.shared else finish  # that of a longer stage
+    if known[TRIP] + sent > search.until or known[FORTH] + work + least > search.until:
         return False, True
     _extend(
-        search, known, f, b, finish,
+        search, known, f, b, i, finish,
         _most_in_turns(form.microbatches, form.rounds[c]) if turned else 1,
     )  # fmt: skip
-    left, last = form.size - used, m == form.forward.shape[1] - 1
+    if known[FORTH] + work + finish > search.until:
+        return False, False
+    left, last = devices_left(form, used), m == form.forward.shape[1] - 1
     if form.limit[c, l, m] == 0 or (left == 0 and not last):
         return False, False
     if last:
         return not exceeds(search, search.values, 0.0, left, m), False
-    send = send_seconds(form, m, form.pieces[c] * left, _next_link(form, search.values))
+    send = send_seconds(form, m, form.pieces[c] * left, next_link(form, search.values))
     if exceeds(search, search.values, send, left, m):
         return False, False
     around = f + 2 * send + search.rest.path[fast_left(search, search.values), left, m]
     late = not turned and (
-        waits(search, form.limit[c, l, m], f, b, around, known[TRIP])
-        or is_late(search, known, f, b, around)
+        waits(search, form.limit[c, l, m], f, i, around, known[TRIP])
+        or is_late(search, known, f, i, around)
     )
     return not late, False
-
-
-@inner
-def _next_link(form: ServerRelaxation, values: Floats) -> int:
-    """The best link that the next stage may have to the last one."""
-    if values[ROOM] < 0 or form.turns < len(form.devices):
-        return FAST
-    return 1 if values[ROOM + 1] < 0 else ALONE
 
 
 @inner
@@ -248,10 +298,14 @@ def _expand(search: Search, state: tuple[int, int, int]) -> bool:
     """Place every next stage after the labels of ``state``; whether a plan is complete."""
     form, used = search.form, state[2]
     for c in range(len(form.devices)):
-        if used + form.devices[c] > form.size:
-            continue
         for apart in range(ALONE + 1):
-            if _may_follow(form, state, apart, c) and _place_after(search, state, apart, c):
+            if not _may_follow(form, state, apart, c):
+                continue
+            free = used + form.devices[c] <= form.size
+            if free and _place_after(search, state, apart, c, False):
+                return True
+            known = form.shared and form.devices[c] <= used
+            if known and _place_after(search, state, apart, c, True):
                 return True
     return False
 
@@ -271,19 +325,21 @@ def _may_follow(form: ServerRelaxation, state: tuple[int, int, int], apart: int,
 
 
 @inner
-def _place_after(search: Search, state: tuple[int, int, int], apart: int, c: int) -> bool:
+def _place_after(
+    search: Search, state: tuple[int, int, int], apart: int, c: int, again: bool
+) -> bool:
     """Place the stages of choice c at all places as far ``apart``: their channel is the same."""
     form = search.form
-    _arrive(search, state, apart, c)
+    _arrive(search, state, apart, c, again)
     for arrival in range(search.arrivals.counts[0, 0, 0]):
         if c >= form.turns:
-            if _place(search, state, TAKES_TURNS, c, arrival):
+            if _place(search, state, TAKES_TURNS, c, arrival, False):
                 return True
             continue
         for place in range(TAKES_TURNS):
             allowed = form.places[state[1]] >> place & 1 and APART[place] == apart
             possible = allowed and _may_be(form, WITHIN[place], c)
-            if possible and _place(search, state, place, c, arrival):
+            if possible and _place(search, state, place, c, arrival, again):
                 return True
     return False
 
@@ -311,7 +367,7 @@ def find(search: Search, most: float) -> int:
     labels.source[0, 0, 0, 0] = NONE
     labels.values[0, 0, 0, 0] = 0.0
     search.steps[:] = 0
-    for used in range(form.size):
+    for used in range(form.size + form.shared):
         for l in range(form.forward.shape[1] - 1):
             if search.steps[1] > most:
                 return GAVE_UP

@@ -19,6 +19,14 @@ UP_TO = 12  # two entries: devices of rank 0, and of ranks 0 and 1
 ROOM = 14  # negative: free devices in the server of the current run, then in its rack
 PIECES = 16  # negative: in which the last stage sends
 VALUES = 17
+# More values if devices may be shared.
+LAST = 17  # two entries: devices of the last stage, if all are in one server, or rack; or AFAR
+LOAD = 19  # two entries: how much more the stages need than the used devices can do
+LOADS = 2
+CLOSED = 21  # devices whose last stage is placed
+BEHIND = 22  # how many more long layers there are than these devices can do backwards
+SHARED_VALUES = 23
+AFAR = 1e9
 
 
 class Labels(NamedTuple):
@@ -36,7 +44,7 @@ class Labels(NamedTuple):
 
 @inner
 def _is_dominated(values: Floats, by: Floats) -> bool:
-    for i in range(VALUES):  # noqa: SIM110 (numba has no all())
+    for i in range(len(values)):  # noqa: SIM110 (numba has no all())
         if by[i] > values[i]:
             return False
     return True
@@ -71,7 +79,7 @@ def _closest(count: int, values: Floats, known: Floats) -> int:
     chosen, least = 0, np.inf
     for i in range(count):
         loss = 0.0
-        for k in range(VALUES):
+        for k in range(len(values)):
             apart = abs(known[i, k] - values[k])
             if ROOM <= k < PIECES:
                 loss += 0.02 * apart
@@ -85,6 +93,6 @@ def _closest(count: int, values: Floats, known: Floats) -> int:
 @inner
 def _weight(k: int) -> float:
     """How much a relative difference in the k-th value matters."""
-    if k in (TRIP, FORTH, TRIPS - 1):
+    if k in (TRIP, FORTH, TRIPS - 1) or k >= LOAD:
         return 1.0
     return 0.05 if RUNS <= k < UP_TO or k == PIECES else 0.3

@@ -13,6 +13,7 @@ from stagewright.formulations.pipelines.server_relaxation import (
     server_relaxations,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, PlanClass
 from stagewright.solvers.pipelines.relaxation import relaxed_load_bound
 from stagewright.solvers.pipelines.server_branching import ServerTree
 from stagewright.solvers.pipelines.server_search import ServerSearch
@@ -21,19 +22,23 @@ OnRelaxed = Callable[[Levels, tuple[RelaxedStage, ...]], None]
 
 
 def server_bound(
-    problem: PipelineProblem, incumbent: float, seconds: float, wide: bool = False
+    problem: PipelineProblem,
+    incumbent: float,
+    seconds: float,
+    plans: PlanClass = DISJOINT_SPLIT,
 ) -> float:
-    """A lower bound on all plans of the class, at most ``incumbent`` (any known time).
+    """A lower bound on all ``plans``, at most ``incumbent`` (any known time).
 
-    The class is DISJOINT_SPLIT, or DISJOINT_WHOLE if ``wide``. After about ``seconds`` the best
-    bound so far is returned.
+    After about ``seconds`` the best bound so far is returned.
     """
-    return ServerBounds(problem, wide).bound(incumbent, seconds)
+    return ServerBounds(problem, plans).bound(incumbent, seconds)
 
 
-def is_server_bound(problem: PipelineProblem, seconds: float, wide: bool = False) -> bool:
+def is_server_bound(
+    problem: PipelineProblem, seconds: float, plans: PlanClass = DISJOINT_SPLIT
+) -> bool:
     """Whether some relaxation proves that no plan of the class takes less than ``seconds``."""
-    return ServerBounds(problem, wide).proves(seconds)
+    return ServerBounds(problem, plans).proves(seconds)
 
 
 @dataclass
@@ -44,7 +49,7 @@ class ServerBounds:
     """
 
     problem: PipelineProblem
-    wide: bool = False
+    plans: PlanClass = DISJOINT_SPLIT
     low: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +58,7 @@ class ServerBounds:
     @cached_property
     def searches(self) -> tuple[tuple[Levels, "ServerSearch"], ...]:
         """The searches, each with its links."""
-        forms = server_relaxations(self.problem, self.wide)
+        forms = server_relaxations(self.problem, self.plans)
         every = ((level, ServerSearch(form)) for level, form in forms)
         return tuple((level, one) for level, one in every if one.is_small)
 

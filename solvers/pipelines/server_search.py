@@ -9,18 +9,28 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.formulations.pipelines.bppm import prefix_sums
 from stagewright.formulations.pipelines.server_relaxation import (
     Place,
     RelaxedStage,
     ServerRelaxation,
 )
-from stagewright.solvers.pipelines.server_conditions import Search
+from stagewright.formulations.pipelines.server_schedule import least_level
+from stagewright.graphs.documents.arrays import Ints
+from stagewright.solvers.pipelines.server_conditions import Loads, Search
 from stagewright.solvers.pipelines.server_kernels import GAVE_UP, NONE, find
-from stagewright.solvers.pipelines.server_labels import VALUES, Labels
-from stagewright.solvers.pipelines.server_tables import Before, Rest, fill_before, fill_rest
+from stagewright.solvers.pipelines.server_labels import LOADS, SHARED_VALUES, VALUES, Labels
+from stagewright.solvers.pipelines.server_tables import (
+    Before,
+    Rest,
+    fill_before,
+    fill_rest,
+    fill_shared_rest,
+)
 
 MARGIN = 1e-9
 FIRST_STEP = 0.005  # relative, above the bound of the tables; doubled until a plan is found
+SHARED_STEP = 0.02  # the largest, for shared devices: a plan is found slowly far above the bound
 PRECISION = 5e-4  # relative width at which the bisection stops
 MOST_LABELS = 48  # of a state; more are merged
 LABEL_BYTES = 4e8  # of all states
@@ -79,7 +89,7 @@ class ServerSearch:
         growth = FIRST_STEP
         while low < most and self.high == math.inf and monotonic() < until:
             low = self._ask(low, min(most, low * (1 + growth)), _steps(until), on_plan)
-            growth *= 2
+            growth = min(2 * growth, SHARED_STEP if self.form.shared else math.inf)
         while min(most, self.high) > low * (1 + PRECISION) and monotonic() < until:
             low = self._ask(low, (low + min(most, self.high)) / 2, _steps(until), on_plan)
         return low
@@ -121,7 +131,11 @@ class ServerSearch:
         form = restricted or self.form
         work = self._work._replace(form=form, until=seconds * (1 - MARGIN))
         fill_before(form, work.until, self._before)
-        fill_rest(form, work.until, self._before, work.rest)
+        if not form.shared:
+            fill_rest(form, work.until, self._before, work.rest)
+        else:
+            fill_shared_rest(form, work.until, self._before, work.rest)
+            work = work._replace(loads=_loads(form, work.until))
         if not np.isfinite(work.rest.path[-1, self.form.size, 0]):
             return Answer((), True)
         found = find(work, steps)
@@ -150,27 +164,65 @@ class ServerSearch:
     def _counted(self) -> int:
         """Devices of rank 0, if the tables count them; otherwise 0."""
         fast = int(self.form.available[0])
-        counts = fast < self.form.size and self._table_steps * fast <= COUNTED_STEPS
+        counts = (
+            not self.form.shared
+            and fast < self.form.size
+            and self._table_steps * fast <= COUNTED_STEPS
+        )
         return fast if counts else 0
 
     @cached_property
     def _work(self) -> Search:
+        values = SHARED_VALUES if self.form.shared else VALUES
         turned = self.form.turns < len(self.form.devices)
         states = (len(self.form.available) + turned, self._entries[1], self._entries[0])
-        most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (VALUES + 1)), 4, MOST_LABELS))
+        most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (values + 1)), 4, MOST_LABELS))
         return Search(
             form=self.form,
             until=0.0,
             rest=Rest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
-            labels=_empty(states, most),
-            arrivals=_empty((1, 1, 1), MOST_ARRIVALS),
+            loads=_loads(self.form, 1.0),
+            labels=_empty(states, most, values),
+            arrivals=_empty((1, 1, 1), MOST_ARRIVALS, values),
             placed=np.zeros((MOST_STAGES, 5), np.int64),
             steps=np.zeros(2, np.int64),
-            values=np.zeros(VALUES),
+            values=np.zeros(values),
             tails=np.zeros(self.form.microbatches),
         )
 
 
-def _empty(states: tuple[int, int, int], most: int) -> Labels:
-    source, values = np.zeros((*states, most), np.int64), np.zeros((*states, most, VALUES))
-    return Labels(np.zeros(states, np.int64), source, values)
+def _empty(states: tuple[int, int, int], most: int, values: int) -> Labels:
+    source, known = np.zeros((*states, most), np.int64), np.zeros((*states, most, values))
+    return Labels(np.zeros(states, np.int64), source, known)
+
+
+def _loads(form: ServerRelaxation, until: float) -> Loads:
+    """The measures of loads on shared devices for a time ``until``.
+
+    Long layers are the k longest ones, for the k that accounts for most work.
+    """
+    seconds = form.microbatches * np.diff(form.forward + form.backward, axis=1)
+    layers = np.argsort(-seconds[0])
+    layers = layers[: 1 + np.argmax(seconds[0, layers] * np.arange(1, len(layers) + 1))]
+    is_long = np.zeros_like(seconds)
+    is_long[:, layers] = 1.0
+    measures = np.stack([form.devices[:, None] * seconds, is_long])
+    alone = np.stack([form.limit[:, l, l + 1] for l in range(seconds.shape[1])], axis=1)
+    least = np.where((alone > 0) & (seconds <= until), measures, np.inf).min(axis=1)
+    return Loads(
+        size=seconds[:, layers].min(axis=1),
+        finish=np.array([_least_finish(form, c, layers) for c in range(len(seconds))]),
+        taken=prefix_sums(measures),
+        need=np.pad(np.cumsum(least[:, ::-1], axis=1)[:, ::-1], ((0, 0), (0, 1))),
+        back=form.microbatches * np.diff(form.backward, axis=1)[:, layers].min(axis=1),
+        ahead=np.append(np.cumsum(np.diff(form.forward, axis=1).min(axis=0)[::-1])[::-1], 0.0),
+        spare=np.zeros(LOADS),
+    )
+
+
+def _least_finish(form: ServerRelaxation, c: int, layers: Ints) -> float:
+    """The least all-reduce and step of one of the ``layers``."""
+    link = least_level(form, form.devices[c])
+    weights = form.parameters[layers + 1] - form.parameters[layers]
+    step = form.update[c, layers + 1] - form.update[c, layers]
+    return float((form.ring[link, c] * weights + form.ring_latency[link, c] + step).min())

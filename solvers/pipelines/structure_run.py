@@ -14,7 +14,11 @@ READ_ROW = 3  # a lane's queue of reads from the host
 
 @dataclass(frozen=True, slots=True)
 class WorkLists:
-    """A structure's work as lists, which have faster element access than arrays."""
+    """A structure's work as lists, which have faster element access than arrays.
+
+    Devices with the same lanes and the same room are always in the same state, so one stands for
+    all of them; ``alike`` has its number for every device of the cluster.
+    """
 
     seconds: list[list[list[float]]]
     split: list[bool]
@@ -30,15 +34,22 @@ class WorkLists:
     offload: list[float]
     room: list[float]
     spare: list[float]  # bytes of every device for microbatches other than its leader
+    alike: list[int]
 
     @classmethod
     def of(cls, work: Work) -> "WorkLists":
         """The lists of ``work``."""
+        room, spare = work.room.tolist(), (work.room - work.alone).tolist()
+        states = [*zip(map(tuple, work.places), room, spare, strict=True)]
+        number = {state: k for k, state in enumerate(dict.fromkeys(states))}
+        alike = [number[state] for state in states]
+        members = [[*dict.fromkeys(alike[v] for v in devices)] for devices in work.members]
         return cls(
             work.seconds.tolist(), work.split.tolist(), work.lane.tolist(), work.channel.tolist(),
-            work.stage.tolist(), work.members, work.near, work.places, work.kept.tolist(),
-            work.again.tolist(), work.offloaded.tolist(), work.offload.tolist(),
-            work.room.tolist(), (work.room - work.alone).tolist(),
+            work.stage.tolist(), members, work.near, [list(places) for places, _, _ in number],
+            work.kept.tolist(), work.again.tolist(), work.offloaded.tolist(),
+            work.offload.tolist(), [one for _, one, _ in number], [one for _, _, one in number],
+            alike,
         )  # fmt: skip
 
 

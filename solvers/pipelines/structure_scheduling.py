@@ -73,7 +73,7 @@ def best_schedule(
             continue
         starts = np.array(found)
         reduces, updates, seconds = ending_starts(work, endings, starts)
-        fullest = _fullest(work, run.peak)
+        fullest = _fullest(work, [run.peak[k] for k in lists.alike])
         shorter = seconds < ceiling * (1 - EQUAL)
         equal = best is not None and seconds <= ceiling * (1 + EQUAL)
         if shorter or (best and equal and fullest < best.fullest):

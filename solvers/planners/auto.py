@@ -9,14 +9,16 @@ import numpy as np
 
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
+from stagewright.formulations.pipelines.server_relaxation import SHARED_SERVERS, SPLIT_SERVERS
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, Predicted
-from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT
+from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, SHARED_SPLIT, SHARED_WHOLE
 from stagewright.formulations.plans.starts import starts_of, timetable_of
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.pipelines.server_relaxation import server_bound
 from stagewright.solvers.planners.balanced import plan_balanced
 from stagewright.solvers.planners.baselines.dp import plan_dp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
@@ -36,9 +38,11 @@ from stagewright.solvers.planners.proposal import (
     MemoryMode,
     NoPlan,
     Proposal,
+    class_of_proposal,
     scheduling_of,
 )
 from stagewright.solvers.planners.refine import refine
+from stagewright.solvers.planners.reordering import reorder
 from stagewright.solvers.planners.servers import plan_servers
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planners.uniform import PlanFunction, plan_uniformly
@@ -68,7 +72,8 @@ def plan_auto(
     A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
     early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a search
     on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, the search over
-    all finite plans, one on the stages of its plan if that is best, and the exact joint planner.
+    all finite plans, one on the stages of its plan and a bound on the plans that share devices if
+    that is best, and the exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
@@ -83,8 +88,10 @@ def plan_auto(
         ("servers", plan_servers, portfolio.is_open, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
-        ("general", portfolio.search, portfolio.has_time, 2 / 3),
+        ("general", portfolio.search, portfolio.has_time, 1 / 2),
         ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
+        ("general, reordered", portfolio.reorder, portfolio.is_general, 1 / 3),
+        ("bound", portfolio.bound, portfolio.is_general, 1 / 3),
         ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
         ("general, on", portfolio.search, portfolio.has_much_time, 1.0),
     ):
@@ -196,6 +203,26 @@ class _Portfolio:
         if self.best is None:
             return NoPlan("no plan to refine", proved=False)
         return refine(problem, self.best, limits, on_progress)
+
+    def reorder(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """A better order of the computations of the best plan."""
+        assert self.best is not None
+        return reorder(problem, self.best, limits, on_progress)
+
+    def bound(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """The best plan with a bound on the plans that share devices, if it is one of them."""
+        assert self.best is not None
+        plans = class_of_proposal(self.best)
+        for known, name in ((SHARED_WHOLE, SHARED_SERVERS), (SHARED_SPLIT, SPLIT_SERVERS)):
+            if known.contains(plans):
+                seconds = server_bound(problem, self.cost, limits.seconds, known)
+                found = Bound(seconds, name, "problem", known)
+                return replace(self.best, bounds=(*self.best.bounds, found))
+        return NoPlan("no relaxation of the class of this plan", proved=False)
 
     def is_general(self) -> bool:
         """Whether the best plan is not one of disjoint split stages."""

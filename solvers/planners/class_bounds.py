@@ -1,14 +1,27 @@
 """The best proved bounds on classes of plans, shared by the steps of planning a problem."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
-from stagewright.formulations.pipelines.server_relaxation import SERVERS, SERVERS_AND_TURNS
+from stagewright.formulations.pipelines.server_relaxation import (
+    SERVERS,
+    SERVERS_AND_TURNS,
+    SHARED_SERVERS,
+    SPLIT_SERVERS,
+)
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound
-from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, DISJOINT_WHOLE, PlanClass
+from stagewright.formulations.plans.plan import Bound, Stage
+from stagewright.formulations.plans.plan_class import (
+    DISJOINT_SPLIT,
+    DISJOINT_WHOLE,
+    SHARED_SPLIT,
+    SHARED_WHOLE,
+    PlanClass,
+)
+from stagewright.solvers.pipelines.device_bounds import device_bounds
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
 from stagewright.solvers.pipelines.server_relaxation import ServerBounds
@@ -23,15 +36,19 @@ class ClassBounds:
     """
 
     def __init__(self, problem: PipelineProblem, seconds: float = math.inf) -> None:
+        self.problem = problem
         self.every = every_plan_bounds(problem)
         self._relaxed: tuple[tuple[PlanClass, str, FillAndDrain | ServerBounds], ...] = (
             (DISJOINT_SPLIT, FILL_AND_DRAIN, FillAndDrain(problem)),
             (DISJOINT_SPLIT, SERVERS, ServerBounds(problem)),
             (DISJOINT_WHOLE, WIDE_FILL_AND_DRAIN, FillAndDrain(problem, wide=True)),
-            (DISJOINT_WHOLE, SERVERS_AND_TURNS, ServerBounds(problem, wide=True)),
+            (DISJOINT_WHOLE, SERVERS_AND_TURNS, ServerBounds(problem, DISJOINT_WHOLE)),
+            (SHARED_WHOLE, SHARED_SERVERS, ServerBounds(problem, SHARED_WHOLE)),
+            (SHARED_SPLIT, SPLIT_SERVERS, ServerBounds(problem, SHARED_SPLIT)),
         )
         self._reported: dict[PlanClass, float] = {}
-        self._spare = seconds * SHARE
+        self._share = seconds * SHARE
+        self._until = monotonic() + seconds
 
     def report(self, bounds: Iterable[tuple[PlanClass, float]]) -> None:
         """Keep bounds that a search has proved."""
@@ -47,11 +64,23 @@ class ClassBounds:
         found = []
         for known, name, relaxation in self._relaxed:
             if known == smallest:
-                began = monotonic()
-                seconds = relaxation.bound(cost, self._spare)
-                self._spare = max(0.0, self._spare - (monotonic() - began))
-                found.append(Bound(seconds, name, "problem", known))
+                with self._spending() as seconds:
+                    found.append(Bound(relaxation.bound(cost, seconds), name, "problem", known))
         return tuple(found)
+
+    def of_schedules(
+        self, stages: Sequence[Stage], plans: PlanClass, cost: float
+    ) -> tuple[Bound, ...]:
+        """Bounds on the schedules of ``stages``, of which one in ``plans`` takes ``cost``."""
+        with self._spending() as seconds:
+            return device_bounds(self.problem, stages, plans, cost, seconds)
+
+    @contextmanager
+    def _spending(self) -> Iterator[float]:
+        """The seconds that a bound may take: of the share that is left, and before the limit."""
+        began = monotonic()
+        yield max(0.0, min(self._share, self._until - began))
+        self._share -= monotonic() - began
 
     def best(self, plans: PlanClass, cost: float) -> float:
         """The best known bound on a class that contains ``plans``, at most ``cost``."""

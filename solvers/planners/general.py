@@ -16,11 +16,11 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.device_bounds import quick_device_bound
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
-from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN
-from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
+from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
@@ -28,7 +28,7 @@ from stagewright.solvers.pipelines.structure_rules import Rule, rules_for
 from stagewright.solvers.pipelines.structure_scheduling import EQUAL, best_schedule
 from stagewright.solvers.planners.moves import StructureMoves
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options, SearchPlanner
-from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
+from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of, structure_of
 from stagewright.solvers.planners.seeds import pipelines
 from stagewright.solvers.planners.warm_start import warm_start
 
@@ -104,7 +104,7 @@ class _StructureSearch:
     def run(self, known: Sequence[Proposal]) -> None:
         self._begin_with(known)
         order = recursive_device_order(self.problem.cluster)
-        seeds = [self._read(one) for one in known]
+        seeds = [structure_of(one) for one in known]
         self._try_all(pipelines(self.problem, order))
         for seed in self._promising(STARTS):
             self._try_all(self.moves.variants(seed))
@@ -123,14 +123,10 @@ class _StructureSearch:
 
     def _begin_with(self, known: Sequence[Proposal]) -> None:
         for one in known:
-            structure, seconds = self._read(one), cost_of(self.problem, one)
+            structure, seconds = structure_of(one), cost_of(self.problem, one)
             score = Score(0.0, seconds, math.inf, len(one.stages))
             if score.beats(self.best):
                 self.best, self.structure, self.starts = score, structure, one.starts
-
-    def _read(self, proposal: Proposal) -> Structure:
-        split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
-        return Structure(proposal.stages, tuple(bool(row.all()) for row in split))
 
     def _left(self) -> float:
         return self.limits.left(monotonic() - self.began)
@@ -146,7 +142,7 @@ class _StructureSearch:
                 break
             work, endings, _ = work_of(self.problem, structure)
             fits = misfit(self.problem, structure, work) is None
-            bounds[structure] = structure_bound(work, endings) if fits else math.inf
+            bounds[structure] = quick_device_bound(work, endings) if fits else math.inf
         for structure in sorted(bounds, key=lambda one: bounds[one]):
             if self._over():
                 return
@@ -178,7 +174,7 @@ class _StructureSearch:
                 self.reason = problem
             short = float(np.maximum(work.alone - work.room, 0.0).sum())
             return Score(max(short, 1.0), math.inf, math.inf, count)
-        bound = structure_bound(work, endings)
+        bound = quick_device_bound(work, endings)
         if bound >= ceiling:
             return Score(0.0, math.inf, math.inf, count)
         rules = sorted(rules_for(work), key=lambda rule: -self.wins[rule])

@@ -102,6 +102,7 @@ def _take(free: Free, ranks: Ints, rank: int, count: int, spans: bool) -> list[i
         suitable = [v for home in homes for v in fits[home]]
         others = [v for home in homes for v in free[home] if ranks[v] > rank]
         taken = [*sorted(suitable, key=lambda v: -ranks[v]), *others[::-1]][:count]
+    gone = {*taken}
     for devices in free.values():
-        devices[:] = [v for v in devices if v not in taken]
+        devices[:] = [v for v in devices if v not in gone]
     return taken

@@ -9,6 +9,7 @@ import numpy as np
 
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.device_bounds import quick_device_bound
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -17,7 +18,6 @@ from stagewright.formulations.plans.structure import (
     Structure,
     device_loads,
     misfit,
-    structure_bound,
     work_of,
 )
 from stagewright.graphs.documents.arrays import Floats
@@ -137,7 +137,7 @@ class StructurePrices:
         work, endings, _ = work_of(self.problem, structure)
         if misfit(self.problem, structure, work) is not None:
             return None
-        bound = structure_bound(work, endings)
+        bound = quick_device_bound(work, endings)
 
         def schedule(ceiling: float) -> Scheduled | None:
             found = best_schedule(work, endings, rules_for(work), ceiling, bound, ceiling * NEAR)

@@ -23,6 +23,7 @@ from stagewright.formulations.plans.plan_class import (
     class_of_stages,
 )
 from stagewright.formulations.plans.starts import starts_of
+from stagewright.formulations.plans.structure import Structure
 from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH
 from stagewright.graphs.documents.errors import InputError
@@ -192,6 +193,12 @@ def class_of_proposal(proposal: Proposal | PeriodicProposal) -> PlanClass:
         return class_of_stages(proposal.stages, False, "periodic", DOUBLE_BUFFER.name)
     parts = not np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT]).all()
     return class_of_stages(proposal.stages, bool(parts), "finite", FLUSH.name)
+
+
+def structure_of(proposal: Proposal) -> Structure:
+    """The stages, and which of them split all their backwards."""
+    split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
+    return Structure(proposal.stages, tuple(bool(row.all()) for row in split))
 
 
 def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:

@@ -20,7 +20,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure
 from stagewright.solvers.planners.pricing import PlainPrices, Priced, StructurePrices
-from stagewright.solvers.planners.proposal import Proposal, cost_of, scheduling_of
+from stagewright.solvers.planners.proposal import Proposal, cost_of, scheduling_of, structure_of
 from stagewright.solvers.planners.rebuilding import Rebuilding
 
 WORTH_IT = 1e-9  # relative improvement; less is rounding
@@ -66,9 +66,9 @@ class _Refinement:
         self.began = monotonic()
         self.rng = random.Random(self.limits.seed)
         self.moves = Rebuilding(self.problem, self.rng)
-        split = ~np.isnan(self.known.starts[ActionKind.INPUT_GRADIENT])
-        self.best = Structure(self.known.stages, tuple(bool(row.all()) for row in split))
-        plain = not split.any() and scheduling_of(self.problem, self.best.stages) is not None
+        self.best = structure_of(self.known)
+        parts = ~np.isnan(self.known.starts[ActionKind.INPUT_GRADIENT])
+        plain = not parts.any() and scheduling_of(self.problem, self.best.stages) is not None
         self.price = (
             PlainPrices(self.problem, self.limits) if plain else StructurePrices(self.problem)
         )

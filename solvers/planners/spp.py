@@ -40,9 +40,11 @@ from stagewright.solvers.planners.proposal import (
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.uniform import UniformPlanner
 
-# From this many (devices x layers) on, W is settled to 2 % of the recurrence's optimum, not to
+# From this many (units x layers) on, W is settled to 2 % of the recurrence's optimum, not to
 # its last bit: a pass of the kernel then takes seconds.
 EXACT_UP_TO = 50_000
+# The kernel's tables grow with the square of the number of units that the devices are taken in.
+MOST_UNITS = 1280
 COARSE_RATIO = 0.02
 # The partition of the least bottleneck does not always have the least makespan, so this many of its
 # neighbours are examined. A number and not a time, for reproducible answers.
@@ -127,22 +129,22 @@ def search_stage_counts(
     that many stages, is at least the best makespan found. Every partition is scheduled by PE and by
     the other list rules, and the shortest schedule is kept, so Lemma 1 and Theorem 1 hold for it.
     ``size`` limits the search to the first devices of the order; ``known`` is a candidate that must
-    be improved on.
+    be improved on. Many devices are taken in units.
     """
     began = monotonic()
-    # Every device of the order gets a stage; no layer can be split among more devices than these.
-    usable = int(problem.replicas_per_layer.sum())
-    order = recursive_device_order(problem.cluster)[: min(usable, size or usable)]
+    unit, used = _units(problem, size)
+    order = recursive_device_order(problem.cluster)[:used]
     if limits.left(monotonic() - began) <= 0:
         return NoPlan(f"{limits.end} came before any partition was found", proved=False)
     left = replace(limits, seconds=limits.left(monotonic() - began))
-    search = PartitionSearch(BalancedPartition(problem, order), limits=left)
-    ratio = COARSE_RATIO if len(order) * len(problem.chain) > EXACT_UP_TO else 0.0
+    search = PartitionSearch(BalancedPartition(problem, order, unit=unit), limits=left)
+    exact = unit == 1 and len(order) * len(problem.chain) <= EXACT_UP_TO
+    ratio = 0.0 if exact else COARSE_RATIO
     candidates = _first_candidates(problem, search)
     if not search.found:
         # 1F1B's warm-up does not fit in memory; a single microbatch in flight may, but is slower.
         left = replace(limits, seconds=limits.left(monotonic() - began))
-        search = PartitionSearch(BalancedPartition(problem, order, warm_up=1), limits=left)
+        search = PartitionSearch(BalancedPartition(problem, order, 1, unit), limits=left)
         candidates = _first_candidates(problem, search)
     best = min([*candidates, *([known] if known else [])], key=_seconds, default=None)
     paths = {count: shortest_path_seconds(problem, count) for count in search.bound}
@@ -172,6 +174,23 @@ def search_stage_counts(
     return StageCountSearch(search, tuple(candidates), best, notes)
 
 
+def _units(problem: PipelineProblem, size: int | None) -> tuple[int, int]:
+    """The devices of a unit, and how many devices are used: all that can be, up to ``size``.
+
+    A unit is the least power of two for which there are at most MOST_UNITS, if every layer can be
+    split among as many devices; if not, the largest for which it can, and fewer devices are used.
+    """
+    replicas = problem.replicas_per_layer
+    unit = 1
+    while True:
+        # Every device of the order gets a stage; no layer can be split among more than these.
+        usable = min(len(problem.cluster), int((replicas // unit).sum()) * unit)
+        units = min(usable, size or usable) // unit
+        if units <= MOST_UNITS or 2 * unit > replicas.min():
+            return unit, unit * min(units, MOST_UNITS)
+        unit *= 2
+
+
 def _refined(
     problem: PipelineProblem,
     starts: Sequence[_ScheduledPartition],
@@ -196,7 +215,7 @@ def _refined(
 def _nothing_found(search: PartitionSearch) -> NoPlan:
     if search.is_over:
         return NoPlan(f"{search.limits.end} came before any partition was found", proved=False)
-    proved = _is_proof(search.question.problem)
+    proved = search.question.unit == 1 and _is_proof(search.question.problem)
     return NoPlan(_why_nothing_fits(search), proved, plans=DISJOINT_SPLIT if proved else None)
 
 
@@ -281,10 +300,11 @@ def _guarantees(
 ) -> tuple[Guarantee, ...]:
     """Lemma 1 and Theorem 1, if memory does not limit the microbatches in flight."""
     best = found.best
-    if len(found.search.question.order) < len(problem.cluster):
-        return ()  # no partition uses every device
+    question = found.search.question
+    if len(question.order) < len(problem.cluster) or question.unit > 1:
+        return ()  # not every partition on all devices is searched
     _, cuts = min(found.search.found.values())
-    balanced_stages = ByRecurrence().invert(found.search.question, cuts)
+    balanced_stages = ByRecurrence().invert(question, cuts)
     balanced = makespan_problem(problem, balanced_stages)
     assert balanced is not None  # in the recurrence every stage can hold a microbatch
     if min(*best.scheduling.in_flight, *balanced.in_flight) < problem.microbatches:
@@ -322,7 +342,9 @@ def _notes(
     by_bottleneck = sum(search.bound[count] >= best.seconds for count in others)
     by_path = sum(search.bound[count] < best.seconds <= paths[count] for count in others)
     exactness = "exactly" if ratio == 0 else f"within {ratio:.0%}"
+    unit = search.question.unit
     return (
+        *([f"devices are taken in units of {unit}"] if unit > 1 else []),
         f"of {len(paths)} stage counts: W solved {exactness} for {len(solved)} "
         f"in {search.passes} passes, {by_bottleneck} pruned by their bottleneck, "
         f"{by_path} by the shortest path of a microbatch",

@@ -108,7 +108,7 @@ def _replacements(problem: PipelineProblem, stages: Sequence[Stage]) -> dict[str
         if name in image or not free:
             continue
         near = [index[image[other]] for other in _near(stages, name) if other in image]
-        width = [float(problem.cluster.bandwidth[v, near].sum()) for v in free]
+        width = problem.cluster.pairs.block(free, near)[0].sum(axis=1) if near else [0.0]
         image[name] = devices[free.pop(int(np.argmax(width)))].name
     return image
 

@@ -6,6 +6,7 @@ from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.patterns.joint_patterns import JointPatterns
 from stagewright.formulations.patterns.madpipe import StageAllocationProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import DISJOINT_WHOLE, SHARED_SPLIT
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.patterns.joint_patterns import joint_optimum
@@ -35,7 +36,8 @@ def compile_kernels() -> None:
     plan_spp(problem, Limits(), silent)
     partition(problem)
     fill_and_drain_bound(problem, 10.0, wide=True)
-    is_server_bound(problem, 10.0, wide=True)
+    is_server_bound(problem, 10.0, DISJOINT_WHOLE)
+    is_server_bound(problem, 10.0, SHARED_SPLIT)
     exact(problem, Limits(seconds=1.0))
     allocation = StageAllocationProblem(problem, ((0,), (1,)), special=0)
     least_period(allocation, Limits(seconds=1.0))

@@ -18,13 +18,14 @@ from stagewright.cli.doctor import doctor
 from stagewright.cli.estimating import estimate
 from stagewright.cli.exporting import export
 from stagewright.cli.inputs import cluster, import_, model
-from stagewright.cli.makespans import jobshop, schedule
+from stagewright.cli.makespans import jobshop
 from stagewright.cli.outputs import checked
 from stagewright.cli.partitioning import partition
 from stagewright.cli.planning import plan, planners
 from stagewright.cli.plans import check, show, simulate
 from stagewright.cli.profiling import profile, profile_links
 from stagewright.cli.running import run
+from stagewright.cli.schedules import schedule
 from stagewright.cli.simulating import simulate_cluster
 from stagewright.graphs.documents.errors import InputError
 

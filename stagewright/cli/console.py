@@ -92,7 +92,9 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str =
 
     table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
     for name in head:
-        table.add_column(name.lstrip("<"), justify="left" if name[:1] == "<" else "right")
+        table.add_column(
+            name.lstrip("<"), justify="left" if name[:1] == "<" else "right", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     out().print(table)
@@ -183,16 +185,19 @@ def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: An
 
     ``options`` has the options whose name differs from the field.
     """
-    options = options or {}
     try:
         return kind.of(**fields)
     except InputError as error:
-        first, _, rest = str(error).partition(" ")
-        name, *_ = re.split(r"[\[:]", first)
-        if name not in fields and name not in options:
-            raise
-        option = options.get(name, spelled(name))
-        raise InputError(f"{option}{first[len(name) :]} {rest}") from None
+        raise InputError(with_option(str(error), fields, options or {})) from None
+
+
+def with_option(message: str, fields: Iterable[str], options: Mapping[str, str]) -> str:
+    """``message`` with an option in place of the field that it begins with, if it does."""
+    first, _, rest = message.partition(" ")
+    name, *_ = re.split(r"[\[:]", first)
+    if name not in fields and name not in options:
+        return message
+    return f"{options.get(name, spelled(name))}{first[len(name) :]} {rest}"
 
 
 def percent(share: float | None) -> str:

@@ -148,7 +148,11 @@ def model(
 
 def cluster(
     shape: Annotated[
-        str | None, typer.Argument(help="Servers x devices, for example 8x4.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Servers x devices, for example 8x4, or racks x servers x devices, 4x8x4.",
+            show_default=False,
+        ),
     ] = None,
     intra: Annotated[
         str | None, typer.Option(help="Bandwidth inside a server, for example 100GB/s.")
@@ -158,6 +162,10 @@ def cluster(
     ] = None,
     latency_intra: Annotated[float, typer.Option(help="Seconds, inside a server.")] = 0.0,
     latency_inter: Annotated[float, typer.Option(help="Seconds, between servers.")] = 0.0,
+    inter_rack: Annotated[
+        str | None, typer.Option(help="Bandwidth between racks, for example 100Gbps.")
+    ] = None,
+    latency_inter_rack: Annotated[float, typer.Option(help="Seconds, between racks.")] = 0.0,
     matrix: Annotated[
         Path | None, typer.Option(help="A text file of bandwidths, a row per device.")
     ] = None,
@@ -187,6 +195,8 @@ def cluster(
         raise InputError("give one of: a shape such as 8x4, --matrix, --nvidia-smi, --dgx1")
     if shape is None and (intra or inter or latency_inter):
         raise InputError("--intra, --inter and --latency-inter belong to a shape such as 8x4")
+    if (inter_rack or latency_inter_rack) and (shape or "").lower().count("x") < 2:
+        raise InputError("--inter-rack and --latency-inter-rack belong to a shape such as 4x8x4")
     bytes_ = None if memory is None else parse_bytes(memory)
     every: dict[str, Any] = {"kind": device, "memory_bytes": bytes_, "latency": latency_intra}
     if matrix is not None:
@@ -197,8 +207,8 @@ def cluster(
     elif dgx1:
         made = topology.dgx1(**every)
     else:
-        latency = (latency_intra, latency_inter)
-        made = _servers(shape or "", intra, inter, latency, device, bytes_)
+        latency = (latency_intra, latency_inter, latency_inter_rack)
+        made = _servers(shape or "", (intra, inter, inter_rack), latency, device, bytes_)
     if host_bandwidth is not None:
         rate = parse_bandwidth(host_bandwidth)
         linked = tuple(replace(one, host_bytes_per_second=rate) for one in made.devices)
@@ -208,35 +218,42 @@ def cluster(
 
 def _servers(
     shape: str,
-    intra: str | None,
-    inter: str | None,
-    latency: tuple[float, float],
+    bandwidths: tuple[str | None, str | None, str | None],
+    latency: tuple[float, float, float],
     device: str,
     memory_bytes: float | None,
 ) -> "Cluster":
     from stagewright.graphs.documents.units import parse_bandwidth
     from stagewright.graphs.machines.cluster import Link, uniform_servers
     from stagewright.graphs.machines.devices import kind_of_device
+    from stagewright.graphs.machines.topology import uniform_racks
 
-    match = re.fullmatch(r"(\d+)[xX](\d+)", shape)
-    if match is None:
-        raise InputError(f"{shape!r} is no shape; write servers x devices, for example 8x4")
-    servers, devices = int(match[1]), int(match[2])
+    if re.fullmatch(r"(\d+[xX])?\d+[xX]\d+", shape) is None:
+        raise InputError(
+            f"{shape!r} is no shape; write servers x devices, for example 8x4, or racks x servers "
+            f"x devices, 4x8x4"
+        )
+    racks, servers, devices = [1, *map(int, shape.lower().split("x"))][-3:]
+    intra, inter, inter_rack = bandwidths
     if devices > 1 and intra is None:
         raise InputError("--intra is missing; write for example --intra 100GB/s")
     if servers > 1 and inter is None:
         raise InputError("--inter is missing: the servers must be connected, e.g. --inter 12.5GB/s")
+    if racks > 1 and inter_rack is None:
+        raise InputError("--inter-rack is missing: the racks must be connected, e.g. 100Gbps")
     links = [
         None if text is None else Link(parse_bandwidth(text), seconds)
-        for text, seconds in zip((intra, inter), latency, strict=True)
+        for text, seconds in zip(bandwidths, latency, strict=True)
     ]
-    inside = links[0] or links[1]
+    inside = links[0] or links[1] or links[2]
     if inside is None:
         raise InputError("--intra is missing; write for example --intra 100GB/s")
     kind, memory, peak = kind_of_device(device, memory_bytes)
-    return uniform_servers(
-        servers, devices, inside, links[1], kind=kind, memory_bytes=memory, peak_flops=peak
-    )
+    same: dict[str, Any] = {"kind": kind, "memory_bytes": memory, "peak_flops": peak}
+    if links[2] is None:
+        return uniform_servers(servers, devices, inside, links[1], **same)
+    every = (inside, links[1] or inside, links[2])
+    return uniform_racks(racks, servers, devices, every, **same)
 
 
 def hand_out(document: "Chain | Cluster", output: Path | None, as_json: bool) -> int:

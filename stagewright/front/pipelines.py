@@ -8,6 +8,7 @@ from stagewright.graphs.documents.units import parse_share, require_type
 from stagewright.service.pipeline_requests import (
     CheckRequest,
     CompareRequest,
+    CompareSchedulesRequest,
     JobShopRequest,
     PartitionRequest,
     PlanRequest,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         JobShopAnswer,
         PartitionAnswer,
         ScheduleAnswer,
+        ScheduleComparison,
     )
     from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import Result
@@ -224,6 +226,12 @@ def schedule(
     device: Sequence[int] = (),
     weight_gradient: Sequence[float] = (),
     kind: str = "optimal",
+    chunks: int | None = None,
+    placement: str | None = None,
+    saved: Sequence[float] = (),
+    freed: Sequence[float] = (),
+    memory: Sequence[float] = (),
+    objective: str = "makespan",
     time_limit: float = 10.0,
     threads: int = 1,
     seed: int = 0,
@@ -237,7 +245,8 @@ def schedule(
     forward, backward
         Times of each stage, in any unit.
     transfers
-        Times of each channel between neighbouring stages; empty: none takes time.
+        Times of each channel between neighbouring stages (chunks), or one for all; empty: none
+        takes time.
     in_flight
         Maximum number of microbatches in flight on each stage; empty: no limit.
     device
@@ -247,28 +256,83 @@ def schedule(
         Times of each stage's weight gradient; ``backward`` is the input gradient then. Empty:
         backwards are whole.
     kind
-        ``gpipe``, ``1f1b``, ``pe``, or the ``optimal`` schedule.
+        ``gpipe``, ``1f1b``, ``pe``, a published schedule (``stagewright schedule --help`` lists
+        them), or the ``optimal`` one.
+    chunks
+        Divide every stage into that many equal parts, on its device or on all devices in turn as
+        the kind places them. None: 2 where the kind has chunks.
+    placement
+        Where the chunks of the kinds ``pe`` and ``optimal`` are: ``line``, ``loop``, ``V`` or
+        ``wave``.
+    saved, freed
+        What a forward of each stage adds to the memory of its device, in any unit, and what its
+        input gradient gives back; the rest is for the weight gradient. Empty: 1 and 0.
+    memory
+        Limit on that memory of each device, or one for all; empty: none.
+    objective
+        What bound, gap and status are of: ``makespan``, ``span`` or ``memory``.
     backend
         Solver of the optimal schedule (default: CP-SAT).
     """
     from stagewright.service.scheduling import schedule as answer
 
-    times: dict[str, Any] = {
-        name: _as_tuples(values)
-        for name, values in (
-            ("forward", forward), ("backward", backward), ("transfers", transfers),
-            ("in_flight", in_flight), ("device", device), ("weight_gradient", weight_gradient),
-        )
-    }  # fmt: skip
     request = ScheduleRequest.of(
-        microbatches=microbatches,
-        **times,
+        **_stages(
+            microbatches, forward=forward, backward=backward, transfers=transfers,
+            in_flight=in_flight, device=device, weight_gradient=weight_gradient, saved=saved,
+            freed=freed, memory=memory,
+        ),
         kind=kind,
+        chunks=chunks,
+        placement=placement,
+        objective=objective,
         time_limit=time_limit,
         threads=threads,
         seed=seed,
         backend=backend,
-    )
+    )  # fmt: skip
+    return answer(request, stop=stop)
+
+
+def compare_schedules(
+    microbatches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    *,
+    transfers: Sequence[float] = (),
+    in_flight: Sequence[int] = (),
+    device: Sequence[int] = (),
+    weight_gradient: Sequence[float] = (),
+    chunks: int | None = None,
+    saved: Sequence[float] = (),
+    freed: Sequence[float] = (),
+    memory: Sequence[float] = (),
+    objective: str = "makespan",
+    time_limit: float = 10.0,
+    threads: int = 1,
+    seed: int = 0,
+    backend: str | None = None,
+    stop: StopToken | None = None,
+) -> "ScheduleComparison":
+    """All schedules that fit a pipeline, the best first, with the optimum of every placement.
+
+    The parameters are those of :func:`schedule`; the optima share the time limit.
+    """
+    from stagewright.service.comparing_schedules import compare_schedules as answer
+
+    request = CompareSchedulesRequest.of(
+        **_stages(
+            microbatches, forward=forward, backward=backward, transfers=transfers,
+            in_flight=in_flight, device=device, weight_gradient=weight_gradient, saved=saved,
+            freed=freed, memory=memory,
+        ),
+        chunks=chunks,
+        objective=objective,
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
+        backend=backend,
+    )  # fmt: skip
     return answer(request, stop=stop)
 
 
@@ -305,6 +369,12 @@ def jobshop(
         backend=backend,
     )
     return answer(request, stop=stop)
+
+
+def _stages(microbatches: int, **lists: Any) -> dict[str, Any]:
+    """The fields of a request about stages."""
+    values = {name: _as_tuples(one) for name, one in lists.items()}
+    return {"microbatches": microbatches, **values}
 
 
 def _as_tuples(values: Any) -> Any:

@@ -47,15 +47,15 @@ def language_of(plans):
     """
     if "finite" not in plans.schedules or "flush" not in plans.weights:
         return None
-    assert plans.sharing != "groups"
     assert plans.equal_groups is None
     assert not plans.merged
     return Language(
-        device_sharing=plans.sharing == "any",
+        device_sharing=plans.sharing != "none",
         replications=frozenset(plans.replication),
         split_backward=plans.split_backward,
         recompute=frozenset(plans.recompute),
         offload=plans.offload,
+        groups=plans.sharing == "groups",
     )
 
 

@@ -4,17 +4,26 @@ import json
 from math import inf
 
 import pytest
+from hypothesis import given
 from language_instances import random_instance
 from language_oracle import Language, best
-from profiles import slow_after
+from profiles import examples, slow_after
+from strategies import hard_problem
 
-from stagewright.formulations.pipelines.every_plan import why_nothing_fits
+from stagewright.formulations.pipelines.every_plan import (
+    LeastTimes,
+    layer_bound,
+    layer_path_bound,
+    why_nothing_fits,
+)
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
     DISJOINT_WHOLE,
     EVERY_FINITE,
     EVERY_PLAN,
+    SHARED_SPLIT,
+    SHARED_WHOLE,
     WHOLE_FINITE,
 )
 from stagewright.graphs.documents.documents import parse
@@ -24,6 +33,7 @@ from stagewright.graphs.models.chain import FORMAT as MODEL
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.relaxation import fill_and_drain_bound
+from stagewright.solvers.pipelines.server_relaxation import is_server_bound, server_bound
 
 SLACK = 1 + 1e-9
 NONE = frozenset({"none"})
@@ -33,7 +43,10 @@ LANGUAGES = {
     WHOLE_FINITE: Language(split_backward=False),
     DISJOINT_WHOLE: Language(False, split_backward=False),
     DISJOINT_SPLIT: Language(False, frozenset({"split"}), False, NONE, False),
+    SHARED_SPLIT: Language(replications=frozenset({"split"}), groups=True),
+    SHARED_WHOLE: Language(replications=frozenset({"split"}), split_backward=False, groups=True),
 }
+RELAXED = (DISJOINT_SPLIT, DISJOINT_WHOLE, SHARED_WHOLE, SHARED_SPLIT)
 
 
 def read(seed):
@@ -59,3 +72,22 @@ def test_no_plan_undercuts_a_bound_on_its_class(seed):
         if optimum[plans] < inf:
             bound = fill_and_drain_bound(problem, 1.0, wide=plans == DISJOINT_WHOLE)
             assert bound <= optimum[plans] * SLACK
+    for plans in RELAXED:
+        if optimum[plans] < inf:
+            assert server_bound(problem, inf, inf, plans) <= optimum[plans] * SLACK
+            assert not is_server_bound(problem, optimum[plans] * (1 + 1e-6), plans)
+
+
+@examples(100)
+@given(hard_problem(4, 9, 3))
+def test_more_devices_than_worthwhile_give_no_other_bound(problem):
+    def bounds():
+        return (
+            layer_bound(problem), layer_path_bound(problem, True), layer_path_bound(problem, False)
+        )  # fmt: skip
+
+    quick = bounds()
+    with pytest.MonkeyPatch.context() as patch:
+        every = range(1, len(problem.cluster) + 1)
+        patch.setattr(LeastTimes, "worthwhile", every)
+        assert bounds() == quick

@@ -626,6 +626,17 @@ def test_cluster_builds_servers(tmp_path: Path) -> None:
     assert {(device.kind, device.memory_bytes) for device in cluster.devices} == {("a100", 32e9)}
 
 
+def test_cluster_builds_racks(tmp_path: Path) -> None:
+    answered(
+        "cluster", "2x3x4", "--intra", "300GB/s", "--inter", "50GB/s", "--inter-rack", "100Gbps",
+        "--latency-inter-rack", "1e-5", "-o", tmp_path / "c.json",
+    )  # fmt: skip
+    cluster = load_cluster(tmp_path / "c.json")
+    assert (len(cluster), len(cluster.servers)) == (24, 6)
+    assert cluster.bandwidth[0, [1, 4, 12]].tolist() == [300e9, 50e9, 12.5e9]
+    assert cluster.latency[0, [1, 4, 12]].tolist() == [0.0, 0.0, 1e-5]
+
+
 def test_a_kind_of_ones_own_needs_its_memory() -> None:
     arguments = ["cluster", "1x2", "--intra", "9GB/s", "--device", "abacus"]
     device = json.loads(answered(*arguments, "--memory", "1GB"))["devices"][0]
@@ -667,6 +678,9 @@ def test_cluster_reads_files(tmp_path: Path) -> None:
         (["1x2", "--intra", "9GB/s", "--device", "abacus"], "'abacus' is not known"),
         (["1x2", "--intra", "9GB/s", "--latency-intra", "-1"], "latency_seconds"),
         (["--dgx1", "--inter", "9GB/s"], "belong to a shape"),
+        (["2x2", "--intra", "9GB/s", "--inter-rack", "9GB/s"], "belong to a shape such as 4x8x4"),
+        (["2x2x2", "--intra", "9GB/s", "--inter", "9GB/s"], "--inter-rack is missing"),
+        (["2x2x2x2", "--intra", "9GB/s"], "racks x servers x devices"),
         (["--matrix", "/nowhere/links.txt"], "No such file"),
         (["--nvidia-smi", os.devnull], "no header"),
         (["--dgx1", "-o", "/nowhere/c.json"], "does not exist"),

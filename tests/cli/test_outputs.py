@@ -39,6 +39,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
         ("plan", "output"), ("show", "html"), ("show", "png"), ("show", "trace"),
         ("import_", "output"), ("model", "output"), ("cluster", "output"),
         ("profile", "output"), ("profile_links", "output"),
+        ("schedule", "html"), ("schedule", "png"), ("schedule", "csv"),
         ("run", "checkpoint"), ("run", "save_parameters"), ("run", "trace"),
         ("compare", "png"), ("compare", "corrected"), ("export", "output"),
         ("allocate", "output"), ("simulate_cluster", "timeline"),

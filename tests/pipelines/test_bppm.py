@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracles import bottleneck, prm_table
 from profiles import examples
@@ -76,6 +76,26 @@ class TestAssignment:
             assert len(stages) == count
             assert ask.evaluate(stages) == pytest.approx(expected, rel=MILP)
             assert balanced.bottleneck_seconds == pytest.approx(expected)
+
+    @pytest.mark.parametrize("unit", [2, 3])
+    @slow
+    @given(st.data())
+    def test_units_of_several_devices(self, unit, data):
+        """Every stage has a multiple of ``unit`` devices."""
+        problem = data.draw(hard_problem(4, 3 * unit, 3))
+        size = len(problem.cluster) // unit * unit
+        assume(size and problem.replicas_per_layer.max() >= unit)
+        order = data.draw(st.permutations(range(len(problem.cluster))))[:size]
+        ask = BalancedPartition(problem, tuple(order), unit=unit)
+        search = PartitionSearch(ask)
+        for count in search.bound:
+            answer, balanced = solve(ByAssignment(count).apply(ask)), search.solve(count)
+            if balanced is None:
+                assert answer.status is Status.INFEASIBLE
+                continue
+            assert all(len(stage.devices) % unit == 0 for stage in balanced.stages)
+            assert answer.objective == pytest.approx(balanced.bottleneck_seconds, rel=MILP)
+            assert ask.evaluate(balanced.stages) == pytest.approx(balanced.bottleneck_seconds)
 
     @examples(40, parent=slow)
     @given(hard_problem(4, 4, 4), st.integers(1, 4))

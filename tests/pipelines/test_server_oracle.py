@@ -234,17 +234,18 @@ def fastest_plan(problem, wide, most):
 @pytest.mark.parametrize("seed", slow_after(20, range(100)))
 def test_no_plan_is_faster_than_the_bound(seed, wide):
     problem = random_problem(seed)
-    bound = server_bound(problem, math.inf, SECONDS, wide=wide)
-    assert is_server_bound(problem, min(bound, 1e6), wide)  # infinite if no plan fits
+    plans = DISJOINT_WHOLE if wide else DISJOINT_SPLIT
+    bound = server_bound(problem, math.inf, SECONDS, plans)
+    assert is_server_bound(problem, min(bound, 1e6), plans)  # infinite if no plan fits
     plan = fastest_plan(problem, wide, bound * NEAR)
     if plan is None:
         return
     assert not check(problem, plan)
-    assert (DISJOINT_WHOLE if wide else DISJOINT_SPLIT).contains(class_of(plan))
+    assert plans.contains(class_of(plan))
     cost = plan.predicted.iteration_seconds
     assert bound <= cost * (1 + ROUNDING)
-    assert not is_server_bound(problem, cost * (1 + 1e-6), wide)  # sharper than the bound
-    assert server_bound(problem, cost, SECONDS, wide=wide) <= cost * (1 + ROUNDING)
+    assert not is_server_bound(problem, cost * (1 + 1e-6), plans)  # sharper than the bound
+    assert server_bound(problem, cost, SECONDS, plans) <= cost * (1 + ROUNDING)
     if not wide:
         searched = ServerBounds(problem)
         raised = searched.branch(math.inf, SECONDS)

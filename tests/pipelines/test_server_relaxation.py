@@ -22,6 +22,12 @@ from stagewright.formulations.pipelines.server_relaxation import (
     levels_of,
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import (
+    DISJOINT_SPLIT,
+    DISJOINT_WHOLE,
+    SHARED_SPLIT,
+    SHARED_WHOLE,
+)
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.machines.topology import dgx1
 from stagewright.graphs.models.analytic import analytic_model
@@ -42,6 +48,7 @@ from stagewright.solvers.planners.servers import plan_servers
 ROUNDING = 1e-9  # relative, of sums of floats
 LONG = 60.0  # seconds
 GB = 1e9
+CLASSES = (DISJOINT_SPLIT, DISJOINT_WHOLE, SHARED_WHOLE, SHARED_SPLIT)
 
 quick = examples(40, derandomize=True)
 
@@ -86,9 +93,9 @@ def test_never_above_the_joint_optimum(problems, data):
     problem = data.draw(PROBLEMS[problems]())
     optimum = brute_force_joint(problem)
     assume(optimum < inf)
-    for wide in (False, True):
+    for plans in CLASSES:
         for incumbent in (optimum, 1.3 * optimum, inf):
-            bound = server_bound(problem, incumbent, LONG, wide)
+            bound = server_bound(problem, incumbent, LONG, plans)
             assert relaxed_load_bound(problem) <= bound * (1 + ROUNDING)
             assert bound <= optimum * (1 + ROUNDING)
 
@@ -100,7 +107,7 @@ def test_never_above_the_optimum_on_servers(problem):
     assume(answer.complete)
     bound = server_bound(problem, inf, LONG)
     assert bound <= answer.bound_seconds * (1 + 1e-6)
-    assert server_bound(problem, inf, LONG, wide=True) <= answer.bound_seconds * (1 + 1e-6)
+    assert server_bound(problem, inf, LONG, DISJOINT_WHOLE) <= answer.bound_seconds * (1 + 1e-6)
     raised = ServerBounds(problem).branch(inf, LONG)
     assert bound * (1 - ROUNDING) <= raised <= answer.bound_seconds * (1 + 1e-6)
 
@@ -115,11 +122,11 @@ def test_twice_the_times_is_twice_the_bound(problem, factor):
 @quick
 @given(server_problems())
 def test_a_bound_is_verified_and_more_is_not(problem):
-    for wide in (False, True):
-        bound = server_bound(problem, inf, LONG, wide)
+    for plans in CLASSES:
+        bound = server_bound(problem, inf, LONG, plans)
         assume(bound < inf)
-        assert is_server_bound(problem, bound, wide)
-        assert not is_server_bound(problem, bound * (1 + 3 * PRECISION), wide)
+        assert is_server_bound(problem, bound, plans)
+        assert not is_server_bound(problem, bound * (1 + 3 * PRECISION), plans)
 
 
 @quick
@@ -282,21 +289,21 @@ def test_the_search_gives_up_after_its_steps():
     assert not stopped.proves
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_without_work_the_bound_is_zero(wide):
+@pytest.mark.parametrize("plans", CLASSES)
+def test_without_work_the_bound_is_zero(plans):
     layers = tuple(Layer(f"l{i}", GB, (LayerCost(2, 0.0, 1.0, GB, 0.0),)) for i in range(3))
     problem = PipelineProblem(
         Chain("idle", "by hand", 2, layers), uniform_servers(2, 2, Link(GB), Link(GB / 2)), 3
     )
-    assert server_bound(problem, inf, LONG, wide) == 0.0
-    assert server_bound(problem, 1.0, LONG, wide) == 0.0
+    assert server_bound(problem, inf, LONG, plans) == 0.0
+    assert server_bound(problem, 1.0, LONG, plans) == 0.0
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_of_no_plan_every_time_is_a_bound(wide):
+@pytest.mark.parametrize("plans", CLASSES)
+def test_of_no_plan_every_time_is_a_bound(plans):
     cost = LayerCost(2, 1.0, 1.0, GB, 1.0)
     chain = Chain("large", "by hand", 2, (Layer("a", GB, (cost,)), Layer("b", 1e15, (cost,))))
     problem = PipelineProblem(chain, uniform_servers(2, 2, Link(GB), Link(GB / 2)), 3)
-    assert server_bound(problem, inf, LONG, wide) == inf
-    assert server_bound(problem, 7.0, LONG, wide) == 7.0
-    assert is_server_bound(problem, inf, wide)
+    assert server_bound(problem, inf, LONG, plans) == inf
+    assert server_bound(problem, 7.0, LONG, plans) == 7.0
+    assert is_server_bound(problem, inf, plans)

@@ -13,10 +13,11 @@ import stagewright
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.pipelines.device_bounds import quick_device_bound
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.structure import Structure, misfit, structure_bound, work_of
+from stagewright.formulations.plans.structure import Structure, misfit, work_of
 from stagewright.graphs.machines.cluster import Device, Link, from_matrix, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.structure_rules import rules_for
@@ -104,7 +105,7 @@ def test_every_rule_makes_valid_schedules(data: st.DataObject) -> None:
     work, endings, _ = work_of(problem, structure)
     if misfit(problem, structure, work) is not None:
         return
-    bound = structure_bound(work, endings)
+    bound = quick_device_bound(work, endings)
     for rule in data.draw(st.lists(st.sampled_from(rules_for(work)), min_size=1, max_size=5)):
         found = best_schedule(work, endings, (rule,))
         assert found is not None

@@ -1,6 +1,7 @@
 """Every planner: valid plans, how their cost moves with the problem, and figures by hand."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -19,6 +20,7 @@ from stagewright.graphs.machines.cluster import Device, Link, from_matrix, unifo
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.solvers.pipelines.partition import balanced_partitions
+from stagewright.solvers.planners import spp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.proposal import Proposal, cost_of, scheduling_of
@@ -32,6 +34,7 @@ TICKS = 1e-6  # relative: exact planners count in integer ticks
 BASELINES = ("dp", "gpipe", "pipedream", "hetpipe")
 HEURISTICS = ("spp", *BASELINES)
 GB = 1e9
+FEW = (LayerCost(840, 1.0, 0.0, 0.0, 2.0),)
 
 slow = examples(10, derandomize=True)
 
@@ -332,6 +335,26 @@ class TestSpp:
         assert lemma.cost_seconds >= result.cost / ROUNDING
         scheduling = scheduling_of(problem, lemma.stages)
         assert lemma.seconds == pytest.approx(lemma1_seconds(scheduling))
+
+    @examples(60, parent=slow)
+    @given(hard_problem(4, 8, 4), st.integers(1, 3))
+    def test_many_devices_are_taken_in_units(self, problem, most):
+        """With more devices than MOST_UNITS, in units of 2 or 4: a valid plan, nothing promised."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spp, "MOST_UNITS", most)
+            result = plan(problem, "spp", LIMITS)
+        assume(result.plan is not None)
+        assert not check(problem, result.plan)
+        if len(problem.cluster) > most:
+            assert result.plan.certificate.guarantees == ()
+
+    def test_units_are_powers_of_two_that_every_layer_can_be_split_among(self):
+        """2,048 devices are 1,024 units of 2; a layer for at most 3 devices forbids units of 4."""
+        assert spp._units(PipelineProblem(chain(9), servers(256, 8), 4), None) == (2, 2048)
+        assert spp._units(PipelineProblem(chain(9), servers(160, 8), 4), None) == (1, 1280)
+        assert spp._units(PipelineProblem(chain(9), servers(256, 8), 4), 512) == (1, 512)
+        few = replace(chain(9), layers=(*chain(8).layers, Layer("few", 0.0, FEW, min_samples=280)))
+        assert spp._units(PipelineProblem(few, servers(512, 8), 4), None) == (2, 2560)
 
     def test_they_are_absent_when_memory_binds(self):
         """Two stages with 2 GB of states; the first holds 2 of 8 microbatches of 1 GB."""

@@ -7,12 +7,12 @@ from math import inf
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from order_oracle import ends_by_relaxation
 from profiles import examples
-from schedule_oracle import ends_by_relaxation
+from published import order_of, timed
 
 from stagewright.formulations.patterns.pattern import PatternProblem
 from stagewright.formulations.pipelines.makespan import MakespanProblem
-from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.schedules.breadth_first import breadth_first
 from stagewright.formulations.schedules.chimera import chimera
@@ -21,9 +21,15 @@ from stagewright.formulations.schedules.hanayo import hanayo
 from stagewright.formulations.schedules.interleaved import interleaved, ragged_interleaved
 from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
-from stagewright.formulations.schedules.order import B, F, I, Order, W
+from stagewright.formulations.schedules.order import B, F, I, W
 from stagewright.formulations.schedules.pipedream import without_flush
-from stagewright.formulations.schedules.placements import both_directions, line, loop, v_shape, wave
+from stagewright.formulations.schedules.placements import (
+    both_directions,
+    line,
+    loop,
+    v_shape,
+    wave,
+)
 from stagewright.formulations.schedules.round_robin import round_robin
 from stagewright.formulations.schedules.timing import (
     StageTimes,
@@ -40,35 +46,7 @@ quick = examples(60)
 WHOLE = {"input_gradient": 0.5, "weight_gradient": 0.5}  # a whole backward takes a forward's time
 
 
-@st.composite
-def generated(draw):
-    """An order of any kind, and the name of its kind."""
-    name = draw(st.sampled_from([*KINDS]))
-    chunks = draw(st.integers(1, 4))
-    sizes = draw(st.integers(1, 6)), draw(st.integers(1, 16))
-    try:
-        return name, schedule_of(name, Sizes(*sizes, KINDS[name].chunks.step * chunks))
-    except InputError:
-        assume(False)
-
-
-def whole(draw, count):
-    return tuple(float(draw(st.integers(0, 4))) for _ in range(count))
-
-
-@st.composite
-def timed(draw):
-    name, order = draw(generated())
-    stages = len(order.paths[0])
-    sends = whole(draw, stages - 1), whole(draw, stages - 1)
-    return name, order, StageTimes(*(whole(draw, stages) for _ in range(3)), *sends)
-
-
 # Paths, placements, and start times
-
-
-def order_of(rows, path_of=()):
-    return Order(tuple(tuple(map(parse_action, row.split())) for row in rows), path_of)
 
 
 def test_a_path_is_the_device_of_each_stage():
@@ -152,12 +130,6 @@ def test_start_times_are_those_of_list_scheduling_where_transfers_take_no_time(e
         weight_gradient=times.weight_gradient,
     )
     assert makespan(order.split(), times) == problem.evaluate(schedule_order(problem, order))
-
-
-def test_a_deadlock_names_a_computation():
-    order = order_of(["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"])
-    with pytest.raises(InputError, match=r"deadlock: .*, one of them at 0B0"):
-        makespan(order, equal_times(2))
 
 
 def test_a_transfer_takes_no_time_within_a_device():

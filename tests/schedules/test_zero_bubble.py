@@ -12,10 +12,10 @@ from profiles import examples
 from stagewright.formulations.schedules.automatic import automatic, zb1p, zb2p
 from stagewright.formulations.schedules.automatic_v import automatic_v
 from stagewright.formulations.schedules.backfilling import backfilled
-from stagewright.formulations.schedules.construction import ActivationMemory, activations
 from stagewright.formulations.schedules.controllable_memory import v_half, v_min
 from stagewright.formulations.schedules.dualpipe import dualpipe_v
 from stagewright.formulations.schedules.interleaved import interleaved
+from stagewright.formulations.schedules.memory import ActivationMemory, activations
 from stagewright.formulations.schedules.one_f_one_b import one_f_one_b
 from stagewright.formulations.schedules.order import F, I, Order, W
 from stagewright.formulations.schedules.placements import line, v_shape

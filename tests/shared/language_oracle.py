@@ -42,7 +42,8 @@ __all__ = ["Language", "best", "evaluate", "least_memory_fits"]
 class Language:
     """What the plans of a class may do; the default is every finite plan.
 
-    With no ``replications`` every stage has one device.
+    With no ``replications`` every stage has one device. With ``groups`` two stages have the same
+    devices or none in common.
     """
 
     device_sharing: bool = True
@@ -50,6 +51,7 @@ class Language:
     split_backward: bool = True
     recompute: frozenset = frozenset({"none", "full", "layer"})
     offload: bool = True
+    groups: bool = False
 
 
 def best(model, cluster, microbatches, language=None, memory_limit=None):
@@ -204,15 +206,22 @@ class _Search:
             yield ()
             return
         for stage in options[0]:
-            if not self.language.device_sharing and set(stage.devices) & set(used):
+            if not self.may_join(stage, used):
                 continue
             further = list(static)
             for device in stage.devices:
                 further[device] += instance.static(stage)
             if all(have <= limit for have, limit in zip(further, instance.memory, strict=True)):
-                for rest in self.choices(options[1:], (*used, *stage.devices), further):
+                for rest in self.choices(options[1:], (*used, stage.devices), further):
                     if not rest or linked(instance, stage, rest[0]):
                         yield (stage, *rest)
+
+    def may_join(self, stage, used):
+        """Whether a stage may have its devices beside the stages on ``used`` ones."""
+        common = [set(one) for one in used if set(one) & set(stage.devices)]
+        if self.language.groups:
+            return all(one == set(stage.devices) for one in common)
+        return self.language.device_sharing or not common
 
     def stage_options(self, start, stop):
         """Device choices of a stage.

@@ -1,55 +1,64 @@
-"""Ends of an order's computations from the definition: the least fixed point of all waits."""
+"""The least time of a schedule of given actions: every order of their starts, one by one.
 
-from collections.abc import Sequence
+Plain Python, no import of stagewright. Actions are appended in the order of their starts, each as
+early as its predecessors, its resources, memory and the start before it allow. Some order gives an
+optimal schedule: of the order of any schedule's starts no action starts later than there, as all
+before it end no later. Feasible up to some 16 actions.
+"""
 
-from stagewright.formulations.plans.actions import Action
-from stagewright.formulations.schedules.order import F, Order, W
-from stagewright.formulations.schedules.timing import StageTimes
-
-Blocks = Sequence[Sequence[Action]]
+from dataclasses import dataclass
+from math import inf
 
 
-def ends_by_relaxation(
-    order: Order, times: StageTimes, rows: Sequence[Blocks] | None = None
-) -> list[list[float]]:
-    """Per device the end of every block, by repeating all rows until nothing changes.
+@dataclass(frozen=True)
+class Action:
+    """Whole seconds, resources taken, predecessors, and bytes held.
 
-    Computations in one block start and end together; by default every one is its own block.
+    ``holds`` are (device, bytes, last): from the start of this action to the end of ``last``.
     """
-    rows = rows or [[[action] for action in row] for row in order.rows]
-    made: dict[tuple[str, int, int], float] = {}
-    before: dict[tuple[str, int, int], float] | None = None
-    ends: list[list[float]] = []
-    while made != before:
-        before, ends = dict(made), []
-        for row in rows:
-            now, at = 0.0, []
-            for block in row:
-                waits = [_arrival(order, times, made, action) for action in block]
-                now = max([now, *waits]) + sum(times.of(action) for action in block)
-                at.append(now)
-                for action in block:
-                    if action.kind is not W:
-                        made[_key(action)] = now
-            ends.append(at)
-    return ends
+
+    seconds: int
+    resources: frozenset
+    before: tuple
+    holds: tuple = ()
 
 
-def _key(action: Action) -> tuple[str, int, int]:
-    return "F" if action.kind is F else "B", action.stage, action.microbatch or 0
+def least_time(actions, memory):
+    """The least time of all ``actions``, by name; ``memory`` is in bytes per device."""
+    best, seen = inf, set()
+    waiting = [({}, 0)]  # ends of the actions started so far, the last start
+    while waiting:
+        ends, now = waiting.pop()
+        latest = max(ends.values(), default=0)
+        state = frozenset((name, max(end, now)) for name, end in ends.items()), now, latest
+        if latest >= best or state in seen:
+            continue
+        seen.add(state)
+        if len(ends) == len(actions):
+            best = latest
+        for name, one in actions.items():
+            if name not in ends and all(before in ends for before in one.before):
+                start = _start(actions, memory, ends, name, now)
+                if start is not None:
+                    waiting.append(({**ends, name: start + one.seconds}, start))
+    return best
 
 
-def _arrival(
-    order: Order, times: StageTimes, made: dict[tuple[str, int, int], float], action: Action
-) -> float:
-    s, m = action.stage, action.microbatch or 0
-    path = order.paths[order.path_of[m]]
-    if action.kind is W or (action.kind is F and s == 0):
-        return 0.0
-    if action.kind is F:
-        sent = times.send_forward[s - 1] if path[s - 1] != path[s] else 0.0
-        return made.get(("F", s - 1, m), 0.0) + sent
-    if s == len(path) - 1:
-        return made.get(("F", s, m), 0.0)
-    sent = times.send_backward[s] if path[s + 1] != path[s] else 0.0
-    return made.get(("B", s + 1, m), 0.0) + sent
+def _start(actions, memory, ends, name, now):
+    """The earliest start of an action; None if it does not fit before another one starts."""
+    one = actions[name]
+    waits = [end for other, end in ends.items() if actions[other].resources & one.resources]
+    ready = max([now, *waits, *(ends[before] for before in one.before)])
+    for moment in sorted({ready, *(end for end in ends.values() if end > ready)}):
+        if _fits(actions, memory, ends, name, moment):
+            return moment
+    return None
+
+
+def _fits(actions, memory, ends, name, moment):
+    held = dict.fromkeys(memory, 0)
+    for other in [*ends, name]:
+        for device, size, last in actions[other].holds:
+            if ends.get(last, inf) > moment:
+                held[device] += size
+    return all(held[device] <= memory[device] for device in memory)

@@ -120,12 +120,12 @@ def optimize(problem: PipelineProblem) -> tuple[LevelTables, ...]:
 def _hierarchy(cluster: Cluster) -> list[tuple[int, float]]:
     """(components, bandwidth) per level; unequal servers form one level of all devices."""
     servers = cluster.servers
-    slowest = float(cluster.bandwidth.min()) if len(cluster) > 1 else np.inf
+    slowest, _ = cluster.pairs.slowest(*2 * (range(len(cluster)),))
     if len(servers) == 1 or len({len(server) for server in servers}) > 1:
         return [(len(cluster), slowest)]
     if len(servers[0]) == 1:
         return [(len(servers), slowest)]
-    inside = min(float(cluster.bandwidth[np.ix_(server, server)].min()) for server in servers)
+    inside = min(cluster.pairs.slowest(server, server)[0] for server in servers)
     return [(len(servers[0]), inside), (len(servers), slowest)]
 
 

@@ -1,0 +1,124 @@
+"""Start times of an order whose transfers share channels.
+
+Every pair of neighbouring stages on two devices has one half-duplex channel, and so has each copy
+of the pair in an order with several paths. A channel serves transfers first come, first served (SPP
+Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
+"""
+
+import heapq
+from collections import deque
+
+from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.schedules.order import F, Order, W
+from stagewright.formulations.schedules.timing import StageTimes, TimedOrder
+from stagewright.graphs.documents.errors import InputError
+
+Need = tuple[bool, int, int]
+"""What a forward (True) or backward of a stage needs for a microbatch."""
+
+Channel = tuple[int, int]
+"""A path and the first stage of a pair."""
+
+
+def with_channels(order: Order, times: StageTimes) -> tuple[TimedOrder, dict[Need, float]]:
+    """The order with its earliest start times, and the start of every transfer by what it brings.
+
+    A transfer between two stages on one device starts where the computation before it ends.
+
+    Raises
+    ------
+    InputError
+        If the devices deadlock; the message names a computation that waits.
+    """
+    return _Run(order, times).finish()
+
+
+class _Run:
+    """Events are ends of computations, by device, and of transfers, by channel."""
+
+    def __init__(self, order: Order, times: StageTimes) -> None:
+        self.order, self.times, self.last = order, times, len(order.paths[0]) - 1
+        self.starts: list[list[float]] = [[] for _ in order.rows]
+        self.busy = [False] * len(order.rows)
+        self.arrived: set[Need] = {(True, 0, m) for m in range(order.microbatches)}
+        self.sent: dict[Need, float] = {}
+        self.queues: dict[Channel, deque[Need]] = {}  # the first of a queue is on its way
+        self.events: list[tuple[float, int, int | Channel]] = []
+        self.sequence = 0  # among events at one time the first that began
+
+    def finish(self) -> tuple[TimedOrder, dict[Need, float]]:
+        for device in range(len(self.order.rows)):
+            self._start(device, 0.0)
+        while self.events:
+            now, _, ended = heapq.heappop(self.events)
+            if isinstance(ended, int):
+                self._end(ended, now)
+            else:
+                need = self.queues[ended].popleft()
+                self._send(ended, now)
+                self._arrive(need, now)
+        for row, starts in zip(self.order.rows, self.starts, strict=True):
+            if len(starts) < len(row):
+                raise InputError(
+                    f"deadlock: the devices wait for each other, one of them at {row[len(starts)]}"
+                )
+        return TimedOrder(self.order, self.times, tuple(map(tuple, self.starts))), self.sent
+
+    def _start(self, device: int, now: float) -> None:
+        """Begin the device's next computation, if the device and what it needs are there."""
+        row, starts = self.order.rows[device], self.starts[device]
+        if self.busy[device] or len(starts) == len(row):
+            return
+        action = row[len(starts)]
+        if action.kind is W or _need(action) in self.arrived:
+            self.busy[device] = True
+            starts.append(now)
+            self._push(now + self.times.of(action), device)
+
+    def _end(self, device: int, now: float) -> None:
+        action = self.order.rows[device][len(self.starts[device]) - 1]
+        self.busy[device] = False
+        if action.kind is not W:
+            self._deliver(action, now)
+        self._start(device, now)
+
+    def _deliver(self, action: Action, now: float) -> None:
+        """Hand what a forward or backward makes to the stage that needs it."""
+        forward, stage, m = _need(action)
+        if forward and stage == self.last:
+            self._arrive((False, stage, m), now)
+            return
+        following = stage + 1 if forward else stage - 1
+        if following < 0:
+            return
+        number = self.order.path_of[m]
+        path, need = self.order.paths[number], (forward, following, m)
+        if path[stage] == path[following]:
+            self.sent[need] = now
+            self._arrive(need, now)
+            return
+        channel = (number, min(stage, following))
+        queue = self.queues.setdefault(channel, deque())
+        queue.append(need)
+        if len(queue) == 1:
+            self._send(channel, now)
+
+    def _send(self, channel: Channel, now: float) -> None:
+        """Begin the channel's next transfer, if there is one."""
+        if self.queues[channel]:
+            need = self.queues[channel][0]
+            self.sent[need] = now
+            sends = self.times.send_forward if need[0] else self.times.send_backward
+            self._push(now + sends[channel[1]], channel)
+
+    def _arrive(self, need: Need, now: float) -> None:
+        self.arrived.add(need)
+        self._start(self.order.paths[self.order.path_of[need[2]]][need[1]], now)
+
+    def _push(self, time: float, ended: int | Channel) -> None:
+        self.sequence += 1
+        heapq.heappush(self.events, (time, self.sequence, ended))
+
+
+def _need(action: Action) -> Need:
+    return action.kind is F, action.stage, action.microbatch or 0

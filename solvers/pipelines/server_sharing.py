@@ -1,0 +1,108 @@
+"""Compiled conditions for devices that stages share; docs/certificates.md has them.
+
+Neighbouring stages on the same devices are one stage here. A group of devices works from the first
+arrival there to the end, and on backwards from the first gradient on that arrives at its last
+stage. Both limit the layers that the groups can have together.
+"""
+
+import numpy as np
+
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.server_conditions import Search, next_link
+from stagewright.solvers.pipelines.server_labels import (
+    BACK,
+    BEHIND,
+    CLOSED,
+    FORTH,
+    LOAD,
+    LOADS,
+)
+from stagewright.solvers.pipelines.server_tables import send_seconds
+
+MARGIN = 1e-9
+COUNT_SLACK = 1e-5  # of the layers that a group can have
+
+
+@inner
+def _capacity(search: Search, known: Floats, i: int, c: int) -> float:
+    """What devices of choice c, reached after ``known``, can do by the i-th measure.
+
+    After the last computation, there is the way back, and the all-reduce and step of the layers
+    that are counted. If backwards may be split, the last computation may be a weight gradient,
+    after which nothing is sent.
+    """
+    loads = search.loads
+    tail = 0.0 if search.form.splits else known[BACK]
+    if i == 0:
+        most: float = search.form.devices[c] * max(0.0, search.until - known[FORTH] - tail)
+        return most
+    tail = max(tail, loads.finish[c])
+    return _count(search.until - known[FORTH] - tail, loads.size[c])
+
+
+@inner
+def _count(seconds: float, size: float) -> float:
+    """How many times ``size`` fits in ``seconds``."""
+    if size <= 0:
+        return np.inf
+    count: float = np.floor(max(0.0, seconds) / size + COUNT_SLACK)
+    return count
+
+
+@inner
+def look_ahead(search: Search, known: Floats, free: int) -> None:
+    """Set ``spare`` to what ``free`` devices that are reached after ``known`` can do."""
+    for i in range(LOADS):
+        most = 0.0
+        for c in range(len(search.form.devices)):
+            most = max(most, _capacity(search, known, i, c) / search.form.devices[c])
+        search.loads.spare[i] = free * most
+
+
+@inner
+def is_overloaded(search: Search, known: Floats, l: int, m: int, c: int, again: bool) -> bool:
+    """Whether shared devices cannot take layers [l, m), and the rest, in time; sets the loads."""
+    loads, values = search.loads, search.values
+    over, last = False, m == search.form.forward.shape[1] - 1
+    for i in range(LOADS):
+        values[LOAD + i] = known[LOAD + i] + loads.taken[i, c, m] - loads.taken[i, c, l]
+        if not again:
+            values[LOAD + i] -= _capacity(search, known, i, c)
+        spare = 0.0 if last else loads.spare[i]
+        over = over or values[LOAD + i] + loads.need[i, m] > spare + MARGIN * loads.need[i, 0]
+    return over
+
+
+@inner
+def _backwards(search: Search, around: float, c: int) -> float:
+    """How many long layers' backwards devices of choice c can do ``around`` after the start."""
+    loads = search.loads
+    return _count(search.until - around - loads.finish[c], loads.back[c])
+
+
+@inner
+def may_close(search: Search, known: Floats, l: int, m: int, c: int, last: bool) -> bool:
+    """Whether the backwards of all long layers can be done in time; sets the values for it.
+
+    ``last``: layers [l, m) are the last long ones of their devices, so that the first of these
+    backwards are theirs.
+    """
+    form, loads, values = search.form, search.loads, search.values
+    values[CLOSED] = known[CLOSED]
+    values[BEHIND] = known[BEHIND] + loads.taken[1, c, m] - loads.taken[1, c, l]
+    if last:
+        if values[BEHIND] == known[BEHIND]:
+            return False
+        around = values[FORTH]
+        if m < form.forward.shape[1] - 1:
+            send = send_seconds(form, m, form.pieces[c] * form.size, next_link(form, values))
+            around += 2 * send + search.rest.path[0, form.size, m]
+        values[CLOSED] += form.devices[c]
+        values[BEHIND] -= _backwards(search, around, c)
+    most, free = 0.0, form.size - values[CLOSED]
+    if m < form.forward.shape[1] - 1:
+        for k in range(len(form.devices)):
+            later = _backwards(search, values[FORTH] + loads.ahead[m], k)
+            most = max(most, later / form.devices[k])
+    return bool(free >= 0 and values[BEHIND] + loads.need[1, m] <= free * most + MARGIN)

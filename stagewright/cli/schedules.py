@@ -1,0 +1,301 @@
+"""``schedule``: one schedule of stages with given times, or all published ones side by side."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.cli.console import (
+    DEFAULT_THREADS,
+    JsonFlag,
+    Seed,
+    Threads,
+    TimeLimit,
+    ask,
+    print_json,
+    print_lines,
+    progress,
+    with_option,
+)
+from stagewright.cli.makespans import Backend, find, limit_fields
+from stagewright.cli.outputs import Writes
+from stagewright.cli.schedule_options import read_stages
+from stagewright.cli.schedule_printing import (
+    FIGURES,
+    cells,
+    print_comparison,
+    print_schedule,
+    title_of,
+)
+from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.service.pipeline_answers import ScheduleAnswer, ScheduleFigures
+
+SPELLED = {
+    "forward": "--times: forward",
+    "backward": "--times: backward",
+    "weight_gradient": "--times: weight gradient",
+    "send_forward": "--transfer",
+    "send_backward": "--transfer",
+    "transfers": "--transfer",
+    "device": "--devices",
+    "placement": "--placement",
+    "freed": "--saved: i",
+    "limit": "--memory",
+}
+"""Options whose name differs from the field of a schedule's request or problem."""
+
+
+class Placement(StrEnum):
+    """Where chunks are, for kinds without a placement of their own."""
+
+    LINE = "line"
+    LOOP = "loop"
+    V = "V"
+    WAVE = "wave"
+
+
+class Objective(StrEnum):
+    """What bound, gap and status are of."""
+
+    MAKESPAN = "makespan"
+    SPAN = "span"
+    MEMORY = "memory"
+
+
+def known_kind(name: str | None) -> str | None:
+    """Refuse a kind that does not exist."""
+    from stagewright.service.schedule_setting import SCHEDULES
+
+    if name is not None and name not in SCHEDULES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(SCHEDULES)}")
+    return name
+
+
+def schedule(
+    stages: Annotated[
+        int,
+        typer.Option(
+            help="Number of pipeline stages P. Every stage has its own device, unless --devices "
+            "says otherwise: there are P devices.",
+            metavar="P",
+        ),
+    ],
+    microbatches: Annotated[int, typer.Option(help="Number of microbatches.", metavar="M")],
+    times: Annotated[
+        list[str],
+        typer.Option(
+            help="Forward and backward time; or F,I,W: forward, input gradient, weight gradient. "
+            "Once for all stages, or per stage as '1,2;2,3' or repeated. Kinds that do not split "
+            "backwards take I + W for a whole one.",
+            metavar="F,B",
+        ),
+    ],
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="gpipe, 1f1b or pe (on any devices); a published schedule: "
+            f"{', '.join(name for name in KINDS if name not in ('gpipe', '1f1b'))}; or optimal, "
+            "the default. chimera and dualpipe have two copies of every stage: they are scheduled "
+            "and drawn, but not yet planned, exported or run.",
+            metavar="NAME",
+            callback=known_kind,
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="All kinds that fit, and the optimum, in one table.")
+    ] = False,
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            help="Divide every stage into V equal chunks, each with 1/V of its times and memory: a "
+            "device has V of the P x V chunks, in a loop, a V or a wave. Actions name the chunk. "
+            "Default: 2 where the kind has chunks.",
+            metavar="V",
+        ),
+    ] = None,
+    placement: Annotated[
+        Placement | None,
+        typer.Option(
+            help="Where the chunks of the kinds pe and optimal are; others have theirs.",
+            case_sensitive=False,
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="The device of each of the P stages, from 0 in the order of their use, such as "
+            "0,1,0,1, in place of --chunks. Nothing is transferred between stages on one device; "
+            "every other pair of neighbouring stages has its own channel.",
+            metavar="D,...",
+        ),
+    ] = None,
+    transfer: Annotated[
+        str, typer.Option(help="Transfer time: one, or one per channel.", metavar="C,...")
+    ] = "0",
+    in_flight: Annotated[
+        str | None,
+        typer.Option(
+            help="Maximum number of microbatches in flight: one, or one per stage.", metavar="N,..."
+        ),
+    ] = None,
+    saved: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What a forward adds to the memory of its device, and the input gradient and the "
+            "weight gradient give back, in any unit; per stage as --times. f alone is given back "
+            "at the end. Default: 1, so that memory is in microbatches.",
+            metavar="f,i,w",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Limit on that memory: one, or one per device. zb1p, zb2p and zbv keep it; other "
+            "kinds fit or do not.",
+            metavar="N,...",
+        ),
+    ] = None,
+    objective: Annotated[
+        Objective,
+        typer.Option(
+            help="What bound, gap and status are of, and what --compare sorts by: the end; the "
+            "longest time of a device from its first to its last computation; peak memory."
+        ),
+    ] = Objective.MAKESPAN,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Draw the devices' rows on a page.", metavar="FILE"),
+        Writes(".html"),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the devices' rows.", metavar="FILE"), Writes(".png")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the schedule file of torch.distributed.pipelining.", metavar="FILE"
+        ),
+        Writes(".csv"),
+    ] = None,
+    time_limit: TimeLimit = 10.0,
+    threads: Threads = DEFAULT_THREADS,
+    seed: Seed = 0,
+    backend: Backend = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Schedule the microbatches of a pipeline of stages with given times."""
+    fields = {
+        **limit_fields(time_limit, threads, seed),
+        **read_stages(
+            stages, microbatches, times, transfer, in_flight, devices, saved or [], memory
+        ),
+        "chunks": chunks,
+        "objective": objective.value,
+        "backend": backend,
+    }
+    if compare:
+        for option, given in (("--kind", kind), ("--placement", placement), ("--csv", csv)):
+            if given is not None:
+                raise InputError(f"{option} is of one schedule; leave it or --compare out")
+        return _compare(fields, html, png, as_json)
+    fields["kind"] = kind or "optimal"
+    if placement is not None:
+        fields["placement"] = placement.value
+    return _schedule(fields, html, png, csv, as_json)
+
+
+def _schedule(
+    fields: dict[str, object], html: Path | None, png: Path | None, csv: Path | None, as_json: bool
+) -> int:
+    from stagewright.service.pipeline_requests import ScheduleRequest
+    from stagewright.service.scheduling import schedule as answer_of
+
+    request = ask(ScheduleRequest, SPELLED, **fields)
+    if csv is not None:
+        _require_torch(request.kind)
+    answer = find(answer_of, request, "scheduling")
+    files = []
+    if answer.timed is not None:
+        if csv is not None:
+            _write_csv(answer, csv)
+            files.append(csv)
+        files += _draw(answer.kind, [answer], [answer], html, png)
+    if as_json:
+        print_json(answer.json_object() | {"files": list(map(str, files))})
+    else:
+        print_schedule(answer)
+        print_lines(*(f"{path} is written" for path in files))
+    return 1 if answer.makespan is None else 0
+
+
+def _compare(fields: dict[str, object], html: Path | None, png: Path | None, as_json: bool) -> int:
+    from stagewright.service.comparing_schedules import compare_schedules
+    from stagewright.service.pipeline_requests import CompareSchedulesRequest
+
+    request = ask(CompareSchedulesRequest, SPELLED, **fields)
+    answer = find(compare_schedules, request, "comparing schedules")
+    files = _draw("all kinds", answer.schedules, answer.answers, html, png)
+    if as_json:
+        print_json(answer.json_object() | {"files": list(map(str, files))})
+    else:
+        print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
+        print_lines(*(f"{path} is written" for path in files))
+    return 0 if answer.schedules else 1
+
+
+def _require_torch(kind: str) -> None:
+    """Refuse kinds whose rule for weights or copies of stages torch does not have."""
+    if kind not in KINDS:
+        return
+    if KINDS[kind].placement == "both directions":
+        raise InputError(f"--csv: {kind} has two copies of every stage, torch's files have one")
+    if KINDS[kind].weights != "flush":
+        raise InputError(
+            f"--csv: {kind} keeps several versions of the weights, torch one; 1f1b has its order"
+        )
+
+
+def _write_csv(answer: "ScheduleAnswer", file: Path) -> None:
+    from stagewright.executor.export.torch_pipelining import order_csv
+    from stagewright.graphs.documents.documents import write_text
+
+    assert answer.timed is not None
+    write_text(file, order_csv(answer.timed.order))
+
+
+def _draw(
+    title: str,
+    figures: "Sequence[ScheduleFigures]",
+    answers: "Sequence[ScheduleAnswer]",
+    html: Path | None,
+    png: Path | None,
+) -> list[Path]:
+    """Draw the schedules one above the other; the files that are written."""
+    if not answers or (html is None and png is None):
+        return []
+    from stagewright.executor.drawing.schedules import panel, schedules_page, schedules_png
+    from stagewright.graphs.documents.documents import write_bytes, write_text
+
+    with progress("drawing"):
+        panels = [
+            panel(title_of(one), answer.timed, _drawn_bound(answer))
+            for one, answer in zip(figures, answers, strict=True)
+            if answer.timed is not None
+        ]
+        if html is not None:
+            first = answers[0]
+            subtitle = f"{first.stages} stages · {first.microbatches} microbatches"
+            page = schedules_page(title, subtitle, FIGURES, [*map(cells, figures)], panels)
+            write_text(html, page)
+        if png is not None:
+            write_bytes(png, schedules_png(panels))
+    return [path for path in (html, png) if path is not None]
+
+
+def _drawn_bound(answer: "ScheduleAnswer") -> float | None:
+    return answer.bound if answer.objective == "makespan" else None

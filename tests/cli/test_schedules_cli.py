@@ -1,0 +1,317 @@
+"""``schedule``: published kinds, memory, comparison, files, and what is refused."""
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.image
+import pytest
+from commands import answered, answered_json, refused, run
+
+import stagewright
+from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.service.schedule_setting import SCHEDULES
+
+FIELDS = {
+    "status", "kind", "makespan", "span", "bound", "gap", "peak_memory", "wall_seconds", "idle",
+}  # fmt: skip
+
+
+def of(stages: int, microbatches: int, *options: object, times: str = "1,1,1") -> list[object]:
+    return [
+        "schedule", "--stages", stages, "--microbatches", microbatches, "--times", times,
+        "--threads", 1, *options,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        (["--kind", "interleaved", "--chunks", 2], 0.099),
+        (["--kind", "zb1p"], 0.068),
+        (["--kind", "zbv"], 0.035),
+        (["--kind", "dualpipev"], 0.035),
+    ],
+)
+def test_known_bubbles(options: list[object], idle: float) -> None:
+    found = answered_json(*of(8, 32, *options))
+    assert set(found) >= FIELDS
+    assert round(found["idle"], 3) == idle
+    assert found["devices"] == 8
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "pe"])
+def test_every_kind_is_scheduled(kind: str) -> None:
+    """All its computations are in the order, none before time 0, and the figures agree."""
+    found = answered_json(*of(4, 8, "--kind", kind, "--transfer", 0.25))
+    chunks = found["chunks"]
+    rows = [list(zip(*pair, strict=True)) for pair in zip(found["order"], found["starts"])]  # noqa: B905
+    written = sorted(action for row in rows for action, _ in row)
+    assert written == sorted(
+        f"{s}{what}{m}" for s in range(4 * chunks) for what in "FIW" for m in range(8)
+    )
+    ends = [[start + 1 / chunks for _, start in row] for row in rows]
+    spans = [end[-1] - row[0][1] for row, end in zip(rows, ends, strict=True)]
+    assert found["makespan"] == pytest.approx(max(map(max, ends)))
+    assert found["span"] == pytest.approx(max(spans))
+    assert found["idle"] == pytest.approx(1 - 24 / found["makespan"])
+    assert found["bubble"] == pytest.approx((found["makespan"] - 24) / 24)
+    assert 0 < found["bound"] <= found["makespan"]
+    assert found["gap"] == pytest.approx(1 - found["bound"] / found["makespan"])
+
+
+def test_rules_and_published_kinds_have_the_same_times() -> None:
+    """1F1B sends a whole backward's gradient after both its parts: (M + P - 1) (F + I + W)."""
+    whole = answered_json(*of(4, 8, "--kind", "1f1b"))
+    assert whole["makespan"] == 11 * 3
+    alike = [
+        answered_json(*of(4, 8, *options))["makespan"]
+        for options in (["--kind", "pipedream"], ["--kind", "interleaved", "--chunks", 1])
+    ]
+    assert alike == [33, 33]
+    assert answered_json(*of(4, 8, "--kind", "1f1b", times="1,2"))["makespan"] == 33
+
+
+def test_chunks_are_parts_of_stages_and_devices_place_stages() -> None:
+    """Two chunks of 1, 2, 3 in a V, by hand: the same schedule."""
+    by_chunks = answered_json(*of(2, 6, "--kind", "zbv", "--saved", "4,2,2", times="2,4,6"))
+    by_hand = answered_json(
+        *of(4, 6, "--kind", "zbv", "--devices", "0,1,1,0", "--saved", "2,1,1", times="1,2,3")
+    )
+    for name in ("makespan", "span", "order", "starts", "peak_memory", "chunks", "devices"):
+        assert by_chunks[name] == by_hand[name]
+    unlike = answered_json(*of(2, 6, "--kind", "zbv", "--chunks", 2, times="2,4,6;4,2,2"))
+    assert unlike["bound"] >= 6 * 12
+
+
+@pytest.mark.parametrize(("placement", "devices"), [("loop", "0,1,0,1"), ("v", "0,1,1,0")])
+def test_the_optimum_takes_a_placement(placement: str, devices: str) -> None:
+    found = answered_json(*of(2, 3, "--chunks", 2, "--placement", placement, times="2,4"))
+    by_hand = answered_json(*of(4, 3, "--devices", devices, times="1,2"))
+    assert (found["status"], found["chunks"], found["devices"]) == ("optimal", 2, 2)
+    assert (found["makespan"], found["bound"]) == (by_hand["makespan"], by_hand["bound"])
+    assert found["order"] == by_hand["order"]
+    assert found["placement"].lower() == placement
+
+
+def test_memory_is_counted_and_limited() -> None:
+    """ZB-H2 keeps 2 p - 1 microbatches in flight on its first device, ZB-H1 p on all."""
+    assert answered_json(*of(4, 12, "--kind", "zb-h1"))["peak_memory_per_device"] == [4] * 4
+    halves = answered_json(*of(4, 12, "--kind", "zb-h2", "--saved", "6,4,2"))
+    assert halves["peak_memory"] == 4 + 6 * 6 + 2  # 6 saved whole ones around an I
+    limited = of(4, 12, "--kind", "zb-h2", "--memory", "9,5,5,5")
+    found = answered_json(*limited, code=1)
+    assert (found["status"], found["makespan"], found["peak_memory"]) == ("infeasible", None, 7)
+    assert "holds 7 on device" not in answered(*of(4, 12, "--kind", "zb-h2", "--memory", 7))
+    text = answered(*limited, code=1)
+    assert "zb-h2 holds 7 on device 1, whose limit is 5" in text
+    assert "at least 7" in text
+
+
+@pytest.mark.parametrize("kind", ["zb1p", "zb2p", "zbv"])
+def test_heuristics_keep_the_limit(kind: str) -> None:
+    free = answered_json(*of(4, 12, "--kind", kind, times="3,2,1"))
+    tight = answered_json(*of(4, 12, "--kind", kind, "--memory", 3, times="3,2,1"))
+    assert tight["peak_memory"] <= 3 < free["peak_memory"]
+    assert tight["makespan"] >= free["makespan"]
+
+
+def test_objectives_have_their_own_bounds() -> None:
+    span = answered_json(*of(4, 12, "--kind", "zbv", "--objective", "span"))
+    assert (span["status"], span["bound"], span["span"]) == ("optimal", 36, 36)
+    assert span["makespan"] > 36
+    memory = answered_json(*of(4, 12, "--kind", "v-min", "--objective", "memory"))
+    assert (memory["bound"], memory["status"]) == (1, "feasible")
+    assert memory["gap"] == pytest.approx(1 - 1 / memory["peak_memory"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kind", "interleaved"], "(the devices), got 6; the nearest are 4 or 8"),
+        (["--kind", "interleaved", "--chunks", 0], "--chunks must be at least 1"),
+        (["--kind", "gpipe", "--chunks", 2], "gpipe has 1 stage per device, got 2; interleaved,"),
+        (["--kind", "zbv", "--chunks", 3], "zbv has 2 stages per device, got 3"),
+        (["--kind", "zb-h1", "--times", "1,2"], "--times: weight gradient is needed: zb-h1 splits"),
+        (["--kind", "dualpipe"], "DualPipe needs at least 8 microbatches (2 p), got 6"),
+        (["--kind", "zb1p", "--memory", "0.5"], "--memory[0] must be at least 1.0, one microbatch"),
+        (["--kind", "zb1p", "--memory", "4,4"], "--memory needs one value or 4, one per device"),
+        (["--kind", "zb1p", "--memory", "4,x"], "--memory: '4,x' is no list of numbers"),
+        (["--kind", "zb1p", "--memory", "-4"], "--memory[0] must be finite and not negative"),
+        (["--saved", "4,1,2"], "stage 0: I and W must give back what F adds, 4, not 1 + 2"),
+        (["--saved", "1,2"], "--saved: 2 numbers; write f for every stage or f,i,w"),
+        (["--saved", "2,3,-1"], "--saved: i[0] must be 0 to 2"),
+        (["--memory", "4"], "--memory cannot limit kind optimal yet"),
+        (["--objective", "span"], "--objective span is not possible with kind optimal yet"),
+        (["--chunks", "2"], "--placement must be given for optimal with chunks: loop, V or wave"),
+        (["--chunks", "3", "--placement", "v"], "--placement V has 2 stages per device, got 3"),
+        (["--kind", "zbv", "--placement", "loop"], "--placement of zbv is V, got loop"),
+        (["--kind", "zbv", "--devices", "0,1,0,1"], "zbv has its own, 0,1,1,0"),
+        (["--kind", "chimera", "--devices", "0,1,2,3"], "chimera has its own, two per stage"),
+        (["--kind", "zbv", "--devices", "0,1,2,0"], "--devices must have as many stages of zbv"),
+        (["--devices", "0,1,0,1", "--chunks", "2"], "--chunks must be left out"),
+        (["--kind", "zb"], "'zb' is none of gpipe, 1f1b, pe, pipedream"),
+        (["--compare", "--kind", "zbv"], "--kind is of one schedule"),
+        (["--compare", "--csv", "x.csv"], "--csv is of one schedule"),
+        (["--kind", "zbv", "--csv", "x.html"], "--csv x.html: the name must end in .csv"),
+        (["--kind", "chimera", "--csv", "x.csv"], "chimera has two copies of every stage"),
+        (["--kind", "2bw", "--csv", "x.csv"], "2bw keeps several versions of the weights"),
+    ],
+)  # fmt: skip
+def test_schedule_refuses(
+    options: list[object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["schedule", "--stages", 4, "--microbatches", 6]
+    given += [] if "--times" in options else ["--times", "1,1,1"]
+    assert message in refused(*given, *options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_odd_devices_in_both_directions_are_refused() -> None:
+    assert "even number of devices, got 5; the nearest are 4 or 6" in refused(
+        *of(5, 6, "--kind", "chimera")
+    )
+
+
+def test_in_flight_limits_hold_for_published_kinds() -> None:
+    found = answered_json(*of(4, 8, "--kind", "zb-h2", "--in-flight", 4), code=1)
+    assert found["reason"] == "zb-h2 keeps 7 microbatches in flight on stage 0, not 4"
+    assert answered_json(*of(4, 8, "--kind", "zb-h1", "--in-flight", 4))["makespan"] == 27
+
+
+# --compare
+
+
+def test_all_kinds_are_compared_with_the_optimum() -> None:
+    found = answered_json(*of(4, 8, "--compare"))
+    rows = {one["kind"]: one for one in found["schedules"]}
+    shown = [name for one in found["schedules"] for name in (one["kind"], *one["same_as_kinds"])]
+    assert sorted(set(shown)) == sorted(SCHEDULES)
+    assert set(rows["1f1b"]["same_as_kinds"]) == {"pipedream", "1f1b-rr", "2bw"}
+    ends = [one["makespan"] for one in found["schedules"]]
+    assert ends == sorted(ends)
+    assert found["refused"] == []
+    optima = {one["placement"]: one for one in found["schedules"] if one["kind"] == "optimal"}
+    assert set(optima) == {"line", "loop", "V"}
+    for one in found["schedules"]:
+        if one["placement"] in optima:
+            best = optima[one["placement"]]
+            assert best["bound"] <= best["makespan"] <= one["makespan"]
+    alone = answered_json(*of(4, 8, "--kind", "v-half"))
+    row = rows["v-half"] | {"wall_seconds": alone["wall_seconds"], "same_as_kinds": None}
+    assert all(row[name] == alone[name] for name in row if name != "same_as_kinds")
+
+
+def test_a_comparison_says_what_does_not_fit() -> None:
+    options = of(4, 6, "--compare", "--memory", 4, times="1,2")
+    found = answered_json(*options)
+    reasons = {one["kind"]: one["reason"] for one in found["refused"]}
+    assert "gpipe holds 6 on device 0, whose limit is 4" in reasons["gpipe"]
+    assert "splits backwards" in reasons["zb-h1"]
+    assert "multiple of 4 microbatches" in reasons["interleaved"]
+    assert "memory cannot limit kind optimal" in reasons["optimal"]
+    assert {one["kind"] for one in found["schedules"]} == {"1f1b", "chimera", "hanayo"}
+    text = answered(*options)
+    assert "without zb-h1: --times: weight gradient is needed" in text
+    assert "pipedream" in text  # in the row of 1f1b
+    by_memory = answered_json(*of(4, 8, "--compare", "--objective", "memory"))
+    peaks = [one["peak_memory"] for one in by_memory["schedules"]]
+    assert peaks == sorted(peaks)
+    assert by_memory["schedules"][0]["kind"] == "v-min"
+
+
+def test_a_comparison_refuses_what_no_kind_takes() -> None:
+    message = refused(*of(4, 6, "--compare", times="1,-2"))
+    assert "--times: backward[0] must be finite and not negative" in message
+    assert "--memory[0] must be at least" in refused(*of(4, 6, "--compare", "--memory", 0.1))
+
+
+# Files
+
+
+def drawn(page: str) -> list[Any]:
+    """The data of the page's figure."""
+    start = page.index("[", page.index("Plotly.newPlot(", page.index("figure-schedules")))
+    return json.JSONDecoder().raw_decode(page[start:])[0]
+
+
+def test_schedules_are_drawn(tmp_path: Path) -> None:
+    picture, page = tmp_path / "a.png", tmp_path / "a.html"
+    options = ["--kind", "chimera", "--png", picture, "--html", page]
+    found = answered_json(*of(4, 8, *options))
+    assert found["files"] == [str(page), str(picture)]
+    alone = matplotlib.image.imread(picture).shape
+    text = page.read_text()
+    bars = drawn(text)
+    assert sum(len(bar["y"]) for bar in bars) == 2 * 4 * 8
+    assert {bar["name"] for bar in bars} == {"forward", "backward"}
+    assert len({bar["marker"]["color"] for bar in bars}) == 4  # two directions
+    assert "both directions" in text
+    compared = answered(*of(4, 8, "--compare", "--png", picture, "--html", page))
+    assert f"{picture} is written" in compared
+    assert matplotlib.image.imread(picture).shape[0] > 5 * alone[0]
+    text = page.read_text()
+    assert all(kind in text for kind in SCHEDULES)
+    assert len(drawn(text)) > 4
+
+
+def test_nothing_is_written_without_a_schedule(tmp_path: Path) -> None:
+    page = tmp_path / "a.html"
+    assert answered_json(
+        *of(4, 8, "--kind", "gpipe", "--memory", 2, "--html", page), code=1
+    )["files"] == []  # fmt: skip
+    assert not page.exists()
+
+
+PLAIN = [name for name, kind in KINDS.items() if kind.weights == "flush"]
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, "pe", "optimal"])
+def test_torch_loads_the_file(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    result = run(*of(2, 4, "--kind", kind, "--csv", file, "--json"))
+    if kind in KINDS and KINDS[kind].placement == "both directions":
+        assert (result.exit_code, file.exists()) == (2, False)
+        return
+    found = json.loads(result.stdout)
+    rows = [row for row in csv.reader(file.open(newline=""))]
+    split = kind == "optimal" or (kind in KINDS and KINDS[kind].is_split)
+    assert {one.strip("0123456789") for row in rows for one in row} <= set(
+        "FBIW" if split else "FB"
+    )
+    if split and "B" not in file.read_text():
+        assert rows == found["order"]
+    pytest.importorskip("torch")
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    count = 2 * found["chunks"]
+    stage = SimpleNamespace(num_stages=count, group_size=2, group_rank=0)
+    schedule = _PipelineScheduleRuntime([stage], 4)
+    schedule._load_csv(str(file))
+    homes = {int(one[0]): rank for rank, row in enumerate(rows) for one in row}
+    assert schedule.stage_index_to_group_rank == homes
+
+
+# Python
+
+
+def test_python_schedules_and_compares() -> None:
+    ones = (1.0,) * 4
+    answer = stagewright.schedule(8, ones, ones, weight_gradient=ones, kind="zbv", memory=[3.0])
+    assert answer.peak_memory <= 3
+    assert answer.timed.makespan() == answer.makespan == answer.result.cost
+    both = stagewright.schedule(8, ones, ones, weight_gradient=ones, kind="dualpipe")
+    assert (both.result, len(both.timed.order.paths)) == (None, 2)
+    found = stagewright.compare_schedules(8, ones, ones, chunks=4)
+    by_kind = {one.kind: one for one in found.schedules}
+    assert by_kind["interleaved"].chunks == by_kind["hanayo"].chunks == 4
+    assert by_kind["1f1b"].chunks == 1
+    with pytest.raises(stagewright.InputError, match="kind 'zb' is none of gpipe, 1f1b, pe"):
+        stagewright.schedule(8, ones, ones, kind="zb")
+    with pytest.raises(stagewright.InputError, match="weight_gradient is needed: zbv splits"):
+        stagewright.schedule(8, ones, ones, kind="zbv")
+    with pytest.raises(stagewright.InputError, match="saved needs 4 values, got 1"):
+        stagewright.schedule(8, ones, ones, saved=[1.0])

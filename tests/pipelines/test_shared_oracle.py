@@ -1,0 +1,99 @@
+"""No plan of equal or disjoint groups is faster than the server bound on these plans.
+
+The oracle knows nothing of the relaxation: it enumerates all structures of tiny instances and
+schedules them by CP-SAT. Its plans are checked, so that a violation is one of the checker's rules.
+"""
+
+import math
+
+import pytest
+from group_instances import FAMILIES, random_problem
+from group_oracle import fastest_plan
+from profiles import slow_after
+
+from stagewright.formulations.checking.check import check
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan_class import SHARED_SPLIT, SHARED_WHOLE, class_of
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.pipelines.server_relaxation import is_server_bound, server_bound
+
+SECONDS = 60.0
+ROUNDING = 1e-9
+NEAR = 1.03  # plans that take longer than that many times the bound are not searched for
+SEEDS = [(name, seed) for seed in range(60) for name in FAMILIES]
+
+
+def layered(times, microbatches, *, parts=False, parameters=0.0, output=0.0, devices=2, samples=1):
+    """Layers of (F, B) or (F, I, W) seconds, with bytes of ``parameters`` and of ``output``.
+
+    Links have 1 byte/us, so that a million bytes takes a second.
+    """
+    weights = parameters if isinstance(parameters, tuple) else (parameters,) * len(times)
+    layers = []
+    for i, (forward, *backward) in enumerate(times):
+        names = ("input_gradient_seconds", "weight_gradient_seconds")
+        way = dict(zip(names if parts else ("backward_seconds",), backward, strict=True))
+        cost = LayerCost(samples, forward, 0.0, output, **way)
+        layers.append(Layer(f"l{i}", weights[i], (cost,)))
+    cluster = uniform_servers(1, devices, Link(1e6), memory_bytes=1e12)
+    return PipelineProblem(Chain("m", "special", samples, tuple(layers)), cluster, microbatches)
+
+
+SPECIAL = {
+    "there and back": layered([(1.0, 1.0), (1.0, 1.0), (0.0, 1.0)], 2),
+    "four equal on two": layered([(1.0, 2.0)] * 4, 2),
+    "five equal on two": layered([(1.0, 2.0)] * 5, 3),
+    "six equal on two": layered([(1.0, 1.0)] * 6, 2),
+    "four equal on two, in parts": layered([(1.0, 1.0, 1.0)] * 4, 2, parts=True),
+    "five equal on three": layered([(1.0, 1.0)] * 5, 2, devices=3),
+    "embedding": layered(
+        [(0.0, 0.0), (2.0, 4.0), (2.0, 4.0)], 2, parameters=(5e7, 1e6, 1e6), samples=2
+    ),
+    "reduces in turn": layered([(1.0, 2.0), (1.0, 2.0), (1.0, 2.0)], 2, parameters=2e6, samples=2),
+    "reduces of the last layers": layered(
+        [(4.0, 4.0), (1.0, 1.0), (1.0, 1.0)], 1, parameters=(0.0, 4e6, 4e6), samples=2
+    ),
+    "one long layer": layered([(0.1, 0.1), (10.0, 20.0), (0.1, 0.1), (0.1, 0.1)], 3),
+    "sends as long as work": layered([(1.0, 1.0)] * 4, 2, output=1e6),
+    "one microbatch": layered([(1.0, 2.0)] * 4, 1, output=5e5),
+    "one microbatch in parts": layered([(1.0, 1.0, 3.0)] * 4, 1, parts=True),
+}
+
+
+def attack(problem, split):
+    """Compare the bound with the fastest plan near it, if there is one; return the plan."""
+    plans = SHARED_SPLIT if split else SHARED_WHOLE
+    bound = server_bound(problem, math.inf, SECONDS, plans)
+    plan, _ = fastest_plan(problem, split, bound * NEAR)
+    if plan is None:
+        return None
+    assert not check(problem, plan)
+    assert plans.contains(class_of(plan))
+    cost = plan.predicted.iteration_seconds
+    assert bound <= cost * (1 + ROUNDING)
+    assert not is_server_bound(problem, cost * (1 + 1e-6), plans)  # sharper than the bound
+    assert server_bound(problem, cost, SECONDS, plans) <= cost * (1 + ROUNDING)
+    return plan
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_no_plan_of_a_special_case_is_faster(name, split):
+    attack(SPECIAL[name], split)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("name", "seed"), slow_after(33, SEEDS))
+def test_no_plan_is_faster_than_the_bound(name, seed, split):
+    attack(random_problem(name, seed), split)
+
+
+def test_the_oracle_shares_devices_in_any_order():
+    """The first device runs layer 2 between the microbatches' ways through layer 1."""
+    plan, unknown = fastest_plan(SPECIAL["there and back"], False, math.inf)
+    assert unknown == 0
+    assert not check(SPECIAL["there and back"], plan)
+    assert plan.predicted.iteration_seconds == pytest.approx(6)
+    first, between, last = (stage.devices for stage in plan.stages)
+    assert first == last != between
