@@ -263,7 +263,7 @@ class ScheduleFigures(Answer):
 
 
 class ScheduleAnswer(ScheduleFigures):
-    """A schedule of fixed stages.
+    """A schedule of fixed stages, of which stage s is on ``device[s]``, if it has one copy.
 
     ``order`` and ``starts`` are per device. With split backwards a whole one of the kind is written
     as its two parts. ``timed`` has it as the kind does; None if there is no schedule.
@@ -272,6 +272,7 @@ class ScheduleAnswer(ScheduleFigures):
     planner: str
     stages: int
     microbatches: int
+    device: tuple[int, ...] | None
     cost_seconds: Number
     bound_seconds: Number
     peak_memory_per_device: tuple[Number, ...] | None

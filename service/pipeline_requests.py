@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.forms.answers import Limits, StopToken
-from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.kinds import KINDS
@@ -143,7 +143,7 @@ class _Stages(Solve):
     devices as stages, and every stage is divided into ``chunks`` of equal times and memory: as many
     per device. ``saved`` is what a forward adds to the memory of its device (default: 1), ``freed``
     how much of it the input gradient gives back (default: 0); ``memory`` the limit of all devices
-    or of each.
+    or of each. ``duplex``: whether the two directions of a channel share it.
     """
 
     microbatches: int
@@ -157,6 +157,7 @@ class _Stages(Solve):
     saved: tuple[float, ...] = ()
     freed: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
+    duplex: Duplex = "half"
     objective: Objective = "makespan"
 
     @model_validator(mode="after")
@@ -167,10 +168,16 @@ class _Stages(Solve):
 
 
 class ScheduleRequest(_Stages):
-    """Schedule a pipeline by one of ``SCHEDULES``; ``placement`` is for kinds without their own."""
+    """Schedule a pipeline by one of ``SCHEDULES``; ``placement`` is for kinds without their own.
+
+    For kind ``optimal`` the placement may be ``any`` of the named ones, or ``free``: then a stage's
+    chunks are consecutive in the model. With objective ``memory`` it has the least memory of all
+    schedules that take at most ``makespan_limit``, if that is given.
+    """
 
     kind: str = OPTIMAL
-    placement: Literal["line", "loop", "V", "wave"] | None = None
+    placement: Literal["line", "loop", "V", "wave", "any", "free"] | None = None
+    makespan_limit: float | None = None
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:

@@ -57,6 +57,15 @@ class Placement(StrEnum):
     LOOP = "loop"
     V = "V"
     WAVE = "wave"
+    ANY = "any"
+    FREE = "free"
+
+
+class Duplex(StrEnum):
+    """Whether the two directions of a channel share it (half) or not (full)."""
+
+    HALF = "half"
+    FULL = "full"
 
 
 class Objective(StrEnum):
@@ -121,7 +130,9 @@ def schedule(
     placement: Annotated[
         Placement | None,
         typer.Option(
-            help="Where the chunks of the kinds pe and optimal are; others have theirs.",
+            help="Where the chunks of the kinds pe and optimal are; others have theirs. For "
+            "optimal also the best of these (any), or on any device (free): then a stage's chunks "
+            "follow each other in the model.",
             case_sensitive=False,
         ),
     ] = None,
@@ -155,8 +166,8 @@ def schedule(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Limit on that memory: one, or one per device. zb1p, zb2p and zbv keep it; other "
-            "kinds fit or do not.",
+            help="Limit on that memory: one, or one per device. zb1p, zb2p, zbv and optimal keep "
+            "it; other kinds fit or do not.",
             metavar="N,...",
         ),
     ] = None,
@@ -164,9 +175,21 @@ def schedule(
         Objective,
         typer.Option(
             help="What bound, gap and status are of, and what --compare sorts by: the end; the "
-            "longest time of a device from its first to its last computation; peak memory."
+            "longest time of a device from its first to its last computation; peak memory. Kind "
+            "optimal minimises it."
         ),
     ] = Objective.MAKESPAN,
+    makespan_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="With --kind optimal --objective memory: the least memory of schedules that take "
+            "at most this.",
+            metavar="TIME",
+        ),
+    ] = None,
+    duplex: Annotated[
+        Duplex, typer.Option(help="Whether the two directions of a channel share it.")
+    ] = Duplex.HALF,
     html: Annotated[
         Path | None,
         typer.Option(help="Draw the devices' rows on a page.", metavar="FILE"),
@@ -196,16 +219,24 @@ def schedule(
         ),
         "chunks": chunks,
         "objective": objective.value,
+        "duplex": duplex.value,
         "backend": backend,
     }
     if compare:
-        for option, given in (("--kind", kind), ("--placement", placement), ("--csv", csv)):
+        for option, given in (
+            ("--kind", kind),
+            ("--placement", placement),
+            ("--makespan-limit", makespan_limit),
+            ("--csv", csv),
+        ):
             if given is not None:
                 raise InputError(f"{option} is of one schedule; leave it or --compare out")
         return _compare(fields, html, png, as_json)
     fields["kind"] = kind or "optimal"
     if placement is not None:
         fields["placement"] = placement.value
+    if makespan_limit is not None:
+        fields["makespan_limit"] = makespan_limit
     return _schedule(fields, html, png, csv, as_json)
 
 
