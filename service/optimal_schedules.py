@@ -88,7 +88,7 @@ def _best_named(request: ScheduleRequest, limits: Limits, on_progress: OnProgres
 
     def solve(name: str, seconds: float) -> None:
         known = found[name].result.timetable if name in found else None
-        on_one = ScheduleRequest.of(**{**dict(request), "placement": name})
+        on_one = request.with_placement(name)
         share = replace(limits, seconds=seconds)
         better = _on(on_one, on_one.setting, share, lambda step: None, known)
         if name in found:

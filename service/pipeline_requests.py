@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     MAX_LAYERS,
     parse_share,
@@ -185,6 +186,11 @@ class ScheduleRequest(_Stages):
         _ = self.setting
         return self
 
+    def with_placement(self, placement: str) -> Self:
+        """The same request with that placement."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return self.of(**{**fields, "placement": placement})
+
     @cached_property
     def setting(self) -> Setting:
         """The stages, with the chunks and devices of the kind."""
@@ -194,6 +200,32 @@ class ScheduleRequest(_Stages):
     def problem(self) -> MakespanProblem:
         """The scheduling problem."""
         return self.setting.problem
+
+
+class MemoryCurveRequest(_Stages):
+    """The best schedules within every limit of ``memory``, which is a list of them here.
+
+    Without limits they go from one microbatch of each stage to two per device, until more memory is
+    of no use.
+    """
+
+    placement: Literal["line", "loop", "V", "wave"] | None = None
+
+    @model_validator(mode="after")
+    def _require_problem(self) -> Self:
+        """Refuse what makes no problem where the request is made."""
+        if self.objective == "memory":
+            raise InputError("objective memory is for single schedules: a curve has all memory")
+        for number, limit in enumerate(self.memory):
+            require_amount(limit, f"memory[{number}]")
+            _ = self.within((limit,))
+        _ = self.within(())
+        return self
+
+    def within(self, memory: tuple[float, ...], **changes: Any) -> ScheduleRequest:
+        """The request for one schedule with that limit."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return ScheduleRequest.of(**{**fields, "memory": memory, **changes})
 
 
 class CompareSchedulesRequest(_Stages):

@@ -188,14 +188,14 @@ def _answer(
         chunks=setting.chunks,
         device=setting.paths[0] if len(setting.paths) == 1 else None,
         objective=request.objective,
-        makespan=None if timed is None else _plain(figures["makespan"]),
-        span=None if timed is None else _plain(figures["span"]),
-        peak_memory=_plain(figures["memory"]),
+        makespan=None if timed is None else plain(figures["makespan"]),
+        span=None if timed is None else plain(figures["span"]),
+        peak_memory=plain(figures["memory"]),
         peak_memory_per_device=figures["peaks"],
-        bound=_plain(found.bound),
+        bound=plain(found.bound),
         # The names that every answer has; the unit is the request's.
-        cost_seconds=_plain(cost),
-        bound_seconds=_plain(found.bound),
+        cost_seconds=plain(cost),
+        bound_seconds=plain(found.bound),
         gap=None if cost is None else _gap(cost, found.bound),
         proved_by=found.proved_by,
         wall_seconds=seconds,
@@ -216,7 +216,7 @@ def _figures(found: _Found) -> dict[str, Any]:
         "makespan": found.timed.makespan(),
         "span": found.timed.longest_span(),
         "memory": max(peaks),
-        "peaks": tuple(map(_plain, peaks)),
+        "peaks": tuple(map(plain, peaks)),
     }
 
 
@@ -239,7 +239,7 @@ def _gap(cost: float, bound: float) -> float:
     return max(0.0, (cost - bound) / cost) if cost > 0 else 0.0
 
 
-def _plain(value: float | None) -> float | int | None:
+def plain(value: float | None) -> float | int | None:
     """A whole number as an int, so that integers stay integers."""
     return int(value) if value is not None and float(value).is_integer() else value
 
@@ -258,7 +258,7 @@ def _rows(timed: TimedOrder | None, is_split: bool) -> dict[str, Any]:
         "bubble": (timed.makespan() - load) / load if load else 0.0,
         "idle": timed.idle(),
         "order": [[action for action, _ in row] for row in rows],
-        "starts": [[_plain(start) for _, start in row] for row in rows],
+        "starts": [[plain(start) for _, start in row] for row in rows],
     }
 
 

@@ -1,8 +1,8 @@
 """Start times of an order whose transfers share channels.
 
 Every pair of neighbouring stages on two devices has a channel, half or full duplex, and so has each
-copy of the pair in an order with several paths. A channel serves transfers first come, first served (SPP
-Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
+copy of the pair in an order with several paths. A channel serves transfers first come, first served
+(SPP Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
 """
 
 import heapq

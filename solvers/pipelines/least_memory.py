@@ -118,8 +118,12 @@ def memory_levels(problem: MakespanProblem) -> Levels:
     unit = _common_unit([amount for amounts in problem.saved for amount in amounts])
     if unit > 0 and (most - least) / unit < MOST_LEVELS:
         count = math.floor((most - least) / unit + RELATIVE_TOLERANCE)
-        return Levels(least + unit * np.arange(count + 1), exact=True)
-    return Levels(least + (most - least) * np.arange(STEPS) / (STEPS - 1), exact=False)
+        return Levels(_equally_spaced(least, unit, count + 1), exact=True)
+    return Levels(_equally_spaced(least, (most - least) / (STEPS - 1), STEPS), exact=False)
+
+
+def _equally_spaced(first: float, step: float, count: int) -> Floats:
+    return np.array([first + step * k for k in range(count)])
 
 
 def _common_unit(amounts: Sequence[float]) -> float:

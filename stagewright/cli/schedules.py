@@ -1,6 +1,6 @@
-"""``schedule``: one schedule of stages with given times, or all published ones side by side."""
+"""``schedule``: one schedule of stages with given times, all published ones, or a curve."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,9 +23,14 @@ from stagewright.cli.makespans import Backend, find, limit_fields
 from stagewright.cli.outputs import Writes
 from stagewright.cli.schedule_options import read_stages
 from stagewright.cli.schedule_printing import (
+    CURVE_HEAD,
     FIGURES,
     cells,
+    curve_cells,
+    curve_title,
+    drawn_curve,
     print_comparison,
+    print_curve,
     print_schedule,
     title_of,
 )
@@ -117,6 +122,14 @@ def schedule(
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="All kinds that fit, and the optimum, in one table.")
+    ] = False,
+    curve: Annotated[
+        bool,
+        typer.Option(
+            "--curve",
+            help="The optimum for every limit in --memory, each with its bound; without --memory "
+            "from the least possible to where more is of no use. --html and --png draw it.",
+        ),
     ] = False,
     chunks: Annotated[
         int | None,
@@ -222,22 +235,27 @@ def schedule(
         "duplex": duplex.value,
         "backend": backend,
     }
+    of_one = {"--kind": kind, "--makespan-limit": makespan_limit, "--csv": csv}
     if compare:
-        for option, given in (
-            ("--kind", kind),
-            ("--placement", placement),
-            ("--makespan-limit", makespan_limit),
-            ("--csv", csv),
-        ):
-            if given is not None:
-                raise InputError(f"{option} is of one schedule; leave it or --compare out")
+        _require_none("--compare", {**of_one, "--placement": placement})
         return _compare(fields, html, png, as_json)
+    if curve:
+        _require_none("--curve", of_one)
+        fields["placement"] = None if placement is None else placement.value
+        return _curve(fields, html, png, as_json)
     fields["kind"] = kind or "optimal"
     if placement is not None:
         fields["placement"] = placement.value
     if makespan_limit is not None:
         fields["makespan_limit"] = makespan_limit
     return _schedule(fields, html, png, csv, as_json)
+
+
+def _require_none(option: str, others: Mapping[str, object]) -> None:
+    """Refuse options that are of a single schedule."""
+    for other, given in others.items():
+        if given is not None:
+            raise InputError(f"{other} is of one schedule; leave it or {option} out")
 
 
 def _schedule(
@@ -277,6 +295,31 @@ def _compare(fields: dict[str, object], html: Path | None, png: Path | None, as_
         print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
         print_lines(*(f"{path} is written" for path in files))
     return 0 if answer.schedules else 1
+
+
+def _curve(fields: dict[str, object], html: Path | None, png: Path | None, as_json: bool) -> int:
+    from stagewright.graphs.documents.documents import write_bytes, write_text
+    from stagewright.service.memory_curves import schedule_curve
+    from stagewright.service.pipeline_requests import MemoryCurveRequest
+
+    request = ask(MemoryCurveRequest, SPELLED, **fields)
+    answer = find(schedule_curve, request, "scheduling for every limit of memory")
+    if html is not None or png is not None:
+        from stagewright.executor.drawing.memory_curve import curve_page, curve_png
+
+        with progress("drawing"):
+            drawn, subtitle = drawn_curve(answer), curve_title(answer)
+            if html is not None:
+                write_text(html, curve_page(drawn, subtitle, CURVE_HEAD, curve_cells(answer)))
+            if png is not None:
+                write_bytes(png, curve_png(drawn))
+    files = [path for path in (html, png) if path is not None]
+    if as_json:
+        print_json(answer.json_object() | {"files": list(map(str, files))})
+    else:
+        print_curve(answer)
+        print_lines(*(f"{path} is written" for path in files))
+    return 0
 
 
 def _require_torch(kind: str) -> None:
