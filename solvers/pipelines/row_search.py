@@ -192,7 +192,7 @@ def compile_row_kernels() -> None:
     tiny = MakespanProblem(1, ones, ones, (), (), (0.0,), (1,), weight_gradient=ones)
     search = RowSearch(tiny, seed=0)
     search.first()
-    search._annealed(search.best.copy(), search.best_cost, HEATS[0])
+    anneal_rows(search.times, search.best, search.bounds, search.best_cost, 1.0, 1, search.random)
 
 
 def _own(problem: MakespanProblem, devices: int) -> Ints:
