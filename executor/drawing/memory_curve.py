@@ -47,13 +47,11 @@ def curve_png(curve: Curve) -> bytes:
     figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for costs, colour, label, dashes in (
-        (curve.cost, BEST_COLOUR, "best schedule", "-"),
+    for costs, colour, label, style in (
+        (curve.cost, BEST_COLOUR, "best schedule", "o-"),
         (curve.bound, BOUND_COLOUR, "proved lower bound", "--"),
     ):
-        axes.step(
-            curve.memory, costs, dashes, where="post", color=colour, label=label, marker="o", ms=4
-        )
+        axes.step(curve.memory, costs, style, where="post", color=colour, label=label, ms=4)
     for name, memory, cost in curve.shown():
         axes.plot(memory, cost, "D", color=KIND_COLOUR, ms=5)
         axes.annotate(name, (memory, cost), (5, 4), textcoords="offset points", fontsize=8)
@@ -86,16 +84,16 @@ def _figure(curve: Curve) -> "Figure":
     from plotly.graph_objects import Scatter
 
     figure = new_figure("memory-curve", HEIGHT_PIXELS)
-    for name, costs, colour, dash in (
-        ("best schedule", curve.cost, BEST_COLOUR, "solid"),
-        ("proved lower bound", curve.bound, BOUND_COLOUR, "dash"),
+    for name, costs, colour, dash, mode in (
+        ("best schedule", curve.cost, BEST_COLOUR, "solid", "lines+markers"),
+        ("proved lower bound", curve.bound, BOUND_COLOUR, "dash", "lines"),
     ):
         figure.add_trace(
             Scatter(
                 name=name,
                 x=curve.memory,
                 y=costs,
-                mode="lines+markers",
+                mode=mode,
                 line={"shape": "hv", "color": colour, "dash": dash},
                 hovertemplate=f"{name}: %{{y:.6g}} with memory %{{x:.6g}}<extra></extra>",
             )

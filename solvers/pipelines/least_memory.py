@@ -119,6 +119,8 @@ def memory_levels(problem: MakespanProblem) -> Levels:
     if unit > 0 and (most - least) / unit < MOST_LEVELS:
         count = math.floor((most - least) / unit + RELATIVE_TOLERANCE)
         return Levels(_equally_spaced(least, unit, count + 1), exact=True)
+    if most <= least:
+        return Levels(np.array([least]), exact=True)
     return Levels(_equally_spaced(least, (most - least) / (STEPS - 1), STEPS), exact=False)
 
 
