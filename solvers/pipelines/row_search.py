@@ -78,6 +78,11 @@ class RowSearch:
         while goes_on():
             self._annealed(self.best.copy(), self.best_cost, self.random.choice(HEATS))
 
+    def try_rules(self, count: int) -> None:
+        """One round of at most that many rules."""
+        tries = iter(range(count))
+        self._round(lambda: next(tries, None) is not None)
+
     def first(self) -> None:
         """Offer the rule that any problem has a schedule by."""
         self._dispatch(plain_rule(*self.sizes))
