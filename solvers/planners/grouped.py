@@ -21,7 +21,7 @@ from stagewright.formulations.plans.structure import Structure, misfit
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of, structure_of
-from stagewright.solvers.planners.reordering import GroupedStages, is_valid
+from stagewright.solvers.planners.reordering import GroupedStages
 from stagewright.solvers.planners.seeds import pipelines
 
 RULES = 30  # tried for each structure
@@ -142,7 +142,7 @@ class _GroupedSearch:
             rows.try_rules(RULES)
             found = Proposal(structure.stages, grouped.starts(rows.timetable()))
             score = cost_of(self.problem, found)
-            if score < self.cost and is_valid(self.problem, found):
+            if score < self.cost:
                 self.best, self.cost = found, score
                 made = partial(Proposal, found.stages, found.starts)
                 self.on_progress(Progress(monotonic() - self.began, score, 0.0, made))
