@@ -9,6 +9,7 @@ import typer
 from benchmarks import (
     auto,
     cloud,
+    curve,
     estimation,
     executor,
     gavel,
@@ -26,6 +27,7 @@ from benchmarks import (
     servers,
     split_backward,
     spp,
+    unequal,
 )
 from benchmarks.report import Table, machine, write_section
 
@@ -48,6 +50,8 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "gavel": gavel.tables,
     "cloud": cloud.tables,
     "split_backward": split_backward.tables,
+    "unequal": unequal.tables,
+    "curve": curve.tables,
     "executor": executor.tables,
     "launching": launching.tables,
 }
