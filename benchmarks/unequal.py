@@ -54,11 +54,12 @@ def tables(quick: bool) -> Iterator[Table]:
     yield Table("unequal", title, COLUMNS, tuple(rows))
 
 
-def _rows(name: str, devices: int, count: int, limits: Limits) -> Iterator[tuple[object, ...]]:
-    chain = load_model(PROFILES / f"{name}.json")
-    cluster = uniform_servers(devices, 1, LINK, LINK, memory_bytes=1e12)
+def _rows(profile: str, devices: int, count: int, limits: Limits) -> Iterator[tuple[object, ...]]:
+    chain = load_model(PROFILES / f"{profile}.json")
+    kind = chain.layers[0].costs[0].device_kind or "any"
+    cluster = uniform_servers(devices, 1, LINK, LINK, kind=kind, memory_bytes=1e12)
     problem = PipelineProblem(chain, cluster, count)
-    for kind, described in KINDS.items():
+    for name, described in KINDS.items():
         if described.weights != "flush" or described.placement == "both directions":
             continue
         chunks = described.chunks.step if described.chunks.fixed else 2
@@ -67,11 +68,11 @@ def _rows(name: str, devices: int, count: int, limits: Limits) -> Iterator[tuple
         scheduling = next(grouped.problems())
         sizes = Sizes(devices, count, chunks, times=stage_times(scheduling))
         try:
-            order = schedule_of(kind, sizes)
+            order = schedule_of(name, sizes)
         except InputError:
             continue  # not of these sizes
         figures = _compared(scheduling, tuple(grouped.work.kept.tolist()), order, limits)
-        yield (chain.name, devices, count, kind, described.placement, *figures)
+        yield (chain.name, devices, count, name, described.placement, *figures)
 
 
 def _stages(problem: PipelineProblem, path: Device, split: bool) -> GroupedStages:
