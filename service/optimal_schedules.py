@@ -4,9 +4,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.pipelines.bounds import plans_of
 from stagewright.formulations.pipelines.makespan import Timetable
-from stagewright.formulations.pipelines.placement_bounds import placement_bounds
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.service.pipeline_requests import ScheduleRequest
 from stagewright.service.schedule_setting import (
@@ -18,7 +16,7 @@ from stagewright.service.schedule_setting import (
     on_devices,
 )
 from stagewright.solvers.pipelines.least_memory import least_memory
-from stagewright.solvers.pipelines.placing import search_placement
+from stagewright.solvers.pipelines.placing import placement_bound, search_placement
 from stagewright.solvers.pipelines.scheduling import ScheduleResult, given_schedule, solve_schedule
 
 FIRST = 0.3  # share of the time for a first look at all named placements
@@ -146,8 +144,7 @@ def _placed_freely(request: ScheduleRequest, limits: Limits, on_progress: OnProg
     named = [*named_placements(request).values()]
     problem = on_devices(request, named[0]).problem
     devices = 1 + max(named[0])
-    bounds = placement_bounds(problem, devices, plans_of(problem))
-    proof = max(bounds, key=lambda bound: bound.seconds)
+    proof = placement_bound(problem, devices, limits)
     share = replace(limits, seconds=PLACING * limits.seconds)
     best = search_placement(
         lambda device: on_devices(request, device).problem, named, proof.seconds, share

@@ -6,13 +6,16 @@ from time import perf_counter
 
 import numpy as np
 
-from stagewright.formulations.forms.answers import Limits
-from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.pipelines.bounds import plans_of, quick_bound
 from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.pipelines.placement_bounds import BALANCE, Balance, placement_bounds
+from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.schedules.placements import Device
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 
+BALANCING = 0.2  # share of the time for the bound by balance
 TRIALS = 100  # placements that are tried if each takes its share of the time
 DRAWS = 100  # random neighbours without a new one after which the search ends
 
@@ -57,6 +60,19 @@ def search_placement(
         costs[device] = cost(device, costs[best])
         best = device if costs[device] <= costs[best] else best
     return best
+
+
+def placement_bound(problem: MakespanProblem, devices: int, limits: Limits) -> Bound:
+    """The best bound for every placement of the stages on that many devices."""
+    from stagewright.solvers.backends.cpsat import run_integers  # CP-SAT is slow to import
+
+    plans = plans_of(problem)
+    found = placement_bounds(problem, devices, plans)
+    balance = Balance.of(problem, devices)
+    share = replace(limits, seconds=BALANCING * limits.seconds, backend=None)
+    answer = run_integers(balance.form, share, silent)
+    balanced = Bound(answer.bound * balance.unit, BALANCE, "schedule", plans)
+    return max((*found, balanced), key=lambda bound: bound.seconds)
 
 
 def _neighbour(device: Device, random: np.random.Generator) -> Device | None:
