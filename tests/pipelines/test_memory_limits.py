@@ -17,7 +17,7 @@ from stagewright.solvers.pipelines.least_memory import least_memory, memory_leve
 from stagewright.solvers.pipelines.memory_curve import memory_curve
 from stagewright.solvers.pipelines.placing import placement_bound, search_placement
 
-LIMITS = Limits(seconds=5, threads=2)
+LIMITS = Limits(seconds=20, threads=2)
 SLACK = 1 + 1e-9
 
 quick = examples(12)
