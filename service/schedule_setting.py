@@ -17,7 +17,7 @@ from stagewright.formulations.schedules.placements import (
     placed,
 )
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_amount
+from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
 
 if TYPE_CHECKING:
     from stagewright.service.pipeline_requests import ScheduleRequest
@@ -140,6 +140,7 @@ def _require_kind(asked: "ScheduleRequest") -> None:
 def _require_sizes(asked: "ScheduleRequest") -> None:
     """Refuse lists of other lengths than the stages."""
     stages = len(asked.forward)
+    require_count(stages, "stages", MAX_LAYERS)
     for name in ("backward", "weight_gradient", "in_flight", "saved", "freed", "device"):
         size = len(getattr(asked, name))
         if size != stages and (size or name == "backward"):
