@@ -11,6 +11,7 @@ from stagewright.formulations.forms.answers import Limits, StopToken
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.formulations.schedules.kinds import KINDS
 from stagewright.graphs.documents.units import (
     MAX_LAYERS,
@@ -67,6 +68,7 @@ class PlanRequest(_Problem):
     gap: float = 0.0
     start: PipelinePlan | None = None
     backend: str | None = None
+    order: ScheduleChoice | None = None
 
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search, with the gap at which it may end."""

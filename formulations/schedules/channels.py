@@ -1,23 +1,23 @@
 """Start times of an order whose transfers share channels.
 
-Every pair of neighbouring stages on two devices has one half-duplex channel, and so has each copy
-of the pair in an order with several paths. A channel serves transfers first come, first served (SPP
-Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
+Every pair of neighbouring stages on two devices has one half-duplex channel, and so has each pair
+of copies of them in an order with several paths. A channel serves transfers first come, first
+served (SPP Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
 """
 
 import heapq
 from collections import deque
 
-from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
 from stagewright.formulations.schedules.order import F, Order, W
-from stagewright.formulations.schedules.timing import StageTimes, TimedOrder
+from stagewright.formulations.schedules.timing import ActionTimes, StageTimes, Starts, TimedOrder
 from stagewright.graphs.documents.errors import InputError
 
 Need = tuple[bool, int, int]
 """What a forward (True) or backward of a stage needs for a microbatch."""
 
-Channel = tuple[int, int]
-"""A path and the first stage of a pair."""
+Channel = tuple[int, int, int]
+"""The first stage of a pair, its device, and the device of the second."""
 
 
 def with_channels(order: Order, times: StageTimes) -> tuple[TimedOrder, dict[Need, float]]:
@@ -30,13 +30,19 @@ def with_channels(order: Order, times: StageTimes) -> tuple[TimedOrder, dict[Nee
     InputError
         If the devices deadlock; the message names a computation that waits.
     """
+    starts, sent = channel_starts(order, times)
+    return TimedOrder(order, times, starts), sent
+
+
+def channel_starts(order: Order, times: ActionTimes) -> tuple[Starts, dict[Need, float]]:
+    """The starts of `with_channels`, in the layout of the rows, for any times of the actions."""
     return _Run(order, times).finish()
 
 
 class _Run:
     """Events are ends of computations, by device, and of transfers, by channel."""
 
-    def __init__(self, order: Order, times: StageTimes) -> None:
+    def __init__(self, order: Order, times: ActionTimes) -> None:
         self.order, self.times, self.last = order, times, len(order.paths[0]) - 1
         self.starts: list[list[float]] = [[] for _ in order.rows]
         self.busy = [False] * len(order.rows)
@@ -46,7 +52,7 @@ class _Run:
         self.events: list[tuple[float, int, int | Channel]] = []
         self.sequence = 0  # among events at one time the first that began
 
-    def finish(self) -> tuple[TimedOrder, dict[Need, float]]:
+    def finish(self) -> tuple[Starts, dict[Need, float]]:
         for device in range(len(self.order.rows)):
             self._start(device, 0.0)
         while self.events:
@@ -62,7 +68,7 @@ class _Run:
                 raise InputError(
                     f"deadlock: the devices wait for each other, one of them at {row[len(starts)]}"
                 )
-        return TimedOrder(self.order, self.times, tuple(map(tuple, self.starts))), self.sent
+        return tuple(map(tuple, self.starts)), self.sent
 
     def _start(self, device: int, now: float) -> None:
         """Begin the device's next computation, if the device and what it needs are there."""
@@ -91,13 +97,13 @@ class _Run:
         following = stage + 1 if forward else stage - 1
         if following < 0:
             return
-        number = self.order.path_of[m]
-        path, need = self.order.paths[number], (forward, following, m)
+        path, need = self.order.paths[self.order.path_of[m]], (forward, following, m)
         if path[stage] == path[following]:
             self.sent[need] = now
             self._arrive(need, now)
             return
-        channel = (number, min(stage, following))
+        first, second = sorted((stage, following))
+        channel = (first, path[first], path[second])
         queue = self.queues.setdefault(channel, deque())
         queue.append(need)
         if len(queue) == 1:
@@ -108,8 +114,9 @@ class _Run:
         if self.queues[channel]:
             need = self.queues[channel][0]
             self.sent[need] = now
-            sends = self.times.send_forward if need[0] else self.times.send_backward
-            self._push(now + sends[channel[1]], channel)
+            forward, stage, m = need
+            send = Action(stage - 1, SEND_F, m) if forward else Action(stage + 1, SEND_B, m)
+            self._push(now + self.times.of(send), channel)
 
     def _arrive(self, need: Need, now: float) -> None:
         self.arrived.add(need)
