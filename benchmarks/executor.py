@@ -307,6 +307,7 @@ RACES = (
     Race("GPipe"),
     Race("ZBVZeroBubble", chunks=2),
     Race("InterleavedZeroBubble", chunks=2),
+    Race("DualPipeV", chunks=2),
     Race("1F1B", hidden=256),
     Race("1F1B", GENERAL, world=4),
 )
@@ -386,7 +387,7 @@ class Torch:
     ) -> None:
         count = len(sizes)
         places = [s % case.world for s in range(count)]
-        if case.schedule == "ZBVZeroBubble":
+        if case.schedule in ("ZBVZeroBubble", "DualPipeV"):
             places = [*range(case.world), *reversed(range(case.world))]
         self._own = [s for s in range(count) if places[s] == rank]
         stages = [
@@ -432,8 +433,12 @@ def _single(case: Race) -> Orders:
     return gpipe(tuple(range(case.world)), MICROBATCHES).rows
 
 
-def _multi(order: Mapping[int, Sequence[object]]) -> Orders:
-    found = [[parse_action(str(one)) for one in order[r] if one] for r in sorted(order)]
+def _multi(order: Mapping[int, Sequence[Any]]) -> Orders:
+    """The order of every rank; of a pair that torch overlaps, the parts one after the other."""
+    found = [
+        [parse_action(str(part)) for one in order[r] if one for part in one.sub_actions or (one,)]
+        for r in sorted(order)
+    ]
     return [[action for action in row if action.kind in COMPUTE] for row in found]
 
 

@@ -14,12 +14,13 @@ from stagewright.formulations.forms.answers import (
     silent,
 )
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.kinds import KINDS
 from stagewright.formulations.schedules.order import Order
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.pipeline_answers import KindPoint, MemoryCurve, MemoryPoint
 from stagewright.service.pipeline_requests import MemoryCurveRequest
-from stagewright.service.schedule_setting import OPTIMAL, SCHEDULES, Setting
+from stagewright.service.schedule_setting import SCHEDULES, Setting
 from stagewright.service.scheduling import plain, schedule
 from stagewright.solvers.pipelines.least_memory import memory_levels
 from stagewright.solvers.pipelines.memory_curve import CurvePoint, memory_curve

@@ -6,15 +6,9 @@ from time import perf_counter
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.service.pipeline_requests import ScheduleRequest
-from stagewright.service.schedule_setting import (
-    ANY,
-    FREE,
-    OPTIMAL,
-    Setting,
-    named_placements,
-    on_devices,
-)
+from stagewright.service.schedule_setting import ANY, FREE, Setting, named_placements, on_devices
 from stagewright.solvers.pipelines.least_memory import least_memory
 from stagewright.solvers.pipelines.placing import placement_bound, search_placement
 from stagewright.solvers.pipelines.scheduling import ScheduleResult, given_schedule, solve_schedule

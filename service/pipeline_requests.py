@@ -11,6 +11,7 @@ from stagewright.formulations.forms.answers import Limits, StopToken
 from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
 from stagewright.formulations.schedules.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
@@ -23,7 +24,7 @@ from stagewright.graphs.documents.units import (
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.requests import Request, Search, Solve
-from stagewright.service.schedule_setting import OPTIMAL, Setting, setting_of
+from stagewright.service.schedule_setting import Setting, setting_of
 
 Recomputation = Literal["none", "full", "layer", "auto"]
 Objective = Literal["makespan", "span", "memory"]
@@ -68,6 +69,7 @@ class PlanRequest(_Problem):
     gap: float = 0.0
     start: PipelinePlan | None = None
     backend: str | None = None
+    order: ScheduleChoice | None = None
 
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search, with the gap at which it may end."""

@@ -32,6 +32,7 @@ def plan(
         request.period_seconds,
         request.start,
         request.backend,
+        request.order,
     )
     return answer_of(
         request.problem,

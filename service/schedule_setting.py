@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.schedules.choice import OPTIMAL, PLACEMENTS, USUAL_CHUNKS
 from stagewright.formulations.schedules.kinds import KINDS, ScheduleKind, Sizes, require_chunks
 from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.placements import (
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-OPTIMAL: Final = "optimal"
 RULES: tuple[Literal["gpipe", "1f1b", "pe"], ...] = ("gpipe", "1f1b", "pe")
 """Kinds that are list schedules for any devices and in-flight limits."""
 
@@ -32,11 +32,7 @@ SCHEDULES = tuple(dict.fromkeys((*RULES, *KINDS, OPTIMAL)))
 """The kinds of schedule that a request may name."""
 
 ANY, FREE = "any", "free"
-NAMED = ("line", "loop", "V", "wave")
-"""Placements of the kinds that have none of their own; ``ANY`` is the best of them."""
-
-USUAL_CHUNKS = 2
-"""Chunks of a stage where a kind allows several and none are asked for."""
+"""In place of one of ``PLACEMENTS``: the best of them, and one on any devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ def named_placements(asked: "ScheduleRequest") -> dict[str, Device]:
     """The different placements with a name for as many chunks as the request has."""
     devices, chunks = max(1, len(asked.forward)), _free_chunks(asked)
     found: dict[str, Device] = {}
-    for name in NAMED:
+    for name in PLACEMENTS:
         if allows(name, chunks) and placed(name, devices, chunks) not in found.values():
             found[name] = placed(name, devices, chunks)
     return found
@@ -194,9 +190,10 @@ def _free_placement(asked: "ScheduleRequest") -> tuple[str, int]:
     if asked.placement in (ANY, FREE):
         return next(iter(named_placements(asked))), chunks
     if asked.placement is None:
+        several = ", ".join(PLACEMENTS[1:])
         raise InputError(
-            f"placement must be given for {asked.kind} with chunks: {', '.join(NAMED[1:])}, or "
-            f"with kind optimal {ANY} or {FREE}"
+            f"placement must be given for {asked.kind} with chunks: {several}, or with kind "
+            f"optimal {ANY} or {FREE}"
         )
     return asked.placement, chunks
 

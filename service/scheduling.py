@@ -13,12 +13,13 @@ from stagewright.formulations.pipelines.timed_rows import (
 )
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.channels import with_channels
+from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.kinds import schedule_of
 from stagewright.formulations.schedules.order import B, Order
 from stagewright.formulations.schedules.timing import TimedOrder
 from stagewright.service.pipeline_answers import JobShopAnswer, ScheduleAnswer
 from stagewright.service.pipeline_requests import JobShopRequest, ScheduleRequest
-from stagewright.service.schedule_setting import OPTIMAL, RULES, Setting, sizes_of
+from stagewright.service.schedule_setting import RULES, Setting, sizes_of
 
 if TYPE_CHECKING:
     from stagewright.service.optimal_schedules import Optimum

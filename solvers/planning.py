@@ -25,9 +25,10 @@ from stagewright.formulations.plans.plan_class import (
     PlanClass,
     class_of,
 )
+from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.planners import auto, exact, general, servers, spp
+from stagewright.solvers.planners import auto, exact, general, order, servers, spp
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.periodic import madpipe, one_f_one_b_star
@@ -66,6 +67,7 @@ PLANNERS: dict[str, Planner] = {
         madpipe.PLANNER,
         servers.PLANNER,
         general.PLANNER,
+        order.PLANNER,
         auto.PLANNER,
     )
 }
@@ -106,6 +108,8 @@ def plan(
 ) -> Result:
     """Plan ``problem``; infeasible, out of time and interrupted are statuses, not errors.
 
+    ``auto`` with an order to plan runs the planner ``order``.
+
     ``on_progress`` receives the iteration of the best plan, the best bound so far on its class of
     plans, and a function that returns the plan.
 
@@ -118,6 +122,8 @@ def plan(
         period is below the load bound, or the plan to start from has other layers.
     """
     asked = choices or Choices()
+    if asked.order is not None and planner == auto.PLANNER.name:
+        planner = order.PLANNER.name
     proposer = _able_planner(problem, planner, asked)
     compile_kernels()
     began = monotonic()
@@ -231,7 +237,8 @@ def _certified_pattern(
 def _certified(
     problem: PipelineProblem, planner: str, known: ClassBounds, proposal: Proposal
 ) -> PipelinePlan:
-    assembled = assemble(problem, planner, proposal.stages, proposal.starts)
+    rule = WEIGHT_RULES[proposal.weights]
+    assembled = assemble(problem, planner, proposal.stages, proposal.starts, rule)
     assert assembled.predicted is not None
     cost, plans = assembled.predicted.iteration_seconds, class_of(assembled)
     bounds = [

@@ -36,17 +36,21 @@ from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, We
 
 
 def assemble(
-    problem: PipelineProblem, planner: str, stages: Sequence[Stage], starts: Blocks
+    problem: PipelineProblem,
+    planner: str,
+    stages: Sequence[Stage],
+    starts: Blocks,
+    rule: WeightRule = FLUSH,
 ) -> PipelinePlan:
     """Build the plan of ``stages`` with the start times of all actions, unchecked and uncertified.
 
     A backward is split where ``starts`` has its input gradient.
     """
     actions = sorted(
-        _scheduled(problem, stages, starts),
+        _scheduled(problem, stages, starts, rule),
         key=lambda entry: (entry.start_seconds, entry.finish_seconds, entry.action),
     )
-    return _with_figures(problem, planner, stages, Schedule(tuple(actions)), FLUSH)
+    return _with_figures(problem, planner, stages, Schedule(tuple(actions)), rule)
 
 
 def assemble_pattern(
@@ -163,11 +167,11 @@ def certify(
 
 
 def _scheduled(
-    problem: PipelineProblem, stages: Sequence[Stage], starts: Blocks
+    problem: PipelineProblem, stages: Sequence[Stage], starts: Blocks, rule: WeightRule
 ) -> Iterator[ScheduledAction]:
     split = ~np.isnan(starts[ActionKind.INPUT_GRADIENT])
-    seconds = durations(problem, stages, split)
-    updated = updated_stages(problem, stages, FLUSH)
+    seconds = durations(problem, stages, split, rule)
+    updated = updated_stages(problem, stages, rule)
     for action in expected_actions(stages, problem.microbatches, split, updated):
         s, m = action.stage, action.microbatch
         start = float(starts[action.kind][s, m or 0])  # an all-reduce has one column

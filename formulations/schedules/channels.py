@@ -1,23 +1,23 @@
 """Start times of an order whose transfers share channels.
 
 Every pair of neighbouring stages on two devices has a channel, half or full duplex, and so has each
-copy of the pair in an order with several paths. A channel serves transfers first come, first served
-(SPP Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
+pair of copies of them in an order with several paths. A channel serves transfers first come, first
+served (SPP Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
 """
 
 import heapq
 from collections import deque
 
-from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
 from stagewright.formulations.schedules.order import F, Order, W
-from stagewright.formulations.schedules.timing import StageTimes, TimedOrder
+from stagewright.formulations.schedules.timing import ActionTimes, StageTimes, Starts, TimedOrder
 from stagewright.graphs.documents.errors import InputError
 
 Need = tuple[bool, int, int]
 """What a forward (True) or backward of a stage needs for a microbatch."""
 
-Channel = tuple[int, int, bool]
-"""A path, the first stage of a pair, and whether it is the way back of a full-duplex channel."""
+Channel = tuple[int, int, int, bool]
+"""The first stage of a pair, its device, that of the second, whether it is only the way back."""
 
 
 def with_channels(
@@ -32,13 +32,21 @@ def with_channels(
     InputError
         If the devices deadlock; the message names a computation that waits.
     """
+    starts, sent = channel_starts(order, times, full_duplex)
+    return TimedOrder(order, times, starts), sent
+
+
+def channel_starts(
+    order: Order, times: ActionTimes, full_duplex: bool = False
+) -> tuple[Starts, dict[Need, float]]:
+    """The starts of `with_channels`, in the layout of the rows, for any times of the actions."""
     return _Run(order, times, full_duplex).finish()
 
 
 class _Run:
     """Events are ends of computations, by device, and of transfers, by channel."""
 
-    def __init__(self, order: Order, times: StageTimes, full_duplex: bool) -> None:
+    def __init__(self, order: Order, times: ActionTimes, full_duplex: bool) -> None:
         self.order, self.times, self.last = order, times, len(order.paths[0]) - 1
         self.full_duplex = full_duplex
         self.starts: list[list[float]] = [[] for _ in order.rows]
@@ -49,7 +57,7 @@ class _Run:
         self.events: list[tuple[float, int, int | Channel]] = []
         self.sequence = 0  # among events at one time the first that began
 
-    def finish(self) -> tuple[TimedOrder, dict[Need, float]]:
+    def finish(self) -> tuple[Starts, dict[Need, float]]:
         for device in range(len(self.order.rows)):
             self._start(device, 0.0)
         while self.events:
@@ -65,7 +73,7 @@ class _Run:
                 raise InputError(
                     f"deadlock: the devices wait for each other, one of them at {row[len(starts)]}"
                 )
-        return TimedOrder(self.order, self.times, tuple(map(tuple, self.starts))), self.sent
+        return tuple(map(tuple, self.starts)), self.sent
 
     def _start(self, device: int, now: float) -> None:
         """Begin the device's next computation, if the device and what it needs are there."""
@@ -94,13 +102,14 @@ class _Run:
         following = stage + 1 if forward else stage - 1
         if following < 0:
             return
-        number = self.order.path_of[m]
-        path, need = self.order.paths[number], (forward, following, m)
+        path, need = self.order.paths[self.order.path_of[m]], (forward, following, m)
         if path[stage] == path[following]:
             self.sent[need] = now
             self._arrive(need, now)
             return
-        channel = (number, min(stage, following), self.full_duplex and not forward)
+        first, second = sorted((stage, following))
+        back = self.full_duplex and not forward
+        channel = (first, path[first], path[second], back)
         queue = self.queues.setdefault(channel, deque())
         queue.append(need)
         if len(queue) == 1:
@@ -111,8 +120,9 @@ class _Run:
         if self.queues[channel]:
             need = self.queues[channel][0]
             self.sent[need] = now
-            sends = self.times.send_forward if need[0] else self.times.send_backward
-            self._push(now + sends[channel[1]], channel)
+            forward, stage, m = need
+            send = Action(stage - 1, SEND_F, m) if forward else Action(stage + 1, SEND_B, m)
+            self._push(now + self.times.of(send), channel)
 
     def _arrive(self, need: Need, now: float) -> None:
         self.arrived.add(need)

@@ -5,13 +5,21 @@ another one. `channels` has channels that transfers share.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from stagewright.formulations.plans.actions import Action
+from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
 from stagewright.formulations.schedules.order import F, I, Order, W
 from stagewright.graphs.documents.errors import InputError
 
 Times = tuple[float, ...]
 Starts = tuple[Times, ...]
+
+
+class ActionTimes(Protocol):
+    """The times of computations and transfers."""
+
+    def of(self, action: Action) -> float:
+        """The time of F, B, I, W, SEND_F or SEND_B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +57,15 @@ class StageTimes:
                 raise InputError(f"{name} needs {size} values, got {len(getattr(self, name))}")
 
     def of(self, action: Action) -> float:
-        """The time of a computation."""
+        """The time of a computation, or of a transfer from its stage."""
         if action.kind is F:
             return self.forward[action.stage]
         if action.kind is I:
             return self.input_gradient[action.stage]
+        if action.kind is SEND_F:
+            return self.send_forward[action.stage]
+        if action.kind is SEND_B:
+            return self.send_backward[action.stage - 1]
         weight = self.weight_gradient[action.stage]
         return weight if action.kind is W else self.input_gradient[action.stage] + weight
 

@@ -29,6 +29,7 @@ class Options:
     period_seconds: bool = False
     start: bool = False
     backend: bool = False
+    order: bool = False
 
 
 class Planner(Protocol):
@@ -56,7 +57,9 @@ class Planner(Protocol):
         """The best plan found within ``limits``."""
 
 
-SearchFunction = Callable[[PipelineProblem, Limits, OnProgress, Choices], Proposal | NoPlan]
+SearchFunction = Callable[
+    [PipelineProblem, Limits, OnProgress, Choices], Proposal | PeriodicProposal | NoPlan
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class SearchPlanner:
 
     def propose(
         self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
-    ) -> Proposal | NoPlan:
+    ) -> Proposal | PeriodicProposal | NoPlan:
         """The best plan found."""
         return self.search(problem, limits, on_progress, choices)
 
@@ -116,3 +119,5 @@ def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
         yield "a given plan to start from", lambda one: one.start
     if choices.backend is not None:
         yield "a backend", lambda one: one.backend
+    if choices.order is not None:
+        yield "a given schedule", lambda one: one.order

@@ -25,7 +25,8 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.formulations.plans.starts import starts_of
 from stagewright.formulations.plans.structure import Structure
 from stagewright.formulations.plans.timing import Blocks, durations
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, WEIGHT_RULES, Weights
+from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
 
@@ -45,7 +46,8 @@ class Attempt:
 class Proposal:
     """Stages, start times, and what the planner proved on the mode; ``notes`` say how it went.
 
-    Backwards are split where ``starts`` has their input gradients.
+    Backwards are split where ``starts`` has their input gradients; ``weights`` names the rule of
+    their updates.
     """
 
     stages: tuple[Stage, ...]
@@ -54,6 +56,7 @@ class Proposal:
     guarantees: tuple[Guarantee, ...] = ()
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
+    weights: Weights = "flush"
 
 
 Recomputation = Literal["none", "full", "layer", "auto"]
@@ -89,6 +92,8 @@ class Choices:
     backend
         Periodic planners: the solver of the patterns, ``highs`` (the default), ``pulp-highs``,
         ``pulp-cbc``, ``cvxpy`` or ``cp-sat``.
+    order
+        ``order``, and ``auto`` which then runs it: the schedule (None: ``1f1b``).
     """
 
     recompute: Recomputation | None = None
@@ -97,6 +102,7 @@ class Choices:
     period_seconds: float | None = None
     start: PipelinePlan | None = None
     backend: str | None = None
+    order: ScheduleChoice | None = None
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
@@ -192,7 +198,7 @@ def class_of_proposal(proposal: Proposal | PeriodicProposal) -> PlanClass:
     if isinstance(proposal, PeriodicProposal):
         return class_of_stages(proposal.stages, False, "periodic", DOUBLE_BUFFER.name)
     parts = not np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT]).all()
-    return class_of_stages(proposal.stages, bool(parts), "finite", FLUSH.name)
+    return class_of_stages(proposal.stages, bool(parts), "finite", proposal.weights)
 
 
 def structure_of(proposal: Proposal) -> Structure:
@@ -204,7 +210,8 @@ def structure_of(proposal: Proposal) -> Structure:
 def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:
     """The end of the last action of a proposal."""
     split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
-    seconds_by_kind = durations(problem, proposal.stages, split)
+    rule = WEIGHT_RULES[proposal.weights]
+    seconds_by_kind = durations(problem, proposal.stages, split, rule)
     return max(
         float(np.nanmax(proposal.starts[kind] + seconds))
         for kind, seconds in seconds_by_kind.items()

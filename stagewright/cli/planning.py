@@ -25,8 +25,11 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.printing import print_plan
+from stagewright.cli.schedules import Placement
+from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.formulations.schedules.choice import ScheduleChoice
     from stagewright.graphs.models.chain import Chain
     from stagewright.solvers.planning import Result
 
@@ -81,6 +84,35 @@ def plan(
             metavar="SHARE",
         ),
     ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan this schedule on balanced stages: optimal, or a kind of `stagewright "
+            "schedule` (planner order).",
+            metavar="KIND",
+        ),
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            help="With --order: stages per device; default: 2 where the kind has several.",
+            metavar="V",
+        ),
+    ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            help="With --order 1f1b-rr: devices of each stage, such as 2,1,1.", metavar="R,..."
+        ),
+    ] = None,
+    placement: Annotated[
+        Placement | None,
+        typer.Option(
+            help="With --order optimal: where the stages are; default: a line, or a loop if there "
+            "are several per device.",
+            case_sensitive=False,
+        ),
+    ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
@@ -121,6 +153,7 @@ def plan(
         group_size=group_size,
         backend=backend,
         period_seconds=period,
+        order=_read_order(order, chunks, replicas, placement),
         start=None if start is None else load_plan(start),
         gap=0.0 if gap is None else parse_share(gap, "--gap"),
         time_limit=limits.seconds,
@@ -142,6 +175,29 @@ def plan(
         if output is not None and answer.plan is not None:
             print_lines(f"{output} is written")
     return 1 if answer.plan is None else 0
+
+
+def _read_order(
+    order: str | None, chunks: int | None, replicas: str | None, placement: Placement | None
+) -> "ScheduleChoice | None":
+    """The schedule to plan."""
+    from stagewright.formulations.schedules.choice import ScheduleChoice
+
+    given = {"--chunks": chunks, "--replicas": replicas, "--placement": placement}
+    if order is None:
+        for option, value in given.items():
+            if value is not None:
+                raise InputError(f"{option} goes with --order KIND")
+        return None
+    counts: tuple[int, ...] = ()
+    if replicas is not None:
+        try:
+            counts = tuple(int(part) for part in replicas.split(","))
+        except ValueError:
+            raise InputError(
+                f"--replicas must be whole numbers such as 2,1,1, got {replicas!r}"
+            ) from None
+    return ScheduleChoice(order, chunks, counts, None if placement is None else placement.value)
 
 
 def _print_result(chain: "Chain", result: "Result") -> None:

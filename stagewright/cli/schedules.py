@@ -62,6 +62,15 @@ class Placement(StrEnum):
     LOOP = "loop"
     V = "V"
     WAVE = "wave"
+
+
+class Placing(StrEnum):
+    """A placement, the best of them, or one of our own."""
+
+    LINE = "line"
+    LOOP = "loop"
+    V = "V"
+    WAVE = "wave"
     ANY = "any"
     FREE = "free"
 
@@ -141,7 +150,7 @@ def schedule(
         ),
     ] = None,
     placement: Annotated[
-        Placement | None,
+        Placing | None,
         typer.Option(
             help="Where the chunks of the kinds pe and optimal are; others have theirs. For "
             "optimal also the best of these (any), or on any device (free): then a stage's chunks "

@@ -72,7 +72,7 @@ def plan(
         Limit on the memory of every device; None: no limit.
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
-        size, a period and the solver of patterns
+        size, a period and the solver of patterns; the schedule to plan
         (:class:`~stagewright.solvers.planners.proposal.Choices`).
     start
         Planners ``auto`` and ``general``: a plan of the same layers to start from, though times,
@@ -117,6 +117,7 @@ def plan(
         gap=parse_share(gap, "gap"),
         start=asked.start if start is None else start,
         backend=asked.backend,
+        order=asked.order,
         time_limit=time_limit,
         threads=threads,
         seed=seed,

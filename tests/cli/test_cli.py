@@ -364,6 +364,16 @@ def test_plan_says_no_when_the_time_is_too_short(files: Path, planner: str) -> N
         (["--microbatches", 4, "--threads", 0], "--threads must be"),
         (["--microbatches", 4, "--seed", -1], "--seed must be"),
         (["--microbatches", 4, "--planner", "magic"], "magic"),
+        (
+            ["--microbatches", 4, "--order", "zbw"],
+            "unknown schedule 'zbw'; known are optimal, gpipe",
+        ),
+        (["--microbatches", 4, "--order", "zbv"], "zbv splits backwards, but layer 'layer0' has"),
+        (["--microbatches", 4, "--order", "zbv", "--chunks", 3], "zbv has 2 stages per device"),
+        (["--microbatches", 4, "--order", "1f1b-rr", "--replicas", "2;1"], "whole numbers such as"),
+        (["--microbatches", 4, "--order", "1f1b-rr", "--replicas", "9,9"], "are 18 devices"),
+        (["--microbatches", 4, "--chunks", 2], "--chunks goes with --order KIND"),
+        (["--microbatches", 4, "--order", "1f1b", "--planner", "spp"], "use order"),
         (["--microbatches", 4, "--gap", "200%"], "--gap must be from 0 to 100%"),
         (["--microbatches", 4, "--gap", ""], "--gap must be from 0 to 100%"),
         (["--microbatches", 4, "-o", "/nowhere/plan.json"], "folder /nowhere does not exist"),
@@ -380,6 +390,26 @@ def test_plan_ends_at_the_gap_and_says_so(files: Path) -> None:
     assert document["gap"] <= 0.99
     printed = answered(*arguments, "--gap", "99%")
     assert "is reached, at most 99.00% was asked for" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        (["chimera"], [2] * 6),
+        (["interleaved", "--chunks", 3], [1] * 6),
+        (["1f1b-rr", "--replicas", "2,1,1"], [2, 1, 1]),
+        (["optimal", "--placement", "v"], [1] * 6),
+    ],
+)
+def test_plan_makes_a_published_schedule(
+    options: list[object], sizes: list[int], files: Path
+) -> None:
+    arguments = [*given_to(files), "--microbatches", 4, "--time-limit", 1, "--order", *options]
+    document = answered_json("plan", *arguments, "-o", files / "ordered.json")
+    assert document["planner"] == "order"
+    assert [len(stage["devices"]) for stage in document["stages"]] == sizes
+    answered("check", files / "ordered.json", *given_to(files))
+    answered("simulate", files / "ordered.json", *given_to(files))
 
 
 def test_plan_starts_from_a_plan_and_refuses_one_of_other_layers(files: Path) -> None:

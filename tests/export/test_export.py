@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
+from plans import small_problem
 from ranks import Ranks
 
 from stagewright.cli import exporting
 from stagewright.executor.export import FORMATS, export, remarks
 from stagewright.executor.export.options import Options
 from stagewright.executor.export.strict_yaml import to_yaml
+from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.formulations.plans.plan import (
     PipelinePlan,
@@ -26,7 +28,9 @@ from stagewright.formulations.plans.plan import (
     Stage,
     save_plan,
 )
+from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.formulations.schedules.interleaved import interleaved
+from stagewright.formulations.schedules.kinds import KINDS
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import (
     Cluster,
@@ -37,6 +41,8 @@ from stagewright.graphs.machines.cluster import (
     save_cluster,
 )
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost, save_model
+from stagewright.solvers.planners.proposal import Choices
+from stagewright.solvers.planning import plan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -212,6 +218,21 @@ def test_torch_runs_the_files_and_gets_the_gradients(ranks: Ranks, tmp_path: Pat
             (tmp_path / f"{name}.csv").write_text(text)
             cases[name] = placement
     assert any("I" in path.read_text() for path in tmp_path.glob("*.csv"))
+    assert ranks.run(run_the_files, 2, tmp_path, cases) == [list(cases)] * 2
+
+
+def test_torch_runs_published_schedules(ranks: Ranks, tmp_path: Path) -> None:
+    """A plan of every kind with one copy of each stage and one version of its weights."""
+    cases = {}
+    for kind, one in KINDS.items():
+        if one.weights == "flush" and one.placement != "both directions":
+            choice = ScheduleChoice(kind)
+            layers = small_problem(2 * choice.count, 2, MICROBATCHES, parts=True)
+            found = plan(layers, "order", Limits(1.0), choices=Choices(order=choice)).plan
+            assert found is not None
+            (tmp_path / f"{kind}.csv").write_text(export(found, "torch-csv")["schedule.csv"])
+            cases[kind] = tuple(int(stage.devices[0][1:]) for stage in found.stages)
+    assert len(cases) == 15
     assert ranks.run(run_the_files, 2, tmp_path, cases) == [list(cases)] * 2
 
 

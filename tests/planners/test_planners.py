@@ -133,6 +133,7 @@ class TestEveryPlanner:
             "1f1b-star",
             "madpipe",
             "general",
+            "order",
             "servers",
             "auto",
         }
@@ -420,6 +421,7 @@ class TestAuto:
         rivals = {one.name for one in PLANNERS.values() if not one.options.period_seconds} - {
             "auto",
             "general",
+            "order",
         }
         for name in sorted(rivals):
             other = plan(problem, name, LIMITS)

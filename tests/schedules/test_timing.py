@@ -15,6 +15,7 @@ from stagewright.formulations.schedules.channels import with_channels
 from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.placements import line, loop, placed, v_shape, wave
+from stagewright.formulations.schedules.round_robin import round_robin
 from stagewright.formulations.schedules.timing import (
     StageTimes,
     equal_times,
@@ -77,6 +78,15 @@ def test_two_directions_have_their_own_channels():
     order = order_of(["0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"], (0, 1))
     times = equal_times(2, transfer=5.0)
     assert with_channels(order, times)[0].starts == start_times(order, times)
+
+
+def test_paths_through_the_same_two_copies_share_their_channel():
+    """Stages 1 and 2 have one copy each: microbatch 1 waits until the channel is free at 12."""
+    order = round_robin((2, 1, 1), 2)
+    assert order.path_of == (0, 1)
+    _, sent = with_channels(order, equal_times(3, transfer=5.0))
+    assert sent[True, 1, 0] == sent[True, 1, 1] == 1  # from two copies of stage 0
+    assert (sent[True, 2, 0], sent[True, 2, 1]) == (7, 12)
 
 
 def test_a_deadlock_names_a_computation():

@@ -7,6 +7,7 @@ import pytest
 from markets import series
 from plans import make_stages, small_problem, valid_plan
 
+from stagewright.formulations.schedules.choice import ScheduleChoice
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.workloads.jobs import Job, Rate, Throughputs, Workload
 from stagewright.graphs.workloads.pool import parse_pool
@@ -46,6 +47,7 @@ def requests() -> list[Request]:
     arrivals = ArrivalsRequest(throughputs=RATES, jobs_per_hour=2.0, slos=True)
     return [
         PlanRequest(**of_problem, microbatches=2, recompute="full", offload=False, seed=3),
+        PlanRequest(**of_problem, order=ScheduleChoice("1f1b-rr", replicas=(2, 1))),
         PartitionRequest(**of_problem, microbatches=2, stages=2),
         CheckRequest(**of_problem, plan=plan, proofs=True),
         SimulateRequest(**of_problem, plan=plan, jitter=0.1, stragglers={"g0": 2.0}),
