@@ -22,13 +22,15 @@ from stagewright.solvers.patterns.repetition_model import AtPeriod, common_scale
 LENGTHS = (1, 2, 3, 4)
 SOLVER = "CP-SAT"
 PROVED = 1e-6  # relative gap below which a period is called optimal
-COARSE = (3, 12)  # ticks of the shortest block, to begin with
+COARSE = 24  # at most so many ticks of the longest block, to begin with
+LESS = 0.03  # relative: by so much the load that coarse ticks round up becomes less
 FINE = 2**21  # ticks of the least period where times have no common unit; a gap below PROVED
 DENOMINATORS = 10**6
 MARGIN = 1e-12  # relative: rounding of sums of times
 SHARE = 0.5  # of the time that is left, for each length but the last
-ATTEMPT = 0.25  # of the time that is left, for each period
+ATTEMPT = 0.15  # of the time, for each period
 TOO_SHORT = 0.02  # share of the time with which no further attempt is made
+LONGER = 0.06  # relative: by how much more than a bound a period is, where none is known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,10 +137,15 @@ class _LengthSearch:
     ceiling: float = math.inf
     bound: float = field(init=False)
     proved_by: str = field(init=False)
+    longest: float = field(init=False)
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.bound, self.proved_by = self.length * self.general.seconds, self.general.proved_by
+        # Orders that are feasible at any period are so at the sum of all times.
+        self.longest = self.length * sum(self.problem.seconds)
+        if self.bound > self.longest * (1 + PROVED):
+            self.bound = math.inf
         self.began = perf_counter()
 
     @property
@@ -152,21 +159,24 @@ class _LengthSearch:
             return
         least, scale = min(self.problem.seconds), common_scale(self.problem.seconds)
         exact = min(least, self.bound / FINE) if scale is None else 1 / scale
-        for parts in COARSE:
-            if least / parts > exact * (1 + MARGIN):
-                self._bisect(least / parts, cautious=True)
+        load = math.inf
+        for parts in range(1, COARSE + 1):
+            unit = max(self.problem.seconds) / parts
+            rounded = unit * self._load(unit, cautious=True)
+            if unit > exact * (1 + MARGIN) and rounded < load * (1 - LESS):
+                load = rounded
+                self._bisect(unit, cautious=True)
         self._bisect(exact)
         if scale is not None:
             self._settle(exact)
 
     def _bisect(self, unit: float, cautious: bool = False) -> None:
         """Bisect in ticks of ``unit``; ``cautious``: of times rounded up, which proves nothing."""
-        # Orders that are feasible at any period are so at the sum of all times.
-        longest = self.length * sum(self.problem.seconds)
-        low, high = _up(self.bound / unit) - 1, _up(min(self.ceiling, longest) / unit)
+        low = max(_up(self.bound / unit), self._load(unit, cautious)) - 1  # nothing up to it
+        high = _up(min(self.ceiling, self.longest) / unit)
         if math.isinf(self.ceiling):
             high += 1 + cautious * self.length * len(self.problem.seconds)
-        period = low + 1  # up to ``low`` nothing is found
+        period, longer = low + 1, LONGER
         while low + 1 < high and not self.closed and not self._ended:
             status, repetition = self._at(period, unit, cautious)
             if repetition is not None:
@@ -174,9 +184,17 @@ class _LengthSearch:
                 high = min(period, _up(repetition.period / unit))
             else:
                 if status is Status.INFEASIBLE:
-                    self._prove(period * unit if period * unit < longest else math.inf)
+                    self._prove(period * unit if period * unit < self.longest else math.inf)
                 low = period
             period = (low + high) // 2
+            if math.isinf(self.ceiling):
+                period, longer = min(period, math.ceil(low * (1 + longer))), 2 * longer
+
+    def _load(self, unit: float, cautious: bool) -> int:
+        """Ticks of the resource with most work."""
+        ticks = AtPeriod(self.problem, self.length, 1, unit, cautious).ticks
+        shared = self.problem.shared.values()
+        return self.length * max(sum(ticks[i] for i in members) for members in shared)
 
     def _settle(self, unit: float) -> None:
         """Decide whether there is a period below the ceiling, if times are multiples of ``unit``.
@@ -186,7 +204,7 @@ class _LengthSearch:
         ``most``, and two such periods differ by unit / most**2 or more.
         """
         while not self.closed and not self._ended and not math.isinf(self.ceiling):
-            most = int(self.length * sum(self.problem.seconds) / self.bound * (1 + MARGIN))
+            most = int(self.longest / self.bound * (1 + MARGIN))
             other = Fraction(self.ceiling / unit).limit_denominator(DENOMINATORS).denominator
             tick = unit / (most * max(most, other))
             status, repetition = self._at(_up(self.ceiling / tick) - 1, tick, cautious=False)
@@ -204,7 +222,8 @@ class _LengthSearch:
         for careful in (True,) if cautious else (False, True):
             form = AtPeriod(self.problem, self.length, period, unit, careful)
             left = self.limits.left(perf_counter() - self.began)
-            status, repetition = solve_at(form, replace(self.limits, seconds=ATTEMPT * left))
+            seconds = min(left, ATTEMPT * self.limits.seconds)
+            status, repetition = solve_at(form, replace(self.limits, seconds=seconds))
             if status is Status.INFEASIBLE and careful:
                 return Status.NO_ANSWER, None
             if repetition is None or self.problem.fits(repetition):

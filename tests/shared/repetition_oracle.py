@@ -15,6 +15,8 @@ Starts = dict[tuple[int, int], int]  # (microbatch, block)
 
 def is_possible(problem: RepetitionProblem, length: int, period: int) -> bool:
     """Whether there is a repetition of ``period`` whose starts are integers, as all times are."""
+    if period < 1:
+        return False
     return any(_fits(problem, starts, period) for starts in _all(problem, length, period))
 
 
