@@ -215,9 +215,7 @@ class _LengthSearch:
             else:
                 self._offer(repetition)
 
-    def _at(
-        self, period: int, unit: float, cautious: bool
-    ) -> tuple[Status, Repetition | None]:
+    def _at(self, period: int, unit: float, cautious: bool) -> tuple[Status, Repetition | None]:
         """A repetition whose rounded times have this period; infeasible if proved so."""
         for careful in (True,) if cautious else (False, True):
             form = AtPeriod(self.problem, self.length, period, unit, careful)

@@ -1,23 +1,27 @@
 """CP-SAT's model of a repetition of one length and period, and the exact times of its orders.
 
-Times are integer ticks. If they are rounded down: if the problem has a repetition of period T, the rounded one
-has one of ceil(T) ticks: for the same orders no cycle of differences becomes longer, and integer
-differences have integer solutions. So infeasibility in ticks is a proof for the problem itself.
+Times are integer ticks. If the problem has a repetition of period T, the one with all times rounded
+down to ticks has one of ceil(T) ticks: for the same orders no cycle of differences becomes longer,
+and integer differences have integer solutions. So infeasibility is a proof for the problem itself.
+With times rounded up, what is found has at most the period of the model.
 
-Block i of microbatch q starts at x + P h: a phase x in [0, P) and a whole number h of periods. Two
+Block i of microbatch q starts at x + P h: a *phase* x in [0, P) and a number h of *turns*. Two
 blocks i, j of a resource do not overlap if and only if
 
     x_i + d_i <= x_j and x_j + d_j <= x_i + P, or the same with i and j exchanged.
 
-Which of the two holds is their *order*. Just after the start of block j, a room has begun the
-holdings of block f -h_f + [f before j or f = j] - 1 times, and has ended those of l
--h_l + [l before j] - 1 times.
+Which of the two holds is their *order*. Just after the start of block j, a room has begun block f
+[f before j or f = j] - h_f - 1 times since the start of the period, and ended block l
+[l before j] - h_l - 1 times. (A block that runs into the next period is no exception: no other of
+its resource starts in the meantime.)
 
-Normal form: some repetition of least period has, for every arc (i, j) of ``before`` that alone
-enters j and its successors, start_j - end_i < P. Otherwise let j and its successors process the
-next microbatch instead: every room then holds the same or less, and the repetition can be changed
-so finitely many times. By the same argument all starts are at most the sum of the times and n P
-after the first one.
+Normal form. Take a block j and its successors, and let each of them process the next microbatch at
+its times. If start_j - end_i >= P for all arcs (i, j) that enter the set from outside, this keeps
+``before``. The rooms hold the same or less, since the set of a holding's first block contains its
+last block. The total slack of the arcs decreases by whole microbatches, so this ends. Hence some
+repetition of least period has start_j - end_i < P for every arc that alone enters the set of j. The
+same argument for any set of blocks that contains its successors bounds all starts by the sum of the
+times and n - 1 periods after the first start of a microbatch.
 """
 
 import math
@@ -32,6 +36,7 @@ from ortools.sat.python import cp_model
 from stagewright.formulations.patterns.least_pattern import least_period_of
 from stagewright.formulations.patterns.repetition import Repetition, RepetitionProblem, Room
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Ints
 
 UNITS = 2**20  # of a capacity whose amounts are not multiples of a common unit
 MARGIN = 1e-12  # relative: rounding of quotients
@@ -75,9 +80,7 @@ class AtPeriod:
         """
         model = cp_model.CpModel()
         latest = sum(self.ticks) + (len(self.ticks) + 1) * self.period
-        starts = {
-            copy: model.new_int_var(0, latest, "start") for copy in self.copies
-        }
+        starts = {copy: model.new_int_var(0, latest, "start") for copy in self.copies}
         build = _Build(self, model, starts)
         build.add_precedences()
         build.add_sequence()
@@ -85,12 +88,12 @@ class AtPeriod:
         build.add_rooms()
         if shortest:
             end = model.new_int_var(0, latest + max(self.ticks), "end")
-            for (q, i), start in starts.items():
+            for (_, i), start in starts.items():
                 model.add(end >= start + self.ticks[i])
             model.minimize(end)
         return model, [starts[copy] for copy in self.copies]
 
-    def invert(self, values: "np.ndarray") -> Repetition | None:  # type: ignore[type-arg]
+    def invert(self, values: Ints) -> Repetition | None:
         """The repetition of least period with the orders in ``values``; None if there is none."""
         starts = dict(zip(self.copies, values.tolist(), strict=True))
         return least_repetition(self, starts)
@@ -102,12 +105,11 @@ class AtPeriod:
         if scale is not None:
             capacity = math.floor(room.capacity * scale * (1 + RELATIVE_TOLERANCE))
             return tuple(round(value * scale) for value in values), capacity
-        scale = UNITS / room.capacity
+        unit = room.capacity / UNITS
         if self.cautious:
-            return tuple(math.ceil(value * scale) for value in values), UNITS
-        # what the problem's tolerance allows must be allowed here too
-        factor = scale / (1 + RELATIVE_TOLERANCE)
-        return tuple(math.floor(value * factor) for value in values), UNITS
+            return tuple(math.ceil(value / unit * (1 - MARGIN)) for value in values), UNITS
+        unit *= 1 + RELATIVE_TOLERANCE  # what the problem tolerates must be possible here too
+        return tuple(math.floor(value / unit) for value in values), UNITS
 
 
 class _Build:
@@ -124,7 +126,7 @@ class _Build:
             self.phases[copy] = model.new_int_var(0, self.period - 1, "phase")
             self.turns[copy] = model.new_int_var(0, most, "turn")
             model.add(start == self.phases[copy] + self.period * self.turns[copy])
-        self.literals: dict[tuple[Copy, Copy], cp_model.IntVar] = {}
+        self.earlier: dict[tuple[Copy, Copy], cp_model.LinearExpr] = {}  # 1 or 0
 
     def add_precedences(self) -> None:
         """The order within a microbatch, in normal form."""
@@ -170,7 +172,7 @@ class _Build:
 
     def _exclude(self, one: Copy, other: Copy) -> None:
         first = self.model.new_bool_var("order")
-        self.literals[one, other], self.literals[other, one] = first, first.negated()
+        self.earlier[one, other], self.earlier[other, one] = first, 1 - first
         for copy, following, order in ((one, other, first), (other, one, first.negated())):
             start, then = self.phases[copy], self.phases[following]
             self.model.add(start + self.ticks[copy[1]] <= then).only_enforce_if(order)
@@ -192,8 +194,8 @@ class _Build:
         for one, amount in zip(room.holdings, amounts, strict=True):
             for q in range(self.form.length):
                 first, last = (q, one.first), (q, one.last)
-                begun = 1 if first == instant else self.literals[first, instant]
-                ended = 0 if last == instant else self.literals[last, instant]
+                begun = 1 if first == instant else self.earlier[first, instant]
+                ended = 0 if last == instant else self.earlier[last, instant]
                 terms.append(amount * (self.turns[last] - self.turns[first] + begun - ended))
         return cp_model.LinearExpr.sum(terms)
 

@@ -30,7 +30,7 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.solvers.patterns.pattern import best_pattern
 from stagewright.solvers.patterns.repetition import best_repetition
 
-LIMITS = Limits(seconds=60.0)
+LIMITS = Limits(seconds=120.0)
 
 
 @st.composite
@@ -38,9 +38,7 @@ def tiny(draw, most_blocks=4):
     """Up to four blocks of 1 to 3 ticks on two resources, any order, and a room on resource 0."""
     n = draw(st.integers(2, most_blocks))
     seconds = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n))
-    resources = draw(
-        st.lists(st.sampled_from([(0,), (0,), (1,), (0, 1)]), min_size=n, max_size=n)
-    )
+    resources = draw(st.lists(st.sampled_from([(0,), (0,), (1,), (0, 1)]), min_size=n, max_size=n))
     pairs = [(i, j) for j in range(n) for i in range(j)]
     before = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=len(pairs)))
     plain = RepetitionProblem(

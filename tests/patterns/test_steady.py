@@ -22,7 +22,7 @@ from stagewright.solvers.patterns.pattern_orders import pattern_orders
 from stagewright.solvers.patterns.repetition import best_repetition
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
 
-LIMITS = Limits(seconds=30.0)
+LIMITS = Limits(seconds=120.0)
 
 
 def computes(problem):
@@ -94,7 +94,7 @@ def v_schedule(devices, microbatches, memory, times=(1.0, 1.0, 1.0)):
 @pytest.mark.parametrize(("devices", "memory"), [(2, 3), (4, 4), (6, 6), (8, 8)])
 def test_v_schedules_with_half_of_the_memory_have_no_bubble(devices, memory):
     """F = I = W: the load of 6, with at most half of the 2 p activations of 1F1B (p >= 4)."""
-    found = best_repetition(steady_problem(v_schedule(devices, 100, memory)), LIMITS)
+    found = best_repetition(steady_problem(v_schedule(devices, 100, memory)), LIMITS, (1,))
     assert (found.pace, found.is_general) == (6.0, True)
     less = steady_problem(v_schedule(devices, 100, memory - 1))
     slower = best_repetition(less, LIMITS, (1,))

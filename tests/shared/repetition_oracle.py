@@ -39,9 +39,7 @@ def _all(problem: RepetitionProblem, length: int, period: int) -> Iterator[Start
     return extend({}, frozenset())
 
 
-def _candidates(
-    problem: RepetitionProblem, starts: Starts, q: int, i: int, period: int
-) -> range:
+def _candidates(problem: RepetitionProblem, starts: Starts, q: int, i: int, period: int) -> range:
     ends = [starts[q, j] + int(problem.seconds[j]) for j, k in problem.before if k == i]
     if ends:
         return range(max(ends), max(ends) + WAIT * period)
