@@ -24,11 +24,11 @@ SOLVER = "CP-SAT"
 PROVED = 1e-6  # relative gap below which a period is called optimal
 COARSE = 24  # at most so many ticks of the longest block, to begin with
 LESS = 0.03  # relative: by so much the load that coarse ticks round up becomes less
-FINE = 2**21  # ticks of the least period where times have no common unit; a gap below PROVED
+FINE = 2**24  # ticks of the least period where times have no common unit; a gap below PROVED
 DENOMINATORS = 10**6
 MARGIN = 1e-12  # relative: rounding of sums of times
-SHARE = 0.5  # of the time that is left, for each length but the last
-ATTEMPT = 0.15  # of the time, for each period
+SHARE = 0.7  # of the time that is left, for each length but the last
+ATTEMPT = 0.25  # of the time, for each period
 TOO_SHORT = 0.02  # share of the time with which no further attempt is made
 LONGER = 0.06  # relative: by how much more than a bound a period is, where none is known
 
@@ -243,9 +243,13 @@ class _LengthSearch:
 
 
 def solve_at(
-    form: AtPeriod, limits: Limits, shortest: bool = False
+    form: AtPeriod, limits: Limits, shortest: Repetition | None = None
 ) -> tuple[Status, Repetition | None]:
-    """CP-SAT's answer to a form: its status, and the exact repetition of the orders found."""
+    """CP-SAT's answer to a form: its status, and the exact repetition of the orders found.
+
+    ``shortest``: a known repetition, from which to start to minimise the time from the first start
+    to the last end of a period's microbatches.
+    """
     if limits.seconds <= 0:
         return Status.NO_ANSWER, None
     model, starts = form.apply(shortest)

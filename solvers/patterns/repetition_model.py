@@ -73,10 +73,13 @@ class AtPeriod:
         blocks = range(len(self.ticks))
         return tuple((q, i) for q in range(self.length) for i in blocks)
 
-    def apply(self, shortest: bool = False) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
+    def apply(
+        self, shortest: Repetition | None = None
+    ) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
         """The model, and its starts in the order of ``copies``.
 
-        ``shortest``: minimise the time from the first start to the last end of the k microbatches.
+        ``shortest``: minimise the time from the first start to the last end of the k microbatches;
+        this repetition is a hint.
         """
         model = cp_model.CpModel()
         latest = sum(self.ticks) + (len(self.ticks) + 1) * self.period
@@ -86,11 +89,12 @@ class AtPeriod:
         build.add_sequence()
         build.add_exclusions()
         build.add_rooms()
-        if shortest:
+        if shortest is not None:
             end = model.new_int_var(0, latest + max(self.ticks), "end")
             for (_, i), start in starts.items():
                 model.add(end >= start + self.ticks[i])
             model.minimize(end)
+            build.hint(shortest)
         return model, [starts[copy] for copy in self.copies]
 
     def invert(self, values: Ints) -> Repetition | None:
@@ -213,6 +217,16 @@ class _Build:
                 most = capacity // amount * self.period
                 self.model.add(cp_model.LinearExpr.sum(spans) <= most)
         self.model.add(cp_model.LinearExpr.sum(total) <= capacity * self.period)
+
+    def hint(self, known: Repetition) -> None:
+        """Start from the orders of ``known``, at the period of the model."""
+        origin = known.starts[0][0]
+        scale = self.period / known.period
+        for (q, i), start in self.starts.items():
+            tick = round((known.starts[q][i] - origin) * scale)
+            self.model.add_hint(start, tick)
+            self.model.add_hint(self.phases[q, i], tick % self.period)
+            self.model.add_hint(self.turns[q, i], tick // self.period)
 
     def _microbatches(self) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
         blocks = range(len(self.ticks))
