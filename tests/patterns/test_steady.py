@@ -10,11 +10,13 @@ from memory_oracle import least_cost
 from profiles import examples
 from strategies import random_memory_makespan
 
+from benchmarks import repetition
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.repetition_bounds import pace_bounds
 from stagewright.formulations.patterns.steady import steady_blocks, steady_problem, unrolled
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.schedules.controllable_memory import v_min
 from stagewright.formulations.schedules.order import B, F, I, W
 from stagewright.formulations.schedules.placements import v_shape
 from stagewright.graphs.documents.errors import InputError
@@ -131,3 +133,14 @@ def test_what_takes_no_time_has_no_pattern():
     with pytest.raises(InputError, match="1W must take a positive time"):
         steady_problem(problem)
     assert not list(pattern_orders(problem, LIMITS))
+
+
+@pytest.mark.parametrize("devices", [4, 6])
+def test_v_min_needs_the_least_memory_of_all_repetitions_of_one(devices):
+    """No repetition of one microbatch reaches the load with less than V-Min holds."""
+    most = max(v_min(devices, 8 * devices).most_on_device())
+    memory, found, less = repetition.least_memory(
+        lambda memory: steady_problem(v_schedule(devices, 100, memory)), most + 1, 2, (1,)
+    )
+    assert (memory, found.pace, found.is_general) == (most, 6.0, True)
+    assert less.bound > 6
