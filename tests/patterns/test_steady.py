@@ -128,6 +128,24 @@ def test_patterns_for_real_times():
         problem.evaluate(schedule_order(problem, order))
 
 
+@pytest.mark.parametrize("unit", [1e9, 1234567.0, 1e-6 / 3])
+@pytest.mark.parametrize("amount", [7.5e9 + 1, 1 / 3])
+def test_any_units_of_time_and_memory(unit, amount):
+    """Nanoseconds, bytes and odd fractions: integers of CP-SAT do not overflow."""
+    plain = v_schedule(4, 100, 4)
+    ones = (unit,) * 8
+    problem = replace(
+        plain, forward=ones, backward=ones, weight_gradient=ones,
+        saved=((amount, 0.0, amount),) * 8, memory=(4 * amount,) * 4,
+    )  # fmt: skip
+    found = best_repetition(steady_problem(problem), LIMITS, (1,))
+    assert found.pace == pytest.approx(6 * unit, rel=1e-6)
+    less = steady_problem(replace(problem, memory=(3 * amount,) * 4))
+    slower = best_repetition(less, LIMITS, (1,))
+    assert slower.pace == pytest.approx(10 * unit, rel=1e-6)
+    assert slower.status is Status.OPTIMAL
+
+
 def test_what_takes_no_time_has_no_pattern():
     problem = replace(v_schedule(2, 4, 4), weight_gradient=(1.0, 0.0, 1.0, 1.0))
     with pytest.raises(InputError, match="1W must take a positive time"):
