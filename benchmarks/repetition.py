@@ -1,7 +1,7 @@
 """Repetitions: Tessel's placements, and the least memory of V schedules at full speed.
 
 ``python -m benchmarks repetition``. Tessel's seconds are those of its public search (commit
-44f72c3, z3 4.15, the commands of its ``evaluation/search_tessel.sh``) on the same machine, one
+44f72c3, z3 5.4.1, the commands of its ``evaluation/search_tessel.sh``) on the same machine, one
 core: of the repetend alone, and with the warm-up and cool-down that it solves as well.
 """
 

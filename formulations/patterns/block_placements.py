@@ -1,8 +1,8 @@
 """The placements of Tessel (Lin et al., HPCA 2024) as repetitions: V, X, M, NN and K.
 
 A placement is a set of branches from the first forward to the last backward. A block is on one
-device, or split over all of them. Forwards take 1 and backwards 3, as in the published cases with
-recomputation; the forward and the backward of a split block take 1 each. A forward of one device
+device, or split over all of them. Forwards take 1 and backwards 3, as in the cases published with
+its code; the forward and the backward of a split block take 1 each. A forward of one device
 holds one unit of its memory until its backward ends.
 """
 

@@ -158,7 +158,10 @@ class _LengthSearch:
         if self.closed:
             return
         least, scale = min(self.problem.seconds), common_scale(self.problem.seconds)
-        exact = min(least, self.bound / FINE) if scale is None else 1 / scale
+        if scale is None or self.bound * scale > FINE:
+            scale, exact = None, min(least, self.bound / FINE)
+        else:
+            exact = 1 / scale
         load = math.inf
         for parts in range(1, COARSE + 1):
             unit = max(self.problem.seconds) / parts
@@ -207,6 +210,8 @@ class _LengthSearch:
             most = int(self.longest / self.bound * (1 + MARGIN))
             other = Fraction(self.ceiling / unit).limit_denominator(DENOMINATORS).denominator
             tick = unit / (most * max(most, other))
+            if self.ceiling > FINE * tick:  # too many for CP-SAT's integers
+                return
             status, repetition = self._at(_up(self.ceiling / tick) - 1, tick, cautious=False)
             if status is Status.INFEASIBLE:
                 self._prove(self.ceiling)

@@ -38,7 +38,7 @@ from stagewright.formulations.patterns.repetition import Repetition, RepetitionP
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 
-UNITS = 2**20  # of a capacity whose amounts are not multiples of a common unit
+UNITS = 2**20  # of a capacity, unless its amounts are multiples of a larger unit
 MARGIN = 1e-12  # relative: rounding of quotients
 SCALES = 1000
 
@@ -106,7 +106,7 @@ class AtPeriod:
         """The amounts of a room and its capacity, in whole units."""
         values = [one.amount for one in room.holdings]
         scale = common_scale(values)
-        if scale is not None:
+        if scale is not None and room.capacity * scale <= UNITS:
             capacity = math.floor(room.capacity * scale * (1 + RELATIVE_TOLERANCE))
             return tuple(round(value * scale) for value in values), capacity
         unit = room.capacity / UNITS

@@ -10,11 +10,13 @@ from memory_oracle import least_cost
 from profiles import examples
 from strategies import random_memory_makespan
 
+from benchmarks import repetition
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.patterns.repetition_bounds import pace_bounds
 from stagewright.formulations.patterns.steady import steady_blocks, steady_problem, unrolled
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.actions import ActionKind
+from stagewright.formulations.schedules.controllable_memory import v_min
 from stagewright.formulations.schedules.order import B, F, I, W
 from stagewright.formulations.schedules.placements import v_shape
 from stagewright.graphs.documents.errors import InputError
@@ -126,8 +128,37 @@ def test_patterns_for_real_times():
         problem.evaluate(schedule_order(problem, order))
 
 
+@pytest.mark.parametrize("unit", [1e9, 1234567.0, 1e-6 / 3])
+@pytest.mark.parametrize("amount", [7.5e9 + 1, 1 / 3])
+def test_any_units_of_time_and_memory(unit, amount):
+    """Nanoseconds, bytes and odd fractions: integers of CP-SAT do not overflow."""
+    plain = v_schedule(4, 100, 4)
+    ones = (unit,) * 8
+    problem = replace(
+        plain, forward=ones, backward=ones, weight_gradient=ones,
+        saved=((amount, 0.0, amount),) * 8, memory=(4 * amount,) * 4,
+    )  # fmt: skip
+    found = best_repetition(steady_problem(problem), LIMITS, (1,))
+    assert found.pace == pytest.approx(6 * unit, rel=1e-6)
+    less = steady_problem(replace(problem, memory=(3 * amount,) * 4))
+    slower = best_repetition(less, LIMITS, (1,))
+    assert slower.pace == pytest.approx(10 * unit, rel=1e-6)
+    assert slower.status is Status.OPTIMAL
+
+
 def test_what_takes_no_time_has_no_pattern():
     problem = replace(v_schedule(2, 4, 4), weight_gradient=(1.0, 0.0, 1.0, 1.0))
     with pytest.raises(InputError, match="1W must take a positive time"):
         steady_problem(problem)
     assert not list(pattern_orders(problem, LIMITS))
+
+
+@pytest.mark.parametrize("devices", [4, 6])
+def test_v_min_needs_the_least_memory_of_all_repetitions_of_one(devices):
+    """No repetition of one microbatch reaches the load with less than V-Min holds."""
+    most = max(v_min(devices, 8 * devices).most_on_device())
+    memory, found, less = repetition.least_memory(
+        lambda memory: steady_problem(v_schedule(devices, 100, memory)), most + 1, 2, (1,)
+    )
+    assert (memory, found.pace, found.is_general) == (most, 6.0, True)
+    assert less.bound > 6
