@@ -9,9 +9,11 @@ import typer
 from benchmarks import (
     auto,
     cloud,
+    curve,
     estimation,
     executor,
     gavel,
+    generators,
     jobshop,
     launching,
     madpipe,
@@ -21,11 +23,13 @@ from benchmarks import (
     periodic,
     pipedream,
     policies,
+    repetition,
     scale,
     schedule,
     servers,
     split_backward,
     spp,
+    unequal,
 )
 from benchmarks.report import Table, machine, write_section
 
@@ -40,6 +44,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "spp": spp.tables,
     "pipedream": pipedream.tables,
     "periodic": periodic.tables,
+    "repetition": repetition.tables,
     "madpipe": madpipe.tables,
     "madpipe_steps": madpipe_steps.tables,
     "auto": auto.tables,
@@ -48,6 +53,9 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "gavel": gavel.tables,
     "cloud": cloud.tables,
     "split_backward": split_backward.tables,
+    "generators": generators.tables,
+    "unequal": unequal.tables,
+    "curve": curve.tables,
     "executor": executor.tables,
     "launching": launching.tables,
 }

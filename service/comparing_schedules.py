@@ -4,6 +4,7 @@ from time import perf_counter
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.formulations.pipelines.makespan import Timetable
+from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.placements import Device
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.pipeline_answers import (
@@ -14,7 +15,7 @@ from stagewright.service.pipeline_answers import (
     ScheduleFigures,
 )
 from stagewright.service.pipeline_requests import CompareSchedulesRequest, ScheduleRequest
-from stagewright.service.schedule_setting import OPTIMAL, SCHEDULES
+from stagewright.service.schedule_setting import SCHEDULES
 from stagewright.service.scheduling import schedule
 
 

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
-    from stagewright.formulations.pipelines.makespan import MakespanProblem
+    from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
     from stagewright.formulations.plans.plan import PipelinePlan
     from stagewright.formulations.schedules.timing import TimedOrder
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
     from stagewright.solvers.planning import Result
 else:  # carried, not validated: their libraries are slow to import
-    Comparison = Simulation = Verdict = Violation = MakespanProblem = Any
+    Comparison = Simulation = Verdict = Violation = MakespanProblem = Timetable = Any
     PipelinePlan = ScheduleResult = Result = TimedOrder = Any
 
 Number = int | Finite
@@ -263,7 +263,7 @@ class ScheduleFigures(Answer):
 
 
 class ScheduleAnswer(ScheduleFigures):
-    """A schedule of fixed stages.
+    """A schedule of fixed stages, of which stage s is on ``device[s]``, if it has one copy.
 
     ``order`` and ``starts`` are per device. With split backwards a whole one of the kind is written
     as its two parts. ``timed`` has it as the kind does; None if there is no schedule.
@@ -272,6 +272,7 @@ class ScheduleAnswer(ScheduleFigures):
     planner: str
     stages: int
     microbatches: int
+    device: tuple[int, ...] | None
     cost_seconds: Number
     bound_seconds: Number
     peak_memory_per_device: tuple[Number, ...] | None
@@ -306,6 +307,47 @@ class ScheduleComparison(Answer):
     schedules: tuple[ComparedSchedule, ...]
     refused: tuple[RefusedSchedule, ...]
     answers: Annotated[tuple[ScheduleAnswer, ...], CARRIED]
+
+
+class MemoryPoint(Answer):
+    """The best schedule found with a limit ``memory`` on every device.
+
+    ``bound`` is a lower bound on the objective of all schedules within that limit and the devices
+    of the answer, proved by ``proved_by``.
+    """
+
+    memory: Number
+    status: Status
+    makespan: Number
+    span: Number
+    bound: Number
+    gap: Finite
+    proved_by: str
+
+
+class KindPoint(Answer):
+    """What a published kind with the same devices needs and takes."""
+
+    kind: str
+    peak_memory: Number
+    makespan: Number
+    span: Number
+
+
+class MemoryCurve(Answer):
+    """The best makespan or span for every limit of memory; ``kinds`` are those to compare with."""
+
+    status: Status
+    stages: int
+    microbatches: int
+    placement: str
+    chunks: int | None
+    device: tuple[int, ...]
+    objective: str
+    wall_seconds: float
+    points: tuple[MemoryPoint, ...]
+    kinds: tuple[KindPoint, ...]
+    timetables: Annotated[tuple[Timetable, ...], CARRIED]
 
 
 class JobShopAnswer(Answer):

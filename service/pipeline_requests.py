@@ -2,17 +2,18 @@
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.forms.answers import Limits, StopToken
-from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan
-from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
 from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import (
     MAX_LAYERS,
     parse_share,
@@ -23,7 +24,7 @@ from stagewright.graphs.documents.units import (
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.chain import Chain
 from stagewright.service.requests import Request, Search, Solve
-from stagewright.service.schedule_setting import OPTIMAL, Setting, setting_of
+from stagewright.service.schedule_setting import Setting, setting_of
 
 Recomputation = Literal["none", "full", "layer", "auto"]
 Objective = Literal["makespan", "span", "memory"]
@@ -145,7 +146,7 @@ class _Stages(Solve):
     devices as stages, and every stage is divided into ``chunks`` of equal times and memory: as many
     per device. ``saved`` is what a forward adds to the memory of its device (default: 1), ``freed``
     how much of it the input gradient gives back (default: 0); ``memory`` the limit of all devices
-    or of each.
+    or of each. ``duplex``: whether the two directions of a channel share it.
     """
 
     microbatches: int
@@ -159,6 +160,7 @@ class _Stages(Solve):
     saved: tuple[float, ...] = ()
     freed: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
+    duplex: Duplex = "half"
     objective: Objective = "makespan"
 
     @model_validator(mode="after")
@@ -169,16 +171,27 @@ class _Stages(Solve):
 
 
 class ScheduleRequest(_Stages):
-    """Schedule a pipeline by one of ``SCHEDULES``; ``placement`` is for kinds without their own."""
+    """Schedule a pipeline by one of ``SCHEDULES``; ``placement`` is for kinds without their own.
+
+    For kind ``optimal`` the placement may be ``any`` of the named ones, or ``free``: then a stage's
+    chunks are consecutive in the model. With objective ``memory`` it has the least memory of all
+    schedules that take at most ``makespan_limit``, if that is given.
+    """
 
     kind: str = OPTIMAL
-    placement: Literal["line", "loop", "V", "wave"] | None = None
+    placement: Literal["line", "loop", "V", "wave", "any", "free"] | None = None
+    makespan_limit: float | None = None
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:
         """Refuse what makes no problem where the request is made."""
         _ = self.setting
         return self
+
+    def with_placement(self, placement: str) -> Self:
+        """The same request with that placement."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return self.of(**{**fields, "placement": placement})
 
     @cached_property
     def setting(self) -> Setting:
@@ -189,6 +202,32 @@ class ScheduleRequest(_Stages):
     def problem(self) -> MakespanProblem:
         """The scheduling problem."""
         return self.setting.problem
+
+
+class MemoryCurveRequest(_Stages):
+    """The best schedules within every limit of ``memory``, which is a list of them here.
+
+    Without limits they go from one microbatch of each stage to two per device, until more memory is
+    of no use.
+    """
+
+    placement: Literal["line", "loop", "V", "wave"] | None = None
+
+    @model_validator(mode="after")
+    def _require_problem(self) -> Self:
+        """Refuse what makes no problem where the request is made."""
+        if self.objective == "memory":
+            raise InputError("objective memory is for single schedules: a curve has all memory")
+        for number, limit in enumerate(self.memory):
+            require_amount(limit, f"memory[{number}]")
+            _ = self.within((limit,))
+        _ = self.within(())
+        return self
+
+    def within(self, memory: tuple[float, ...], **changes: Any) -> ScheduleRequest:
+        """The request for one schedule with that limit."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return ScheduleRequest.of(**{**fields, "memory": memory, **changes})
 
 
 class CompareSchedulesRequest(_Stages):

@@ -2,29 +2,37 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.schedules.choice import OPTIMAL, PLACEMENTS, USUAL_CHUNKS
 from stagewright.formulations.schedules.kinds import KINDS, ScheduleKind, Sizes, require_chunks
 from stagewright.formulations.schedules.memory import ActivationMemory
-from stagewright.formulations.schedules.placements import Device, both_directions, line, placed
+from stagewright.formulations.schedules.placements import (
+    Device,
+    allows,
+    both_directions,
+    line,
+    placed,
+)
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_amount
+from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
 
 if TYPE_CHECKING:
     from stagewright.service.pipeline_requests import ScheduleRequest
 
-OPTIMAL: Final = "optimal"
+T = TypeVar("T")
+
 RULES: tuple[Literal["gpipe", "1f1b", "pe"], ...] = ("gpipe", "1f1b", "pe")
 """Kinds that are list schedules for any devices and in-flight limits."""
 
 SCHEDULES = tuple(dict.fromkeys((*RULES, *KINDS, OPTIMAL)))
 """The kinds of schedule that a request may name."""
 
-USUAL_CHUNKS = 2
-"""Chunks of a stage where a kind allows several and none are asked for."""
+ANY, FREE = "any", "free"
+"""In place of one of ``PLACEMENTS``: the best of them, and one on any devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Setting:
     paths
         The device of each chunk; two for schedules in both directions.
     problem
-        The times, transfers and in-flight limits, with the devices of the first path.
+        Times, transfers, limits in flight and of memory, objective, devices of the first path.
     memory
         What microbatches occupy, and the limits of the devices; infinite where there are none.
     """
@@ -56,6 +64,14 @@ class Setting:
         """Number of devices."""
         return 1 + max(self.paths[0])
 
+    def stored_problem(self) -> MakespanProblem:
+        """The problem with memory; without limits all microbatches fit."""
+        if self.problem.memory:
+            return self.problem
+        least = self.memory.least(self.paths[0])
+        enough = tuple(self.problem.microbatches * one for one in least)
+        return replace(self.problem, saved=_amounts(self.memory), memory=enough)
+
 
 def setting_of(asked: "ScheduleRequest") -> Setting:
     """The setting of a request.
@@ -68,12 +84,28 @@ def setting_of(asked: "ScheduleRequest") -> Setting:
     _require_kind(asked)
     _require_sizes(asked)
     placement, chunks, paths = _given(asked) if asked.device else _chosen(asked)
-    problem = _problem(asked, paths[0])
-    setting = Setting(placement, chunks, paths, problem, _memory(asked, paths[0]))
+    memory = _memory(asked, paths[0])
     if asked.memory:
         for path in paths:
-            setting.memory.require_room(path)
-    return setting
+            memory.require_room(path)
+    return Setting(placement, chunks, paths, _problem(asked, paths[0], memory), memory)
+
+
+def named_placements(asked: "ScheduleRequest") -> dict[str, Device]:
+    """The different placements with a name for as many chunks as the request has."""
+    devices, chunks = max(1, len(asked.forward)), _free_chunks(asked)
+    found: dict[str, Device] = {}
+    for name in PLACEMENTS:
+        if allows(name, chunks) and placed(name, devices, chunks) not in found.values():
+            found[name] = placed(name, devices, chunks)
+    return found
+
+
+def on_devices(asked: "ScheduleRequest", device: Device) -> Setting:
+    """The setting of a request with placement ``free`` and these devices of the chunks."""
+    memory = _memory(asked, device)
+    problem = _problem(asked, device, memory)
+    return Setting(FREE, asked.chunks, (device,), problem, memory)
 
 
 def published(name: str) -> ScheduleKind | None:
@@ -87,21 +119,24 @@ def _require_kind(asked: "ScheduleRequest") -> None:
     kind = published(asked.kind)
     if kind is not None and kind.is_split and not asked.weight_gradient:
         raise InputError(f"weight_gradient is needed: {asked.kind} splits backwards (F,I,W)")
-    if asked.kind == OPTIMAL and asked.memory:
-        raise InputError(
-            "memory cannot limit kind optimal yet: limit its microbatches in flight, or name "
-            "another kind"
-        )
-    if asked.kind == OPTIMAL and asked.objective != "makespan":
-        raise InputError(
-            f"objective {asked.objective} is not possible with kind optimal yet, which minimises "
-            "the makespan; other kinds take it"
-        )
+    searches = asked.kind == OPTIMAL
+    if asked.placement in (ANY, FREE) and not searches:
+        raise InputError(f"placement {asked.placement} is for kind optimal, not {asked.kind}")
+    if asked.makespan_limit is not None and not (searches and asked.objective == "memory"):
+        raise InputError("makespan_limit is for kind optimal with objective memory")
+    if asked.placement == FREE and asked.objective == "memory":
+        raise InputError("objective memory is for named placements, not for free ones")
+    if asked.placement == FREE and len(set(asked.memory)) > 1:
+        raise InputError("memory must be one value for placement free: any device may have a stage")
+    has_stores = asked.memory or asked.objective != "makespan"
+    if searches and has_stores and asked.backend not in (None, "cp-sat"):
+        raise InputError(f"backend {asked.backend} takes neither memory nor spans; use cp-sat")
 
 
 def _require_sizes(asked: "ScheduleRequest") -> None:
     """Refuse lists of other lengths than the stages."""
     stages = len(asked.forward)
+    require_count(stages, "stages", MAX_LAYERS)
     for name in ("backward", "weight_gradient", "in_flight", "saved", "freed", "device"):
         size = len(getattr(asked, name))
         if size != stages and (size or name == "backward"):
@@ -148,16 +183,26 @@ def _chosen(asked: "ScheduleRequest") -> _Placed:
 
 
 def _free_placement(asked: "ScheduleRequest") -> tuple[str, int]:
-    """Placement and chunks of kinds that take any."""
-    if asked.placement is None:
-        if asked.chunks not in (None, 1):
-            raise InputError(
-                f"placement must be given for {asked.kind} with chunks: loop, V or wave; choosing "
-                "it is not possible yet"
-            )
+    """Placement and chunks of kinds that take any; the first one if several are tried."""
+    chunks = _free_chunks(asked)
+    if asked.placement is None and chunks == 1:
         return "line", 1
-    usual = 1 if asked.placement == "line" else USUAL_CHUNKS
-    return asked.placement, usual if asked.chunks is None else asked.chunks
+    if asked.placement in (ANY, FREE):
+        return next(iter(named_placements(asked))), chunks
+    if asked.placement is None:
+        several = ", ".join(PLACEMENTS[1:])
+        raise InputError(
+            f"placement must be given for {asked.kind} with chunks: {several}, or with kind "
+            f"optimal {ANY} or {FREE}"
+        )
+    return asked.placement, chunks
+
+
+def _free_chunks(asked: "ScheduleRequest") -> int:
+    """Chunks of kinds that take any placement."""
+    if asked.chunks is not None:
+        return asked.chunks
+    return 1 if asked.placement in (None, "line") else USUAL_CHUNKS
 
 
 def _paths(placement: str, devices: int, chunks: int) -> tuple[Device, ...]:
@@ -169,15 +214,26 @@ def _paths(placement: str, devices: int, chunks: int) -> tuple[Device, ...]:
 
 
 def _spread(asked: "ScheduleRequest", values: Sequence[float], path: Device) -> tuple[float, ...]:
-    """Values of stages as those of their chunks, of equal size."""
+    """Values of stages as those of their chunks, of equal size.
+
+    A stage's chunks are on its device, as other kinds have them; with placement ``free`` they are
+    consecutive in the model.
+    """
     chunks = len(path) // max(1, len(values))
-    return tuple(values) if chunks == 1 else tuple(values[home] / chunks for home in path)
+    return tuple(value / chunks for value in _repeated(asked, values, path))
 
 
-def _problem(asked: "ScheduleRequest", path: Device) -> MakespanProblem:
-    limits = asked.in_flight
-    if limits and len(limits) != len(path):
-        limits = tuple(limits[home] for home in path)
+def _repeated(asked: "ScheduleRequest", values: Sequence[T], path: Device) -> tuple[T, ...]:
+    """The value of its stage for every chunk."""
+    if len(path) == len(values):
+        return tuple(values)
+    if asked.placement == FREE:
+        return tuple(value for value in values for _ in range(len(path) // len(values)))
+    return tuple(values[home] for home in path)
+
+
+def _problem(asked: "ScheduleRequest", path: Device, memory: ActivationMemory) -> MakespanProblem:
+    limits = _repeated(asked, asked.in_flight, path) if asked.in_flight else ()
     weights = _spread(asked, asked.weight_gradient, path) if asked.weight_gradient else None
     sends = _sends(asked.transfers, path)
     return MakespanProblem(
@@ -190,7 +246,17 @@ def _problem(asked: "ScheduleRequest", path: Device) -> MakespanProblem:
         in_flight=limits or (asked.microbatches,) * len(path),
         device=path,
         weight_gradient=weights,
+        saved=_amounts(memory) if asked.memory else (),
+        memory=memory.limit if asked.memory else (),
+        objective="span" if asked.objective == "span" else "makespan",
+        duplex=asked.duplex,
     )
+
+
+def _amounts(memory: ActivationMemory) -> tuple[tuple[float, float, float], ...]:
+    """What F takes, and I and W give back."""
+    pairs = zip(memory.saved, memory.kept, strict=True)
+    return tuple((saved, saved - kept, kept) for saved, kept in pairs)
 
 
 def _sends(transfers: tuple[float, ...], path: Device) -> tuple[float, ...]:

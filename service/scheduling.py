@@ -13,14 +13,16 @@ from stagewright.formulations.pipelines.timed_rows import (
 )
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.channels import with_channels
+from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.kinds import schedule_of
 from stagewright.formulations.schedules.order import B, Order
 from stagewright.formulations.schedules.timing import TimedOrder
 from stagewright.service.pipeline_answers import JobShopAnswer, ScheduleAnswer
 from stagewright.service.pipeline_requests import JobShopRequest, ScheduleRequest
-from stagewright.service.schedule_setting import OPTIMAL, RULES, sizes_of
+from stagewright.service.schedule_setting import RULES, Setting, sizes_of
 
 if TYPE_CHECKING:
+    from stagewright.service.optimal_schedules import Optimum
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
 
 LOAD = "load of the busiest device"
@@ -37,19 +39,16 @@ def schedule(
 
     The search for the optimum starts from ``incumbent``, if there is one.
     """
+    from stagewright.service.optimal_schedules import optimum
     from stagewright.solvers.backends.schedulers import scheduler
-    from stagewright.solvers.pipelines.scheduling import solve_schedule
 
     began = perf_counter()
     scheduler(request.limits(stop))  # refuses an unknown backend before any work
     if request.kind == OPTIMAL:
-        problem = request.problem
-        result = solve_schedule(problem, OPTIMAL, request.limits(stop), on_progress, incumbent)
-        assert result.timetable is not None
-        found = _Found(timed_order(problem, result.timetable), result, None)
+        found = _optimal(request, optimum(request, request.limits(stop), on_progress, incumbent))
     else:
         found = _ordered(request)
-    return _answer(request, found, perf_counter() - began)
+    return _answer(request, found, perf_counter() - began, stop)
 
 
 def jobshop(
@@ -78,11 +77,36 @@ def jobshop(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A schedule, with a result if its stages have one copy, and why it is not allowed, if so."""
+    """A schedule, with a result if its stages have one copy, and why it is not allowed, if so.
 
+    ``bound`` is on the objective, proved by ``proved_by``.
+    """
+
+    setting: Setting
     timed: TimedOrder | None
     result: "ScheduleResult | None"
     reason: str | None
+    bound: float
+    proved_by: str
+
+
+def _optimal(request: ScheduleRequest, best: "Optimum") -> _Found:
+    """The optimum, or why there is none."""
+    result, problem = best.result, best.setting.problem
+    if result.timetable is None:
+        most = f"a makespan of at most {request.makespan_limit:g}"
+        reason = f"no schedule with {most} was found"
+        if _is_impossible(request, result):
+            reason = f"no schedule has {most}: {result.proved_by} proves {result.bound:g}"
+        return _Found(best.setting, None, result, reason, best.bound, best.proved_by)
+    timed = timed_order(problem, result.timetable)
+    return _Found(best.setting, timed, result, None, best.bound, best.proved_by)
+
+
+def _is_impossible(request: ScheduleRequest, result: "ScheduleResult") -> bool:
+    """Whether a bound exceeds the limit on the makespan."""
+    most = request.makespan_limit
+    return most is not None and result.bound > most * (1 + RELATIVE_TOLERANCE)
 
 
 def _ordered(request: ScheduleRequest) -> _Found:
@@ -93,13 +117,28 @@ def _ordered(request: ScheduleRequest) -> _Found:
     order = _order(request)
     if order is None:
         none = given_schedule(problem, None, request.kind)
-        return _Found(None, none, _reason(problem, request.kind))
+        return _Found(
+            setting, None, none, _reason(problem, request.kind), none.bound, none.proved_by
+        )
     reason = _in_flight_reason(request, order) or _memory_reason(request, order)
     if len(setting.paths) > 1:
-        return _Found(with_channels(order, stage_times(problem))[0], None, reason)
+        timed, _ = with_channels(order, stage_times(problem), problem.duplex == "full")
+        return _Found(setting, timed, None, reason, *_bound(request, timed, None))
     timed, timetable = timetable_of_order(problem, order)
     result = given_schedule(problem, None if reason else timetable, request.kind)
-    return _Found(timed, result, reason)
+    return _Found(setting, timed, result, reason, *_bound(request, timed, result))
+
+
+def _bound(
+    request: ScheduleRequest, timed: TimedOrder, result: "ScheduleResult | None"
+) -> tuple[float, str]:
+    """A lower bound on the objective of every schedule with these devices, and its argument."""
+    setting = request.setting
+    if request.objective == "memory":
+        return max(max(setting.memory.least(path)) for path in setting.paths), ONE_MICROBATCH
+    if result is not None:
+        return result.bound, result.proved_by
+    return max(timed.loads()), LOAD
 
 
 def _order(request: ScheduleRequest) -> Order | None:
@@ -133,13 +172,14 @@ def _memory_reason(request: ScheduleRequest, order: Order) -> str | None:
     return None
 
 
-def _answer(request: ScheduleRequest, found: _Found, seconds: float) -> ScheduleAnswer:
-    setting, timed = request.setting, None if found.reason else found.timed
-    figures = _figures(request, found)
+def _answer(
+    request: ScheduleRequest, found: _Found, seconds: float, stop: StopToken | None
+) -> ScheduleAnswer:
+    setting, timed = found.setting, None if found.reason else found.timed
+    figures = _figures(found)
     cost = None if timed is None else figures[request.objective]
-    bound, proved_by = _bound(request, found)
     return ScheduleAnswer(
-        status=_status(request, found, cost, bound),
+        status=_status(request, found, cost, stop),
         planner=request.kind,
         kind=request.kind,
         stages=len(request.forward),
@@ -147,64 +187,60 @@ def _answer(request: ScheduleRequest, found: _Found, seconds: float) -> Schedule
         devices=setting.devices,
         placement=setting.placement,
         chunks=setting.chunks,
+        device=setting.paths[0] if len(setting.paths) == 1 else None,
         objective=request.objective,
-        makespan=None if timed is None else _plain(figures["makespan"]),
-        span=None if timed is None else _plain(figures["span"]),
-        peak_memory=_plain(figures["memory"]),
+        makespan=None if timed is None else plain(figures["makespan"]),
+        span=None if timed is None else plain(figures["span"]),
+        peak_memory=plain(figures["memory"]),
         peak_memory_per_device=figures["peaks"],
-        bound=_plain(bound),
+        bound=plain(found.bound),
         # The names that every answer has; the unit is the request's.
-        cost_seconds=_plain(cost),
-        bound_seconds=_plain(bound),
-        gap=None if cost is None or bound is None else _gap(cost, bound),
-        proved_by=proved_by,
+        cost_seconds=plain(cost),
+        bound_seconds=plain(found.bound),
+        gap=None if cost is None else _gap(cost, found.bound),
+        proved_by=found.proved_by,
         wall_seconds=seconds,
         reason=found.reason,
-        **_rows(timed, request.problem.is_split),
-        problem=request.problem,
+        **_rows(timed, setting.problem.is_split),
+        problem=setting.problem,
         result=found.result,
         timed=timed,
     )
 
 
-def _figures(request: ScheduleRequest, found: _Found) -> dict[str, Any]:
+def _figures(found: _Found) -> dict[str, Any]:
     """The value of every objective, and the peaks; peaks also of an order that does not fit."""
     if found.timed is None:
         return {"makespan": None, "span": None, "memory": None, "peaks": None}
-    peaks = request.setting.memory.peaks(found.timed.order)
+    peaks = found.setting.memory.peaks(found.timed.order)
     return {
         "makespan": found.timed.makespan(),
         "span": found.timed.longest_span(),
         "memory": max(peaks),
-        "peaks": tuple(map(_plain, peaks)),
+        "peaks": tuple(map(plain, peaks)),
     }
 
 
-def _bound(request: ScheduleRequest, found: _Found) -> tuple[float | None, str]:
-    """A lower bound on the objective of every schedule with these devices, and its argument."""
-    if request.objective == "memory":
-        memory = request.setting.memory
-        return max(max(memory.least(path)) for path in request.setting.paths), ONE_MICROBATCH
-    if request.objective == "makespan" and found.result is not None:
-        return found.result.bound, found.result.proved_by
-    return None if found.timed is None else max(found.timed.loads()), LOAD
-
-
 def _status(
-    request: ScheduleRequest, found: _Found, cost: float | None, bound: float | None
+    request: ScheduleRequest, found: _Found, cost: float | None, stop: StopToken | None
 ) -> Status:
-    if cost is None or bound is None:
-        return Status.INFEASIBLE
-    if found.result is not None and request.objective == "makespan":
-        return found.result.status
-    return Status.OPTIMAL if cost <= bound * (1 + RELATIVE_TOLERANCE) else Status.FEASIBLE
+    result = found.result
+    if cost is None:
+        open_ = request.kind == OPTIMAL and result and not _is_impossible(request, result)
+        return request.limits(stop).status(found=False) if open_ else Status.INFEASIBLE
+    if cost <= found.bound * (1 + RELATIVE_TOLERANCE):
+        return Status.OPTIMAL
+    # The result's own bound may be met up to the rounding of its solver.
+    if request.objective != "memory" and result is not None and result.bound == found.bound:
+        return result.status
+    return request.limits(stop).status(found=True) if request.kind == OPTIMAL else Status.FEASIBLE
 
 
 def _gap(cost: float, bound: float) -> float:
     return max(0.0, (cost - bound) / cost) if cost > 0 else 0.0
 
 
-def _plain(value: float | None) -> float | int | None:
+def plain(value: float | None) -> float | int | None:
     """A whole number as an int, so that integers stay integers."""
     return int(value) if value is not None and float(value).is_integer() else value
 
@@ -223,7 +259,7 @@ def _rows(timed: TimedOrder | None, is_split: bool) -> dict[str, Any]:
         "bubble": (timed.makespan() - load) / load if load else 0.0,
         "idle": timed.idle(),
         "order": [[action for action, _ in row] for row in rows],
-        "starts": [[_plain(start) for _, start in row] for row in rows],
+        "starts": [[plain(start) for _, start in row] for row in rows],
     }
 
 

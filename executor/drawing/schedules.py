@@ -101,7 +101,8 @@ def schedules_page(
         subtitle=subtitle,
         head=head,
         rows=rows,
-        timeline=embed(_figure(panels), buttons=True),
+        heading="One row per device",
+        figure=embed(_figure(panels), buttons=True),
     )
 
 

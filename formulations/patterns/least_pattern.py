@@ -27,23 +27,38 @@ def period_floor(problem: PatternProblem) -> float:
 def least_pattern(model: OrderModel, orders: Ints, least: float = 0.0) -> Pattern | None:
     """The least period of at least ``least`` for ``orders``, with the earliest starts.
 
+    None if the orders are infeasible at every period.
+    """
+    differences = model.differences
+    found = least_period_of(
+        before=np.array([one.before for one in differences]),
+        after=np.array([one.after for one in differences]),
+        seconds=np.array([one.seconds for one in differences]),
+        periods=-np.array([one.periods.at(orders) for one in differences], dtype=float),
+        least=max(least, period_floor(model.problem)),
+        slack=MARGIN * sum(job.seconds for job in model.problem.jobs),
+    )
+    return None if found is None else model.pattern(found[0], found[1].tolist())
+
+
+def least_period_of(
+    before: Ints, after: Ints, seconds: Floats, periods: Floats, least: float, slack: float
+) -> tuple[float, Floats] | None:
+    """The least T of at least ``least`` with start[after] >= start[before] + seconds - periods T.
+
+    Returns T and the earliest starts, counted from that of job 0, which must precede all others.
+
     The period is the maximum ratio of seconds to periods over all cycles of differences. If a
     period is infeasible, the ratio of a violated cycle is the next candidate (Lawler; Dasdan 2004).
     A candidate is never above the optimum, and there are finitely many.
 
-    None if the orders are infeasible at every period.
+    None if no period is feasible.
     """
-    differences = model.differences
-    before = np.array([one.before for one in differences])
-    after = np.array([one.after for one in differences])
-    seconds = np.array([one.seconds for one in differences])
-    periods = -np.array([one.periods.at(orders) for one in differences], dtype=float)
-    slack = MARGIN * sum(job.seconds for job in model.problem.jobs)
-    period = max(least, period_floor(model.problem))
+    period = least
     while True:
         starts, cycle = _longest(before, after, seconds - periods * period, slack)
         if not cycle:
-            return model.pattern(period, starts.tolist())
+            return period, starts
         if periods[cycle].sum() <= 0:
             return None
         period = float(seconds[cycle].sum() / periods[cycle].sum())

@@ -184,7 +184,7 @@ class PatternProblem:
                 yield f"{jobs[i].operation} starts before {jobs[i - 1].operation} ends"
         for members in self.shared:
             occupied = {str(jobs[i].operation): (starts[i], jobs[i].seconds) for i in members}
-            yield from _overlaps(occupied, pattern.period, slack)
+            yield from overlaps(occupied, pattern.period, slack)
         yield from self._broken_updates(pattern, slack)
         for device, room in enumerate(self.room_bytes):
             most = self.peak_bytes(pattern, device)
@@ -209,7 +209,7 @@ class PatternProblem:
             occupied = {
                 f"the all-reduce of stage {s}": (reduces[s], self.reduce[s]) for s in stages
             }
-            yield from _overlaps(occupied, iteration, slack)
+            yield from overlaps(occupied, iteration, slack)
 
     def peak_bytes(self, pattern: "Pattern", device: int) -> float:
         """The peak bytes of a device's microbatches in flight."""
@@ -250,7 +250,7 @@ class Pattern:
     reduces: tuple[float, ...] = ()
 
 
-def _overlaps(
+def overlaps(
     occupied: dict[str, tuple[float, float]], period: float, slack: float
 ) -> Iterator[str]:
     """Overlaps of intervals (start, seconds) on one resource, repeated every period."""

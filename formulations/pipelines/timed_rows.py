@@ -67,7 +67,7 @@ def timetable_of_order(problem: MakespanProblem, order: Order) -> tuple[TimedOrd
     InputError
         If the devices deadlock.
     """
-    timed, sent = with_channels(order, stage_times(problem))
+    timed, sent = with_channels(order, stage_times(problem), problem.duplex == "full")
     shape = (problem.stages, problem.microbatches)
     starts = {kind: np.zeros(shape) for kind in (F, I, W)}
     for row, begun in zip(order.rows, timed.starts, strict=True):

@@ -27,6 +27,8 @@ from stagewright.graphs.models.chain import (
     update_seconds_on,
 )
 
+MOST_LINKS = 100_000  # pairs of groups whose slowest link is kept
+
 
 @dataclass(frozen=True)
 class PipelineProblem:
@@ -124,7 +126,14 @@ class PipelineProblem:
 
         Layers with only a whole backward count 0.
         """
-        return self._gradient_profiles[kind].at(self.samples(replicas))
+        key = (kind, self.samples(replicas))
+        if key not in self._gradient_table:
+            self._gradient_table[key] = self._gradient_profiles[kind].at(key[1])
+        return self._gradient_table[key]
+
+    @cached_property
+    def _gradient_table(self) -> dict[tuple[str, int], ChainCosts]:
+        return {}
 
     def layer_with_whole_backward(self, start: int, stop: int) -> str | None:
         """The first of layers [start, stop) with only the time of a whole backward."""
@@ -162,9 +171,22 @@ class PipelineProblem:
         largest share on the slowest link (SPP section III-B).
         """
         share = self.share_bytes(self.boundary_bytes(stop), len(senders) * len(receivers))
-        there, late_there = self.cluster.pairs.slowest(senders, receivers)
-        back, late_back = self.cluster.pairs.slowest(receivers, senders)
+        there, late_there = self._slowest_link(senders, receivers)
+        back, late_back = self._slowest_link(receivers, senders)
         return share / there + late_there, share / back + late_back
+
+    def _slowest_link(self, ones: Sequence[int], others: Sequence[int]) -> tuple[float, float]:
+        """The slowest bandwidth and latency; searches ask for the same groups again and again."""
+        key = tuple(ones), tuple(others)
+        if key not in self._links:
+            if len(self._links) == MOST_LINKS:
+                self._links.clear()
+            self._links[key] = self.cluster.pairs.slowest(ones, others)
+        return self._links[key]
+
+    @cached_property
+    def _links(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]]:
+        return {}
 
     def share_bytes(self, volume: float, shares: int) -> float:
         """Bytes of the largest of ``shares`` shares of a microbatch with ``volume`` bytes."""
@@ -183,7 +205,7 @@ class PipelineProblem:
         if k == 1:
             return 0.0
         volume = 2 * (k - 1) / k * self.gradient_bytes(start, stop)
-        bandwidth, latency = self.cluster.pairs.slowest(devices, devices)
+        bandwidth, latency = self._slowest_link(devices, devices)
         return volume / bandwidth + 2 * (k - 1) * latency
 
     def update_seconds(self, start: int, stop: int, devices: Sequence[int]) -> float:

@@ -1,7 +1,7 @@
 """Start times of an order whose transfers share channels.
 
-Every pair of neighbouring stages on two devices has one half-duplex channel, and so has each pair
-of copies of them in an order with several paths. A channel serves transfers first come, first
+Every pair of neighbouring stages on two devices has a channel, half or full duplex, and so has each
+pair of copies of them in an order with several paths. A channel serves transfers first come, first
 served (SPP Algorithm 1, lines 9-25). A whole backward sends its gradient when it ends.
 """
 
@@ -16,11 +16,13 @@ from stagewright.graphs.documents.errors import InputError
 Need = tuple[bool, int, int]
 """What a forward (True) or backward of a stage needs for a microbatch."""
 
-Channel = tuple[int, int, int]
-"""The first stage of a pair, its device, and the device of the second."""
+Channel = tuple[int, int, int, bool]
+"""The first stage of a pair, its device, that of the second, whether it is only the way back."""
 
 
-def with_channels(order: Order, times: StageTimes) -> tuple[TimedOrder, dict[Need, float]]:
+def with_channels(
+    order: Order, times: StageTimes, full_duplex: bool = False
+) -> tuple[TimedOrder, dict[Need, float]]:
     """The order with its earliest start times, and the start of every transfer by what it brings.
 
     A transfer between two stages on one device starts where the computation before it ends.
@@ -30,20 +32,23 @@ def with_channels(order: Order, times: StageTimes) -> tuple[TimedOrder, dict[Nee
     InputError
         If the devices deadlock; the message names a computation that waits.
     """
-    starts, sent = channel_starts(order, times)
+    starts, sent = channel_starts(order, times, full_duplex)
     return TimedOrder(order, times, starts), sent
 
 
-def channel_starts(order: Order, times: ActionTimes) -> tuple[Starts, dict[Need, float]]:
+def channel_starts(
+    order: Order, times: ActionTimes, full_duplex: bool = False
+) -> tuple[Starts, dict[Need, float]]:
     """The starts of `with_channels`, in the layout of the rows, for any times of the actions."""
-    return _Run(order, times).finish()
+    return _Run(order, times, full_duplex).finish()
 
 
 class _Run:
     """Events are ends of computations, by device, and of transfers, by channel."""
 
-    def __init__(self, order: Order, times: ActionTimes) -> None:
+    def __init__(self, order: Order, times: ActionTimes, full_duplex: bool) -> None:
         self.order, self.times, self.last = order, times, len(order.paths[0]) - 1
+        self.full_duplex = full_duplex
         self.starts: list[list[float]] = [[] for _ in order.rows]
         self.busy = [False] * len(order.rows)
         self.arrived: set[Need] = {(True, 0, m) for m in range(order.microbatches)}
@@ -103,7 +108,8 @@ class _Run:
             self._arrive(need, now)
             return
         first, second = sorted((stage, following))
-        channel = (first, path[first], path[second])
+        back = self.full_duplex and not forward
+        channel = (first, path[first], path[second], back)
         queue = self.queues.setdefault(channel, deque())
         queue.append(need)
         if len(queue) == 1:

@@ -1,7 +1,7 @@
 """The schedule that is asked for in a plan: a published kind, or the optimum for a placement."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 from pydantic import ConfigDict
 
@@ -11,8 +11,10 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count
 
-OPTIMAL = "optimal"
+OPTIMAL: Final = "optimal"
 USUAL_CHUNKS = 2
+"""Chunks of a stage where a kind allows several and none are asked for."""
+
 OnePath = Literal["line", "loop", "V", "wave"]
 PLACEMENTS: tuple[OnePath, ...] = get_args(OnePath)
 

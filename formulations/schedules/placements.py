@@ -44,10 +44,15 @@ def placed(placement: str, devices: int, chunks: int) -> Device:
     InputError
         If the placement does not have that many stages per device.
     """
-    allowed = {"line": chunks == 1, "V": chunks == 2, "wave": chunks % 2 == 0}
-    if not allowed.get(placement, True):
+    if not allows(placement, chunks):
         needs = {"line": "1 stage", "V": "2 stages", "wave": "an even number of stages"}[placement]
         raise InputError(f"placement {placement} has {needs} per device, got {chunks}")
     if placement in ("V", "wave"):
         return wave(devices, chunks // 2)
     return loop(devices, chunks)
+
+
+def allows(placement: str, chunks: int) -> bool:
+    """Whether a placement with one path can have that many stages per device."""
+    allowed = {"line": chunks == 1, "V": chunks == 2, "wave": chunks % 2 == 0}
+    return allowed.get(placement, True)

@@ -179,7 +179,8 @@ class _Timing:
         """Let a device compute until something that it needs has not arrived."""
         row, begun, arrival = self.order.rows[device], self.begun[device], self.arrival
         now = self.clock[device]
-        for action in row[len(begun) :]:
+        for k in range(len(begun), len(row)):
+            action = row[k]
             stage, kind, m = action.stage, action.kind, action.microbatch or 0
             if kind is not W and (stage or kind is not F):
                 need = (kind is F, stage, m)

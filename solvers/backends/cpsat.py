@@ -42,7 +42,7 @@ def run(form: Intervals, limits: Limits, on_progress: OnProgress) -> Answer[Ints
     solver.parameters.subsolvers.extend(SEARCHES)
     if limits.threads == 1:
         solver.parameters.linearization_level = 0
-    answer = _run(model, starts, solver, limits, on_progress, began)
+    answer = run_model(model, starts, solver, limits, on_progress, began)
     if answer.status is Status.INFEASIBLE:
         return answer
     return replace(answer, bound=max(float(form.lower_bound), answer.bound))
@@ -61,12 +61,12 @@ def run_integers(form: LinearProgram, limits: Limits, on_progress: OnProgress) -
         seconds = perf_counter() - began
         return Answer(Status.INFEASIBLE, None, None, math.inf, seconds, "cp-sat")
     model, columns = build_integers(form)
-    answer = _run(model, columns, cp_model.CpSolver(), limits, on_progress, began)
+    answer = run_model(model, columns, cp_model.CpSolver(), limits, on_progress, began)
     values = None if answer.values is None else answer.values.astype(float)
     return replace(answer, values=values)
 
 
-def _run(
+def run_model(
     model: cp_model.CpModel,
     columns: list[cp_model.IntVar],
     solver: cp_model.CpSolver,

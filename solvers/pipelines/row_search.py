@@ -78,6 +78,11 @@ class RowSearch:
         while goes_on():
             self._annealed(self.best.copy(), self.best_cost, self.random.choice(HEATS))
 
+    def try_rules(self, count: int) -> None:
+        """One round of at most that many rules."""
+        tries = iter(range(count))
+        self._round(lambda: next(tries, None) is not None)
+
     def first(self) -> None:
         """Offer the rule that any problem has a schedule by."""
         self._dispatch(plain_rule(*self.sizes))
@@ -192,7 +197,7 @@ def compile_row_kernels() -> None:
     tiny = MakespanProblem(1, ones, ones, (), (), (0.0,), (1,), weight_gradient=ones)
     search = RowSearch(tiny, seed=0)
     search.first()
-    search._annealed(search.best.copy(), search.best_cost, HEATS[0])
+    anneal_rows(search.times, search.best, search.bounds, search.best_cost, 1.0, 1, search.random)
 
 
 def _own(problem: MakespanProblem, devices: int) -> Ints:

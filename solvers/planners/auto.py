@@ -26,6 +26,7 @@ from stagewright.solvers.planners.baselines.hetpipe import plan_hetpipe
 from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
 from stagewright.solvers.planners.exact import improve_exactly
 from stagewright.solvers.planners.general import plan_general
+from stagewright.solvers.planners.grouped import plan_grouped
 from stagewright.solvers.planners.planner import (
     ANY_RECOMPUTATION,
     Options,
@@ -71,9 +72,10 @@ def plan_auto(
 
     A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
     early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a search
-    on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, the search over
-    all finite plans, one on the stages of its plan and a bound on the plans that share devices if
-    that is best, and the exact joint planner.
+    on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, a search over
+    stages that share groups of devices, one over all finite plans, searches on the stages and the
+    order of its plan and a bound on the plans that share devices if that is best, and the exact
+    joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
@@ -88,6 +90,7 @@ def plan_auto(
         ("servers", plan_servers, portfolio.is_open, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
+        ("grouped", portfolio.group, portfolio.has_time, 1 / 2),
         ("general", portfolio.search, portfolio.has_time, 1 / 2),
         ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
         ("general, reordered", portfolio.reorder, portfolio.is_general, 1 / 3),
@@ -203,6 +206,12 @@ class _Portfolio:
         if self.best is None:
             return NoPlan("no plan to refine", proved=False)
         return refine(problem, self.best, limits, on_progress)
+
+    def group(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """A search over stages that share groups of devices."""
+        return plan_grouped(problem, self.proposals, limits, on_progress)
 
     def reorder(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress

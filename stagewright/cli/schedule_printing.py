@@ -8,8 +8,10 @@ from stagewright.cli.console import out, percent, print_lines, print_table
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from stagewright.executor.drawing.memory_curve import Curve
     from stagewright.formulations.schedules.timing import TimedOrder
     from stagewright.service.pipeline_answers import (
+        MemoryCurve,
         ScheduleAnswer,
         ScheduleComparison,
         ScheduleFigures,
@@ -19,6 +21,7 @@ FIGURES = (
     "<kind", "<placement", "chunks", "<status", "makespan", "span", "bubble", "idle", "memory",
     "bound", "gap",
 )  # fmt: skip
+CURVE_HEAD = ("memory", "makespan", "span", "bound", "gap", "<proved by", "<status")
 WIDE_ONLY = ("chunks", "<status", "span", "bound")  # columns of terminals of ...
 WIDE = 100  # ... so many characters
 STYLES = {
@@ -59,6 +62,51 @@ def cells(one: "ScheduleFigures") -> tuple[str, ...]:
         f"{one.makespan:g}", f"{one.span:g}", percent(one.bubble), percent(one.idle),
         f"{one.peak_memory:g}", f"{one.bound:g}", percent(one.gap),
     )  # fmt: skip
+
+
+def print_curve(answer: "MemoryCurve") -> None:
+    """The table of the limits, and of the published kinds."""
+    print_table(CURVE_HEAD, curve_cells(answer))
+    cost = answer.objective
+    print_lines(
+        *(
+            f"{one.kind} has {cost} {getattr(one, cost):g} with peak memory {one.peak_memory:g}"
+            for one in answer.kinds
+        ),
+        f"{answer.status}, {answer.wall_seconds:.2f} s",
+    )
+
+
+def curve_title(answer: "MemoryCurve") -> str:
+    """What the curve is of, in one line."""
+    chunks = f", {answer.chunks} chunks per device" if answer.chunks not in (None, 1) else ""
+    return (
+        f"{answer.stages} stages · {answer.microbatches} microbatches · "
+        f"placement {answer.placement}{chunks} · {answer.status}"
+    )
+
+
+def drawn_curve(answer: "MemoryCurve") -> "Curve":
+    """The curve to draw."""
+    from stagewright.executor.drawing.memory_curve import Curve
+
+    name = answer.objective
+    points = [one.model_dump() for one in answer.points]
+    memory, cost, bound = (tuple(one[key] for one in points) for key in ("memory", name, "bound"))
+    kinds = [one.model_dump() for one in answer.kinds]
+    others = tuple((one["kind"], one["peak_memory"], one[name]) for one in kinds)
+    return Curve(memory, cost, bound, name, others)
+
+
+def curve_cells(answer: "MemoryCurve") -> list[tuple[str, ...]]:
+    """The rows of a curve in a table with the head ``CURVE_HEAD``."""
+    return [
+        (
+            f"{one.memory:g}", f"{one.makespan:g}", f"{one.span:g}", f"{one.bound:g}",
+            percent(one.gap), one.proved_by, one.status,
+        )
+        for one in answer.points
+    ]  # fmt: skip
 
 
 def name_of(one: "ScheduleFigures") -> str:

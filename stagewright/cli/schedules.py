@@ -1,6 +1,6 @@
-"""``schedule``: one schedule of stages with given times, or all published ones side by side."""
+"""``schedule``: one schedule of stages with given times, all published ones, or a curve."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,9 +23,14 @@ from stagewright.cli.makespans import Backend, find, limit_fields
 from stagewright.cli.outputs import Writes
 from stagewright.cli.schedule_options import read_stages
 from stagewright.cli.schedule_printing import (
+    CURVE_HEAD,
     FIGURES,
     cells,
+    curve_cells,
+    curve_title,
+    drawn_curve,
     print_comparison,
+    print_curve,
     print_schedule,
     title_of,
 )
@@ -57,6 +62,24 @@ class Placement(StrEnum):
     LOOP = "loop"
     V = "V"
     WAVE = "wave"
+
+
+class Placing(StrEnum):
+    """A placement, the best of them, or one of our own."""
+
+    LINE = "line"
+    LOOP = "loop"
+    V = "V"
+    WAVE = "wave"
+    ANY = "any"
+    FREE = "free"
+
+
+class Duplex(StrEnum):
+    """Whether the two directions of a channel share it (half) or not (full)."""
+
+    HALF = "half"
+    FULL = "full"
 
 
 class Objective(StrEnum):
@@ -109,6 +132,14 @@ def schedule(
     compare: Annotated[
         bool, typer.Option("--compare", help="All kinds that fit, and the optimum, in one table.")
     ] = False,
+    curve: Annotated[
+        bool,
+        typer.Option(
+            "--curve",
+            help="The optimum for every limit in --memory, each with its bound; without --memory "
+            "from the least possible to where more is of no use. --html and --png draw it.",
+        ),
+    ] = False,
     chunks: Annotated[
         int | None,
         typer.Option(
@@ -119,9 +150,11 @@ def schedule(
         ),
     ] = None,
     placement: Annotated[
-        Placement | None,
+        Placing | None,
         typer.Option(
-            help="Where the chunks of the kinds pe and optimal are; others have theirs.",
+            help="Where the chunks of the kinds pe and optimal are; others have theirs. For "
+            "optimal also the best of these (any), or on any device (free): then a stage's chunks "
+            "follow each other in the model.",
             case_sensitive=False,
         ),
     ] = None,
@@ -155,8 +188,8 @@ def schedule(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Limit on that memory: one, or one per device. zb1p, zb2p and zbv keep it; other "
-            "kinds fit or do not.",
+            help="Limit on that memory: one, or one per device. zb1p, zb2p, zbv and optimal keep "
+            "it; other kinds fit or do not.",
             metavar="N,...",
         ),
     ] = None,
@@ -164,9 +197,21 @@ def schedule(
         Objective,
         typer.Option(
             help="What bound, gap and status are of, and what --compare sorts by: the end; the "
-            "longest time of a device from its first to its last computation; peak memory."
+            "longest time of a device from its first to its last computation; peak memory. Kind "
+            "optimal minimises it."
         ),
     ] = Objective.MAKESPAN,
+    makespan_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="With --kind optimal --objective memory: the least memory of schedules that take "
+            "at most this.",
+            metavar="TIME",
+        ),
+    ] = None,
+    duplex: Annotated[
+        Duplex, typer.Option(help="Whether the two directions of a channel share it.")
+    ] = Duplex.HALF,
     html: Annotated[
         Path | None,
         typer.Option(help="Draw the devices' rows on a page.", metavar="FILE"),
@@ -196,17 +241,30 @@ def schedule(
         ),
         "chunks": chunks,
         "objective": objective.value,
+        "duplex": duplex.value,
         "backend": backend,
     }
+    of_one = {"--kind": kind, "--makespan-limit": makespan_limit, "--csv": csv}
     if compare:
-        for option, given in (("--kind", kind), ("--placement", placement), ("--csv", csv)):
-            if given is not None:
-                raise InputError(f"{option} is of one schedule; leave it or --compare out")
+        _require_none("--compare", {**of_one, "--placement": placement})
         return _compare(fields, html, png, as_json)
+    if curve:
+        _require_none("--curve", of_one)
+        fields["placement"] = None if placement is None else placement.value
+        return _curve(fields, html, png, as_json)
     fields["kind"] = kind or "optimal"
     if placement is not None:
         fields["placement"] = placement.value
+    if makespan_limit is not None:
+        fields["makespan_limit"] = makespan_limit
     return _schedule(fields, html, png, csv, as_json)
+
+
+def _require_none(option: str, others: Mapping[str, object]) -> None:
+    """Refuse options that are of a single schedule."""
+    for other, given in others.items():
+        if given is not None:
+            raise InputError(f"{other} is of one schedule; leave it or {option} out")
 
 
 def _schedule(
@@ -246,6 +304,31 @@ def _compare(fields: dict[str, object], html: Path | None, png: Path | None, as_
         print_comparison(answer, lambda reason: with_option(reason, fields, SPELLED))
         print_lines(*(f"{path} is written" for path in files))
     return 0 if answer.schedules else 1
+
+
+def _curve(fields: dict[str, object], html: Path | None, png: Path | None, as_json: bool) -> int:
+    from stagewright.graphs.documents.documents import write_bytes, write_text
+    from stagewright.service.memory_curves import schedule_curve
+    from stagewright.service.pipeline_requests import MemoryCurveRequest
+
+    request = ask(MemoryCurveRequest, SPELLED, **fields)
+    answer = find(schedule_curve, request, "scheduling for every limit of memory")
+    if html is not None or png is not None:
+        from stagewright.executor.drawing.memory_curve import curve_page, curve_png
+
+        with progress("drawing"):
+            drawn, subtitle = drawn_curve(answer), curve_title(answer)
+            if html is not None:
+                write_text(html, curve_page(drawn, subtitle, CURVE_HEAD, curve_cells(answer)))
+            if png is not None:
+                write_bytes(png, curve_png(drawn))
+    files = [path for path in (html, png) if path is not None]
+    if as_json:
+        print_json(answer.json_object() | {"files": list(map(str, files))})
+    else:
+        print_curve(answer)
+        print_lines(*(f"{path} is written" for path in files))
+    return 0
 
 
 def _require_torch(kind: str) -> None:

@@ -232,7 +232,9 @@ def schedule(
     saved: Sequence[float] = (),
     freed: Sequence[float] = (),
     memory: Sequence[float] = (),
+    duplex: str = "half",
     objective: str = "makespan",
+    makespan_limit: float | None = None,
     time_limit: float = 10.0,
     threads: int = 1,
     seed: int = 0,
@@ -264,14 +266,20 @@ def schedule(
         the kind places them. None: 2 where the kind has chunks.
     placement
         Where the chunks of the kinds ``pe`` and ``optimal`` are: ``line``, ``loop``, ``V`` or
-        ``wave``.
+        ``wave``; for ``optimal`` also the best of them (``any``), or on any device (``free``), with
+        a stage's chunks in sequence.
     saved, freed
         What a forward of each stage adds to the memory of its device, in any unit, and what its
         input gradient gives back; the rest is for the weight gradient. Empty: 1 and 0.
     memory
         Limit on that memory of each device, or one for all; empty: none.
     objective
-        What bound, gap and status are of: ``makespan``, ``span`` or ``memory``.
+        What bound, gap and status are of, and what the optimal schedule minimises: ``makespan``,
+        ``span`` or ``memory``.
+    makespan_limit
+        With the objective ``memory``: the optimal schedule takes at most this.
+    duplex
+        Whether the two directions of a channel share it (``half``) or not (``full``).
     backend
         Solver of the optimal schedule (default: CP-SAT).
     """
@@ -286,7 +294,9 @@ def schedule(
         kind=kind,
         chunks=chunks,
         placement=placement,
+        duplex=duplex,
         objective=objective,
+        makespan_limit=makespan_limit,
         time_limit=time_limit,
         threads=threads,
         seed=seed,
@@ -308,6 +318,7 @@ def compare_schedules(
     saved: Sequence[float] = (),
     freed: Sequence[float] = (),
     memory: Sequence[float] = (),
+    duplex: str = "half",
     objective: str = "makespan",
     time_limit: float = 10.0,
     threads: int = 1,
@@ -328,6 +339,7 @@ def compare_schedules(
             freed=freed, memory=memory,
         ),
         chunks=chunks,
+        duplex=duplex,
         objective=objective,
         time_limit=time_limit,
         threads=threads,

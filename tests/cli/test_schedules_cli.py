@@ -118,6 +118,78 @@ def test_heuristics_keep_the_limit(kind: str) -> None:
     assert tight["makespan"] >= free["makespan"]
 
 
+def test_the_optimum_keeps_memory_and_minimises_the_span() -> None:
+    """Zero-bubble's published example: 195 with memory 10, where its heuristic has 198."""
+    example = of(
+        4, 12, "--saved", "2,1,1", "--memory", 10, "--time-limit", 20, times="5,6,4"
+    )  # fmt: skip
+    found = answered_json(*example)
+    assert (found["status"], found["makespan"], found["bound"]) == ("optimal", 195, 195)
+    assert found["peak_memory"] <= 10
+    span = answered_json(*of(4, 8, "--objective", "span", "--memory", 5))
+    assert (span["status"], span["span"], span["bound"]) == ("optimal", 26, 26)
+
+
+def test_the_least_memory_within_a_makespan() -> None:
+    options = [*of(4, 8, "--chunks", 2, "--placement", "v"), "--objective", "memory"]
+    least = answered_json(*options, "--makespan-limit", 26)
+    assert (least["status"], least["peak_memory"], least["bound"]) == ("optimal", 3.5, 3.5)
+    assert least["makespan"] <= 26
+    alone = answered_json(*options)
+    assert (alone["status"], alone["peak_memory"], alone["bound"]) == ("optimal", 1, 1)
+    none = answered_json(*options, "--makespan-limit", 23, code=1)
+    assert (none["status"], none["makespan"]) == ("infeasible", None)
+    assert "no schedule has a makespan of at most 23" in none["reason"]
+
+
+def test_the_best_placement() -> None:
+    """Any of the named ones, with the least of their bounds; free, with a bound of its own."""
+    named = [
+        answered_json(*of(2, 3, "--chunks", 2, "--placement", name, times="2,4"))
+        for name in ("loop", "v")
+    ]
+    found = answered_json(*of(2, 3, "--chunks", 2, "--placement", "any", times="2,4"))
+    assert found["makespan"] == min(one["makespan"] for one in named)
+    assert found["bound"] == min(one["bound"] for one in named)
+    unequal = of(3, 4, "--placement", "free", "--time-limit", 3, times="1,1;5,5;1,1")
+    free = answered_json(*unequal)
+    assert free["bound"] <= free["makespan"]
+    assert sorted(set(free["device"])) == [0, 1, 2]
+
+
+# --curve
+
+
+def test_a_curve_of_memory(tmp_path: Path) -> None:
+    """More memory is never slower; the published kinds are not below the curve."""
+    page, picture = tmp_path / "a.html", tmp_path / "a.png"
+    found = answered_json(
+        *of(2, 3, "--chunks", 2, "--placement", "v", "--curve", "--time-limit", 60),
+        "--html",
+        page,
+        "--png",
+        picture,
+    )
+    assert found["status"] == "optimal"
+    ends = [point["makespan"] for point in found["points"]]
+    memories = [point["memory"] for point in found["points"]]
+    assert memories[0] == 1
+    assert ends == sorted(ends, reverse=True)
+    assert [point["bound"] for point in found["points"]] == ends
+    for kind in found["kinds"]:
+        fitting = [
+            end
+            for memory, end in zip(memories, ends, strict=False)
+            if memory <= kind["peak_memory"]
+        ]
+        assert kind["makespan"] >= min(fitting)
+    assert {"zbv", "v-half"} <= {kind["kind"] for kind in found["kinds"]}
+    assert "zbv" in page.read_text()
+    assert matplotlib.image.imread(picture).shape[1] == 1500
+    some = answered(*of(2, 4, "--curve", "--memory", "2,1"))
+    assert [line.split()[0] for line in some.splitlines()[3:5]] == ["1", "2"]
+
+
 def test_objectives_have_their_own_bounds() -> None:
     span = answered_json(*of(4, 12, "--kind", "zbv", "--objective", "span"))
     assert (span["status"], span["bound"], span["span"]) == ("optimal", 36, 36)
@@ -143,9 +215,18 @@ def test_objectives_have_their_own_bounds() -> None:
         (["--saved", "4,1,2"], "stage 0: I and W must give back what F adds, 4, not 1 + 2"),
         (["--saved", "1,2"], "--saved: 2 numbers; write f for every stage or f,i,w"),
         (["--saved", "2,3,-1"], "--saved: i[0] must be 0 to 2"),
-        (["--memory", "4"], "--memory cannot limit kind optimal yet"),
-        (["--objective", "span"], "--objective span is not possible with kind optimal yet"),
-        (["--chunks", "2"], "--placement must be given for optimal with chunks: loop, V or wave"),
+        (["--memory", "0.5"], "--memory[0] must be at least 1.0, one microbatch"),
+        (["--memory", "4", "--backend", "highs"], "highs takes neither memory nor spans"),
+        (["--objective", "span", "--backend", "highs"], "takes neither memory nor spans; use cp"),
+        (["--chunks", "2"], "--placement must be given for optimal with chunks: loop, V, wave, or"),
+        (["--kind", "pe", "--placement", "any"], "--placement any is for kind optimal, not pe"),
+        (["--placement", "free", "--objective", "memory"], "memory is for named placements"),
+        (["--placement", "free", "--memory", "4,4,4,5"], "memory must be one value for placement"),
+        (["--makespan-limit", "9"], "--makespan-limit is for kind optimal with objective memory"),
+        (["--curve", "--kind", "zbv"], "--kind is of one schedule; leave it or --curve out"),
+        (["--curve", "--objective", "memory"], "--objective memory is for single schedules"),
+        (["--curve", "--memory", "2,0.5"], "--memory[0] must be at least 1.0"),
+        (["--curve", "--placement", "any"], "'line', 'loop', 'V' or 'wave', got 'any'"),
         (["--chunks", "3", "--placement", "v"], "--placement V has 2 stages per device, got 3"),
         (["--kind", "zbv", "--placement", "loop"], "--placement of zbv is V, got loop"),
         (["--kind", "zbv", "--devices", "0,1,0,1"], "zbv has its own, 0,1,1,0"),
@@ -212,15 +293,18 @@ def test_a_comparison_says_what_does_not_fit() -> None:
     assert "gpipe holds 6 on device 0, whose limit is 4" in reasons["gpipe"]
     assert "splits backwards" in reasons["zb-h1"]
     assert "multiple of 4 microbatches" in reasons["interleaved"]
-    assert "memory cannot limit kind optimal" in reasons["optimal"]
-    assert {one["kind"] for one in found["schedules"]} == {"1f1b", "chimera", "hanayo"}
+    assert {one["kind"] for one in found["schedules"]} == {"1f1b", "chimera", "hanayo", "optimal"}
+    for one in found["schedules"]:
+        assert one["peak_memory"] <= 4
+        assert one["bound"] <= one["makespan"]
     text = answered(*options)
     assert "without zb-h1: --times: weight gradient is needed" in text
     assert "pipedream" in text  # in the row of 1f1b
     by_memory = answered_json(*of(4, 8, "--compare", "--objective", "memory"))
     peaks = [one["peak_memory"] for one in by_memory["schedules"]]
     assert peaks == sorted(peaks)
-    assert by_memory["schedules"][0]["kind"] == "v-min"
+    kinds = [one["kind"] for one in by_memory["schedules"]]
+    assert kinds.index("v-min") == kinds.count("optimal")  # the first after the least of all
 
 
 def test_a_comparison_refuses_what_no_kind_takes() -> None:

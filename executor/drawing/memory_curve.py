@@ -1,0 +1,118 @@
+"""The best cost of a schedule for every limit of memory: PNG and HTML."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
+from stagewright.executor.drawing.figures import new_figure
+from stagewright.executor.drawing.page import embed, render
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+TEMPLATE = "schedules.html.jinja"
+WIDTH_INCHES, HEIGHT_INCHES, HEIGHT_PIXELS = 10.0, 5.5, 520
+BEST_COLOUR, BOUND_COLOUR, KIND_COLOUR = "#2b6cb0", "#b02a30", "#3c4a5a"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """``cost`` and ``bound`` (named ``cost_name``) per limit in ``memory``.
+
+    ``others`` are schedules to compare with: name, memory, cost.
+    """
+
+    memory: tuple[float, ...]
+    cost: tuple[float, ...]
+    bound: tuple[float, ...]
+    cost_name: str
+    others: tuple[tuple[str, float, float], ...]
+
+    def shown(self) -> list[tuple[str, float, float]]:
+        """The others that are near the curve; their names where they are at one place."""
+        places: dict[tuple[float, float], str] = {}
+        for name, memory, cost in self.others:
+            if memory <= 1.1 * self.memory[-1] and cost <= 1.1 * self.cost[0]:
+                known = places.get((memory, cost))
+                places[memory, cost] = f"{known}, {name}" if known else name
+        return [(name, memory, cost) for (memory, cost), name in places.items()]
+
+
+def curve_png(curve: Curve) -> bytes:
+    """A PNG of the curve, its bound and the others."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for costs, colour, label, style in (
+        (curve.cost, BEST_COLOUR, "best schedule", "o-"),
+        (curve.bound, BOUND_COLOUR, "proved lower bound", "--"),
+    ):
+        axes.step(curve.memory, costs, style, where="post", color=colour, label=label, ms=4)
+    for name, memory, cost in curve.shown():
+        axes.plot(memory, cost, "D", color=KIND_COLOUR, ms=5)
+        axes.annotate(name, (memory, cost), (5, 4), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("limit of memory on every device")
+    axes.set_ylabel(curve.cost_name)
+    axes.legend(frameon=False)
+    axes.grid(color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return save(figure)
+
+
+def curve_page(
+    curve: Curve, subtitle: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """A self-contained page with a table, whose text columns begin with ``<``, and the curve."""
+    return render(
+        TEMPLATE,
+        title=f"Memory and {curve.cost_name}",
+        subtitle=subtitle,
+        head=head,
+        rows=rows,
+        heading="Schedules and bounds",
+        figure=embed(_figure(curve), buttons=True),
+    )
+
+
+def _figure(curve: Curve) -> "Figure":
+    from plotly.graph_objects import Scatter
+
+    figure = new_figure("memory-curve", HEIGHT_PIXELS)
+    for name, costs, colour, dash, mode in (
+        ("best schedule", curve.cost, BEST_COLOUR, "solid", "lines+markers"),
+        ("proved lower bound", curve.bound, BOUND_COLOUR, "dash", "lines"),
+    ):
+        figure.add_trace(
+            Scatter(
+                name=name,
+                x=curve.memory,
+                y=costs,
+                mode=mode,
+                line={"shape": "hv", "color": colour, "dash": dash},
+                hovertemplate=f"{name}: %{{y:.6g}} with memory %{{x:.6g}}<extra></extra>",
+            )
+        )
+    shown = curve.shown()
+    if shown:
+        names, memory, costs = zip(*shown, strict=True)
+        figure.add_trace(
+            Scatter(
+                name="published schedules",
+                x=memory,
+                y=costs,
+                text=names,
+                mode="markers+text",
+                textposition="top right",
+                marker={"color": KIND_COLOUR, "symbol": "diamond", "size": 8},
+                hovertemplate="%{text}: %{y:.6g} with memory %{x:.6g}<extra></extra>",
+            )
+        )
+    figure.update_xaxes(title="limit of memory on every device")
+    figure.update_yaxes(title=curve.cost_name)
+    return figure

@@ -1,0 +1,89 @@
+"""The devices of stages that share them: the best of given placements, improved by local search."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+
+from stagewright.formulations.forms.answers import Limits, silent
+from stagewright.formulations.pipelines.bounds import plans_of, quick_bound
+from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.pipelines.placement_bounds import BALANCE, Balance, placement_bounds
+from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.schedules.placements import Device
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
+
+BALANCING = 0.2  # share of the time for the bound by balance
+TRIALS = 100  # placements that are tried if each takes its share of the time
+DRAWS = 100  # random neighbours without a new one after which the search ends
+
+
+def search_placement(
+    problem_on: Callable[[Device], MakespanProblem],
+    first: Collection[Device],
+    target: float,
+    limits: Limits,
+) -> Device:
+    """The placement with the best schedule found; it uses all devices of the ``first`` ones.
+
+    A placement is tried with the rows that a short search finds, if its bounds allow better ones.
+    The next one differs from the best one in one stage, or in the exchange of two.
+    """
+    began = perf_counter()
+    compile_row_kernels()
+    random = np.random.default_rng(limits.seed)
+    trial = replace(limits, seconds=limits.seconds / TRIALS)
+
+    def cost(device: Device, most: float) -> float:
+        """The cost of the placement, or a bound if it is no better than ``most``."""
+        try:
+            problem = problem_on(device)
+        except InputError:  # no room in memory
+            return np.inf
+        bound = quick_bound(problem)
+        if bound >= most:
+            return bound
+        search = RowSearch(problem, limits.seed)
+        search.first()
+        search.run(max(bound, target), trial)
+        return search.cost
+
+    costs = {device: cost(device, np.inf) for device in first}
+    best = min(costs, key=costs.__getitem__)
+    while costs[best] > target and limits.left(perf_counter() - began) > 0:
+        drawn = (_neighbour(best, random) for _ in range(DRAWS))
+        device = next((one for one in drawn if one is not None and one not in costs), None)
+        if device is None:
+            break
+        costs[device] = cost(device, costs[best])
+        best = device if costs[device] <= costs[best] else best
+    return best
+
+
+def placement_bound(problem: MakespanProblem, devices: int, limits: Limits) -> Bound:
+    """The best bound for every placement of the stages on that many devices."""
+    from stagewright.solvers.backends.cpsat import run_integers  # CP-SAT is slow to import
+
+    plans = plans_of(problem)
+    found = placement_bounds(problem, devices, plans)
+    balance = Balance.of(problem, devices)
+    share = replace(limits, seconds=BALANCING * limits.seconds, backend=None)
+    answer = run_integers(balance.form, share, silent)
+    balanced = Bound(answer.bound * balance.unit, BALANCE, "schedule", plans)
+    return max((*found, balanced), key=lambda bound: bound.seconds)
+
+
+def _neighbour(device: Device, random: np.random.Generator) -> Device | None:
+    """A random change, with devices numbered by first use; None if it leaves a device empty."""
+    changed = list(device)
+    one, other = random.integers(len(device), size=2)
+    if random.random() < 0.5:
+        changed[one], changed[other] = changed[other], changed[one]
+    else:
+        changed[one] = int(random.integers(1 + max(device)))
+    numbers = {home: number for number, home in enumerate(dict.fromkeys(changed))}
+    if len(numbers) <= max(device):
+        return None
+    return tuple(numbers[home] for home in changed)

@@ -1,0 +1,219 @@
+"""Search over pipelines whose stages share groups of devices, each scheduled by rows.
+
+A structure is the cuts of the layers and the group of each stage. Its makespan problem is bounded,
+then solved by a short search for the rows of the groups. The best structures are varied by moves of
+cuts and stages. It finds orders that list schedules do not, for fewer structures.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
+
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.plan_class import SHARED_SPLIT, class_of_stages
+from stagewright.formulations.plans.structure import Structure, misfit
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
+from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of, structure_of
+from stagewright.solvers.planners.reordering import GroupedStages
+from stagewright.solvers.planners.seeds import pipelines
+
+RULES = 30  # tried for each structure
+STARTS = 4  # structures that are varied
+SHIFTS = (1, -1, 2, -2)
+
+
+def plan_grouped(
+    problem: PipelineProblem, known: Sequence[Proposal], limits: Limits, on_progress: OnProgress
+) -> Proposal | NoPlan:
+    """The best plan found whose stages share groups of devices; never worse than the known ones."""
+    compile_row_kernels()
+    search = _GroupedSearch(problem, limits, on_progress)
+    search.run([one for one in known if _is_grouped(structure_of(one))])
+    if search.best is None:
+        return NoPlan("no stages on groups of devices were found to fit", proved=False)
+    return replace(search.best, notes=(f"{len(search.scores)} structures examined",))
+
+
+def _is_grouped(structure: Structure) -> bool:
+    plans = class_of_stages(structure.stages, any(structure.split), "finite", "flush")
+    return SHARED_SPLIT.contains(plans) and not plans.offload
+
+
+@dataclass
+class _GroupedSearch:
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    began: float = field(default_factory=monotonic)
+    best: Proposal | None = None
+    cost: float = float("inf")
+    scores: dict[Structure, float] = field(default_factory=dict)
+
+    def run(self, known: Sequence[Proposal]) -> None:
+        """Score seeds, then vary the best ones in turn."""
+        rng = random.Random(self.limits.seed)
+        for one in known:
+            seconds = cost_of(self.problem, one)
+            if seconds < self.cost:
+                self.best, self.cost = one, seconds
+        self._score_all([*map(structure_of, known), *self._seeds()])
+        climbers = sorted(self.scores, key=self.scores.__getitem__)[:STARTS]
+        moves = {one: self._neighbours(one, rng) for one in climbers}
+        while moves and not self._over():
+            for start in list(moves):
+                self._vary(start, moves, rng)
+
+    def _score_all(self, seeds: Sequence[Structure]) -> None:
+        """Score seeds for half of the time, those with the least bounds first."""
+        bounds: dict[Structure, float] = {}
+        for seed in dict.fromkeys(seeds):
+            if not self._over():
+                bounds[seed] = self._bound(seed)
+        for seed in sorted(bounds, key=bounds.__getitem__):
+            if self._left() >= self.limits.seconds / 2:
+                self._score(seed, self.cost)
+
+    def _vary(
+        self, start: Structure, moves: dict[Structure, Iterator[Structure]], rng: random.Random
+    ) -> None:
+        """Try the next neighbour of ``start``, which takes its place if it is better."""
+        found = next((one for one in moves[start] if one not in self.scores), None)
+        if found is None:
+            del moves[start]
+        elif self._score(found, self.scores[start]) < self.scores[start]:
+            del moves[start]
+            moves[found] = self._neighbours(found, rng)
+
+    def _left(self) -> float:
+        return self.limits.left(monotonic() - self.began)
+
+    def _over(self) -> bool:
+        return self._left() <= 0
+
+    def _seeds(self) -> Iterator[Structure]:
+        """Balanced pipelines on groups of devices, with split backwards where layers allow."""
+        for seed in pipelines(self.problem, recursive_device_order(self.problem.cluster)):
+            if _is_grouped(seed):
+                yield self._of(seed.stages, is_split=True)
+
+    def _of(self, stages: Sequence[Stage], is_split: bool) -> Structure:
+        """The structure of the stages; neighbours on the same group are one."""
+        merged: list[Stage] = []
+        for stage in stages:
+            if merged and merged[-1].devices == stage.devices:
+                layers = merged[-1].layers[0], stage.layers[1]
+                merged[-1] = replace(stage, layers=layers)
+            else:
+                merged.append(stage)
+        return Structure(
+            tuple(merged),
+            tuple(
+                is_split and self.problem.layer_with_whole_backward(*stage.layers) is None
+                for stage in merged
+            ),
+        )
+
+    def _problems(self, structure: Structure) -> tuple[GroupedStages, list[MakespanProblem]]:
+        """The makespan problems of a structure, the one with all-reduces in parallel first."""
+        grouped = GroupedStages.of(self.problem, structure)
+        fits = misfit(self.problem, structure, grouped.work) is None
+        return grouped, [*grouped.problems()] if fits else []
+
+    def _bound(self, structure: Structure) -> float:
+        """A bound on the structure's schedules; inf if it does not fit."""
+        _, problems = self._problems(structure)
+        return quick_bound(problems[0]) if problems else float("inf")
+
+    def _score(self, structure: Structure, ceiling: float) -> float:
+        """The cost of the best rows found in a short search; a bound if that is above a ceiling."""
+        grouped, problems = self._problems(structure)
+        score = quick_bound(problems[0]) if problems else float("inf")
+        if score < ceiling:
+            # The all-reduces in the order that promises most.
+            rows = RowSearch(min(problems[1:] or problems, key=quick_bound), self.limits.seed)
+            rows.first()
+            rows.try_rules(RULES)
+            found = Proposal(structure.stages, grouped.starts(rows.timetable()))
+            score = cost_of(self.problem, found)
+            if score < self.cost:
+                self.best, self.cost = found, score
+                made = partial(Proposal, found.stages, found.starts)
+                self.on_progress(Progress(monotonic() - self.began, score, 0.0, made))
+        self.scores[structure] = score
+        return score
+
+    def _neighbours(self, structure: Structure, rng: random.Random) -> Iterator[Structure]:
+        """One change to the cuts or the groups, in random order."""
+        stages, is_split = structure.stages, any(structure.split)
+        groups = list(dict.fromkeys(stage.devices for stage in stages))
+        last = len(stages) - 1
+        changes: list[Callable[[], Stages | None]] = [
+            partial(_shifted, stages, s, by) for s in range(last) for by in SHIFTS
+        ]
+        changes += [
+            partial(_placed, stages, s, group)
+            for s, stage in enumerate(stages)
+            for group in groups
+            if group != stage.devices
+        ]
+        changes += [
+            partial(_swapped, stages, s, t) for s in range(last + 1) for t in range(s + 1, last + 1)
+        ]
+        changes += [
+            partial(_divided, stages, s, at, group)
+            for s, stage in enumerate(stages)
+            for at in range(stage.layers[0] + 1, stage.layers[1])
+            for group in groups
+            if group != stage.devices
+        ]
+        rng.shuffle(changes)
+        for change in changes:
+            changed = change()
+            if changed is not None:
+                found = self._of(changed, is_split)
+                if _fits(self.problem, found):
+                    yield found
+        yield self._of(stages, not is_split)
+
+
+Stages = tuple[Stage, ...]
+
+
+def _fits(problem: PipelineProblem, structure: Structure) -> bool:
+    """Whether every microbatch has enough samples for the replicas."""
+    return all(
+        len(stage.devices) <= problem.most_replicas(*stage.layers) for stage in structure.stages
+    )
+
+
+def _shifted(stages: Stages, s: int, by: int) -> Stages | None:
+    one, other = stages[s : s + 2]
+    border = one.layers[1] + by
+    if not one.layers[0] < border < other.layers[1]:
+        return None
+    one = replace(one, layers=(one.layers[0], border))
+    return (*stages[:s], one, replace(other, layers=(border, other.layers[1])), *stages[s + 2 :])
+
+
+def _placed(stages: Stages, s: int, group: tuple[str, ...]) -> Stages:
+    return (*stages[:s], replace(stages[s], devices=group), *stages[s + 1 :])
+
+
+def _swapped(stages: Stages, s: int, t: int) -> Stages | None:
+    one, other = stages[s].devices, stages[t].devices
+    return None if one == other else _placed(_placed(stages, s, other), t, one)
+
+
+def _divided(stages: Stages, s: int, at: int, group: tuple[str, ...]) -> Stages:
+    """Stage s in two parts, the later one on another group."""
+    first, stop = stages[s].layers
+    one = replace(stages[s], layers=(first, at))
+    other = replace(stages[s], layers=(at, stop), devices=group)
+    return (*stages[:s], one, other, *stages[s + 1 :])
