@@ -165,11 +165,27 @@ def _published(problem: PipelineProblem, name: str, layout: Layout) -> Found:
     if kind.depends_on_times:
         order = schedule_of(name, _priced(problem, layout))
     weights, note = _weights(kind.weights, name, stages)
-    starts = starts_in_order(problem, stages, order, WEIGHT_RULES[weights])
-    if not WEIGHT_RULES[weights].updates_every_round:
-        starts |= _endings(problem, structure, starts)
-    notes = tuple(filter(None, (layout.note, note)))
-    return _fitting(problem, name, Proposal(stages, starts, notes=notes, weights=weights))
+    found = in_order(problem, stages, order, weights)
+    return _fitting(problem, name, replace(found, notes=tuple(filter(None, (layout.note, note)))))
+
+
+def in_order(
+    problem: PipelineProblem, stages: tuple[Stage, ...], order: Order, weights: Weights = "flush"
+) -> Proposal:
+    """The proposal that follows an order as early as possible; memory is not checked.
+
+    All-reduces and optimizer steps follow the backwards.
+
+    Raises
+    ------
+    InputError
+        If the devices deadlock.
+    """
+    rule = WEIGHT_RULES[weights]
+    starts = starts_in_order(problem, stages, order, rule)
+    if not rule.updates_every_round:
+        starts |= _endings(problem, stages, starts)
+    return Proposal(stages, starts, weights=weights)
 
 
 def _require_parts(problem: PipelineProblem, name: str) -> None:
@@ -225,9 +241,10 @@ def _without_flush(
     return PeriodicProposal(layout.stages, pattern, period, (), notes)
 
 
-def _endings(problem: PipelineProblem, structure: Structure, starts: Blocks) -> Blocks:
+def _endings(problem: PipelineProblem, stages: tuple[Stage, ...], starts: Blocks) -> Blocks:
     """All-reduces and optimizer steps; a whole backward is its two parts in sequence here."""
-    work, endings, _ = work_of(problem, structure)
+    split = tuple(bool(row.any()) for row in ~np.isnan(starts[I]))
+    work, endings, _ = work_of(problem, Structure(stages, split))
     rows = np.full_like(work.seconds, np.nan)
     rows[FORWARD], rows[BACKWARD] = starts[F], np.fmin(starts[B], starts[I])
     after = rows[BACKWARD] + work.seconds[BACKWARD]

@@ -26,6 +26,7 @@ from stagewright.executor.programs.work import InvalidProgram
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict
 from stagewright.formulations.forms.answers import Limits, Status, silent
+from stagewright.formulations.pipelines.timed_rows import order_of_times
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern
 from stagewright.formulations.plans.memory import stage_static_bytes
@@ -34,6 +35,7 @@ from stagewright.formulations.plans.plan import (
     PipelinePlan,
     Schedule,
     ScheduledAction,
+    Stage,
     save_plan,
 )
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
@@ -44,8 +46,16 @@ from stagewright.formulations.schedules.planned import copies_of
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import save_cluster
 from stagewright.graphs.models.chain import save_model
-from stagewright.solvers.planners.order import plan_order
-from stagewright.solvers.planners.proposal import Choices, NoPlan, PeriodicProposal
+from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.planners.order import in_order, plan_order
+from stagewright.solvers.planners.proposal import (
+    Choices,
+    NoPlan,
+    PeriodicProposal,
+    cost_of,
+    proposal_of,
+    scheduling_of,
+)
 from stagewright.solvers.planning import plan
 
 LIMITS = Limits(1.0)
@@ -349,6 +359,30 @@ def test_copies_that_do_not_take_turns_are_refused():
     )
     with pytest.raises(InputError, match="stage 0: microbatch 1 is on device 0; the copies"):
         copies_of(Order(rows, (0, 0, 1, 1)))
+
+
+# --- Timetables -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["optimal", "gpipe", "1f1b", "pe"])
+def test_a_timetable_and_its_order_are_plans(kind):
+    """The times themselves make a plan, and so does their order."""
+    asked = small_problem(8, 4, 6)
+    stages = tuple(Stage((2 * v, 2 * v + 2), (f"g{v}",)) for v in range(4))
+    scheduling = scheduling_of(asked, stages)
+    times = solve_schedule(scheduling, kind, LIMITS).timetable
+    exact = proposal_of(asked, stages, times)
+    ordered = in_order(asked, stages, order_of_times(scheduling, times))
+    for proposal in (exact, ordered):
+        found = assemble(asked, "by hand", proposal.stages, proposal.starts)
+        assert check(asked, found) == ()
+        verify(found, lower(found))
+    assert cost_of(asked, exact) == pytest.approx(times.makespan(scheduling))
+    rows = [
+        tuple(one.action for one in row if str(one.action.kind) in "FB")
+        for row in lower(assemble(asked, "by hand", ordered.stages, ordered.starts)).rows
+    ]
+    assert rows == list(order_of_times(scheduling, times).rows)
 
 
 # --- What is asked for ------------------------------------------------------------------------

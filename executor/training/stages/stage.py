@@ -5,10 +5,10 @@ recomputed forward draws the same, and so that no cut changes the draws. A repli
 that has some of the samples draws for all of them and takes its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from stagewright.executor.programs.shares import Rows
 Tensors = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]
 Seed = Callable[[int], int]  # of the stage's i-th layer
-Buffer = tuple[dict[str, Tensor | None], str, Tensor | None]  # where it is held, its name, itself
+Place = tuple[dict[str, Tensor | None], str]  # where a tensor is held, and its name
+Buffer = tuple[dict[str, Tensor | None], str, Tensor | None]  # its place, and itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,14 @@ class StageComputation:
         self.device = device
         self.autocast = autocast
         self._pieces: dict[int, SplitLayer | None] = {}
+        # Of the layers in pieces; versions of the weights change what is held there.
+        self._parameters: dict[int, list[Place]] = {}
+        self._own_buffers: dict[int, list[Place]] = {}
         self._flights: dict[int, _InFlight] = {}
         self._share = share
         self._buffers = self._find_buffers()
 
-    def _find_buffers(self) -> list[list[tuple[dict[str, Tensor | None], str]]]:
+    def _find_buffers(self) -> list[list[Place]]:
         """Per layer, where it holds a buffer that some layer of the stage changes."""
         every = [
             [
@@ -152,6 +156,9 @@ class StageComputation:
         for i, layer in enumerate(self.layers):
             if i in self._pieces:
                 continue
+            modules = [*layer.captured.module.modules()]
+            self._parameters[i] = _places([one._parameters for one in modules])
+            self._own_buffers[i] = _places([one._buffers for one in modules])
             examples = [
                 torch.empty(value.shape, dtype=value.dtype, device=self.device)
                 for value in layer.inputs
@@ -221,20 +228,16 @@ class StageComputation:
     def weight_gradient(self, microbatch: int) -> None:
         """W: the weights' gradients are summed up."""
         flight = self._flights.pop(microbatch)
-        for layer, pieces, saved in zip(
-            self.layers, self._in_order(), reversed(flight.for_weights), strict=True
-        ):
+        for i, saved in enumerate(reversed(flight.for_weights)):
+            pieces = self._pieces[i]
             if saved is None or pieces is None:
                 continue
             # Gradients of all versions are summed up in the same tensors.
             for parameter, gradient in zip(
-                layer.captured.module.parameters(), pieces.weight_gradient(saved), strict=True
+                _held(self._parameters[i]), pieces.weight_gradient(saved), strict=True
             ):
                 if gradient is not None and parameter.grad is not None:
-                    parameter.grad += gradient
-
-    def _in_order(self) -> Iterator[SplitLayer | None]:
-        return (self._pieces[i] for i in range(len(self.layers)))
+                    parameter.grad.add_(gradient)
 
     def _run(self, flight: _InFlight, inputs: Tensors, in_two: bool) -> Tensors:
         if not in_two:
@@ -252,8 +255,7 @@ class StageComputation:
             graph, outputs = self._record(range(i, i + 1), inputs, flight.seed)
             flight.saved.append(graph)
             return outputs
-        module = self.layers[i].captured.module
-        weights, buffers = list(module.parameters()), list(module.buffers())
+        weights, buffers = _held(self._parameters[i]), _held(self._own_buffers[i])
         with self._drawing(i, flight.seed):
             outputs, saved = pieces.forward(weights, buffers, inputs)
         flight.saved.append(saved)
@@ -343,6 +345,21 @@ class StageComputation:
         finally:
             for held, name, buffer in before:
                 held[name] = buffer
+
+
+def _places(registries: Iterable[dict[str, Any]]) -> list[Place]:
+    """The places of a module's tensors, each once, in the order of ``named_parameters()``."""
+    found: dict[int, Place] = {}
+    for registry in registries:
+        for name, one in registry.items():
+            if one is not None:
+                found.setdefault(id(one), (registry, name))
+    return list(found.values())
+
+
+def _held(places: Iterable[Place]) -> list[Tensor]:
+    """The tensors that are held at ``places`` now."""
+    return [one for registry, name in places if (one := registry[name]) is not None]
 
 
 def _backward(graph: _Graph, output_gradients: Gradients) -> Gradients:
