@@ -5,20 +5,22 @@ per round, the later one on a microbatch's way first; weight gradients fill the 
 `automatic`. Source of the idea: Qi et al. 2024, arXiv version, section 6.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import cycle, islice, product
 
+from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.schedules.automatic import Goal
 from stagewright.formulations.schedules.construction import Construction
 from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import F, I, Order
-from stagewright.formulations.schedules.placements import v_shape
+from stagewright.formulations.schedules.placements import Device, v_shape
 from stagewright.formulations.schedules.timing import StageTimes
 
 
 def automatic_v(
     times: StageTimes, microbatches: int, memory: ActivationMemory, goal: Goal = "makespan"
 ) -> Order:
-    """The best order of four rules for short gaps, with the stages d and 2 p - 1 - d on device d.
+    """The best order of the rules for short gaps and warm-ups; device d has d and 2 p - 1 - d.
 
     Each rule is tried again with the idle time that a device had less than the one with the most,
     as long as this helps. The goal ``span`` is the longest time from a device's first start to its
@@ -37,18 +39,55 @@ def automatic_v(
         return span_first and one.span(), one.makespan()
 
     tried: list[_Rounds] = []
-    for fills in ((), (F,), (I,), (F, I)):
-        better = _Rounds(device, times, microbatches, memory, fills).built()
+    for extra, fills in product(_extra_forwards(times, memory), ((), (F,), (I,), (F, I))):
+        better = _Rounds(device, times, microbatches, memory, fills, extra=extra).built()
         while not tried or better is not tried[-1]:
             tried.append(better)
             slack = [max(better.idle) - idle for idle in better.idle]
-            again = _Rounds(device, times, microbatches, memory, fills, slack).built()
+            again = _Rounds(device, times, microbatches, memory, fills, slack, extra).built()
             better = min(better, again, key=cost)
     return min(tried, key=cost).order()
 
 
+def _extra_forwards(times: StageTimes, memory: ActivationMemory) -> list[tuple[int, ...]]:
+    """How many more forwards devices may do before their first microbatch returns.
+
+    While it is on its way to the last device and back, as many fit as transfers leave time for. Of
+    these the first 0, 1, ... are tried, if all forwards of the warm-up fit in memory.
+    """
+    devices = len(memory.limit)
+    last, time = len(times.forward) - 1, 0.0
+    extra = [0] * devices
+    for d in reversed(range(devices - 1)):
+        time += times.send_forward[d] + times.send_forward[last - d - 1]
+        extra[d] = int(time / times.forward[d]) if times.forward[d] > 0 else 0
+    pairs = [saved + memory.saved[last - d] for d, saved in enumerate(memory.saved[:devices])]
+    room = min(
+        int(2 * limit / pair) if pair > 0 else 0
+        for limit, pair in zip(memory.limit, pairs, strict=True)
+    )
+    most = max(0, min(max(extra), room - 2 * devices + 1))
+    return [tuple(min(one, k) for one in extra) for k in range(most + 1)]
+
+
 class _Rounds(Construction):
-    """The rounds of a V. Device d has the stages d ("down") and ``last`` - d ("up")."""
+    """The rounds of a V. Device d has the stages d ("down") and ``last`` - d ("up").
+
+    ``extra`` are forwards per device before its first microbatch returns, beside those of ZBV.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        times: StageTimes,
+        microbatches: int,
+        memory: ActivationMemory,
+        fills: Collection[ActionKind],
+        slack: Sequence[float] = (),
+        extra: Sequence[int] = (),
+    ) -> None:
+        super().__init__(device, times, microbatches, memory, fills, slack)
+        self.extra = extra or [0] * len(self.rows)
 
     def built(self) -> "_Rounds":
         """Schedule everything."""
@@ -86,8 +125,9 @@ class _Rounds(Construction):
                 following[d] = s
 
     def _first_forwards(self, d: int) -> Iterator[int]:
-        yield from [d] * (2 * (len(self.rows) - d) - 1)
-        yield from [self.last - d, d] * d
+        more = self.extra[d]
+        yield from [d] * (2 * (len(self.rows) - d) - 1 + more)
+        yield from islice(cycle((self.last - d, d)), 2 * d + self.extra[0] - more)
 
     def _has_input(self, s: int) -> bool:
         return self.forwards[s] < len(self.there[s])

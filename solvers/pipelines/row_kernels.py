@@ -23,14 +23,16 @@ FIRST = 1e15  # urgency of a weight gradient that must come first
 class RowTimes(NamedTuple):
     """The problem as arrays: S stages, D devices, K = 2 or 3 kinds of computations.
 
-    ``seconds`` (K, S); ``sends`` (2, S), from stage s to s + 1 and back; ``tails`` (S,) follow the
-    last computation; ``device`` (S,); ``own`` (D, stages) the stages of each device, filled up with
-    ``NONE``; ``change`` (K, S) of the memory in use, ``memory`` (D,); ``in_flight`` (S,); ``span``
-    whether devices count from their first start.
+    ``seconds`` (K, S); ``before`` (K x S,) the code that a code waits for, or ``NONE``, and ``lag``
+    from that one's start, with any transfer; ``tails`` (S,) follow the last computation; ``device``
+    (S,); ``own`` (D, stages) the stages of each device, filled up with ``NONE``; ``change`` (K, S)
+    of the memory in use, ``memory`` (D,); ``in_flight`` (S,); ``span`` whether devices count from
+    their first start.
     """
 
     seconds: Floats
-    sends: Floats
+    before: Ints
+    lag: Floats
     tails: Floats
     device: Ints
     own: Ints
@@ -46,13 +48,14 @@ class Rule(NamedTuple):
 
     ``eagerness`` 0 takes only what can start first, 1 waits up to the shortest end. Stage s has at
     most ``depth[s]`` microbatches between F and I; weight gradients come first if more than
-    ``pending[d]`` wait on a device.
+    ``pending[d]`` wait on a device, and if ``clears`` and memory holds up a forward.
     """
 
     urgency: Floats
     depth: Ints
     pending: Ints
     eagerness: float
+    clears: bool
 
 
 @njit(cache=True, error_model="numpy")
@@ -72,7 +75,7 @@ def time_rows(times: RowTimes, rows: Ints, bounds: Ints, starts: Floats) -> floa
         d = stack[size]
         while place[d] < bounds[d + 1]:
             code = rows[place[d]]
-            ready = _arrival(code, done, starts, seconds, times.sends)
+            ready = _arrival(code, done, starts, times.before, times.lag)
             if ready == np.inf:
                 break
             kind, s = code // stages, code % stages
@@ -101,8 +104,7 @@ def dispatch_rows(times: RowTimes, rule: Rule, rows: Ints, bounds: Ints, starts:
     """Fill ``rows`` and ``starts`` by a rule, and return the cost as ``time_rows`` does.
 
     Of all devices the one with the earliest possible end of a computation is next (Giffler and
-    Thompson 1960). It takes the most urgent of the computations that can start early enough. If
-    memory holds up a forward, weight gradients come first.
+    Thompson 1960). It takes the most urgent of the computations that can start early enough.
     """
     seconds, device, stages = times.seconds, times.device, len(times.tails)
     devices, last_kind = len(bounds) - 1, len(times.seconds) - 1
@@ -121,7 +123,7 @@ def dispatch_rows(times: RowTimes, rule: Rule, rows: Ints, bounds: Ints, starts:
         d = _least(ends)
         if ends[d] == np.inf:
             return np.inf
-        weights_first = held_up[d] or pending[d] > rule.pending[d]
+        weights_first = (rule.clears and held_up[d]) or pending[d] > rule.pending[d]
         code = _choice(
             times.own[d], rule.urgency, rule.eagerness, done, ready, free[d], ends[d],
             weights_first, stages, last_kind,
@@ -164,29 +166,14 @@ def keeps_limits(times: RowTimes, rows: Ints, start: int, stop: int, d: int) -> 
 
 
 @inner
-def _arrival(code: int, done: Ints, starts: Floats, seconds: Floats, sends: Floats) -> float:
+def _arrival(code: int, done: Ints, starts: Floats, before: Ints, lag: Floats) -> float:
     """When the next microbatch of ``code`` can start by what it needs; inf if that is open."""
-    stages, m = seconds.shape[1], done[code]
-    kind, s = code // stages, code % stages
+    m, other = done[code], before[code]
     if m == starts.shape[1]:
         return np.inf
-    sent = 0.0
-    if kind == FORWARD:
-        if s == 0:
-            return 0.0
-        before = code - 1
-        sent = sends[0, s - 1]
-    elif kind == BACKWARD:
-        if s == stages - 1:
-            before = s
-        else:
-            before = code + 1
-            sent = sends[1, s]
-    else:
-        before = code - stages
-    if done[before] <= m:
-        return np.inf
-    return float(starts[before, m] + seconds[before // stages, before % stages] + sent)
+    if other == NONE:
+        return 0.0
+    return float(starts[other, m] + lag[code]) if done[other] > m else np.inf
 
 
 @inner
@@ -214,7 +201,7 @@ def _look(
             break
         for kind in range(kinds):
             code = kind * stages + s
-            at = _arrival(code, done, starts, times.seconds, times.sends)
+            at = _arrival(code, done, starts, times.before, times.lag)
             if kind == FORWARD and at < np.inf:
                 flying = done[s] - done[(kinds - 1) * stages + s]
                 if done[s] - done[stages + s] >= depth[s] or flying >= times.in_flight[s]:

@@ -26,6 +26,7 @@ class RandomRule:
             depth=np.clip(np.round(self.depth), 1, most).astype(np.int64),
             pending=np.clip(self.pending, 0, most).astype(np.int64),
             eagerness=self.eagerness,
+            clears=True,
         )
 
     def changed(self, microbatches: int, random: np.random.Generator) -> "RandomRule":

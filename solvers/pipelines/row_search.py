@@ -1,4 +1,4 @@
-"""Search for the rows of devices: rules with random parameters, then annealing of the order.
+"""Search for the rows of devices: random rules, shifts of the starts, annealing of the order.
 
 For problems with memory, and for the longest span. Candidates are timed by compiled kernels in
 which transfers never wait. Where they can wait, the best rows are timed again by
@@ -8,6 +8,7 @@ which transfers never wait. Where they can wait, the best rows are timed again b
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
@@ -17,31 +18,44 @@ from stagewright.formulations.pipelines.blocks import numbering, timetable_of
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.schedules.order import B, F, I, Order, W
-from stagewright.graphs.documents.arrays import Ints
+from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
 from stagewright.solvers.pipelines.row_annealing import anneal_rows
 from stagewright.solvers.pipelines.row_kernels import (
     NONE,
     RowTimes,
+    Rule,
     dispatch_rows,
+    keeps_limits,
     time_rows,
 )
 from stagewright.solvers.pipelines.row_rules import RandomRule, drawn_rule, plain_rule
+from stagewright.solvers.pipelines.row_shifts import shifted
 
-RULES = 0.7  # share of the time for rounds of rules; the best rows are annealed in the rest
+RULES = 0.7  # share of the time for rounds of rules; the best rows are changed in the rest
 NEW_RULES, NEW_SHARE = 200, 0.05  # rules drawn at the start of a round, and the share of them later
 POOL = 20  # of the best rules, which the next ones are made from
 PATIENCE = 1500  # rules without improvement after which a round ends
 IMPROVEMENT = 1e-6  # relative; what is less does not count
-HEATS = (3e-4, 3e-3, 3e-2)  # in units of the longest computation
-CHUNK = 20_000_000  # computations timed between looks at the clock
+HEATS = (3e-2, 3e-4)  # of annealing, first and last, in units of the longest computation
+CHUNK = 20_000_000  # moves of annealing times computations, between looks at the clock
+SHIFTS = 200  # shifted schedules without improvement after which annealing has its turn
+HEAT = 3e-3  # of the search by shifts, in the same units
+EAGER = (0.0, 0.25, 0.5, 1.0)
 
 
 class RowSearch:
     """The best rows so far, of the orders that are offered and of those found."""
 
-    def __init__(self, problem: MakespanProblem, seed: int) -> None:
-        self.problem, self.times = problem, row_times(problem)
+    def __init__(
+        self,
+        problem: MakespanProblem,
+        seed: int,
+        on_better: Callable[[float], None] = lambda cost: None,
+    ) -> None:
+        """``on_better`` is told every lower cost, unless transfers may still change it."""
+        self.problem, self.times, self.on_better = problem, row_times(problem), on_better
+        self.is_exact = _sends_never_wait(problem)
         self.random = np.random.default_rng(seed)
         kinds, self.count = len(self.times.seconds), problem.microbatches
         sizes = [kinds * self.count * len(problem.stages_on(d)) for d in range(len(self.times.own))]
@@ -69,14 +83,11 @@ class RowSearch:
             return self.cost > target and limits.left(perf_counter() - began) > 0
 
         while goes_on(share):
-            rows, cost = self._round(lambda: goes_on(share))
-            while goes_on(share):
-                annealed = self._annealed(rows, cost, self.random.choice(HEATS))
-                if annealed >= cost * (1 - IMPROVEMENT):
-                    break
-                cost = annealed
+            self._annealed(self._round(lambda: goes_on(share)))
         while goes_on():
-            self._annealed(self.best.copy(), self.best_cost, self.random.choice(HEATS))
+            self._shifted(goes_on)
+            if goes_on():
+                self._annealed(self.best.copy())
 
     def try_rules(self, count: int) -> None:
         """One round of at most that many rules."""
@@ -90,7 +101,7 @@ class RowSearch:
     def timetable(self) -> Timetable:
         """The best rows with their times, channels included."""
         time_rows(self.times, self.best, self.bounds, self.starts)
-        if not _sends_never_wait(self.problem):
+        if not self.is_exact:
             return schedule_order(self.problem, self._order())
         problem, starts = self.problem, self.starts
         blocks = np.zeros((len(starts) + 2 * problem.stages - 2, self.count))
@@ -120,7 +131,9 @@ class RowSearch:
         if cost >= self.best_cost:
             return False
         self.best_cost, self.best[:] = cost, self.rows
-        self.cost = self._objective()
+        before, self.cost = self.cost, self._objective()
+        if self.is_exact and self.cost < before:
+            self.on_better(self.cost)
         return True
 
     def _objective(self) -> float:
@@ -132,8 +145,8 @@ class RowSearch:
         own = [row[row != NONE] for row in self.times.own]
         return float(max(ends[row].max() - self.starts[row[0], 0] for row in own))
 
-    def _round(self, goes_on: Callable[[], bool]) -> tuple[Ints, float]:
-        """Draw rules, then change the best ones; the rows of the best one, and their cost."""
+    def _round(self, goes_on: Callable[[], bool]) -> Ints:
+        """Draw rules, then change the best ones; the rows of the best one."""
         pool: list[tuple[float, int, RandomRule]] = []
         tried, last, best, rows = 0, 0, np.inf, self.best.copy()
         while tried == 0 or (goes_on() and tried - last < PATIENCE):
@@ -150,7 +163,7 @@ class RowSearch:
             if cost < best:
                 last = tried if cost < best * (1 - IMPROVEMENT) else last
                 best, rows[:] = cost, self.rows
-        return rows, best
+        return rows
 
     def _dispatch(self, rule: RandomRule) -> float:
         form = rule.form(self.count)
@@ -158,28 +171,50 @@ class RowSearch:
         self._keep(cost)
         return cost
 
-    def _annealed(self, rows: Ints, cost: float, heat: float) -> float:
-        """Anneal ``rows``, of this cost; the new cost."""
+    def _annealed(self, rows: Ints) -> None:
+        """Anneal ``rows``."""
+        heats = HEATS[0] * self.unit, HEATS[1] * self.unit
         steps = max(100, CHUNK // len(rows))
-        anneal_rows(self.times, rows, self.bounds, cost, heat * self.unit, steps, self.random)
-        self.rows[:] = rows
-        cost = float(time_rows(self.times, self.rows, self.bounds, self.starts))
-        self._keep(cost)
-        return cost
+        anneal_rows(self.times, rows, self.bounds, heats, steps, self.random)
+        kept = (
+            keeps_limits(self.times, rows, begin, end, d)
+            for d, (begin, end) in enumerate(pairwise(self.bounds))
+        )
+        if all(kept):  # amounts of memory summed in another order may break limits
+            self.rows[:] = rows
+            self._keep(float(time_rows(self.times, self.rows, self.bounds, self.starts)))
+
+    def _shifted(self, goes_on: Callable[[], bool]) -> None:
+        """Dispatch by the starts of the best rows after random shifts, then by those found."""
+        time_rows(self.times, self.best, self.bounds, self.starts)
+        device, most = self.times.device, self.count * self.problem.stages
+        unlimited = np.full(self.problem.stages, most), np.full(len(self.times.own), most)
+        base, cost, tried, last = self.starts.copy(), self.best_cost, 0, 0
+        while goes_on() and tried - last < SHIFTS:
+            tried += 1
+            urgency = shifted(base, device, self.unit, self.random)
+            form = Rule(urgency, *unlimited, float(self.random.choice(EAGER)), clears=False)
+            found = float(dispatch_rows(self.times, form, self.rows, self.bounds, self.starts))
+            last = tried if found < self.best_cost * (1 - IMPROVEMENT) else last
+            worse = found - cost
+            if worse <= 0 or self.random.random() < np.exp(-worse / (HEAT * self.unit)):
+                base[:], cost = self.starts, found
+            self._keep(found)
 
 
 def row_times(problem: MakespanProblem) -> RowTimes:
     """The problem for the kernels; without limits memory is infinite and nothing is taken."""
     stages, devices = problem.stages, 1 + max(problem.device)
-    seconds, sends = [problem.forward, problem.backward], np.zeros((2, stages))
+    seconds = [problem.forward, problem.backward]
     if problem.weight_gradient is not None:
         seconds.append(problem.weight_gradient)
-    sends[0, :-1], sends[1, :-1] = problem.send_forward, problem.send_backward
+    before, lag = _waits(problem, np.array(seconds))
     taken, early, late = np.array(problem.saved or [(0.0, 0.0, 0.0)] * stages).T
     change = [taken, -early, -late] if problem.is_split else [taken, -taken]
     return RowTimes(
         seconds=np.array(seconds),
-        sends=sends,
+        before=before,
+        lag=lag,
         tails=np.array(problem.reduce, dtype=np.float64),
         device=np.array(problem.device),
         own=_own(problem, devices),
@@ -191,13 +226,26 @@ def row_times(problem: MakespanProblem) -> RowTimes:
     )
 
 
+def _waits(problem: MakespanProblem, seconds: Floats) -> tuple[Ints, Floats]:
+    """The code that each code waits for, and the time from its start; kinds x S values each."""
+    stages = np.arange(problem.stages)
+    before = np.array([stages - 1, stages + 1 + problem.stages, stages + problem.stages])
+    before[0, 0], before[1, -1] = NONE, problem.stages - 1  # a microbatch starts, and turns
+    before = before[: len(seconds)].ravel()
+    lag = np.where(before == NONE, 0.0, seconds.ravel()[before])
+    lag[1 : problem.stages] += problem.send_forward
+    lag[problem.stages : 2 * problem.stages - 1] += problem.send_backward
+    return before, lag
+
+
 def compile_row_kernels() -> None:
     """Compile the kernels, or load them, before the clock runs."""
     ones = (1.0,)
     tiny = MakespanProblem(1, ones, ones, (), (), (0.0,), (1,), weight_gradient=ones)
     search = RowSearch(tiny, seed=0)
     search.first()
-    anneal_rows(search.times, search.best, search.bounds, search.best_cost, 1.0, 1, search.random)
+    anneal_rows(search.times, search.rows, search.bounds, HEATS, 1, search.random)
+    keeps_limits(search.times, search.rows, 0, 3, 0)
 
 
 def _own(problem: MakespanProblem, devices: int) -> Ints:

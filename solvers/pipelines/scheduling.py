@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Literal
 
+import numpy as np
+
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.pipelines.bounds import plans_of, schedule_bounds
 from stagewright.formulations.pipelines.makespan import (
@@ -116,12 +118,19 @@ def _by_rows(
 ) -> ScheduleResult:
     """The best of published schedules, ``incumbent``, and the rows found in a share of the time."""
     compile_row_kernels()
-    search, source = RowSearch(problem, limits.seed), "eager"
+    known = np.inf if incumbent is None else problem.evaluate(incumbent)
+    best = max(bound.seconds for bound in bounds)
+
+    def better(cost: float) -> None:
+        if cost < known:
+            note(Progress(perf_counter() - began, cost, min(best, cost)))
+
+    search, source = RowSearch(problem, limits.seed, better), "eager"
     search.first()
 
     def result(source: str) -> ScheduleResult:
         timetable = search.timetable()
-        if incumbent is not None and problem.evaluate(incumbent) <= timetable.cost(problem):
+        if incumbent is not None and known <= timetable.cost(problem):
             source, timetable = "incumbent", incumbent
         return _result(problem, timetable, source, bounds, perf_counter() - began)
 

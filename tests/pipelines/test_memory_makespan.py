@@ -21,6 +21,8 @@ from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.backends.schedulers import solve_intervals
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.list_scheduling import schedule_order
+from stagewright.solvers.pipelines.row_annealing import MEAN, anneal_rows
+from stagewright.solvers.pipelines.row_kernels import SPREAD, time_rows
 from stagewright.solvers.pipelines.row_rules import drawn_rule
 from stagewright.solvers.pipelines.row_search import RowSearch
 from stagewright.solvers.pipelines.scheduling import solve_schedule
@@ -216,7 +218,15 @@ def test_annealed_rows_keep_every_limit_and_are_no_worse(problem, seed):
     search.first()
     before = search.best_cost
     rows = search.best.copy()
-    assert search._annealed(rows, before, 1.0) <= before * SLACK
+    found = anneal_rows(search.times, rows, search.bounds, (1.0, 0.01), 200, search.random)
+    timed = time_rows(search.times, rows, search.bounds, search.starts)
+    cost = search._objective()
+    assert found == pytest.approx(cost + MEAN * (timed - cost) / SPREAD, rel=1e-6)
+    search.best[:] = rows
+    assert problem.evaluate(search.timetable()) >= 0
+    search._annealed(rows)
+    search._shifted(iter([True] * 5 + [False]).__next__)
+    assert search.best_cost <= before
     problem.evaluate(search.timetable())
 
 
