@@ -38,6 +38,7 @@ POOL = 20  # of the best rules, which the next ones are made from
 PATIENCE = 1500  # rules without improvement after which a round ends
 IMPROVEMENT = 1e-6  # relative; what is less does not count
 HEATS = (3e-2, 3e-4)  # of annealing, first and last, in units of the longest computation
+STEP_SECONDS = 1e-6  # of annealing, per computation, before it is measured
 CHUNK = 20_000_000  # moves of annealing times computations, between looks at the clock
 SHIFTS = 200  # shifted schedules without improvement after which annealing has its turn
 HEAT = 3e-3  # of the search by shifts, in the same units
@@ -65,6 +66,7 @@ class RowSearch:
         self.best, self.best_cost, self.cost = self.rows.copy(), np.inf, np.inf
         self.unit = float(self.times.seconds.max())
         self.sizes = kinds, problem.stages, len(self.times.own)
+        self.step_seconds = STEP_SECONDS * len(self.rows)  # of annealing, measured as it goes on
 
     def offer(self, order: Order) -> bool:
         """Take the order if it is better; whether it is."""
@@ -79,15 +81,15 @@ class RowSearch:
         began = perf_counter()
         share = replace(limits, seconds=RULES * limits.seconds)
 
-        def goes_on(limits: Limits = limits) -> bool:
-            return self.cost > target and limits.left(perf_counter() - began) > 0
+        def left(limits: Limits = limits) -> float:
+            return limits.left(perf_counter() - began) if self.cost > target else 0.0
 
-        while goes_on(share):
-            self._annealed(self._round(lambda: goes_on(share)))
-        while goes_on():
-            self._shifted(goes_on)
-            if goes_on():
-                self._annealed(self.best.copy())
+        while left(share) > 0:
+            rows = self._round(lambda: left(share) > 0)
+            self._annealed(rows, left(share))
+        while left() > 0:
+            self._shifted(lambda: left() > 0)
+            self._annealed(self.best.copy(), left())
 
     def try_rules(self, count: int) -> None:
         """One round of at most that many rules."""
@@ -171,11 +173,15 @@ class RowSearch:
         self._keep(cost)
         return cost
 
-    def _annealed(self, rows: Ints) -> None:
-        """Anneal ``rows``."""
+    def _annealed(self, rows: Ints, seconds: float) -> None:
+        """Anneal ``rows`` for at most about that many seconds."""
         heats = HEATS[0] * self.unit, HEATS[1] * self.unit
-        steps = max(100, CHUNK // len(rows))
+        steps = int(min(CHUNK / len(rows), seconds / self.step_seconds))
+        if steps <= 0:
+            return
+        began = perf_counter()
         anneal_rows(self.times, rows, self.bounds, heats, steps, self.random)
+        self.step_seconds = (perf_counter() - began) / steps
         kept = (
             keeps_limits(self.times, rows, begin, end, d)
             for d, (begin, end) in enumerate(pairwise(self.bounds))

@@ -18,6 +18,7 @@ from stagewright.formulations.pipelines.makespan import (
     memory_excess,
 )
 from stagewright.formulations.pipelines.makespan_models import ByIntervals
+from stagewright.formulations.pipelines.timed_rows import order_of_times
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
@@ -127,6 +128,8 @@ def _by_rows(
 
     search, source = RowSearch(problem, limits.seed, better), "eager"
     search.first()
+    if incumbent is not None:
+        search.offer(order_of_times(problem, incumbent))
 
     def result(source: str) -> ScheduleResult:
         timetable = search.timetable()
