@@ -53,7 +53,7 @@ def _extra_forwards(times: StageTimes, memory: ActivationMemory) -> list[tuple[i
     """How many more forwards devices may do before their first microbatch returns.
 
     While it is on its way to the last device and back, as many fit as transfers leave time for. Of
-    these the first 0, 1, ... are tried, if all forwards of the warm-up fit in memory.
+    these at most 0, 1, 2, half and all are tried, if all forwards of the warm-up fit in memory.
     """
     devices = len(memory.limit)
     last, time = len(times.forward) - 1, 0.0
@@ -67,7 +67,8 @@ def _extra_forwards(times: StageTimes, memory: ActivationMemory) -> list[tuple[i
         for limit, pair in zip(memory.limit, pairs, strict=True)
     )
     most = max(0, min(max(extra), room - 2 * devices + 1))
-    return [tuple(min(one, k) for one in extra) for k in range(most + 1)]
+    tried = sorted({min(k, most) for k in (0, 1, 2, most // 2, most)})
+    return [tuple(min(one, k) for one in extra) for k in tried]
 
 
 class _Rounds(Construction):

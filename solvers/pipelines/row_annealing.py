@@ -22,7 +22,7 @@ from stagewright.solvers.pipelines.row_kernels import (
 
 REACH = 4.0  # mean distance of a move
 MEAN = 0.1  # weight of the mean of all devices beside the objective
-VISITS = 10  # of each computation on average, after which a move is given up
+VISITS = 3  # of each computation on average, after which a move is given up
 
 
 class _Sequence(NamedTuple):

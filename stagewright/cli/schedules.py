@@ -123,8 +123,7 @@ def schedule(
         typer.Option(
             help="gpipe, 1f1b or pe (on any devices); a published schedule: "
             f"{', '.join(name for name in KINDS if name not in ('gpipe', '1f1b'))}; or optimal, "
-            "the default. chimera and dualpipe have two copies of every stage: they are scheduled "
-            "and drawn, but not yet planned, exported or run.",
+            "the default. chimera and dualpipe have two copies of every stage.",
             metavar="NAME",
             callback=known_kind,
         ),

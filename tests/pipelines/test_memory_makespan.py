@@ -224,7 +224,7 @@ def test_annealed_rows_keep_every_limit_and_are_no_worse(problem, seed):
     assert found == pytest.approx(cost + MEAN * (timed - cost) / SPREAD, rel=1e-6)
     search.best[:] = rows
     assert problem.evaluate(search.timetable()) >= 0
-    search._annealed(rows)
+    search._annealed(rows, 0.01)
     search._shifted(iter([True] * 5 + [False]).__next__)
     assert search.best_cost <= before
     problem.evaluate(search.timetable())

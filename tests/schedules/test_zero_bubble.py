@@ -162,7 +162,10 @@ def test_the_heuristic_is_as_good_as_the_authors_program():
 
 
 def test_the_v_heuristic_against_the_authors_program():
-    """As good with the memory of 1F1B, 2 p, up to 16 devices; with 3 p up to 4.3 % longer."""
+    """As good with the memory of 1F1B, 2 p; with 3 p up to 3.1 % longer.
+
+    With 3 p the program gives a part of the activations back at I, here all stay up to W.
+    """
     if not V_SHAPES.exists():
         pytest.skip("the shared data are not here")
     for row in json.loads(V_SHAPES.read_text()):
@@ -171,8 +174,8 @@ def test_the_v_heuristic_against_the_authors_program():
         times = equal_times(len(device), *kinds)
         memory = activations(device, row["mem_chunks"])
         span = longest_span(automatic_v(times, row["n"], memory, "span"), times)
-        same = row["mem_chunks"] == 2 * row["p"] and row["p"] <= 16
-        assert span <= row["span"] * (1 if same else 1.043), row
+        same = row["mem_chunks"] == 2 * row["p"]
+        assert span <= row["span"] * (1 if same else 1.031), row
 
 
 @quick

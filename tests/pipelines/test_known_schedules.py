@@ -1,0 +1,63 @@
+"""Makespan problems with memory whose best figures are known, by us or by zero-bubble's program."""
+
+import pytest
+
+from benchmarks.schedules import DATA, Case, controlled, instances
+from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.solvers.pipelines.scheduling import solve_schedule
+
+LIMITS = Limits(seconds=30, threads=2)
+SHORT = Limits(seconds=2, threads=2)
+SLACK = 1 + 1e-9
+
+KNOWN = [one for one in controlled(4, 12) if one.theirs is not None]
+
+
+def solved(case: Case, limits: Limits) -> tuple[float, Status]:
+    """The cost of a checked timetable, and the status."""
+    result = solve_schedule(case.problem, "optimal", limits)
+    assert case.problem.evaluate(result.timetable) == result.cost >= result.bound
+    return result.cost, result.status
+
+
+@pytest.mark.parametrize("case", KNOWN, ids=lambda one: f"{one.name} {one.problem.objective}")
+def test_controllable_memory_is_proved(case):
+    assert solved(case, LIMITS) == (case.theirs, Status.OPTIMAL)
+
+
+def test_less_memory_than_zero_bubble_searches_has_schedules_too():
+    costs = [
+        solved(one, Limits(seconds=0.5))[0]
+        for one in controlled(4, 12)
+        if one.problem.objective == "span"
+    ]
+    assert all(cost < 12 * 4 * 6 for cost in costs)  # microbatches one after the other
+
+
+def test_a_makespan_of_195_is_proved():
+    """Where zero-bubble's heuristic takes 198."""
+    problem = MakespanProblem(
+        microbatches=12,
+        forward=(5.0,) * 4,
+        backward=(6.0,) * 4,
+        send_forward=(0.0,) * 3,
+        send_backward=(0.0,) * 3,
+        reduce=(0.0,) * 4,
+        in_flight=(12,) * 4,
+        weight_gradient=(4.0,) * 4,
+        saved=((2.0, 1.0, 1.0),) * 4,
+        memory=(10.0,) * 4,
+    )
+    assert solved(Case("", problem, 198.0), LIMITS) == (195.0, Status.OPTIMAL)
+
+
+def test_never_worse_than_zero_bubble():
+    """All but one instance in 2 seconds each; the last one takes longer."""
+    if not DATA.exists():
+        pytest.skip("the shared data are not here")
+    cases = [one for one in instances() if one.theirs is not None]
+    quick = [one for one in cases if not one.name.endswith("transfer 1610, memory 48")]
+    assert len(quick) == len(cases) - 1
+    for one in quick:
+        assert solved(one, SHORT)[0] <= one.theirs * SLACK, one.name
