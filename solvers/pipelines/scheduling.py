@@ -127,9 +127,7 @@ def _by_rows(
             note(Progress(perf_counter() - began, cost, min(best, cost)))
 
     search, source = RowSearch(problem, limits.seed, better), "eager"
-    search.first()
-    if incumbent is not None:
-        search.offer(order_of_times(problem, incumbent))
+    _begin(search, incumbent)
 
     def result(source: str) -> ScheduleResult:
         timetable = search.timetable()
@@ -154,6 +152,13 @@ def _by_rows(
         found = result(source if search.best_cost == before else "search for rows")
         note(_step(found))
     return found
+
+
+def _begin(search: RowSearch, incumbent: Timetable | None) -> None:
+    """Offer a first schedule, and the order of one that is known."""
+    search.first()
+    if incumbent is not None:
+        search.offer(order_of_times(search.problem, incumbent))
 
 
 def _is_small(problem: MakespanProblem) -> bool:
