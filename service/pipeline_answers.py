@@ -265,8 +265,7 @@ class ScheduleFigures(Answer):
 class ScheduleAnswer(ScheduleFigures):
     """A schedule of fixed stages, of which stage s is on ``device[s]``, if it has one copy.
 
-    ``order`` and ``starts`` are per device. With split backwards a whole one of the kind is written
-    as its two parts. ``timed`` has it as the kind does; None if there is no schedule.
+    ``order`` and ``starts`` are per device, as in ``timed``; None if there is no schedule.
     """
 
     planner: str

@@ -15,7 +15,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.channels import with_channels
 from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.kinds import schedule_of
-from stagewright.formulations.schedules.order import B, Order
+from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.timing import TimedOrder
 from stagewright.service.pipeline_answers import JobShopAnswer, ScheduleAnswer
 from stagewright.service.pipeline_requests import JobShopRequest, ScheduleRequest
@@ -201,7 +201,7 @@ def _answer(
         proved_by=found.proved_by,
         wall_seconds=seconds,
         reason=found.reason,
-        **_rows(timed, setting.problem.is_split),
+        **_rows(timed),
         problem=setting.problem,
         result=found.result,
         timed=timed,
@@ -245,7 +245,7 @@ def plain(value: float | None) -> float | int | None:
     return int(value) if value is not None and float(value).is_integer() else value
 
 
-def _rows(timed: TimedOrder | None, is_split: bool) -> dict[str, Any]:
+def _rows(timed: TimedOrder | None) -> dict[str, Any]:
     """The idle time, and each device's actions in order with their starts.
 
     The bubble is the idle time of the busiest device as a fraction of its work, which with equal
@@ -254,7 +254,7 @@ def _rows(timed: TimedOrder | None, is_split: bool) -> dict[str, Any]:
     if timed is None:
         return {"bubble": None, "idle": None, "order": None, "starts": None}
     load = max(timed.loads())
-    rows = [_written(timed, d, is_split) for d in range(len(timed.starts))]
+    rows = [_written(timed, d) for d in range(len(timed.starts))]
     return {
         "bubble": (timed.makespan() - load) / load if load else 0.0,
         "idle": timed.idle(),
@@ -263,17 +263,10 @@ def _rows(timed: TimedOrder | None, is_split: bool) -> dict[str, Any]:
     }
 
 
-def _written(timed: TimedOrder, device: int, is_split: bool) -> list[tuple[str, float]]:
-    """A device's actions with their starts; with ``is_split`` a whole backward in its two parts."""
-    written: list[tuple[str, float]] = []
-    for action, start in zip(timed.order.rows[device], timed.starts[device], strict=True):
-        if is_split and action.kind is B:
-            s, m = action.stage, action.microbatch
-            written.append((f"{s}I{m}", start))
-            written.append((f"{s}W{m}", start + timed.times.input_gradient[s]))
-        else:
-            written.append((str(action), start))
-    return written
+def _written(timed: TimedOrder, device: int) -> list[tuple[str, float]]:
+    """A device's actions with their starts."""
+    pairs = zip(timed.order.rows[device], timed.starts[device], strict=True)
+    return [(str(action), start) for action, start in pairs]
 
 
 def _reason(problem: MakespanProblem, kind: str) -> str:

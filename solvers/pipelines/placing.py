@@ -1,6 +1,6 @@
 """The devices of stages that share them: the best of given placements, improved by local search."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from time import perf_counter
 
@@ -17,7 +17,7 @@ from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kern
 
 BALANCING = 0.2  # share of the time for the bound by balance
 TRIALS = 100  # placements that are tried if each takes its share of the time
-DRAWS = 100  # random neighbours without a new one after which the search ends
+DRAWS = 100  # random neighbours, then random placements, among which one must be new
 
 
 def search_placement(
@@ -29,7 +29,8 @@ def search_placement(
     """The placement with the best schedule found; it uses all devices of the ``first`` ones.
 
     A placement is tried with the rows that a short search finds, if its bounds allow better ones.
-    The next one differs from the best one in one stage, or in the exchange of two.
+    The next one differs from the best one in one stage, or in the exchange of two; if all those are
+    tried, it is random.
     """
     began = perf_counter()
     compile_row_kernels()
@@ -37,14 +38,14 @@ def search_placement(
     trial = replace(limits, seconds=limits.seconds / TRIALS)
 
     def cost(device: Device, most: float) -> float:
-        """The cost of the placement, or a bound if it is no better than ``most``."""
+        """The cost of the placement; infinite if its bound is no better than ``most``."""
         try:
             problem = problem_on(device)
         except InputError:  # no room in memory
             return np.inf
         bound = quick_bound(problem)
         if bound >= most:
-            return bound
+            return np.inf
         search = RowSearch(problem, limits.seed)
         search.first()
         search.run(max(bound, target), trial)
@@ -53,8 +54,10 @@ def search_placement(
     costs = {device: cost(device, np.inf) for device in first}
     best = min(costs, key=costs.__getitem__)
     while costs[best] > target and limits.left(perf_counter() - began) > 0:
-        drawn = (_neighbour(best, random) for _ in range(DRAWS))
-        device = next((one for one in drawn if one is not None and one not in costs), None)
+        drawn = [_neighbour(best, random) for _ in range(DRAWS)]
+        drawn += [_numbered(random.integers(1 + max(best), size=len(best))) for _ in range(DRAWS)]
+        new = (one for one in drawn if max(one) == max(best) and one not in costs)
+        device = next(new, None)
         if device is None:
             break
         costs[device] = cost(device, costs[best])
@@ -75,15 +78,18 @@ def placement_bound(problem: MakespanProblem, devices: int, limits: Limits) -> B
     return max((*found, balanced), key=lambda bound: bound.seconds)
 
 
-def _neighbour(device: Device, random: np.random.Generator) -> Device | None:
-    """A random change, with devices numbered by first use; None if it leaves a device empty."""
+def _neighbour(device: Device, random: np.random.Generator) -> Device:
+    """A random change; it may leave a device empty."""
     changed = list(device)
     one, other = random.integers(len(device), size=2)
     if random.random() < 0.5:
         changed[one], changed[other] = changed[other], changed[one]
     else:
         changed[one] = int(random.integers(1 + max(device)))
-    numbers = {home: number for number, home in enumerate(dict.fromkeys(changed))}
-    if len(numbers) <= max(device):
-        return None
-    return tuple(numbers[home] for home in changed)
+    return _numbered(changed)
+
+
+def _numbered(homes: Iterable[int]) -> Device:
+    """The devices numbered by first use."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(home, len(numbers)) for home in homes)

@@ -153,7 +153,7 @@ def schedule(
         typer.Option(
             help="Where the chunks of the kinds pe and optimal are; others have theirs. For "
             "optimal also the best of these (any), or on any device (free): then a stage's chunks "
-            "follow each other in the model.",
+            "follow each other in the model; not with --objective memory.",
             case_sensitive=False,
         ),
     ] = None,
@@ -243,6 +243,8 @@ def schedule(
         "duplex": duplex.value,
         "backend": backend,
     }
+    if compare and curve:
+        raise InputError("--compare and --curve are two answers; leave one of them out")
     of_one = {"--kind": kind, "--makespan-limit": makespan_limit, "--csv": csv}
     if compare:
         _require_none("--compare", {**of_one, "--placement": placement})

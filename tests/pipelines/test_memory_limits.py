@@ -160,3 +160,28 @@ def test_a_free_placement_is_found():
     assert best[1] != best[2]
     costs = {device: least_cost(on_devices(device)) for device in placements(4, 3)}
     assert costs[best] == min(costs.values())
+
+
+def test_a_placement_whose_bound_equals_the_best_cost_is_no_better():
+    """Only one placement has 9.5; the bounds of others are 10.5, as the cost of named ones."""
+    problem = MakespanProblem(
+        1, (1.0, 1.0, 0.5, 0.5), (0.5, 0.5, 2.0, 2.0), (0.0,) * 3, (0.0,) * 3, (0.0,) * 4, (1,) * 4,
+        device=(0, 1, 0, 1), weight_gradient=(0.5, 0.5, 2.5, 2.5),
+    )  # fmt: skip
+
+    def on_devices(device):
+        return replace(problem, device=device)
+
+    costs = {device: least_cost(scaled(on_devices(device))) / 2 for device in placements(4, 2)}
+    assert min(costs.values()) == 9.5
+    best = search_placement(on_devices, [(0, 1, 0, 1), (0, 1, 1, 0)], 0.0, Limits(seconds=2))
+    assert costs[best] == 9.5
+
+
+def scaled(problem):
+    """With times twice as long, which are whole numbers."""
+    twice = {
+        name: tuple(2 * one for one in getattr(problem, name))
+        for name in ("forward", "backward", "weight_gradient")
+    }
+    return replace(problem, **twice)
