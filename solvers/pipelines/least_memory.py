@@ -16,7 +16,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
-from stagewright.solvers.pipelines.scheduling import solve_schedule
+from stagewright.solvers.pipelines.scheduling import is_small, solve_schedule
 
 ONE_MICROBATCH = "one microbatch of every stage"
 SEARCH = 0.5  # share of the time for schedules; the rest is for proofs that less is too slow
@@ -71,7 +71,9 @@ def least_memory(
         # The most memory first: without a schedule there, there is no answer.
         tried = limit - 1 if found is None else (low + limit) // 2
         left = replace(search, seconds=search.left(perf_counter() - began) / 3)
-        timetable = _searched(within(problem, levels, tried), target, left)
+        timetable, name = _searched(within(problem, levels, tried), target, left)
+        if name is not None:
+            excluded, proof = max(excluded, tried + 1), name
         if timetable is None and found is None:
             break
         if timetable is None:
@@ -159,12 +161,20 @@ def _best(bounds: Sequence[Bound]) -> Bound:
     return max(bounds, key=lambda bound: bound.seconds)
 
 
-def _searched(problem: MakespanProblem, target: float, limits: Limits) -> Timetable | None:
-    """A timetable with at most the makespan ``target``, if one is found."""
+def _searched(
+    problem: MakespanProblem, target: float, limits: Limits
+) -> tuple[Timetable | None, str | None]:
+    """A timetable with at most the makespan ``target``, or what proves that there is none."""
+    if is_small(problem):
+        solved = solve_schedule(problem, "optimal", limits)
+        assert solved.cost is not None
+        if solved.cost <= target:
+            return solved.timetable, None
+        return None, solved.proved_by if solved.bound > target else None
     search = RowSearch(problem, limits.seed)
     search.first()
     for _, order in generated(problem):
         search.offer(order)
     search.run(target, limits)
     timetable = search.timetable()
-    return timetable if problem.evaluate(timetable) <= target else None
+    return (timetable if problem.evaluate(timetable) <= target else None), None

@@ -103,7 +103,7 @@ def solve_schedule(
         found = _by_rows(problem, incumbent, bounds, limits, began, note)
     else:
         found = _by_blocks(problem, incumbent, bounds, limits, began, note)
-    if found.status is not Status.OPTIMAL and (not is_for_rows or _is_small(problem)):
+    if found.status is not Status.OPTIMAL and (not is_for_rows or is_small(problem)):
         found = _proved(problem, found, limits, began, note)
     status = found.status if found.status is Status.OPTIMAL else limits.status(found=True)
     return replace(found, status=status, seconds=perf_counter() - began, progress=tuple(steps))
@@ -145,7 +145,7 @@ def _by_rows(
     found = result(source)
     note(_step(found))
     if found.status is not Status.OPTIMAL:
-        share = ROWS if _is_small(problem) else 1.0
+        share = ROWS if is_small(problem) else 1.0
         left = replace(limits, seconds=share * limits.left(perf_counter() - began))
         before = search.best_cost
         search.run(target, left)
@@ -161,7 +161,8 @@ def _begin(search: RowSearch, incumbent: Timetable | None) -> None:
         search.offer(order_of_times(search.problem, incumbent))
 
 
-def _is_small(problem: MakespanProblem) -> bool:
+def is_small(problem: MakespanProblem) -> bool:
+    """Whether CP-SAT helps where memory counts."""
     return problem.stages * problem.microbatches * (2 + problem.is_split) <= SMALL
 
 
