@@ -26,7 +26,7 @@ from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
-from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
+from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels, run_together
 from stagewright.solvers.pipelines.window_search import compile_window_kernels, search_windows
 
 ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
@@ -146,9 +146,9 @@ def _by_rows(
     if found.status is not Status.OPTIMAL:
         share = ROWS if _is_small(problem) else 1.0
         left = replace(limits, seconds=share * limits.left(perf_counter() - began))
-        before = search.best_cost
-        search.run(target, left)
-        found = result(source if search.best_cost == before else "search for rows")
+        before = search.cost
+        run_together(search, target, left)
+        found = result(source if search.cost == before else "search for rows")
         note(_step(found))
     return found
 
