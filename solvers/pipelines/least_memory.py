@@ -61,43 +61,80 @@ def least_memory(
     Devices also keep to the problem's own limits. Without a schedule within those, the answer has
     no timetable. The bound is of all schedules with the problem's devices.
     """
-    began = perf_counter()
     compile_row_kernels()
-    levels, target = memory_levels(problem), most * (1 + RELATIVE_TOLERANCE)
-    excluded, proof = _excluded(problem, levels, target)
-    search = replace(limits, seconds=SEARCH * limits.seconds)
-    found, limit, low = None, len(levels.limits), excluded
-    while low < limit and (found is None or search.left(perf_counter() - began) > 0):
-        # The most memory first: without a schedule there, there is no answer.
-        tried = limit - 1 if found is None else (low + limit) // 2
-        left = replace(search, seconds=search.left(perf_counter() - began) / 3)
-        timetable, name = _searched(within(problem, levels, tried), target, left)
-        if name is not None:
-            excluded, proof = max(excluded, tried + 1), name
-        if timetable is None and found is None:
-            break
-        if timetable is None:
-            low = tried + 1
-            continue
-        found, limit = timetable, tried
-        seconds = perf_counter() - began
-        on_progress(Progress(seconds, float(levels.limits[limit]), levels.bound(excluded)))
-    while excluded < limit:
-        left = replace(limits, seconds=limits.left(perf_counter() - began))
-        if left.seconds <= 0:
-            break
-        result = solve_schedule(within(problem, levels, limit - 1), "optimal", left)
-        assert result.cost is not None
-        if result.cost <= target:
-            found, limit = result.timetable, limit - 1
-        elif result.bound > target:
-            excluded, proof = limit, result.proved_by
-        else:
-            break
-        seconds = perf_counter() - began
-        on_progress(Progress(seconds, float(levels.limits[limit]), levels.bound(excluded)))
-    at = float(levels.limits[min(limit, len(levels.limits) - 1)])
-    return LeastMemory(found, at, levels.bound(excluded), proof)
+    search = _LeastMemorySearch(problem, most * (1 + RELATIVE_TOLERANCE), limits, on_progress)
+    search.bisect()
+    search.prove()
+    levels = search.levels
+    at = float(levels.limits[min(search.limit, len(levels.limits) - 1)])
+    return LeastMemory(search.found, at, levels.bound(search.excluded), search.proof)
+
+
+class _LeastMemorySearch:
+    """The timetable of the least limit so far, and how many limits are excluded."""
+
+    def __init__(
+        self, problem: MakespanProblem, target: float, limits: Limits, on_progress: OnProgress
+    ) -> None:
+        self.problem, self.target, self.limits = problem, target, limits
+        self.began, self.on_progress = perf_counter(), on_progress
+        self.levels = memory_levels(problem)
+        self.excluded, self.proof = _excluded(problem, self.levels, target)
+        self.found: Timetable | None = None
+        self.limit = len(self.levels.limits)
+
+    def bisect(self) -> None:
+        """Find schedules for a share of the time, with the most memory first."""
+        search, low = replace(self.limits, seconds=SEARCH * self.limits.seconds), self.excluded
+        while low < self.limit and (self.found is None or self._left(search) > 0):
+            tried = self.limit - 1 if self.found is None else (low + self.limit) // 2
+            share = replace(search, seconds=self._left(search) / 3)
+            if not self._try(tried, share):
+                if self.found is None:
+                    break
+                low = tried + 1
+
+    def prove(self) -> None:
+        """Solve for the next smaller limit until it has no schedule, while there is time."""
+        while self.found is not None and self.excluded < self.limit:
+            left = replace(self.limits, seconds=self._left(self.limits))
+            if left.seconds <= 0:
+                break
+            known = self.excluded
+            if not self._solve(self.limit - 1, left) and self.excluded == known:
+                break
+
+    def _left(self, limits: Limits) -> float:
+        return limits.left(perf_counter() - self.began)
+
+    def _try(self, tried: int, limits: Limits) -> bool:
+        """Whether a schedule within a limit is found; small problems may also be excluded."""
+        problem = within(self.problem, self.levels, tried)
+        if is_small(problem):
+            return self._solve(tried, limits)
+        search = RowSearch(problem, limits.seed)
+        search.first()
+        for _, order in generated(problem):
+            search.offer(order)
+        search.run(self.target, limits)
+        timetable = search.timetable()
+        return problem.evaluate(timetable) <= self.target and self._take(tried, timetable)
+
+    def _solve(self, tried: int, limits: Limits) -> bool:
+        solved = solve_schedule(within(self.problem, self.levels, tried), "optimal", limits)
+        assert solved.cost is not None
+        assert solved.timetable is not None
+        if solved.cost <= self.target:
+            return self._take(tried, solved.timetable)
+        if solved.bound > self.target:
+            self.excluded, self.proof = max(self.excluded, tried + 1), solved.proved_by
+        return False
+
+    def _take(self, tried: int, timetable: Timetable) -> bool:
+        self.found, self.limit = timetable, tried
+        objective, bound = float(self.levels.limits[tried]), self.levels.bound(self.excluded)
+        self.on_progress(Progress(perf_counter() - self.began, objective, bound))
+        return True
 
 
 def within(problem: MakespanProblem, levels: Levels, level: int) -> MakespanProblem:
@@ -159,22 +196,3 @@ def _excluded(problem: MakespanProblem, levels: Levels, target: float) -> tuple[
 
 def _best(bounds: Sequence[Bound]) -> Bound:
     return max(bounds, key=lambda bound: bound.seconds)
-
-
-def _searched(
-    problem: MakespanProblem, target: float, limits: Limits
-) -> tuple[Timetable | None, str | None]:
-    """A timetable with at most the makespan ``target``, or what proves that there is none."""
-    if is_small(problem):
-        solved = solve_schedule(problem, "optimal", limits)
-        assert solved.cost is not None
-        if solved.cost <= target:
-            return solved.timetable, None
-        return None, solved.proved_by if solved.bound > target else None
-    search = RowSearch(problem, limits.seed)
-    search.first()
-    for _, order in generated(problem):
-        search.offer(order)
-    search.run(target, limits)
-    timetable = search.timetable()
-    return (timetable if problem.evaluate(timetable) <= target else None), None

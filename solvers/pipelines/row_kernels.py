@@ -58,7 +58,7 @@ class Rule(NamedTuple):
     clears: bool
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", nogil=True)
 def time_rows(times: RowTimes, rows: Ints, bounds: Ints, starts: Floats) -> float:
     """Fill ``starts`` (K x S, M) with the earliest starts of ``rows``, and return their cost.
 
@@ -99,7 +99,7 @@ def time_rows(times: RowTimes, rows: Ints, bounds: Ints, starts: Floats) -> floa
     return _cost(first, end, times.span)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", nogil=True)
 def dispatch_rows(times: RowTimes, rule: Rule, rows: Ints, bounds: Ints, starts: Floats) -> float:
     """Fill ``rows`` and ``starts`` by a rule, and return the cost as ``time_rows`` does.
 
@@ -147,7 +147,7 @@ def dispatch_rows(times: RowTimes, rule: Rule, rows: Ints, bounds: Ints, starts:
     return _cost(first, end, times.span)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", nogil=True)
 def keeps_limits(times: RowTimes, rows: Ints, start: int, stop: int, d: int) -> bool:
     """Whether the row ``rows[start:stop]`` of device d stays within memory and in-flight limits."""
     change, limits, stages = times.change, times.in_flight, len(times.tails)

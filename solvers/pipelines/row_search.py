@@ -7,8 +7,10 @@ which transfers never wait. Where they can wait, the best rows are timed again b
 
 from bisect import insort
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from threading import Event
 from time import perf_counter
 
 import numpy as np
@@ -76,13 +78,14 @@ class RowSearch:
         self.rows[:] = codes
         return self._keep(time_rows(self.times, self.rows, self.bounds, self.starts))
 
-    def run(self, target: float, limits: Limits) -> None:
-        """Search until the cost is at most ``target`` or ``limits`` end."""
-        began = perf_counter()
+    def run(self, target: float, limits: Limits, over: Event | None = None) -> None:
+        """Search until the cost is at most ``target``, ``limits`` end or it is ``over``."""
+        began, over = perf_counter(), over or Event()
         share = replace(limits, seconds=RULES * limits.seconds)
 
         def left(limits: Limits = limits) -> float:
-            return limits.left(perf_counter() - began) if self.cost > target else 0.0
+            on = self.cost > target and not over.is_set()
+            return limits.left(perf_counter() - began) if on else 0.0
 
         while left(share) > 0:
             rows = self._round(lambda: left(share) > 0)
@@ -90,11 +93,17 @@ class RowSearch:
         while left() > 0:
             self._shifted(lambda: left() > 0)
             self._annealed(self.best.copy(), left())
+        over.set()
 
     def try_rules(self, count: int) -> None:
         """One round of at most that many rules."""
         tries = iter(range(count))
         self._round(lambda: next(tries, None) is not None)
+
+    def take(self, other: "RowSearch") -> None:
+        """Take the best rows of another search of the same problem, if they are better."""
+        self.rows[:] = other.best
+        self._keep(float(time_rows(self.times, self.rows, self.bounds, self.starts)))
 
     def first(self) -> None:
         """Offer the rule that any problem has a schedule by."""
@@ -206,6 +215,26 @@ class RowSearch:
             if worse <= 0 or self.random.random() < np.exp(-worse / (HEAT * self.unit)):
                 base[:], cost = self.starts, found
             self._keep(found)
+
+
+def run_together(search: RowSearch, target: float, limits: Limits) -> None:
+    """Run ``search``, and others in further threads, until one is at the target or limits end.
+
+    Kernels run without Python's lock. Only ``search`` reports, and it takes the best rows found.
+    """
+    others = [RowSearch(search.problem, limits.seed + k) for k in range(1, limits.threads)]
+    over = Event()
+    with ThreadPoolExecutor(limits.threads) as pool:
+        for one in others:
+            one.take(search)
+        running = [pool.submit(one.run, target, limits, over) for one in others]
+        try:
+            search.run(target, limits, over)
+        finally:
+            over.set()
+        for one, run in zip(others, running, strict=True):
+            run.result()
+            search.take(one)
 
 
 def row_times(problem: MakespanProblem) -> RowTimes:

@@ -27,7 +27,7 @@ from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule, list_schedule
-from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
+from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels, run_together
 from stagewright.solvers.pipelines.window_search import compile_window_kernels, search_windows
 
 ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
@@ -36,6 +36,7 @@ ScheduleKind = Literal["gpipe", "1f1b", "pe", "optimal"]
 IMPROVEMENT = 0.05
 SEARCH = 0.9
 ROWS = 0.5
+ROW_SECONDS = 0.02  # at most, per computation, of the search for rows before CP-SAT
 
 SMALL = 1000  # computations up to which CP-SAT helps where memory counts
 
@@ -145,13 +146,19 @@ def _by_rows(
     found = result(source)
     note(_step(found))
     if found.status is not Status.OPTIMAL:
-        share = ROWS if is_small(problem) else 1.0
-        left = replace(limits, seconds=share * limits.left(perf_counter() - began))
-        before = search.best_cost
-        search.run(target, left)
-        found = result(source if search.best_cost == before else "search for rows")
+        left = replace(limits, seconds=_row_seconds(problem, limits.left(perf_counter() - began)))
+        before = search.cost
+        run_together(search, target, left)
+        found = result(source if search.cost == before else "search for rows")
         note(_step(found))
     return found
+
+
+def _row_seconds(problem: MakespanProblem, left: float) -> float:
+    """The time for rows; CP-SAT needs the rest if it helps."""
+    if not is_small(problem):
+        return left
+    return min(ROWS * left, ROW_SECONDS * computations(problem))
 
 
 def _begin(search: RowSearch, incumbent: Timetable | None) -> None:
@@ -163,7 +170,12 @@ def _begin(search: RowSearch, incumbent: Timetable | None) -> None:
 
 def is_small(problem: MakespanProblem) -> bool:
     """Whether CP-SAT helps where memory counts."""
-    return problem.stages * problem.microbatches * (2 + problem.is_split) <= SMALL
+    return computations(problem) <= SMALL
+
+
+def computations(problem: MakespanProblem) -> int:
+    """Number of computations of all stages."""
+    return problem.stages * problem.microbatches * (2 + problem.is_split)
 
 
 def _by_blocks(

@@ -24,7 +24,7 @@ from stagewright.solvers.pipelines.list_scheduling import schedule_order
 from stagewright.solvers.pipelines.row_annealing import MEAN, anneal_rows
 from stagewright.solvers.pipelines.row_kernels import SPREAD, time_rows
 from stagewright.solvers.pipelines.row_rules import drawn_rule
-from stagewright.solvers.pipelines.row_search import RowSearch
+from stagewright.solvers.pipelines.row_search import RowSearch, run_together
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 
 LIMITS = Limits(seconds=20, threads=2)
@@ -227,6 +227,19 @@ def test_annealed_rows_keep_every_limit_and_are_no_worse(problem, seed):
     search._annealed(rows, 0.01)
     search._shifted(iter([True] * 5 + [False]).__next__)
     assert search.best_cost <= before
+    problem.evaluate(search.timetable())
+
+
+@examples(5)
+@given(random_memory_makespan(max_stages=4, max_microbatches=4), st.integers(1, 3))
+def test_searches_in_several_threads_take_the_best_rows(problem, threads):
+    costs = []
+    search = RowSearch(problem, 0, costs.append)
+    search.first()
+    before = search.best_cost
+    run_together(search, 0.0, Limits(seconds=0.05, threads=threads))
+    assert search.best_cost <= before
+    assert costs == sorted(costs, reverse=True)
     problem.evaluate(search.timetable())
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from profiles import examples
 
 from stagewright.formulations.schedules.automatic import automatic, zb1p, zb2p
-from stagewright.formulations.schedules.automatic_v import automatic_v
+from stagewright.formulations.schedules.automatic_v import _extra_forwards, _Rounds, automatic_v
 from stagewright.formulations.schedules.backfilling import backfilled
 from stagewright.formulations.schedules.controllable_memory import v_half, v_min
 from stagewright.formulations.schedules.dualpipe import dualpipe_v
@@ -176,6 +176,25 @@ def test_the_v_heuristic_against_the_authors_program():
         span = longest_span(automatic_v(times, row["n"], memory, "span"), times)
         same = row["mem_chunks"] == 2 * row["p"]
         assert span <= row["span"] * (1 if same else 1.031), row
+
+
+@pytest.mark.parametrize(("limit", "most"), [(3, 0), (4, 1), (8, 2)])
+def test_transfers_leave_time_for_more_forwards_if_memory_does(limit, most):
+    """Two devices: the first microbatch's two transfers of 1 leave time for two forwards of 1."""
+    extra = _extra_forwards(equal_times(4, transfer=1.0), activations(v_shape(2), limit))
+    assert extra == [(k, 0) for k in range(most + 1)]
+
+
+def test_a_longer_warm_up_helps_where_transfers_are_long():
+    times = equal_times(8, forward=2.0, transfer=2.0)
+    memory, device = activations(v_shape(4), 16), v_shape(4)
+    plain = _Rounds(device, times, 12, memory, ()).built()
+    longer = [
+        _Rounds(device, times, 12, memory, (), extra=extra).built()
+        for extra in _extra_forwards(times, memory)
+    ]
+    assert min(one.span() for one in longer) < plain.span()
+    assert longest_span(automatic_v(times, 12, memory, "span"), times) < plain.span()
 
 
 @quick
