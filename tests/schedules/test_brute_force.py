@@ -144,10 +144,12 @@ def require_feasible(one, found):
         for action, start in zip(order, starts, strict=True):
             kind = next(letter for letter in action if letter.isalpha())
             s, m = map(int, action.split(kind))
-            length = one["times"][s]["FIW".index(kind) if split else "FB".index(kind)]
             assert start >= before - 1e-9
-            before = start + length
-            spans[kind, s, m] = (start, before)
+            before = start
+            for part in "IW" if split and kind == "B" else kind:  # a whole backward is both parts
+                length = one["times"][s][("FIW" if split else "FB").index(part)]
+                spans[part, s, m] = (before, before + length)
+                before += length
     assert len(spans) == one["stages"] * one["microbatches"] * (3 if split else 2)
     back, last = ("I", "W") if split else ("B", "B")
     for m, s in product(range(one["microbatches"]), range(one["stages"])):
