@@ -52,6 +52,7 @@ def test_a_makespan_of_195_is_proved():
     assert solved(Case("", problem, 198.0), LIMITS) == (195.0, Status.OPTIMAL)
 
 
+@pytest.mark.slow
 def test_never_worse_than_zero_bubble():
     """All but one instance in 2 seconds each; the last one takes longer."""
     if not DATA.exists():

@@ -275,7 +275,7 @@ def test_other_backends_refuse_memory():
 
 
 @examples(20)
-@given(random_memory_makespan(max_microbatches=4), st.integers(2, 5))
+@given(random_memory_makespan(max_stages=3, max_microbatches=3), st.integers(2, 5))
 def test_more_memory_never_hurts_and_times_scale(problem, factor):
     cost = least_cost(problem)
     roomy = replace(problem, memory=tuple(2 * limit for limit in problem.memory))
