@@ -121,7 +121,8 @@ def test_nothing_is_lost_by_pruning(
         pruned = found(high)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(joint_patterns, "completion", without_tables)
-            assert found(high) == pruned
+            # Where memory is exactly full, rounding at another period may keep more of them.
+            assert found(high).items() <= pruned.items()
 
 
 def without_tables(form: JointForm, period: float, noise: None = None) -> Completion:
