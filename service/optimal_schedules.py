@@ -7,6 +7,7 @@ from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.choice import OPTIMAL
+from stagewright.formulations.schedules.memory import ONE_MICROBATCH
 from stagewright.service.pipeline_requests import ScheduleRequest
 from stagewright.service.schedule_setting import ANY, FREE, Setting, named_placements, on_devices
 from stagewright.solvers.pipelines.least_memory import least_memory
@@ -66,7 +67,7 @@ def _least_memory(
         least = max(setting.memory.least(setting.paths[0]))
         limited = replace(problem, memory=tuple(min(least, own) for own in problem.memory))
         result = solve_schedule(limited, OPTIMAL, limits, on_progress)
-        return Optimum(setting, result, least, "one microbatch of every stage", least)
+        return Optimum(setting, result, least, ONE_MICROBATCH, least)
     found = least_memory(problem, request.makespan_limit, limits, on_progress)
     result = given_schedule(problem, found.timetable, OPTIMAL)
     return Optimum(setting, result, found.bound, found.proved_by, found.limit)

@@ -190,8 +190,7 @@ class ScheduleRequest(_Stages):
 
     def with_placement(self, placement: str) -> Self:
         """The same request with that placement."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return self.of(**{**fields, "placement": placement})
+        return self.of(**{**self.given(), "placement": placement})
 
     @cached_property
     def setting(self) -> Setting:
@@ -226,8 +225,7 @@ class MemoryCurveRequest(_Stages):
 
     def within(self, memory: tuple[float, ...], **changes: Any) -> ScheduleRequest:
         """The request for one schedule with that limit."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return ScheduleRequest.of(**{**fields, "memory": memory, **changes})
+        return ScheduleRequest.of(**{**self.given(), "memory": memory, **changes})
 
 
 class CompareSchedulesRequest(_Stages):
@@ -249,7 +247,7 @@ class CompareSchedulesRequest(_Stages):
         InputError
             If the kind does not fit.
         """
-        fields = {name: getattr(self, name) for name in CompareSchedulesRequest.model_fields}
+        fields = self.given()
         if placement is not None:
             fields |= {"placement": placement, "chunks": chunks}
         elif kind == "pe" or (kind in KINDS and KINDS[kind].chunks.fixed):

@@ -38,6 +38,10 @@ class Request(BaseModel):
         except ValidationError as error:
             raise InputError(first_problem(error)) from None
 
+    def given(self) -> dict[str, Any]:
+        """The fields, to make a request that differs in some."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
         """The request in a JSON text; errors as for :meth:`of`."""

@@ -15,6 +15,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.channels import with_channels
 from stagewright.formulations.schedules.choice import OPTIMAL
 from stagewright.formulations.schedules.kinds import schedule_of
+from stagewright.formulations.schedules.memory import ONE_MICROBATCH
 from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.timing import TimedOrder
 from stagewright.service.pipeline_answers import JobShopAnswer, ScheduleAnswer
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from stagewright.solvers.pipelines.scheduling import ScheduleResult
 
 LOAD = "load of the busiest device"
-ONE_MICROBATCH = "one microbatch of every stage"
 
 
 def schedule(

@@ -9,6 +9,9 @@ from stagewright.formulations.schedules.order import B, F, I, Order, W
 from stagewright.formulations.schedules.placements import Device
 from stagewright.graphs.documents.errors import InputError
 
+ONE_MICROBATCH = "one microbatch of every stage"
+"""The argument of the bound that :meth:`ActivationMemory.least` is."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:

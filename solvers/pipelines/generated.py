@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.automatic import automatic
 from stagewright.formulations.schedules.automatic_v import automatic_v
 from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.memory import ActivationMemory
-from stagewright.formulations.schedules.order import F, I, Order
+from stagewright.formulations.schedules.order import Order
 from stagewright.formulations.schedules.placements import line, v_shape
 from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.graphs.documents.errors import InputError
@@ -58,7 +56,8 @@ def _activations(problem: MakespanProblem) -> ActivationMemory:
     """The problem's memory; without it, its microbatches."""
     if problem.memory:
         taken, _, late = zip(*problem.saved, strict=True)
-        return ActivationMemory(taken, late, problem.memory)
+        kept = tuple(map(min, taken, late))  # they may differ by rounding
+        return ActivationMemory(taken, kept, problem.memory)
     ones = (1.0,) * problem.stages
     limit = float(problem.microbatches * problem.stages)
     return ActivationMemory(ones, ones, (limit,) * (1 + max(problem.device)))
@@ -69,17 +68,7 @@ def _keeps_limits(problem: MakespanProblem, order: Order) -> bool:
     flying = zip(order.most_in_flight(), problem.in_flight, strict=True)
     if any(most > limit for most, limit in flying):
         return False
-    for row, limit in zip(order.rows, problem.memory, strict=False):
-        change = np.cumsum([_change(problem, one.stage, one.kind) for one in row])
-        if change.max() > limit * (1 + RELATIVE_TOLERANCE):
-            return False
-    return True
-
-
-def _change(problem: MakespanProblem, stage: int, kind: str) -> float:
-    taken, early, late = problem.saved[stage]
-    if kind == F:
-        return taken
-    if not problem.is_split:
-        return -taken
-    return -early if kind == I else -late
+    if not problem.memory:
+        return True
+    peaks = zip(_activations(problem).peaks(order), problem.memory, strict=True)
+    return all(peak <= limit * (1 + RELATIVE_TOLERANCE) for peak, limit in peaks)

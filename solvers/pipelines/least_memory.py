@@ -13,12 +13,12 @@ from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.schedules.memory import ONE_MICROBATCH
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.generated import generated
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import is_small, solve_schedule
 
-ONE_MICROBATCH = "one microbatch of every stage"
 SEARCH = 0.5  # share of the time for schedules; the rest is for proofs that less is too slow
 STEPS = 256  # limits that are told apart where amounts have no common unit
 MOST_LEVELS = 100_000
