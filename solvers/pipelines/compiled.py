@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 from numba import njit
 
+from stagewright.graphs.documents.arrays import Floats
+
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 # Numba's own types know no options of compilation targets.
@@ -18,3 +20,13 @@ def inner(kernel: Kernel) -> Kernel:
     """
     made: Kernel = njit(cache=True, error_model="numpy", **WITHOUT_WRAPPERS)(kernel)
     return made
+
+
+@inner
+def least_index(values: Floats) -> int:
+    """The first index of the least value; faster than numpy's argmin on short arrays."""
+    least = 0
+    for other in range(1, len(values)):
+        if values[other] < values[least]:
+            least = other
+    return least

@@ -22,6 +22,7 @@ from stagewright.formulations.pipelines.blocks import (
 )
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.pipelines.compiled import least_index
 
 EAGERNESS = (0.0, 0.25, 0.5, 1.0)
 NOISE = (0.0, 0.2, 1.0, 3.0)  # in units of the longest block
@@ -158,7 +159,7 @@ def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
     for machine in range(len(ends)):
         ends[machine] = _first_end(machine, ready, free, durations, members)
     for _ in range(priority.size):
-        machine = _least(ends)
+        machine = least_index(ends)
         block = _choice(machine, ends, ready, free, done, members, priority, eagerness)
         starts[block, done[block]] = max(ready[block], free[machine])
         free[machine] = starts[block, done[block]] + durations[block]
@@ -171,16 +172,6 @@ def dispatch(rules: Rules, priority: Floats, eagerness: float) -> Floats:
                 )
                 ends[machines[woken]] = _first_end(machines[woken], ready, free, durations, members)
     return starts
-
-
-@njit(cache=True)
-def _least(values: Floats) -> int:
-    """The first index of the least value; faster than numpy's argmin on short arrays."""
-    least = 0
-    for other in range(1, len(values)):
-        if values[other] < values[least]:
-            least = other
-    return least
 
 
 @njit(cache=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
-from stagewright.solvers.pipelines.compiled import inner
+from stagewright.solvers.pipelines.compiled import inner, least_index
 
 NONE = -1
 FORWARD, BACKWARD, WEIGHT = range(3)
@@ -120,7 +120,7 @@ def dispatch_rows(times: RowTimes, rule: Rule, rows: Ints, bounds: Ints, starts:
                     d, times, rule.depth, done, starts, free[d], used[d], ready
                 )
                 woken[d] = False
-        d = _least(ends)
+        d = least_index(ends)
         if ends[d] == np.inf:
             return np.inf
         weights_first = (rule.clears and held_up[d]) or pending[d] > rule.pending[d]
@@ -258,15 +258,6 @@ def _choice(
             if chosen == NONE or value < least or (value == least and at < start):
                 chosen, least, start = code, value, at
     return chosen
-
-
-@inner
-def _least(values: Floats) -> int:
-    least = 0
-    for other in range(1, len(values)):
-        if values[other] < values[least]:
-            least = other
-    return least
 
 
 @inner
