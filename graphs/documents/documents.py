@@ -10,6 +10,7 @@ import os
 import reprlib
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +55,7 @@ def parse(kind: type[T], text: str | bytes, place: str, format_name: str, versio
         )
     try:
         # From JSON, because only then do strict types accept an array for a tuple.
-        return TypeAdapter(kind).validate_json(text, strict=True)
+        return _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {first_problem(error, data)}") from None
 
@@ -94,8 +95,14 @@ def to_json(document: Any) -> str:
 
     Numbers are written so that reading them back gives the same floats.
     """
-    plain = TypeAdapter(type(document)).dump_python(document, mode="json", exclude_none=True)
+    plain = _adapter(type(document)).dump_python(document, mode="json", exclude_none=True)
     return json.dumps(plain, indent=1, allow_nan=False) + "\n"
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Made once: pydantic takes milliseconds for the schema of a type."""
+    return TypeAdapter(kind)
 
 
 def write(kind: type[T], document: T, path: str | os.PathLike[str]) -> None:

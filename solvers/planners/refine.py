@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 
 import numpy as np
@@ -27,6 +27,7 @@ WORTH_IT = 1e-9  # relative improvement; less is rounding
 CYCLE = 60  # rebuilds per layer from the best plan on, while the temperature falls to zero
 CYCLES = 6  # without improvement, after which the search ends
 HOT = 0.005  # first temperature, relative to the time of the best plan
+REMEMBERED = 2000  # prices of structures: of few layers, rebuilds find the same ones again
 REHEAT = 2.0  # ratio of the first temperatures of a cycle and the one before
 LOADS = 0.6  # weight of the mean load in the objective
 POWER = 4  # of that mean
@@ -69,7 +70,7 @@ class _Refinement:
         self.best = structure_of(self.known)
         parts = ~np.isnan(self.known.starts[ActionKind.INPUT_GRADIENT])
         plain = not parts.any() and scheduling_of(self.problem, self.best.stages) is not None
-        self.price = (
+        self.price: Callable[[Structure], Priced | None] = lru_cache(REMEMBERED)(
             PlainPrices(self.problem, self.limits) if plain else StructurePrices(self.problem)
         )
         self.seconds = cost_of(self.problem, self.known)
