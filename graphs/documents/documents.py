@@ -10,7 +10,6 @@ import os
 import reprlib
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,10 +98,14 @@ def to_json(document: Any) -> str:
     return json.dumps(plain, indent=1, allow_nan=False) + "\n"
 
 
-@cache
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
 def _adapter(kind: type[T]) -> TypeAdapter[T]:
     """Made once: pydantic takes milliseconds for the schema of a type."""
-    return TypeAdapter(kind)
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def write(kind: type[T], document: T, path: str | os.PathLike[str]) -> None:
