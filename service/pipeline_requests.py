@@ -175,12 +175,14 @@ class ScheduleRequest(_Stages):
 
     For kind ``optimal`` the placement may be ``any`` of the named ones, or ``free``: then a stage's
     chunks are consecutive in the model. With objective ``memory`` it has the least memory of all
-    schedules that take at most ``makespan_limit``, if that is given.
+    schedules that take at most ``makespan_limit``, if that is given. ``replicas`` are the devices
+    of each stage for kind ``1f1b-rr``; the copies of a stage take microbatches in turn.
     """
 
     kind: str = OPTIMAL
     placement: Literal["line", "loop", "V", "wave", "any", "free"] | None = None
     makespan_limit: float | None = None
+    replicas: tuple[int, ...] = ()
 
     @model_validator(mode="after")
     def _require_problem(self) -> Self:

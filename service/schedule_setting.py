@@ -14,6 +14,7 @@ from stagewright.formulations.schedules.placements import (
     Device,
     allows,
     both_directions,
+    in_turns,
     line,
     placed,
 )
@@ -46,7 +47,7 @@ class Setting:
     chunks
         Chunks per device; None if devices have different numbers of them.
     paths
-        The device of each chunk; two for schedules in both directions.
+        The device of each chunk; several if stages have copies on several devices.
     problem
         Times, transfers, limits in flight and of memory, objective, devices of the first path.
     memory
@@ -62,7 +63,7 @@ class Setting:
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return 1 + max(self.paths[0])
+        return _devices(self.paths)
 
     def stored_problem(self) -> MakespanProblem:
         """The problem with memory; without limits all microbatches fit."""
@@ -84,7 +85,7 @@ def setting_of(asked: "ScheduleRequest") -> Setting:
     _require_kind(asked)
     _require_sizes(asked)
     placement, chunks, paths = _given(asked) if asked.device else _chosen(asked)
-    memory = _memory(asked, paths[0])
+    memory = _memory(asked, paths)
     if asked.memory:
         for path in paths:
             memory.require_room(path)
@@ -103,7 +104,7 @@ def named_placements(asked: "ScheduleRequest") -> dict[str, Device]:
 
 def on_devices(asked: "ScheduleRequest", device: Device) -> Setting:
     """The setting of a request with placement ``free`` and these devices of the chunks."""
-    memory = _memory(asked, device)
+    memory = _memory(asked, (device,))
     problem = _problem(asked, device, memory)
     return Setting(FREE, asked.chunks, (device,), problem, memory)
 
@@ -134,13 +135,21 @@ def _require_kind(asked: "ScheduleRequest") -> None:
 
 
 def _require_sizes(asked: "ScheduleRequest") -> None:
-    """Refuse lists of other lengths than the stages."""
+    """Refuse lists of other lengths than the stages, and times that are none."""
     stages = len(asked.forward)
     require_count(stages, "stages", MAX_LAYERS)
-    for name in ("backward", "weight_gradient", "in_flight", "saved", "freed", "device"):
+    names = "backward", "weight_gradient", "in_flight", "saved", "freed", "device", "replicas"
+    for name in names:
         size = len(getattr(asked, name))
         if size != stages and (size or name == "backward"):
             raise InputError(f"{name} needs {stages} values, got {size}")
+    for name in ("forward", "backward", "weight_gradient", "transfers"):
+        for place, value in enumerate(getattr(asked, name)):
+            require_amount(value, f"{name}[{place}]")
+    if asked.replicas and asked.kind != "1f1b-rr":
+        raise InputError(f"replicas are of kind 1f1b-rr, not {asked.kind}")
+    for count in asked.replicas:
+        require_count(count, "replicas", MAX_LAYERS)
 
 
 _Placed = tuple[str, int | None, tuple[Device, ...]]
@@ -148,9 +157,9 @@ _Placed = tuple[str, int | None, tuple[Device, ...]]
 
 def _given(asked: "ScheduleRequest") -> _Placed:
     """The devices that the request gives; a published kind must have its own."""
-    if asked.chunks is not None or asked.placement is not None:
-        name = "placement" if asked.chunks is None else "chunks"
-        raise InputError(f"{name} must be left out if the device of every stage is given")
+    for name in ("placement", "chunks", "replicas"):
+        if getattr(asked, name):
+            raise InputError(f"{name} must be left out if the device of every stage is given")
     ranks = 1 + max(asked.device)
     chunks = len(asked.device) // ranks if len(asked.device) % ranks == 0 else None
     kind = published(asked.kind)
@@ -179,6 +188,8 @@ def _chosen(asked: "ScheduleRequest") -> _Placed:
         raise InputError(
             f"placement of {asked.kind} is {kind.placement}, got {asked.placement}: leave it out"
         )
+    if asked.replicas:
+        return kind.placement, chunks, in_turns(asked.replicas, asked.microbatches)
     return kind.placement, chunks, _paths(kind.placement, devices, chunks)
 
 
@@ -232,7 +243,15 @@ def _repeated(asked: "ScheduleRequest", values: Sequence[T], path: Device) -> tu
     return tuple(values[home] for home in path)
 
 
+def _devices(paths: Sequence[Device]) -> int:
+    return 1 + max(map(max, paths))
+
+
 def _problem(asked: "ScheduleRequest", path: Device, memory: ActivationMemory) -> MakespanProblem:
+    """The problem of the devices on one path; of copies of stages, those of the first."""
+    device, limit = path, memory.limit
+    if asked.replicas:
+        device, limit = line(len(path)), tuple(memory.limit[d] for d in path)
     limits = _repeated(asked, asked.in_flight, path) if asked.in_flight else ()
     weights = _spread(asked, asked.weight_gradient, path) if asked.weight_gradient else None
     sends = _sends(asked.transfers, path)
@@ -244,10 +263,10 @@ def _problem(asked: "ScheduleRequest", path: Device, memory: ActivationMemory) -
         send_backward=sends,
         reduce=(0.0,) * len(path),
         in_flight=limits or (asked.microbatches,) * len(path),
-        device=path,
+        device=device,
         weight_gradient=weights,
         saved=_amounts(memory) if asked.memory else (),
-        memory=memory.limit if asked.memory else (),
+        memory=limit if asked.memory else (),
         objective="span" if asked.objective == "span" else "makespan",
         duplex=asked.duplex,
     )
@@ -271,8 +290,8 @@ def _sends(transfers: tuple[float, ...], path: Device) -> tuple[float, ...]:
     return tuple(time if moved else 0.0 for time, moved in zip(times, moves, strict=True))
 
 
-def _memory(asked: "ScheduleRequest", path: Device) -> ActivationMemory:
-    devices, stages = 1 + max(path), len(asked.forward)
+def _memory(asked: "ScheduleRequest", paths: Sequence[Device]) -> ActivationMemory:
+    devices, stages, path = _devices(paths), len(asked.forward), paths[0]
     saved = asked.saved or (1.0,) * stages
     freed = asked.freed or (0.0,) * stages
     for s, (most, less) in enumerate(zip(saved, freed, strict=True)):
@@ -302,6 +321,7 @@ def sizes_of(asked: "ScheduleRequest", setting: Setting) -> Sizes:
         devices=setting.devices,
         microbatches=asked.microbatches,
         chunks=setting.chunks,
+        replicas=asked.replicas,
         times=stage_times(setting.problem),
         memory=setting.memory,
         goal="span" if asked.objective == "span" else "makespan",

@@ -125,9 +125,9 @@ def plan(
     if asked.order is not None and planner == auto.PLANNER.name:
         planner = order.PLANNER.name
     proposer = _able_planner(problem, planner, asked)
-    compile_kernels()
-    began = monotonic()
     limits = limits or Limits()
+    compile_kernels(limits.stop)
+    began = monotonic()
     reason = why_nothing_fits(problem)
     if reason is not None:
         nothing = NoPlan(reason, plans=EVERY_PLAN)

@@ -42,9 +42,11 @@ class ScheduleChoice:
 
     def __post_init__(self) -> None:
         if self.kind not in (OPTIMAL, *KINDS):
-            raise InputError(
-                f"unknown schedule {self.kind!r}; known are {OPTIMAL}, {', '.join(KINDS)}"
+            hint = (
+                "; pe is the order of planner spp, on its own stages" if self.kind == "pe" else ""
             )
+            known = ", ".join((OPTIMAL, *KINDS))
+            raise InputError(f"unknown schedule {self.kind!r}; known are {known}{hint}")
         self._require_placement()
         if self.chunks is not None:
             require_count(self.chunks, "chunks", MAX_LAYERS)

@@ -1,5 +1,9 @@
 """Placements: on which device each stage is, for p devices with v stages ("chunks") each."""
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
 from stagewright.graphs.documents.errors import InputError
 
 Device = tuple[int, ...]
@@ -34,6 +38,19 @@ def both_directions(devices: int) -> tuple[Device, Device]:
     Every device keeps the weights of two stages (Li and Hoefler 2021, Chimera).
     """
     return line(devices), tuple(reversed(range(devices)))
+
+
+def in_turns(replicas: Sequence[int], microbatches: int) -> tuple[Device, ...]:
+    """The different ways of microbatches through stages whose copies take them in turn.
+
+    The devices are numbered stage after stage; microbatch m is on copy m mod ``replicas[s]``.
+    """
+    firsts = [0, *accumulate(replicas)]
+    ways = range(min(math.lcm(*replicas), microbatches))
+    return tuple(
+        tuple(first + m % count for first, count in zip(firsts, replicas, strict=False))
+        for m in ways
+    )
 
 
 def placed(placement: str, devices: int, chunks: int) -> Device:

@@ -47,7 +47,8 @@ class Commands(TyperGroup):
         except InputError as error:
             message = str(error)
         except UsageError as error:
-            message = error.format_message()  # type: ignore[attr-defined]
+            # typer reads choices by pydantic, whose prefix is in its message.
+            message = error.format_message().replace("Value error, ", "")  # type: ignore[attr-defined]
         except BrokenPipeError:
             _drop_output()
             sys.exit(1)

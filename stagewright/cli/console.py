@@ -192,11 +192,18 @@ def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: An
 
 
 def with_option(message: str, fields: Iterable[str], options: Mapping[str, str]) -> str:
-    """``message`` with an option in place of the field that it begins with, if it does."""
+    """``message`` with an option in place of the field that it begins with, if it does.
+
+    An entry ``field[3]`` is "OPTION of stage 3" if ``options`` have "OPTION of stage" for
+    ``field[]``.
+    """
     first, _, rest = message.partition(" ")
     name, *_ = re.split(r"[\[:]", first)
     if name not in fields and name not in options:
         return message
+    place = re.fullmatch(r"\w+\[(\d+)\]", first)
+    if place and f"{name}[]" in options:
+        return f"{options[f'{name}[]']} {place[1]} {rest}"
     return f"{options.get(name, spelled(name))}{first[len(name) :]} {rest}"
 
 

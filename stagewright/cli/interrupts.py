@@ -5,11 +5,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = "\x1b[?25h"
+STDERR = 2
+STOPPING = b"stagewright: stopping; a second signal ends it immediately\n"
 
 
 @contextmanager
@@ -20,6 +22,9 @@ def interruptible() -> Iterator[threading.Event]:
     def handle(number: int, _: FrameType | None) -> None:
         if stop.is_set():
             _end(number)
+        if not sys.stderr.isatty():  # else the progress line says it
+            with suppress(OSError):
+                os.write(STDERR, STOPPING)
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():

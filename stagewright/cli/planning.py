@@ -25,6 +25,7 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.interrupts import interruptible
 from stagewright.cli.printing import print_plan
+from stagewright.cli.schedule_options import read_replicas
 from stagewright.cli.schedules import Placement
 from stagewright.graphs.documents.errors import InputError
 
@@ -163,9 +164,13 @@ def plan(
     # After the input is read: bad input is refused without waiting for the solvers to load.
     from stagewright.formulations.plans.plan import save_plan
     from stagewright.service.planning import plan as answer_of
+    from stagewright.solvers.planners.warm_up import compile_kernels
 
-    with interruptible() as stop, progress("planning", stop) as on_progress:
-        answer = answer_of(request, on_progress, stop)
+    with interruptible() as stop:
+        with progress("loading kernels (at the first use: compiling, 1 to 2 minutes)", stop):
+            compile_kernels(stop)
+        with progress("planning", stop) as on_progress:
+            answer = answer_of(request, on_progress, stop)
     if output is not None and answer.plan is not None:
         save_plan(answer.plan, output)
     if as_json:
@@ -189,14 +194,7 @@ def _read_order(
             if value is not None:
                 raise InputError(f"{option} goes with --order KIND")
         return None
-    counts: tuple[int, ...] = ()
-    if replicas is not None:
-        try:
-            counts = tuple(int(part) for part in replicas.split(","))
-        except ValueError:
-            raise InputError(
-                f"--replicas must be whole numbers such as 2,1,1, got {replicas!r}"
-            ) from None
+    counts = read_replicas(replicas)
     return ScheduleChoice(order, chunks, counts, None if placement is None else placement.value)
 
 

@@ -35,6 +35,14 @@ def read_stages(
     }
 
 
+def read_replicas(text: str | None) -> tuple[int, ...]:
+    """The devices of each stage."""
+    try:
+        return () if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--replicas must be whole numbers such as 2,1,1, got {text!r}") from None
+
+
 def _read_times(times: list[str], stages: int) -> dict[str, Any]:
     columns = _columns("--times", times, stages, {2: "F,B", 3: "F,I,W"})
     return {

@@ -21,7 +21,7 @@ from stagewright.cli.console import (
 )
 from stagewright.cli.makespans import Backend, find, limit_fields
 from stagewright.cli.outputs import Writes
-from stagewright.cli.schedule_options import read_stages
+from stagewright.cli.schedule_options import read_replicas, read_stages
 from stagewright.cli.schedule_printing import (
     CURVE_HEAD,
     FIGURES,
@@ -51,6 +51,11 @@ SPELLED = {
     "placement": "--placement",
     "freed": "--saved: i",
     "limit": "--memory",
+    # One value of a list.
+    "forward[]": "--times: forward of stage",
+    "backward[]": "--times: backward of stage",
+    "weight_gradient[]": "--times: weight gradient of stage",
+    "transfers[]": "--transfer of channel",
 }
 """Options whose name differs from the field of a schedule's request or problem."""
 
@@ -166,6 +171,14 @@ def schedule(
             metavar="D,...",
         ),
     ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            help="With --kind 1f1b-rr: devices of each of the P stages, such as 2,1,1; they take "
+            "microbatches in turn.",
+            metavar="R,...",
+        ),
+    ] = None,
     transfer: Annotated[
         str, typer.Option(help="Transfer time: one, or one per channel.", metavar="C,...")
     ] = "0",
@@ -245,7 +258,9 @@ def schedule(
     }
     if compare and curve:
         raise InputError("--compare and --curve are two answers; leave one of them out")
-    of_one = {"--kind": kind, "--makespan-limit": makespan_limit, "--csv": csv}
+    of_one = {
+        "--kind": kind, "--replicas": replicas, "--makespan-limit": makespan_limit, "--csv": csv,
+    }  # fmt: skip
     if compare:
         _require_none("--compare", {**of_one, "--placement": placement})
         return _compare(fields, html, png, as_json)
@@ -254,6 +269,7 @@ def schedule(
         fields["placement"] = None if placement is None else placement.value
         return _curve(fields, html, png, as_json)
     fields["kind"] = kind or "optimal"
+    fields["replicas"] = read_replicas(replicas)
     if placement is not None:
         fields["placement"] = placement.value
     if makespan_limit is not None:

@@ -229,6 +229,7 @@ def schedule(
     kind: str = "optimal",
     chunks: int | None = None,
     placement: str | None = None,
+    replicas: Sequence[int] = (),
     saved: Sequence[float] = (),
     freed: Sequence[float] = (),
     memory: Sequence[float] = (),
@@ -268,6 +269,8 @@ def schedule(
         Where the chunks of the kinds ``pe`` and ``optimal`` are: ``line``, ``loop``, ``V`` or
         ``wave``; for ``optimal`` also the best of them (``any``), or on any device (``free``), with
         a stage's chunks in sequence.
+    replicas
+        Devices of each stage for the kind ``1f1b-rr``: its copies take microbatches in turn.
     saved, freed
         What a forward of each stage adds to the memory of its device, in any unit, and what its
         input gradient gives back; the rest is for the weight gradient. Empty: 1 and 0.
@@ -288,8 +291,8 @@ def schedule(
     request = ScheduleRequest.of(
         **_stages(
             microbatches, forward=forward, backward=backward, transfers=transfers,
-            in_flight=in_flight, device=device, weight_gradient=weight_gradient, saved=saved,
-            freed=freed, memory=memory,
+            in_flight=in_flight, device=device, weight_gradient=weight_gradient,
+            replicas=replicas, saved=saved, freed=freed, memory=memory,
         ),
         kind=kind,
         chunks=chunks,

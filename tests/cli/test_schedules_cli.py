@@ -11,7 +11,10 @@ import pytest
 from commands import answered, answered_json, refused, run
 
 import stagewright
+from stagewright.formulations.schedules.channels import with_channels
 from stagewright.formulations.schedules.kinds import KINDS
+from stagewright.formulations.schedules.round_robin import round_robin
+from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.service.schedule_setting import SCHEDULES
 
 FIELDS = {
@@ -65,6 +68,29 @@ def test_every_kind_is_scheduled(kind: str) -> None:
     assert found["bubble"] == pytest.approx((found["makespan"] - 24) / 24)
     assert 0 < found["bound"] <= found["makespan"]
     assert found["gap"] == pytest.approx(1 - found["bound"] / found["makespan"])
+
+
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 3, 2), (2, 3, 1), (1, 1, 1)])
+def test_copies_of_stages_take_turns(replicas: tuple[int, ...]) -> None:
+    """The published order, as early as it can be; memory is limited on all devices."""
+    times = {"forward": (2, 1, 1), "input_gradient": (4, 3, 2), "weight_gradient": (0, 0, 0)}
+    sends = {"send_forward": (0.25, 0.25), "send_backward": (0.25, 0.25)}
+    order = round_robin(replicas, 6)
+    timed, _ = with_channels(order, StageTimes(**times, **sends))
+    given = of(3, 6, "--kind", "1f1b-rr", "--transfer", 0.25, times="2,4;1,3;1,2")
+    options = [*given, "--replicas", ",".join(map(str, replicas))]
+    found = answered_json(*options)
+    assert found["order"] == [[str(one) for one in row] for row in order.rows]
+    assert found["starts"] == [list(row) for row in timed.starts]
+    assert found["bound"] >= max(timed.loads())
+    peaks = found["peak_memory_per_device"]
+    assert peaks == list(order.most_on_device())
+    fits = answered_json(*options, "--memory", ",".join(map(str, peaks)))
+    assert fits["makespan"] == found["makespan"]
+    last = next(d for d in reversed(range(len(peaks))) if peaks[d] > 1)
+    peaks[last] -= 1
+    short = answered(*options, "--memory", ",".join(map(str, peaks)), code=1)
+    assert f"holds {peaks[last] + 1} on device {last}, whose limit is {peaks[last]}" in short
 
 
 def test_rules_and_published_kinds_have_the_same_times() -> None:
@@ -228,6 +254,12 @@ def test_objectives_have_their_own_bounds() -> None:
         (["--placement", "free", "--objective", "memory"], "memory is for named placements"),
         (["--placement", "free", "--memory", "4,4,4,5"], "memory must be one value for placement"),
         (["--makespan-limit", "9"], "--makespan-limit is for kind optimal with objective memory"),
+        (["--kind", "1f1b", "--replicas", "2,1,1,1"], "--replicas are of kind 1f1b-rr, not 1f1b"),
+        (["--kind", "1f1b-rr", "--replicas", "2,1,1"], "--replicas needs 4 values, got 3"),
+        (["--kind", "1f1b-rr", "--replicas", "2,1,1,0"], "--replicas must be at least 1, got 0"),
+        (["--kind", "1f1b-rr", "--replicas", "2;1"], "--replicas must be whole numbers such as"),
+        (["--kind", "1f1b-rr", "--replicas", "7,1,1,1"], "1F1B-RR needs at least 7 microbatches"),
+        (["--compare", "--replicas", "2,1,1,1"], "--replicas is of one schedule; leave it or"),
         (["--curve", "--kind", "zbv"], "--kind is of one schedule; leave it or --curve out"),
         (["--curve", "--objective", "memory"], "--objective memory is for single schedules"),
         (["--curve", "--memory", "2,0.5"], "--memory[0] must be at least 1.0"),
@@ -239,6 +271,11 @@ def test_objectives_have_their_own_bounds() -> None:
         (["--kind", "zbv", "--devices", "0,1,2,0"], "--devices must have as many stages of zbv"),
         (["--devices", "0,1,0,1", "--chunks", "2"], "--chunks must be left out"),
         (["--kind", "zb"], "'zb' is none of gpipe, 1f1b, pe, pipedream"),
+        (["--placement", "zig"], "Invalid value for '--placement': 'zig' is not one of 'line', "),
+        (
+            ["--kind", "interleaved", "--chunks", 2, "--times", "1,2;1,2;1,-2;1,2"],
+            "--times: backward of stage 2 must be finite and not negative, got -2",
+        ),
         (["--compare", "--kind", "zbv"], "--kind is of one schedule"),
         (["--compare", "--csv", "x.csv"], "--csv is of one schedule"),
         (["--kind", "zbv", "--csv", "x.html"], "--csv x.html: the name must end in .csv"),
@@ -314,7 +351,7 @@ def test_a_comparison_says_what_does_not_fit() -> None:
 
 def test_a_comparison_refuses_what_no_kind_takes() -> None:
     message = refused(*of(4, 6, "--compare", times="1,-2"))
-    assert "--times: backward[0] must be finite and not negative" in message
+    assert "--times: backward of stage 0 must be finite and not negative, got -2" in message
     assert "--memory[0] must be at least" in refused(*of(4, 6, "--compare", "--memory", 0.1))
 
 
