@@ -265,7 +265,10 @@ class ScheduleFigures(Answer):
 class ScheduleAnswer(ScheduleFigures):
     """A schedule of fixed stages, of which stage s is on ``device[s]``, if it has one copy.
 
-    ``order`` and ``starts`` are per device, as in ``timed``; None if there is no schedule.
+    ``order`` and ``starts`` are per device, as in ``timed``; None if there is no schedule. They are
+    without transfers. Generated orders have the times of channels that serve first come, first
+    served; the optimal schedule orders its channels too, and may take longer where they are served
+    otherwise. Plans state their transfers: ``simulate`` keeps the order on every channel.
     """
 
     planner: str

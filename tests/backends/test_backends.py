@@ -175,7 +175,7 @@ def test_unbounded(backend, integral):
 
 @pytest.mark.parametrize("backend", LINEAR)
 def test_a_run_that_stops_early_is_not_called_optimal(backend):
-    answer = solve(hard(), backend, Limits(seconds=0.5))
+    answer = solve(hard(), backend, Limits(seconds=0.2))
     assert answer.status in (Status.FEASIBLE, Status.NO_ANSWER)
     assert (answer.values is None) == (answer.status is Status.NO_ANSWER)
     if answer.objective is not None:
@@ -183,7 +183,7 @@ def test_a_run_that_stops_early_is_not_called_optimal(backend):
 
 
 def test_cbc_gives_no_bound_that_it_did_not_prove():
-    assert solve(hard(), "pulp-cbc", Limits(seconds=0.5)).bound == -INF
+    assert solve(hard(), "pulp-cbc", Limits(seconds=0.2)).bound == -INF
 
 
 @pytest.mark.parametrize("backend", ["highs", "pulp-cbc"])

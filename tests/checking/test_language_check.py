@@ -59,13 +59,13 @@ class Case:
         return found, evaluate(*self.documents, plan, limit)[1]
 
 
-@pytest.mark.parametrize("seed", slow_after(20, range(60)))
+@pytest.mark.parametrize("seed", slow_after(10, range(60)))
 def test_both_checkers_agree_on_random_plans(seed, tmp_path):
     case = Case(seed, tmp_path)
     assert case.verdicts(case.plan) == ((), [])
 
 
-@pytest.mark.parametrize("seed", slow_after(10, range(30)))
+@pytest.mark.parametrize("seed", slow_after(6, range(30)))
 def test_both_checkers_agree_on_the_edge_of_memory(seed, tmp_path):
     case = Case(seed, tmp_path)
     peak = max(peak_bytes(*case.documents, case.plan))
@@ -77,7 +77,7 @@ def test_both_checkers_agree_on_the_edge_of_memory(seed, tmp_path):
     assert broken
 
 
-@pytest.mark.parametrize("seed", slow_after(10, range(30)))
+@pytest.mark.parametrize("seed", slow_after(6, range(30)))
 def test_both_checkers_agree_on_shifted_actions(seed, tmp_path):
     case = Case(seed, tmp_path)
     for shift in (-3e-4, 1e-4, 2e-3):

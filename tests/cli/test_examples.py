@@ -54,7 +54,7 @@ def test_the_python_example_plans(
 ) -> None:
     (code,) = blocks(readme, "python")
     monkeypatch.chdir(place)
-    shortened = code.replace("time_limit=10", "time_limit=2")
+    shortened = code.replace("time_limit=10", "time_limit=1")
     assert shortened != code
     exec(compile(shortened, "README.md", "exec"), {})
     assert "layers (0, " in capsys.readouterr().out
@@ -68,7 +68,7 @@ def in_this_process(script: str) -> None:
     for line in script.splitlines():
         program, *arguments = shlex.split(line)
         assert program == "stagewright"
-        answered(*arguments, *(["--time-limit", 2] if arguments[0] == "plan" else []))
+        answered(*arguments, *(["--time-limit", 1] if arguments[0] == "plan" else []))
 
 
 def as_a_script(script: str) -> None:

@@ -376,7 +376,7 @@ def test_schedules_are_drawn(tmp_path: Path) -> None:
     assert {bar["name"] for bar in bars} == {"forward", "backward"}
     assert len({bar["marker"]["color"] for bar in bars}) == 4  # two directions
     assert "both directions" in text
-    compared = answered(*of(4, 8, "--compare", "--png", picture, "--html", page))
+    compared = answered(*of(2, 4, "--compare", "--png", picture, "--html", page))
     assert f"{picture} is written" in compared
     assert matplotlib.image.imread(picture).shape[0] > 5 * alone[0]
     text = page.read_text()

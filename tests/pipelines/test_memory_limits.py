@@ -148,8 +148,8 @@ def test_a_free_placement_is_found():
     """Two long stages in the middle and two short ones: the short ones share a device."""
     long, short = 6.0, 1.0
     problem = MakespanProblem(
-        6, (short, long, long, short), (short, long, long, short), (0.0,) * 3, (0.0,) * 3,
-        (0.0,) * 4, (6,) * 4, device=(0, 1, 0, 1),
+        4, (short, long, long, short), (short, long, long, short), (0.0,) * 3, (0.0,) * 3,
+        (0.0,) * 4, (4,) * 4, device=(0, 1, 0, 1),
     )  # fmt: skip
 
     def on_devices(device):

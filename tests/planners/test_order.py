@@ -188,6 +188,16 @@ def test_any_kind_on_any_problem(data):
         assert check(asked, found) == ()
         if not found.is_periodic:
             verify(found, lower(found))
+            require_no_later(asked, found)
+
+
+def require_no_later(asked: PipelineProblem, found: PipelinePlan) -> None:
+    """The simulated order, with that of every half-duplex channel, is valid and never later."""
+    actions = simulate(asked, found).actions
+    for one, planned_one in zip(actions, found.actions, strict=True):
+        assert one.finish_seconds <= planned_one.finish_seconds * (1 + 1e-9)
+    again = replace(found, predicted=None, certificate=None, schedule=Schedule(actions))
+    assert check(asked, again) == ()
 
 
 # --- Copies in both directions ----------------------------------------------------------------

@@ -348,7 +348,7 @@ def rows_exchanged(plan: PipelinePlan, program: Program) -> Iterator[Program]:
                 yield with_row(with_row(program, a, there), b, here)
 
 
-@examples(60)
+@examples(60, quick=6)
 @given(plans(5), st.randoms(use_true_random=False))
 def test_mutants_are_refused(plan: PipelinePlan, random: Random) -> None:
     program = lower(plan)
