@@ -121,6 +121,12 @@ class ScheduleKind:
 ONE, TWO = Chunks(1, fixed=True), Chunks(2, fixed=True)
 ANY, EVEN = Chunks(1, fixed=False), Chunks(2, fixed=False)
 
+
+def _timed(generate: Callable[..., Order]) -> Callable[[Sizes, int], Order]:
+    """A generator whose order depends on times and memory."""
+    return lambda of, v: generate(of.devices, of.microbatches, of.times, of.memory, of.goal)
+
+
 _ZERO_BUBBLE = "Qi et al., ICLR 2024"
 
 KINDS: dict[str, ScheduleKind] = {
@@ -167,15 +173,15 @@ KINDS: dict[str, ScheduleKind] = {
         f"{_ZERO_BUBBLE}, with chunks of torch.distributed.pipelining", "loop", ANY, is_split=True,
     ),
     "zb1p": ScheduleKind(
-        lambda of, v: zb1p(of.devices, of.microbatches, of.times, of.memory, of.goal),
+        _timed(zb1p),
         _ZERO_BUBBLE, "line", ONE, is_split=True, depends_on_times=True,
     ),
     "zb2p": ScheduleKind(
-        lambda of, v: zb2p(of.devices, of.microbatches, of.times, of.memory, of.goal),
+        _timed(zb2p),
         _ZERO_BUBBLE, "line", ONE, is_split=True, depends_on_times=True,
     ),
     "zbv": ScheduleKind(
-        lambda of, v: zbv(of.devices, of.microbatches, of.times, of.memory, of.goal),
+        _timed(zbv),
         "Qi et al., arXiv 2401.10241 (2024)", "V", TWO, is_split=True, depends_on_times=True,
     ),
     "v-half": ScheduleKind(
