@@ -27,6 +27,7 @@ from stagewright.formulations.plans.plan import load_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
+from stagewright.solvers.planners import warm_up
 
 PATIENCE = 120.0  # seconds that a machine under load may need
 LONG = 1000  # seconds that no search here may take
@@ -103,12 +104,27 @@ def test_the_second_signal_ends_at_once(files: Path) -> None:
         f" while not stop.is_set(): time.sleep(0.01)\n"
         f" print('stopping', flush=True); time.sleep({LONG})"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
+    assert process.stderr is not None
     for line in ("ready\n", "stopping\n"):
         assert process.stdout.readline() == line
         process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 128 + signal.SIGINT
+    told = "stagewright: stopping; a second signal ends it immediately\n"
+    assert process.stderr.read() == told
+
+
+def test_a_signal_leaves_out_the_kernels_that_are_not_compiled_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, compiled = threading.Event(), list[str]()
+    steps = (lambda: compiled.append("first"), stop.set, lambda: compiled.append("last"))
+    monkeypatch.setattr(warm_up, "_STEPS", steps)
+    warm_up.compile_kernels(stop)
+    assert compiled == ["first"]
 
 
 @contextmanager
