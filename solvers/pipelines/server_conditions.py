@@ -42,6 +42,8 @@ class Loads(NamedTuple):
         Of one long layer, at least: seconds of the backwards of M microbatches, shape (C,).
     ahead
         The least way of a microbatch from layer l to the end, shape (L + 1,).
+    boundary
+        The least bytes per microbatch of a transfer after layer l, shape (L + 1,).
     spare
         Room for two values.
     """
@@ -52,6 +54,7 @@ class Loads(NamedTuple):
     need: Floats
     back: Floats
     ahead: Floats
+    boundary: Floats
     spare: Floats
 
 
