@@ -13,15 +13,15 @@ from time import monotonic
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.grouped_stages import GroupedStages, is_grouped, splits
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.plan_class import SHARED_SPLIT, class_of_stages
 from stagewright.formulations.plans.structure import Structure, misfit
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of, structure_of
-from stagewright.solvers.planners.reordering import GroupedStages
+from stagewright.solvers.planners.reordering import grouped_starts
 from stagewright.solvers.planners.seeds import pipelines
 
 RULES = 30  # tried for each structure
@@ -42,8 +42,7 @@ def plan_grouped(
 
 
 def _is_grouped(structure: Structure) -> bool:
-    plans = class_of_stages(structure.stages, any(structure.split), "finite", "flush")
-    return SHARED_SPLIT.contains(plans) and not plans.offload
+    return is_grouped(structure.stages) and not any(one.offload for one in structure.stages)
 
 
 @dataclass
@@ -112,13 +111,8 @@ class _GroupedSearch:
                 merged[-1] = replace(stage, layers=layers)
             else:
                 merged.append(stage)
-        return Structure(
-            tuple(merged),
-            tuple(
-                is_split and self.problem.layer_with_whole_backward(*stage.layers) is None
-                for stage in merged
-            ),
-        )
+        split = splits(self.problem, merged) if is_split else (False,) * len(merged)
+        return Structure(tuple(merged), split)
 
     def _problems(self, structure: Structure) -> tuple[GroupedStages, list[MakespanProblem]]:
         """The makespan problems of a structure, the one with all-reduces in parallel first."""
@@ -140,7 +134,7 @@ class _GroupedSearch:
             rows = RowSearch(min(problems[1:] or problems, key=quick_bound), self.limits.seed)
             rows.first()
             rows.try_rules(RULES)
-            found = Proposal(structure.stages, grouped.starts(rows.timetable()))
+            found = Proposal(structure.stages, grouped_starts(grouped, rows.timetable()))
             score = cost_of(self.problem, found)
             if score < self.cost:
                 self.best, self.cost = found, score
