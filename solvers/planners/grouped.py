@@ -18,10 +18,10 @@ import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.bounds import quick_bound
+from stagewright.formulations.pipelines.grouped_stages import GroupedStages, is_grouped, splits
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.plan_class import SHARED_SPLIT, class_of_stages
 from stagewright.formulations.plans.structure import Structure, misfit
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.ordering import recursive_device_order
@@ -29,7 +29,7 @@ from stagewright.solvers.pipelines.forward_backward import improve
 from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of, structure_of
-from stagewright.solvers.planners.reordering import GroupedStages
+from stagewright.solvers.planners.reordering import grouped_starts
 from stagewright.solvers.planners.seeds import pipelines
 
 RULES = 30  # tried for each structure with limited memory
@@ -54,8 +54,7 @@ def plan_grouped(
 
 
 def _is_grouped(structure: Structure) -> bool:
-    plans = class_of_stages(structure.stages, any(structure.split), "finite", "flush")
-    return SHARED_SPLIT.contains(plans) and not plans.offload
+    return is_grouped(structure.stages) and not any(one.offload for one in structure.stages)
 
 
 @dataclass
@@ -116,12 +115,9 @@ class _GroupedSearch:
                 yield self._of(seed.stages, is_split=True)
 
     def _of(self, stages: Sequence[Stage], is_split: bool) -> Structure:
+        stages = tuple(stages)
         return Structure(
-            tuple(stages),
-            tuple(
-                is_split and self.problem.layer_with_whole_backward(*stage.layers) is None
-                for stage in stages
-            ),
+            stages, splits(self.problem, stages) if is_split else (False,) * len(stages)
         )
 
     def _problems(self, structure: Structure) -> tuple[GroupedStages, list[MakespanProblem]]:
@@ -142,7 +138,7 @@ class _GroupedSearch:
         if score < ceiling:
             # The all-reduces in the order that promises most.
             times = self._times(min(problems[1:] or problems, key=quick_bound), ceiling)
-            found = Proposal(structure.stages, grouped.starts(times))
+            found = Proposal(structure.stages, grouped_starts(grouped, times))
             score = cost_of(self.problem, found)
             if score < self.cost:
                 self.best, self.cost = found, score
