@@ -236,10 +236,16 @@ def _loads(form: ServerRelaxation, until: float) -> Loads:
         taken=prefix_sums(measures),
         need=np.pad(np.cumsum(least[:, ::-1], axis=1)[:, ::-1], ((0, 0), (0, 1))),
         back=form.microbatches * np.diff(form.backward, axis=1)[:, layers].min(axis=1),
-        ahead=np.append(np.cumsum(np.diff(form.forward, axis=1).min(axis=0)[::-1])[::-1], 0.0),
+        ahead=_least_from(form.forward),
+        astern=_least_from(form.gradient),
         boundary=_least_after(form.boundary),
         spare=np.zeros(LOADS),
     )
+
+
+def _least_from(sums: Floats) -> Floats:
+    """The least seconds of the layers from l on, by prefix sums of every choice, shape (L + 1,)."""
+    return np.append(np.cumsum(np.diff(sums, axis=1).min(axis=0)[::-1])[::-1], 0.0)
 
 
 def _least_after(boundary: Floats) -> Floats:

@@ -129,9 +129,11 @@ def may_close(search: Search, known: Floats, l: int, m: int, c: int, last: bool)
         values[CLOSED] += form.devices[c]
         if m < form.forward.shape[1] - 1:
             send = send_seconds(form, m, form.pieces[c] * form.size, next_link(form, values))
-            around += 2 * send + search.rest.path[0, form.size, m]
-            behind = values[BEHIND] + loads.need[1, m] - _backwards(search, around, c)
-            around += 2 * _transfers(search, behind, m, form.size - values[CLOSED])
+            path = search.rest.path[0, form.size, m]
+            around += 2 * send
+            behind = values[BEHIND] + loads.need[1, m] - _backwards(search, around + path, c)
+            sends = _transfers(search, behind, m, form.size - values[CLOSED])
+            around += max(path, loads.ahead[m] + loads.astern[m] + 2 * sends)
         values[BEHIND] -= _backwards(search, around, c)
     most, free = 0.0, form.size - values[CLOSED]
     if m < form.forward.shape[1] - 1:

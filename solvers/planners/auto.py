@@ -56,7 +56,6 @@ HEURISTICS: tuple[tuple[str, PlanFunction], ...] = (
     ("hetpipe", plan_hetpipe),
     ("balanced", plan_balanced),
     ("pipedream", plan_pipedream),
-    ("spp", plan_spp),
 )
 GOOD_ENOUGH = 1e-6  # relative gap
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
@@ -72,11 +71,12 @@ def plan_auto(
     """The best checked plan of the portfolio within ``limits.seconds``.
 
     A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
-    early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a search
-    on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, a search over
-    stages that share groups of devices, one over all finite plans, searches on the stages and the
-    order of its plan and a bound on the plans that share devices if that is best, and the exact
-    joint planner.
+    early, and published schedules and a search over stages that share groups of devices. What can
+    only find plans of disjoint split stages is left out where a bound proves that these are slower:
+    SPP, the relaxed plans of servers, a search on the stages of the best of these plans, and CP-SAT
+    on its schedule. The rest is for the order of stages that share devices, a search over all
+    finite plans, one on the stages and the order of its plan, a bound on the plans that share
+    devices if that is best, and the exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
@@ -87,12 +87,13 @@ def plan_auto(
         if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 3)
     for name, step, is_wanted, share in (
+        ("published", portfolio.publish, portfolio.has_time, 1 / 4),
+        ("grouped", portfolio.group, portfolio.has_time, 1 / 4),
+        ("spp", plan_spp, portfolio.is_unsettled, 1 / 3),
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
-        ("published", portfolio.publish, portfolio.has_time, 1 / 3),
         ("servers", plan_servers, portfolio.is_open, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
-        ("grouped", portfolio.group, portfolio.has_time, 1 / 2),
         ("grouped, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
         ("general", portfolio.search, portfolio.has_time, 1 / 2),
         ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
