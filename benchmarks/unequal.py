@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.pipelines.grouped_stages import GroupedStages
 from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.timed_rows import stage_times, timetable_of_order
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -27,7 +28,6 @@ from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import load_model
 from stagewright.solvers.pipelines.row_search import compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import solve_schedule
-from stagewright.solvers.planners.reordering import GroupedStages
 from stagewright.solvers.planners.seeds import balanced_cuts
 
 PROFILES = Path(__file__).parent.parent / "examples" / "profiles"

@@ -16,6 +16,7 @@ from stagewright.formulations.patterns.one_f_one_b import (
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.every_plan import why_nothing_fits
+from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern, certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan
@@ -44,7 +45,6 @@ from stagewright.solvers.planners.proposal import (
     NoPlan,
     PeriodicProposal,
     Proposal,
-    scheduling_of,
 )
 from stagewright.solvers.planners.reporting import reporting
 from stagewright.solvers.planners.warm_start import require_same_layers

@@ -14,7 +14,6 @@ from stagewright.formulations.checking.proofs import (
     ARGUMENTS,
     ROUNDING,
     Verdict,
-    scheduling_of,
     verdicts,
 )
 from stagewright.formulations.checking.violations import Violation
@@ -23,6 +22,7 @@ from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS, JointP
 from stagewright.formulations.patterns.pattern_models import PATTERN
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
+from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
@@ -176,7 +176,7 @@ def _joint(problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: L
 def _schedule(
     problem: PipelineProblem, plan: PipelinePlan, bound: Bound, limits: Limits
 ) -> Proof | None:
-    scheduling = scheduling_of(problem, plan.stages)
+    scheduling = relaxed_schedule(problem, plan.stages, bound.plans.split_backward)
     if scheduling is None:
         return None
     answer = solve_schedule(scheduling, "optimal", limits)

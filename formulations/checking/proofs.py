@@ -26,11 +26,11 @@ from stagewright.formulations.patterns.periodic_bounds import iteration_bounds
 from stagewright.formulations.pipelines import every_plan
 from stagewright.formulations.pipelines.bounds import NAMES as OF_SCHEDULES
 from stagewright.formulations.pipelines.bounds import schedule_bounds
-from stagewright.formulations.pipelines.bppm import StageChoice
 from stagewright.formulations.pipelines.device_bounds import EDGE_FINDING, verified_bound
+from stagewright.formulations.pipelines.grouped_stages import relaxed_schedule, scheduling_of
 from stagewright.formulations.pipelines.joint import JOINT_SEARCH
-from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
+from stagewright.formulations.pipelines.memory_bounds import MEMORY_NAMES
 from stagewright.formulations.pipelines.relaxation import FILL_AND_DRAIN, WIDE_FILL_AND_DRAIN
 from stagewright.formulations.pipelines.server_relaxation import (
     RELAXED_TREE,
@@ -44,13 +44,12 @@ from stagewright.formulations.pipelines.spp import (
     LEMMA_1_PREMISE,
     THEOREM_1,
     lemma1_seconds,
-    makespan_problem,
     theorem1_premise,
     theorem1_seconds,
 )
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan, Stage
+from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
     DISJOINT_WHOLE,
@@ -117,21 +116,6 @@ def judged(place: str, bound: Bound, value: float) -> Verdict:
     return Verdict(place, bound.proved_by, bound.seconds, "refuted", reason)
 
 
-def scheduling_of(problem: PipelineProblem, stages: tuple[Stage, ...]) -> MakespanProblem | None:
-    """The makespan problem of stages on disjoint devices that split microbatches; else None."""
-    devices = [name for stage in stages for name in stage.devices]
-    plain = all(
-        (stage.turns, stage.recompute, stage.offload) == (1, "none", False) for stage in stages
-    )
-    if not plain or len(set(devices)) < len(devices):
-        return None
-    index = problem.cluster.index
-    return makespan_problem(
-        problem,
-        [StageChoice(*stage.layers, tuple(index[v] for v in stage.devices)) for stage in stages],
-    )
-
-
 def _of_bound(problem: PipelineProblem, plan: PipelinePlan, i: int, bound: Bound) -> Verdict:
     place, argument = f"bounds[{i}]", ARGUMENTS.get(bound.proved_by)
 
@@ -196,12 +180,9 @@ def _of_load(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> floa
 
 
 def _of_schedule(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
-    scheduling = scheduling_of(problem, plan.stages)
-    if scheduling is None:
-        return None
-    return next(
-        one.seconds for one in schedule_bounds(scheduling) if one.proved_by == bound.proved_by
-    )
+    scheduling = relaxed_schedule(problem, plan.stages, bound.plans.split_backward)
+    known = () if scheduling is None else schedule_bounds(scheduling)
+    return next((one.seconds for one in known if one.proved_by == bound.proved_by), None)
 
 
 def _of_devices(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float:
@@ -250,9 +231,12 @@ ARGUMENTS: dict[str, Argument] = {
     SPLIT_SERVERS: Argument("problem", SHARED_SPLIT),
     RELAXED_TREE: Argument("problem", DISJOINT_SPLIT),
     JOINT_SEARCH: Argument("problem", DISJOINT_SPLIT),
-    CP_SAT: Argument("schedule", DISJOINT_SPLIT),
-    WINDOWS: Argument("schedule", DISJOINT_SPLIT),
-    **{name: Argument("schedule", DISJOINT_SPLIT, _of_schedule) for name in OF_SCHEDULES},
+    CP_SAT: Argument("schedule", SHARED_SPLIT),
+    WINDOWS: Argument("schedule", SHARED_WHOLE),
+    **{
+        name: Argument("schedule", SHARED_SPLIT, _of_schedule)
+        for name in (*OF_SCHEDULES, *MEMORY_NAMES)
+    },
     EDGE_FINDING: Argument("schedule", EVERY_FINITE, _of_devices),
     **{name: Argument("problem", EVERY_PERIODIC, _of_periods) for name in OF_PERIODS},
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),

@@ -111,7 +111,14 @@ def tasks_of(work: Work, endings: Endings) -> Tasks:
 
 
 def tasks_of_stages(problem: PipelineProblem, stages: Sequence[Stage], parts: bool) -> Tasks:
-    """The tasks of stages that may split their backwards where they can, if ``parts``.
+    """The tasks of stages that may split their backwards where they can, if ``parts``."""
+    return tasks_of(*work_of_stages(problem, stages, parts))
+
+
+def work_of_stages(
+    problem: PipelineProblem, stages: Sequence[Stage], parts: bool
+) -> tuple[Work, Endings]:
+    """The work of stages that may split their backwards where they can, if ``parts``.
 
     A backward that may be split is an input gradient, and a weight gradient for the rest of the
     time of a whole backward, which on unlike devices may be less than the weight gradient takes.
@@ -121,7 +128,7 @@ def tasks_of_stages(problem: PipelineProblem, stages: Sequence[Stage], parts: bo
     whole = durations(problem, stages)[ActionKind.BACKWARD]
     seconds = work.seconds.copy()
     seconds[2] = np.minimum(seconds[2], np.maximum(whole - seconds[1], 0.0))
-    return tasks_of(replace(work, seconds=seconds), endings)
+    return replace(work, seconds=seconds), endings
 
 
 def can_split(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[bool, ...]:

@@ -6,10 +6,11 @@ from stagewright.formulations.pipelines.makespan import MakespanProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.schedules.automatic import automatic
 from stagewright.formulations.schedules.automatic_v import automatic_v
+from stagewright.formulations.schedules.choice import PLACEMENTS
 from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
 from stagewright.formulations.schedules.memory import ActivationMemory
 from stagewright.formulations.schedules.order import Order
-from stagewright.formulations.schedules.placements import line, v_shape
+from stagewright.formulations.schedules.placements import line, placed, v_shape
 from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.graphs.documents.errors import InputError
 
@@ -20,8 +21,6 @@ def generated(problem: MakespanProblem) -> Iterator[tuple[str, Order]]:
     The heuristics for any memory come first.
     """
     for name, order in _candidates(problem):
-        if len(order.paths) > 1 or order.device != problem.device:
-            continue
         if order.is_split and not problem.is_split:
             continue
         fitting = order.split() if problem.is_split else order
@@ -30,7 +29,7 @@ def generated(problem: MakespanProblem) -> Iterator[tuple[str, Order]]:
 
 
 def _candidates(problem: MakespanProblem) -> Iterator[tuple[str, Order]]:
-    count, devices = problem.microbatches, 1 + max(problem.device)
+    count, path, devices = problem.microbatches, problem.device, 1 + max(problem.device)
     times = None
     if problem.weight_gradient is not None:
         times = StageTimes(
@@ -39,12 +38,14 @@ def _candidates(problem: MakespanProblem) -> Iterator[tuple[str, Order]]:
         )  # fmt: skip
         memory = _activations(problem)
         heuristics = {line(devices): automatic, v_shape(devices): automatic_v}
-        if problem.device in heuristics:
-            heuristic = heuristics[problem.device]
+        if path in heuristics:
+            heuristic = heuristics[path]
             yield "zero-bubble heuristic", heuristic(times, count, memory, problem.objective)
     chunks, left = divmod(problem.stages, devices)
     for name, kind in KINDS.items():
         if left or kind.weights != "flush" or not kind.chunks.allows(chunks):
+            continue
+        if kind.placement not in PLACEMENTS or placed(kind.placement, devices, chunks) != path:
             continue
         try:
             yield name, schedule_of(name, Sizes(devices, count, chunks, times=times))

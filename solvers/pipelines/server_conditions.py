@@ -40,8 +40,11 @@ class Loads(NamedTuple):
         The least of them for the layers from l on, shape (2, L + 1).
     back
         Of one long layer, at least: seconds of the backwards of M microbatches, shape (C,).
-    ahead
-        The least way of a microbatch from layer l to the end, shape (L + 1,).
+    ahead, astern
+        The least way of a microbatch from layer l to the end without transfers, and of its
+        gradient back, shape (L + 1,).
+    boundary
+        The least bytes per microbatch of a transfer after layer l, shape (L + 1,).
     spare
         Room for two values.
     """
@@ -52,6 +55,8 @@ class Loads(NamedTuple):
     need: Floats
     back: Floats
     ahead: Floats
+    astern: Floats
+    boundary: Floats
     spare: Floats
 
 

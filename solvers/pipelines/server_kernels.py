@@ -1,4 +1,4 @@
-"""Compiled search of the server-aware relaxation: labels of prefixes of stages.
+"""Compiled search of the server-aware relaxation, by labels of the prefixes of stages.
 
 After a change of :mod:`server_conditions`, :mod:`server_labels`, :mod:`server_sharing`,
 :mod:`server_tables` or :mod:`paced_machine`, change this file, too: numba recompiles a cached

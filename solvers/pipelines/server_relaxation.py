@@ -1,7 +1,7 @@
 """The best bound of all server-aware relaxations of a problem."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import monotonic
@@ -41,6 +41,13 @@ def is_server_bound(
     return ServerBounds(problem, plans).proves(seconds)
 
 
+def _finer(
+    searches: Sequence[tuple[Levels, ServerSearch]],
+) -> list[tuple[Levels, ServerSearch]]:
+    every = ((level, one.finer()) for level, one in searches)
+    return [(level, one) for level, one in every if one is not None]
+
+
 @dataclass
 class ServerBounds:
     """The best bound of all relaxations of a problem whose tables are small enough.
@@ -70,14 +77,20 @@ class ServerBounds:
     ) -> float:
         """As :func:`server_bound`; ``on_relaxed`` receives the relaxed plans that are found."""
         until = monotonic() + seconds
-        for level, one in self.searches if seconds > 0 else ():
-            self.low = one.raised(self.low, incumbent, until, partial(on_relaxed, level))
+        searches = list(self.searches)
+        while searches and monotonic() < until:
+            for level, one in searches:
+                self.low = one.raised(self.low, incumbent, until, partial(on_relaxed, level))
+            searches = _finer(searches) if self.low < incumbent else []
         return min(self.low, incumbent)
 
     def proves(self, seconds: float) -> bool:
         """Whether no plan takes less than ``seconds``."""
-        if any(one.proves(seconds) for _, one in self.searches if seconds > self.low):
-            self.low = seconds
+        searches = list(self.searches)
+        while searches and seconds > self.low:
+            if any(one.proves(seconds) for _, one in searches):
+                self.low = seconds
+            searches = _finer(searches)
         return seconds <= self.low
 
     def branch(

@@ -16,7 +16,7 @@ from stagewright.formulations.pipelines.server_relaxation import (
     ServerRelaxation,
 )
 from stagewright.formulations.pipelines.server_schedule import least_level
-from stagewright.graphs.documents.arrays import Ints
+from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.pipelines.server_conditions import Loads, Search
 from stagewright.solvers.pipelines.server_kernels import GAVE_UP, NONE, find
 from stagewright.solvers.pipelines.server_labels import LOADS, SHARED_VALUES, VALUES, Labels
@@ -33,9 +33,10 @@ FIRST_STEP = 0.005  # relative, above the bound of the tables; doubled until a p
 SHARED_STEP = 0.02  # the largest, for shared devices: a plan is found slowly far above the bound
 PRECISION = 5e-4  # relative width at which the bisection stops
 MOST_LABELS = 48  # of a state; more are merged
+FINER = 8  # times as many in the next search
+ARRIVALS = 5  # times as many labels after a channel
 LABEL_BYTES = 4e8  # of all states
 MOST_STAGES = 1_000_000  # placed stages that are remembered, for the relaxed plans
-MOST_ARRIVALS = 240
 STEPS_PER_SECOND = 3e5  # a low estimate
 COUNTED_STEPS = 1e8  # of the tables that count the devices of rank 0
 TABLE_STEPS = 5e9  # of the tables for one bound; above, only the load bound is used
@@ -50,19 +51,24 @@ class Answer(NamedTuple):
     proves: bool
 
 
-def _steps(until: float) -> float:
-    return max(0.0, until - monotonic()) * STEPS_PER_SECOND
-
-
 @dataclass
 class ServerSearch:
     """The search over the relaxed plans of ``form``.
 
-    ``high`` is the least time for which a search ended without a proof; inf before the first.
+    ``high`` is the least time for which a search ended without a proof; inf before the first. A
+    state has at most ``most_labels``, if there is memory for them.
     """
 
     form: ServerRelaxation
     high: float = math.inf
+    most_labels: int = MOST_LABELS
+
+    def finer(self) -> "ServerSearch | None":
+        """A slower search that merges fewer labels; None without memory, or for few labels."""
+        most = FINER * self.most_labels
+        if not self.form.shared or most * self._label_bytes > LABEL_BYTES:
+            return None
+        return ServerSearch(self.form, most_labels=most)
 
     @property
     def is_small(self) -> bool:
@@ -88,10 +94,10 @@ class ServerSearch:
             low = self._by_tables(low, most)
         growth = FIRST_STEP
         while low < most and self.high == math.inf and monotonic() < until:
-            low = self._ask(low, min(most, low * (1 + growth)), _steps(until), on_plan)
+            low = self._ask(low, min(most, low * (1 + growth)), self._steps(until), on_plan)
             growth = min(2 * growth, SHARED_STEP if self.form.shared else math.inf)
         while min(most, self.high) > low * (1 + PRECISION) and monotonic() < until:
-            low = self._ask(low, (low + min(most, self.high)) / 2, _steps(until), on_plan)
+            low = self._ask(low, (low + min(most, self.high)) / 2, self._steps(until), on_plan)
         return low
 
     def proves(self, seconds: float) -> bool:
@@ -151,6 +157,11 @@ class ServerSearch:
             devices, rank = int(self.form.devices[choice]), int(self.form.rank[choice])
             yield RelaxedStage(start, stop, devices, Place(place), rank)
 
+    def _steps(self, until: float) -> float:
+        """The steps of a search until then; each takes longer with more labels."""
+        pace = STEPS_PER_SECOND * MOST_LABELS / self.most_labels
+        return max(0.0, until - monotonic()) * pace
+
     @cached_property
     def _before(self) -> Before:
         return Before(*(np.zeros(self._entries) for _ in range(2)))
@@ -171,19 +182,29 @@ class ServerSearch:
         )
         return fast if counts else 0
 
+    @property
+    def _states(self) -> tuple[int, int, int]:
+        """The states that have labels: the last stage's sort, layers placed, devices used."""
+        turned = self.form.turns < len(self.form.devices)
+        return len(self.form.available) + turned, self._entries[1], self._entries[0]
+
+    @property
+    def _label_bytes(self) -> float:
+        """Bytes of one label in every state."""
+        values = SHARED_VALUES if self.form.shared else VALUES
+        return float(np.prod(self._states) * 8 * (values + 1))
+
     @cached_property
     def _work(self) -> Search:
         values = SHARED_VALUES if self.form.shared else VALUES
-        turned = self.form.turns < len(self.form.devices)
-        states = (len(self.form.available) + turned, self._entries[1], self._entries[0])
-        most = int(np.clip(LABEL_BYTES / (np.prod(states) * 8 * (values + 1)), 4, MOST_LABELS))
+        most = int(np.clip(LABEL_BYTES / self._label_bytes, 4, self.most_labels))
         return Search(
             form=self.form,
             until=0.0,
             rest=Rest(*(np.zeros((self._counted + 1, *self._entries)) for _ in range(3))),
             loads=_loads(self.form, 1.0),
-            labels=_empty(states, most, values),
-            arrivals=_empty((1, 1, 1), MOST_ARRIVALS, values),
+            labels=_empty(self._states, most, values),
+            arrivals=_empty((1, 1, 1), ARRIVALS * self.most_labels, values),
             placed=np.zeros((MOST_STAGES, 5), np.int64),
             steps=np.zeros(2, np.int64),
             values=np.zeros(values),
@@ -215,9 +236,22 @@ def _loads(form: ServerRelaxation, until: float) -> Loads:
         taken=prefix_sums(measures),
         need=np.pad(np.cumsum(least[:, ::-1], axis=1)[:, ::-1], ((0, 0), (0, 1))),
         back=form.microbatches * np.diff(form.backward, axis=1)[:, layers].min(axis=1),
-        ahead=np.append(np.cumsum(np.diff(form.forward, axis=1).min(axis=0)[::-1])[::-1], 0.0),
+        ahead=_least_from(form.forward),
+        astern=_least_from(form.gradient),
+        boundary=_least_after(form.boundary),
         spare=np.zeros(LOADS),
     )
+
+
+def _least_from(sums: Floats) -> Floats:
+    """The least seconds of the layers from l on, by prefix sums of every choice, shape (L + 1,)."""
+    return np.append(np.cumsum(np.diff(sums, axis=1).min(axis=0)[::-1])[::-1], 0.0)
+
+
+def _least_after(boundary: Floats) -> Floats:
+    """The least of the boundaries after each one; 0 where there is none, shape (L + 1,)."""
+    least = np.minimum.accumulate(boundary[-2:0:-1])[::-1]
+    return np.concatenate([least, np.zeros(len(boundary) - len(least))])
 
 
 def _least_finish(form: ServerRelaxation, c: int, layers: Ints) -> float:

@@ -82,6 +82,37 @@ def _backwards(search: Search, around: float, c: int) -> float:
 
 
 @inner
+def _transfers(search: Search, behind: float, l: int, free: float) -> float:
+    """The least transfers of a microbatch between groups that do ``behind`` long layers.
+
+    Their last stages come after layer l, and they have ``free`` devices together. Between two of
+    them a microbatch is sent once at least. A group that takes part leaves enough devices for the
+    rest. If it has more than half of a server, the other one is in another server.
+    """
+    form, loads, first = search.form, search.loads, search.values[FORTH] + search.loads.ahead[l]
+    best = 0.0
+    for k in range(len(form.devices)):
+        best = max(best, _backwards(search, first, k) / form.devices[k])
+    most, pieces, smallest = 0.0, 0, form.size
+    for k in range(len(form.devices)):
+        done, others = _backwards(search, first, k), free - form.devices[k]
+        if others >= 0 and done + others * best >= behind - MARGIN:
+            most, pieces = max(most, done), max(pieces, form.pieces[k])
+            smallest = min(smallest, form.devices[k])
+    if most == 0 or behind <= most:
+        return 0.0
+    link = 0
+    while link < len(form.rooms) and 2 * smallest > form.rooms[link]:
+        link += 1
+    size, pace, latency = loads.boundary[l], form.seconds_per_byte[link], form.latency[link]
+    # Through larger groups in between, in more pieces, it is sent at least twice.
+    once = size * form.share[min(form.samples, pieces * pieces)] * pace + latency
+    twice = 2 * (size * form.share[form.samples] * pace + latency)
+    sent: float = (np.ceil(behind / most - COUNT_SLACK) - 1) * min(once, twice)
+    return sent
+
+
+@inner
 def may_close(search: Search, known: Floats, l: int, m: int, c: int, last: bool) -> bool:
     """Whether the backwards of all long layers can be done in time; sets the values for it.
 
@@ -95,10 +126,14 @@ def may_close(search: Search, known: Floats, l: int, m: int, c: int, last: bool)
         if values[BEHIND] == known[BEHIND]:
             return False
         around = values[FORTH]
+        values[CLOSED] += form.devices[c]
         if m < form.forward.shape[1] - 1:
             send = send_seconds(form, m, form.pieces[c] * form.size, next_link(form, values))
-            around += 2 * send + search.rest.path[0, form.size, m]
-        values[CLOSED] += form.devices[c]
+            path = search.rest.path[0, form.size, m]
+            around += 2 * send
+            behind = values[BEHIND] + loads.need[1, m] - _backwards(search, around + path, c)
+            sends = _transfers(search, behind, m, form.size - values[CLOSED])
+            around += max(path, loads.ahead[m] + loads.astern[m] + 2 * sends)
         values[BEHIND] -= _backwards(search, around, c)
     most, free = 0.0, form.size - values[CLOSED]
     if m < form.forward.shape[1] - 1:

@@ -9,11 +9,12 @@ import numpy as np
 
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status
+from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.pipelines.server_relaxation import SHARED_SERVERS, SPLIT_SERVERS
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound, Predicted
+from stagewright.formulations.plans.plan import Bound, Predicted, Stage
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, SHARED_SPLIT, SHARED_WHOLE
 from stagewright.formulations.plans.starts import starts_of, timetable_of
 from stagewright.solvers.pipelines.relaxation import FillAndDrain
@@ -40,8 +41,8 @@ from stagewright.solvers.planners.proposal import (
     NoPlan,
     Proposal,
     class_of_proposal,
-    scheduling_of,
 )
+from stagewright.solvers.planners.published import plan_published
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.reordering import reorder
 from stagewright.solvers.planners.servers import plan_servers
@@ -55,7 +56,6 @@ HEURISTICS: tuple[tuple[str, PlanFunction], ...] = (
     ("hetpipe", plan_hetpipe),
     ("balanced", plan_balanced),
     ("pipedream", plan_pipedream),
-    ("spp", plan_spp),
 )
 GOOD_ENOUGH = 1e-6  # relative gap
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
@@ -71,11 +71,12 @@ def plan_auto(
     """The best checked plan of the portfolio within ``limits.seconds``.
 
     A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
-    early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a search
-    on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, a search over
-    stages that share groups of devices, one over all finite plans, searches on the stages and the
-    order of its plan and a bound on the plans that share devices if that is best, and the exact
-    joint planner.
+    early, and published schedules and a search over stages that share groups of devices. What can
+    only find plans of disjoint split stages is left out where a bound proves that these are slower:
+    SPP, the relaxed plans of servers, a search on the stages of the best of these plans, and CP-SAT
+    on its schedule. The rest is for the order of stages that share devices, a search over all
+    finite plans, one on the stages and the order of its plan, a bound on the plans that share
+    devices if that is best, and the exact joint planner.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
@@ -86,17 +87,21 @@ def plan_auto(
         if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 3)
     for name, step, is_wanted, share in (
+        ("published", portfolio.publish, portfolio.has_time, 1 / 4),
+        ("grouped", portfolio.group, portfolio.has_time, 1 / 4),
+        ("spp", plan_spp, portfolio.is_unsettled, 1 / 3),
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
         ("servers", plan_servers, portfolio.is_open, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
-        ("grouped", portfolio.group, portfolio.has_time, 1 / 2),
+        ("grouped, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
         ("general", portfolio.search, portfolio.has_time, 1 / 2),
         ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
-        ("general, reordered", portfolio.reorder, portfolio.is_general, 1 / 3),
+        ("general, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
         ("bound", portfolio.bound, portfolio.is_general, 1 / 3),
         ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
-        ("general, on", portfolio.search, portfolio.has_much_time, 1.0),
+        ("general, on", portfolio.search, portfolio.has_much_time, 0.8),
+        ("ordered", portfolio.order, portfolio.is_unordered, 1.0),
     ):
         if is_wanted():
             portfolio.consider(name, step, portfolio.left() * share)
@@ -118,6 +123,7 @@ class _Portfolio:
     fullest: float = 1.0
     plain: Proposal | None = None  # the best of disjoint split stages
     plain_cost: float = math.inf
+    ordered: set[tuple[Stage, ...]] = field(default_factory=set)  # whose schedules were solved
     attempts: list[Attempt] = field(default_factory=list)
     refusals: dict[str, NoPlan] = field(default_factory=dict)
 
@@ -168,7 +174,8 @@ class _Portfolio:
             self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
         if cost < self.plain_cost and self._is_plain(answer):
             self.plain, self.plain_cost = answer, cost
-        shared = [bound for bound in worse.bounds if bound.scope == "problem"]
+        same = worse.stages == self.best.stages
+        shared = [bound for bound in worse.bounds if same or bound.scope == "problem"]
         self.best = replace(self.best, bounds=tuple(dict.fromkeys([*self.best.bounds, *shared])))
 
     def _checked(self, name: str, answer: Proposal) -> Predicted:
@@ -218,7 +225,15 @@ class _Portfolio:
     ) -> Proposal | NoPlan:
         """A better order of the computations of the best plan."""
         assert self.best is not None
+        self.ordered.add(self.best.stages)
         return reorder(problem, self.best, limits, on_progress)
+
+    def order(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """A better order of the best plan, whose stages no other step has ordered."""
+        run = self.reorder if self.cost < self.plain_cost else self.reschedule
+        return run(problem, limits, on_progress)
 
     def bound(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
@@ -241,6 +256,10 @@ class _Portfolio:
         """Whether the exact joint planner may find a better plan, or prove that there is none."""
         return self.is_open() or (self.best is None and self.has_time())
 
+    def is_unordered(self) -> bool:
+        """Whether the schedule of the best plan's stages was not solved yet."""
+        return self.best is not None and self.best.stages not in self.ordered and self.has_time()
+
     def has_time(self) -> bool:
         return self.left() > 0
 
@@ -259,6 +278,13 @@ class _Portfolio:
         """SPP's plan with recomputation in every stage, as a start for the general search."""
         mode: MemoryMode = "layer" if self.choices.recompute == "layer" else "full"
         return plan_uniformly(plan_spp, problem, limits, on_progress, (mode,))
+
+    def publish(
+        self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """The best published schedule; with recomputation where memory is short."""
+        modes = self.choices.any_mode.recomputations if self.is_short_of_memory() else ("none",)
+        return plan_published(problem, self.cost, modes, limits, on_progress)
 
     def search(
         self, problem: PipelineProblem, limits: Limits, on_progress: OnProgress
@@ -279,6 +305,7 @@ class _Portfolio:
             return NoPlan("only split stages on disjoint devices are rescheduled", proved=False)
         scheduling = scheduling_of(problem, self.plain.stages)
         assert scheduling is not None
+        self.ordered.add(self.plain.stages)
         known = timetable_of(self.plain.starts)
         solved = solve_schedule(scheduling, "optimal", limits, on_progress, known)
         assert solved.timetable is not None

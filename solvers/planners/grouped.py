@@ -1,32 +1,44 @@
 """Search over pipelines whose stages share groups of devices, each scheduled by rows.
 
 A structure is the cuts of the layers and the group of each stage. Its makespan problem is bounded,
-then solved by a short search for the rows of the groups. The best structures are varied by moves of
-cuts and stages. It finds orders that list schedules do not, for fewer structures.
+then solved by a short search, forward and backward, or for the rows of the groups if memory is
+limited. The best structures are varied: rounds begin at another group, layers with most of a
+stage's parameters become stages with all-reduces of their own, cuts and stages move. It finds
+orders that list schedules do not, for fewer structures.
 """
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from time import monotonic
+
+import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.pipelines.bounds import quick_bound
-from stagewright.formulations.pipelines.makespan import MakespanProblem
+from stagewright.formulations.pipelines.grouped_stages import GroupedStages, is_grouped, splits
+from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.plan_class import SHARED_SPLIT, class_of_stages
 from stagewright.formulations.plans.structure import Structure, misfit
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.solvers.pipelines.forward_backward import improve
+from stagewright.solvers.pipelines.list_scheduling import best_list_schedule
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of, structure_of
-from stagewright.solvers.planners.reordering import GroupedStages
+from stagewright.solvers.planners.reordering import grouped_starts
 from stagewright.solvers.planners.seeds import pipelines
 
-RULES = 30  # tried for each structure
+RULES = 30  # tried for each structure with limited memory
+PASSES = (5, 40)  # without improvement, after which a search without limits of memory ends
+NEAR = 1.03  # relative
 STARTS = 4  # structures that are varied
 SHIFTS = (1, -1, 2, -2)
+TURNS = (1, 2, -1)  # of the groups of later rounds
+MOST = 0.5  # share of a stage's parameters for which a layer may be a stage of its own
 
 
 def plan_grouped(
@@ -42,8 +54,7 @@ def plan_grouped(
 
 
 def _is_grouped(structure: Structure) -> bool:
-    plans = class_of_stages(structure.stages, any(structure.split), "finite", "flush")
-    return SHARED_SPLIT.contains(plans) and not plans.offload
+    return is_grouped(structure.stages) and not any(one.offload for one in structure.stages)
 
 
 @dataclass
@@ -104,20 +115,9 @@ class _GroupedSearch:
                 yield self._of(seed.stages, is_split=True)
 
     def _of(self, stages: Sequence[Stage], is_split: bool) -> Structure:
-        """The structure of the stages; neighbours on the same group are one."""
-        merged: list[Stage] = []
-        for stage in stages:
-            if merged and merged[-1].devices == stage.devices:
-                layers = merged[-1].layers[0], stage.layers[1]
-                merged[-1] = replace(stage, layers=layers)
-            else:
-                merged.append(stage)
+        stages = tuple(stages)
         return Structure(
-            tuple(merged),
-            tuple(
-                is_split and self.problem.layer_with_whole_backward(*stage.layers) is None
-                for stage in merged
-            ),
+            stages, splits(self.problem, stages) if is_split else (False,) * len(stages)
         )
 
     def _problems(self, structure: Structure) -> tuple[GroupedStages, list[MakespanProblem]]:
@@ -137,10 +137,8 @@ class _GroupedSearch:
         score = quick_bound(problems[0]) if problems else float("inf")
         if score < ceiling:
             # The all-reduces in the order that promises most.
-            rows = RowSearch(min(problems[1:] or problems, key=quick_bound), self.limits.seed)
-            rows.first()
-            rows.try_rules(RULES)
-            found = Proposal(structure.stages, grouped.starts(rows.timetable()))
+            times = self._times(min(problems[1:] or problems, key=quick_bound), ceiling)
+            found = Proposal(structure.stages, grouped_starts(grouped, times))
             score = cost_of(self.problem, found)
             if score < self.cost:
                 self.best, self.cost = found, score
@@ -149,10 +147,31 @@ class _GroupedSearch:
         self.scores[structure] = score
         return score
 
+    def _times(self, scheduling: MakespanProblem, ceiling: float) -> Timetable:
+        """A short search for the rows, or forward and backward if memory is no limit.
+
+        It is longer if it comes near ``ceiling``.
+        """
+        if scheduling.memory:
+            rows = RowSearch(scheduling, self.limits.seed)
+            rows.first()
+            rows.try_rules(RULES)
+            return rows.timetable()
+        times, target = best_list_schedule(scheduling)[1], quick_bound(scheduling)
+        for passes in PASSES:
+            left = replace(self.limits, seconds=self._left())
+            times = improve(scheduling, times, target, left, passes)
+            if times.makespan(scheduling) > NEAR * ceiling:
+                break
+        return times
+
     def _neighbours(self, structure: Structure, rng: random.Random) -> Iterator[Structure]:
-        """One change to the cuts or the groups, in random order."""
+        """One change to the rounds, then to the cuts or the groups, in random order."""
         stages, is_split = structure.stages, any(structure.split)
         groups = list(dict.fromkeys(stage.devices for stage in stages))
+        parameters = np.array(self.problem.chain.parameter_bytes)
+        for found in (*_parted(stages, parameters), *_turned(stages, groups)):
+            yield self._of(found, is_split)
         last = len(stages) - 1
         changes: list[Callable[[], Stages | None]] = [
             partial(_shifted, stages, s, by) for s in range(last) for by in SHIFTS
@@ -171,15 +190,15 @@ class _GroupedSearch:
             for s, stage in enumerate(stages)
             for at in range(stage.layers[0] + 1, stage.layers[1])
             for group in groups
-            if group != stage.devices
         ]
+        changes += [partial(_joined, stages, s) for s in range(last)]
         rng.shuffle(changes)
         for change in changes:
             changed = change()
             if changed is not None:
-                found = self._of(changed, is_split)
-                if _fits(self.problem, found):
-                    yield found
+                structure = self._of(changed, is_split)
+                if _fits(self.problem, structure):
+                    yield structure
         yield self._of(stages, not is_split)
 
 
@@ -191,6 +210,45 @@ def _fits(problem: PipelineProblem, structure: Structure) -> bool:
     return all(
         len(stage.devices) <= problem.most_replicas(*stage.layers) for stage in structure.stages
     )
+
+
+def _parted(stages: Stages, parameters: Floats) -> Iterator[Stages]:
+    """The stages, with the layers that have most of a stage's parameters on their own.
+
+    Other layers' weight gradients can then be computed during their all-reduces.
+    """
+    parted: list[Stage] = []
+    for stage in stages:
+        first, stop = stage.layers
+        own = parameters[first:stop]
+        heavy = first + int(own.argmax())
+        cuts = {first, stop}
+        if own.max() > MOST * own.sum():
+            cuts |= {heavy, heavy + 1}
+        parted += [replace(stage, layers=layers) for layers in pairwise(sorted(cuts))]
+    if len(parted) > len(stages):
+        yield tuple(parted)
+
+
+def _turned(stages: Stages, groups: Sequence[tuple[str, ...]]) -> Iterator[Stages]:
+    """The stages, with the groups of some round and all later ones turned by a few places.
+
+    A round ends where all groups have had a stage since its begin. If every round begins at the
+    same group, the one with the first layers is also the first to end its forwards in the last
+    round, and the last to begin its backwards.
+    """
+    begins, seen = [], set[tuple[str, ...]]()
+    for s, stage in enumerate(stages):
+        if len(seen) == len(groups) and stage.devices != stages[s - 1].devices:
+            begins.append(s)
+            seen.clear()
+        seen.add(stage.devices)
+    for begin in begins[::-1]:
+        for by in TURNS:
+            if by % len(groups):
+                place = {group: groups[(g + by) % len(groups)] for g, group in enumerate(groups)}
+                later = [replace(one, devices=place[one.devices]) for one in stages[begin:]]
+                yield (*stages[:begin], *later)
 
 
 def _shifted(stages: Stages, s: int, by: int) -> Stages | None:
@@ -211,8 +269,17 @@ def _swapped(stages: Stages, s: int, t: int) -> Stages | None:
     return None if one == other else _placed(_placed(stages, s, other), t, one)
 
 
+def _joined(stages: Stages, s: int) -> Stages | None:
+    """Stages s and s + 1 as one, if they are on the same group."""
+    one, other = stages[s : s + 2]
+    if one.devices != other.devices:
+        return None
+    joined = replace(one, layers=(one.layers[0], other.layers[1]))
+    return (*stages[:s], joined, *stages[s + 2 :])
+
+
 def _divided(stages: Stages, s: int, at: int, group: tuple[str, ...]) -> Stages:
-    """Stage s in two parts, the later one on another group."""
+    """Stage s in two parts, the later one on a group."""
     first, stop = stages[s].layers
     one = replace(stages[s], layers=(first, at))
     other = replace(stages[s], layers=(at, stop), devices=group)

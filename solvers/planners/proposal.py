@@ -10,8 +10,7 @@ import numpy as np
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.pipelines.bppm import StageChoice
-from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
-from stagewright.formulations.pipelines.spp import makespan_problem
+from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -231,29 +230,6 @@ def named_stages(problem: PipelineProblem, choices: Sequence[StageChoice]) -> tu
     devices = problem.cluster.devices
     return tuple(
         Stage((c.start, c.stop), tuple(devices[v].name for v in c.devices)) for c in choices
-    )
-
-
-def scheduling_of(problem: PipelineProblem, stages: Sequence[Stage]) -> MakespanProblem | None:
-    """The makespan problem of plain stages; None if a stage is not plain.
-
-    Plain stages have split replication and disjoint devices, and keep all activations.
-    """
-    devices = [name for stage in stages for name in stage.devices]
-    plain = all(
-        stage.replication == "split" and stage.recompute == "none" and not stage.offload
-        for stage in stages
-    )
-    if not plain or len({*devices}) < len(devices):
-        return None
-    return makespan_problem(problem, choices_of(problem, stages))
-
-
-def choices_of(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[StageChoice, ...]:
-    """Stages with device indices in place of names."""
-    index = problem.cluster.index
-    return tuple(
-        StageChoice(*stage.layers, tuple(index[name] for name in stage.devices)) for stage in stages
     )
 
 

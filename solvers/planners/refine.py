@@ -15,12 +15,13 @@ from time import monotonic
 import numpy as np
 
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure
 from stagewright.solvers.planners.pricing import PlainPrices, Priced, StructurePrices
-from stagewright.solvers.planners.proposal import Proposal, cost_of, scheduling_of, structure_of
+from stagewright.solvers.planners.proposal import Proposal, cost_of, structure_of
 from stagewright.solvers.planners.rebuilding import Rebuilding
 
 WORTH_IT = 1e-9  # relative improvement; less is rounding

@@ -1,75 +1,114 @@
 """Orders of the computations of given stages on groups of devices, which may share groups.
 
-The makespan problem of the stages knows no all-reduces that take turns on a device. So it has some
-order of them: what follows a stage's backwards is its own all-reduce and those after it. Several
-orders are tried. Then the computations keep their times, and all-reduces and optimizer steps follow
-as the checker prices them.
+The computations get their times from a makespan problem; then all-reduces and optimizer steps
+follow as the checker prices them. One problem has no turns of all-reduces: a bound on it is one on
+every plan of the stages. The others have some order of the all-reduces.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 import numpy as np
 
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, OnProgress
+from stagewright.formulations.pipelines.grouped_stages import (
+    GroupedStages,
+    is_grouped,
+    relaxed_schedule,
+)
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan_class import SHARED_SPLIT
-from stagewright.formulations.plans.structure import Endings, Structure, Work, work_of
+from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan_class import SHARED_SPLIT, SHARED_WHOLE
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.pipelines.structure_run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
 from stagewright.solvers.pipelines.structure_scheduling import blocks_of_starts, ending_starts
-from stagewright.solvers.planners.proposal import (
-    NoPlan,
-    Proposal,
-    class_of_proposal,
-    cost_of,
-    structure_of,
-)
+from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of, structure_of
 
 RULES = 100  # tried for each order of all-reduces
 BEST = 2  # orders of all-reduces for which the schedule is then solved
+TIGHT = 1e-6  # relative; an order this near to its bound is not improved
 
 
 def reorder(
     problem: PipelineProblem, known: Proposal, limits: Limits, on_progress: OnProgress
 ) -> Proposal | NoPlan:
-    """The stages of ``known`` in the best order found; never slower."""
-    plans = class_of_proposal(known)
-    if not SHARED_SPLIT.contains(plans) or plans.offload:
+    """The stages of ``known`` in the best order found, with a bound on all orders; never slower."""
+    if not is_grouped(known.stages) or any(stage.offload for stage in known.stages):
         return NoPlan("only split stages on groups of devices are reordered", proved=False)
-    grouped = GroupedStages.of(problem, structure_of(known))
-    best, cost, began = known, cost_of(problem, known), monotonic()
+    compile_row_kernels()
+    search = _Reordering(problem, known, limits)
+    search.run()
+    proved = () if search.bound is None else (search.bound,)
+    return replace(search.best, bounds=(*known.bounds, *proved))
 
-    def consider(times: Timetable) -> float:
-        nonlocal best, cost
-        found = replace(known, starts=grouped.starts(times))
-        seconds = cost_of(problem, found)
-        if seconds < cost and is_valid(problem, found):
-            best, cost = found, seconds
+
+@dataclass
+class _Reordering:
+    """The best order so far, and the best bound on all orders."""
+
+    problem: PipelineProblem
+    best: Proposal
+    limits: Limits
+    began: float = field(default_factory=monotonic)
+    bound: Bound | None = None
+
+    def __post_init__(self) -> None:
+        structure = structure_of(self.best)
+        self.parts = any(structure.split)
+        self.grouped = GroupedStages.of(self.problem, structure)
+        self.relaxed = relaxed_schedule(self.problem, structure.stages, self.parts)
+        self.cost = cost_of(self.problem, self.best)
+
+    def run(self) -> None:
+        """Try rules for every order of all-reduces, then solve the best ones and the relaxation."""
+        tried = sorted(self._tried(), key=lambda entry: entry[0])[:BEST]
+        known: dict[MakespanProblem, Timetable | None]
+        known = {scheduling: times for _, scheduling, times in tried}
+        if self.relaxed is not None and self.relaxed not in known:
+            known[self.relaxed] = None
+        for number, (scheduling, times) in enumerate(known.items()):
+            left = self._left() / (len(known) - number)
+            if left > 0 and not self._is_proved():
+                self._solve(scheduling, times, left)
+
+    def _tried(self) -> Iterator[tuple[float, MakespanProblem, Timetable]]:
+        for scheduling in self.grouped.problems():
+            if self._left() > 0:
+                rows = RowSearch(scheduling, self.limits.seed)
+                rows.first()
+                rows.try_rules(RULES)
+                times = rows.timetable()
+                yield self._consider(times), scheduling, times
+
+    def _solve(self, scheduling: MakespanProblem, times: Timetable | None, seconds: float) -> None:
+        limits = replace(self.limits, seconds=seconds)
+        solved = solve_schedule(scheduling, "optimal", limits, incumbent=times)
+        assert solved.timetable is not None
+        if times is not None:
+            self._consider(solved.timetable)
+        if scheduling == self.relaxed:
+            plans = SHARED_SPLIT if self.parts else SHARED_WHOLE
+            self.bound = Bound(solved.bound, solved.proved_by, "schedule", plans)
+
+    def _consider(self, times: Timetable) -> float:
+        found = replace(self.best, starts=grouped_starts(self.grouped, times))
+        seconds = cost_of(self.problem, found)
+        if seconds < self.cost and is_valid(self.problem, found):
+            self.best, self.cost = found, seconds
         return seconds
 
-    tried: dict[MakespanProblem, float] = {}
-    compile_row_kernels()
-    for scheduling in grouped.problems():
-        if limits.left(monotonic() - began) > 0:
-            rows = RowSearch(scheduling, limits.seed)
-            rows.first()
-            rows.try_rules(RULES)
-            tried[scheduling] = consider(rows.timetable())
-    for scheduling in sorted(tried, key=tried.__getitem__)[:BEST]:
-        left = replace(limits, seconds=limits.left(monotonic() - began) / 2)
-        if left.seconds > 0:
-            times = solve_schedule(scheduling, "optimal", left).timetable
-            assert times is not None
-            consider(times)
-    return best
+    def _is_proved(self) -> bool:
+        return self.bound is not None and self.cost <= self.bound.seconds * (1 + TIGHT)
+
+    def _left(self) -> float:
+        return self.limits.left(monotonic() - self.began)
 
 
 def is_valid(problem: PipelineProblem, found: Proposal) -> bool:
@@ -77,93 +116,15 @@ def is_valid(problem: PipelineProblem, found: Proposal) -> bool:
     return not check(problem, assemble(problem, "reordered", found.stages, found.starts))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupedStages:
-    """Split stages on groups of devices, any two the same or disjoint, with their makespan problem.
-
-    ``home`` is the group of each stage, numbered by first use.
-    """
-
-    work: Work
-    endings: Endings
-    home: tuple[int, ...]
-
-    @classmethod
-    def of(cls, problem: PipelineProblem, structure: Structure) -> "GroupedStages":
-        """The stages of a structure of class ``SHARED_SPLIT``."""
-        work, endings, _ = work_of(problem, structure)
-        groups = list(dict.fromkeys(endings.devices))
-        return cls(work, endings, tuple(groups.index(group) for group in endings.devices))
-
-    def problems(self) -> Iterator[MakespanProblem]:
-        """With all-reduces in parallel, and in several orders; none without enough memory."""
-        work, home, _endings = self.work, np.array(self.home), self.endings
-        room = self._room()
-        held = np.bincount(home, work.kept)
-        if (held > room).any():
-            return
-        seconds, count = work.seconds[:, :, 0], work.lane.shape[1]
-        split = bool(work.split.any())
-        is_limited = bool((held * count > room).any())
-        for after in dict.fromkeys(map(tuple, self._after())):
-            yield MakespanProblem(
-                microbatches=count,
-                forward=tuple(seconds[FORWARD].tolist()),
-                backward=tuple(seconds[BACKWARD].tolist()),
-                send_forward=_sends(seconds[SEND_F, :-1], work),
-                send_backward=_sends(seconds[SEND_B, 1:], work),
-                reduce=after,
-                in_flight=(count,) * len(home),
-                device=self.home,
-                weight_gradient=tuple(seconds[WEIGHTS].tolist()) if split else None,
-                saved=tuple((kept, 0.0, kept) for kept in work.kept.tolist()) if is_limited else (),
-                memory=tuple(room.tolist()) if is_limited else (),
-            )
-
-    def _after(self) -> Iterator[Floats]:
-        """What follows the backwards of every stage: update and all-reduces.
-
-        Parallel; else the last stages first, but for a device's longest all-reduce, which is ahead
-        of some of those that the others leave to the end.
-        """
-        home, stages = np.array(self.home), np.arange(len(self.home))
-        reduce = np.nan_to_num(self.endings.reduce)
-        update = np.nan_to_num(self.endings.update)
-        yield reduce + update
-        for ahead in range(np.bincount(home).max()):
-            after = update.copy()
-            for d in range(1 + home.max()):
-                queue = stages[home == d][::-1].tolist()
-                longest = max(queue, key=lambda s: reduce[s])
-                place = max(0, queue.index(longest) - ahead)
-                queue.remove(longest)
-                queue.insert(place, longest)
-                after[queue] += np.cumsum(reduce[queue][::-1])[::-1]
-            yield after
-
-    def _room(self) -> Floats:
-        """Bytes for microbatches on each group, besides what a backward recomputes."""
-        rooms = []
-        for d in range(1 + max(self.home)):
-            s = self.home.index(d)
-            again = self.work.again[np.array(self.home) == d].max()
-            rooms.append(float(self.work.room[list(self.endings.devices[s])].min()) - again)
-        return np.maximum(rooms, 0.0)
-
-    def starts(self, times: Timetable) -> Blocks:
-        """The start times of all actions."""
-        work, endings = self.work, self.endings
-        starts: Floats = np.full_like(work.seconds, np.nan)
-        starts[FORWARD], starts[BACKWARD] = times.forward, times.backward
-        if times.weight_gradient is not None:
-            starts[WEIGHTS] = times.weight_gradient
-        sent = work.channel[:-1] >= 0
-        starts[SEND_F, :-1] = np.where(sent, times.send_forward, np.nan)
-        starts[SEND_B, 1:] = np.where(sent, times.send_backward, np.nan)
-        reduces, updates, _ = ending_starts(work, endings, starts)
-        return blocks_of_starts(work, starts, reduces, updates)
-
-
-def _sends(seconds: Floats, work: Work) -> tuple[float, ...]:
-    """Transfer times; none between stages on one group."""
-    return tuple(np.where(work.channel[:-1, 0] < 0, 0.0, seconds).tolist())
+def grouped_starts(grouped: GroupedStages, times: Timetable) -> Blocks:
+    """The start times of all actions of a timetable."""
+    work, endings = grouped.work, grouped.endings
+    starts: Floats = np.full_like(work.seconds, np.nan)
+    starts[FORWARD], starts[BACKWARD] = times.forward, times.backward
+    if times.weight_gradient is not None:
+        starts[WEIGHTS] = times.weight_gradient
+    sent = work.channel[:-1] >= 0
+    starts[SEND_F, :-1] = np.where(sent, times.send_forward, np.nan)
+    starts[SEND_B, 1:] = np.where(sent, times.send_backward, np.nan)
+    reduces, updates, _ = ending_starts(work, endings, starts)
+    return blocks_of_starts(work, starts, reduces, updates)

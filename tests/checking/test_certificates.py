@@ -10,9 +10,10 @@ from plans import made_up_certificate, make_stages, small_problem, valid_plan
 import stagewright
 from stagewright.formulations.checking.certificates import certificate, headlines
 from stagewright.formulations.checking.check import check, predict
-from stagewright.formulations.checking.proofs import scheduling_of, verdicts
+from stagewright.formulations.checking.proofs import verdicts
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines import every_plan
+from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.pipelines.server_relaxation import RELAXED_TREE, SERVERS
 from stagewright.formulations.pipelines.windows import WINDOWS
 from stagewright.formulations.plans.pipeline import PipelineProblem

@@ -1,10 +1,14 @@
 """Stages that share groups of devices: valid plans within memory, never slower than known ones."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from strategies import hard_problem
 
+import stagewright
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, silent
 from stagewright.formulations.plans.assembly import assemble
@@ -17,6 +21,7 @@ from stagewright.solvers.planners.grouped import plan_grouped
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, class_of_proposal
 from stagewright.solvers.planners.proposal import cost_of as cost
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MB = 1e6
 
 
@@ -52,3 +57,14 @@ def test_a_loop_in_two_directions_is_found():
     assert isinstance(found, Proposal)
     # Each device computes for 24 s; the second one begins after the first layer.
     assert cost(PipelineProblem(chain, cluster, 4), found) <= 25.0 + 1e-6
+
+
+@pytest.mark.slow
+def test_rounds_turn_and_a_large_all_reduce_is_hidden():
+    """Rounds that begin at the same group, with the embedding in a stage of two layers: 141 ms."""
+    model = stagewright.load_model(EXAMPLES / "profiles" / "bert-large.v100.json")
+    cluster = stagewright.load_cluster(EXAMPLES / "clusters" / "v100-8x4.json")
+    problem = PipelineProblem(model, cluster, 8)
+    found = plan_grouped(problem, [], Limits(30.0), silent)
+    assert isinstance(found, Proposal)
+    assert cost(problem, found) < 0.127

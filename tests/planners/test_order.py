@@ -26,6 +26,7 @@ from stagewright.executor.programs.work import InvalidProgram
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict
 from stagewright.formulations.forms.answers import Limits, Status, silent
+from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.pipelines.timed_rows import order_of_times
 from stagewright.formulations.plans.actions import parse_action
 from stagewright.formulations.plans.assembly import assemble, assemble_pattern
@@ -54,7 +55,6 @@ from stagewright.solvers.planners.proposal import (
     PeriodicProposal,
     cost_of,
     proposal_of,
-    scheduling_of,
 )
 from stagewright.solvers.planning import plan
 

@@ -13,6 +13,7 @@ from strategies import PROBLEMS, hard_problem, paper_problem
 from stagewright.formulations.checking import check as checking
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Status, silent
+from stagewright.formulations.pipelines.grouped_stages import scheduling_of
 from stagewright.formulations.pipelines.spp import lemma1_seconds
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.errors import InputError
@@ -23,7 +24,7 @@ from stagewright.solvers.pipelines.partition import balanced_partitions
 from stagewright.solvers.planners import spp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.baselines.pipedream import plan_pipedream
-from stagewright.solvers.planners.proposal import Proposal, cost_of, scheduling_of
+from stagewright.solvers.planners.proposal import Proposal, cost_of
 from stagewright.solvers.planners.refine import refine
 from stagewright.solvers.planners.spp import plan_spp
 from stagewright.solvers.planning import PLANNERS, plan

@@ -15,6 +15,7 @@ from strategies import hard_problem
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, Progress, silent
 from stagewright.formulations.pipelines.bounds import schedule_bounds
+from stagewright.formulations.pipelines.grouped_stages import choices_of
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -26,7 +27,7 @@ from stagewright.solvers.planners.baselines.dp import plan_dp
 from stagewright.solvers.planners.baselines.gpipe import plan_gpipe
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.pricing import PlainPrices
-from stagewright.solvers.planners.proposal import Choices, Proposal, choices_of, cost_of
+from stagewright.solvers.planners.proposal import Choices, Proposal, cost_of
 from stagewright.solvers.planners.rebuilding import Rebuilding
 from stagewright.solvers.planners.refine import refine
 

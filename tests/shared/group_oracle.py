@@ -225,16 +225,23 @@ def fastest_plan(problem, split, most, seconds=5.0):
     for least, stages in sorted(everything.below(most), key=lambda entry: entry[0]):
         if least >= most * (1 - 1e-9):
             break
-        line = [everything.price(stage) for stage in stages]
-        sends = [everything.sent(*pair) for pair in pairwise(stages)]
-        starts = Model(problem, line, sends, most).solve(seconds)
-        if starts == "open":
+        plan = scheduled(everything, stages, most, seconds)
+        if plan == "open":
             unknown += 1
-        elif starts is not None:
-            plan = assemble(problem, "oracle", stages, _blocks(problem, stages, starts))
-            if plan.predicted.iteration_seconds < most:
-                best, most = plan, plan.predicted.iteration_seconds
+        elif plan is not None and plan.predicted.iteration_seconds < most:
+            best, most = plan, plan.predicted.iteration_seconds
     return best, unknown
+
+
+def scheduled(everything, stages, most, seconds):
+    """The fastest plan of ``stages``; None: none below ``most``, "open": none found in time."""
+    problem = everything.problem
+    line = [everything.price(stage) for stage in stages]
+    sends = [everything.sent(*pair) for pair in pairwise(stages)]
+    starts = Model(problem, line, sends, most).solve(seconds)
+    if starts is None or starts == "open":
+        return starts
+    return assemble(problem, "oracle", stages, _blocks(problem, stages, starts))
 
 
 def _blocks(problem, stages, starts):
