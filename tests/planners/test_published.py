@@ -59,10 +59,9 @@ def test_what_cannot_be_better_is_left_out():
     assert isinstance(plan_published(problem, least, MODES, Limits(10.0), silent), NoPlan)
 
 
-def test_auto_proves_the_order_of_its_plan():
-    """Memory for few microbatches; the schedule of shared devices is solved, with its bound."""
-    problem = equal_layers(memory=8e6)
-    result = plan(problem, "auto", Limits(3.0))
+def test_auto_bounds_all_orders_of_its_plan():
+    """Backwards are split here, and no plan of whole ones is as fast."""
+    result = plan(equal_layers(memory=8e6), "auto", Limits(1.0))
     assert "published" in [one.planner for one in result.attempts]
-    stated = result.plan.certificate
-    assert stated.schedule_plans.contains(SHARED_SPLIT) or stated.schedule_gap == 0
+    proved = [one for one in result.plan.certificate.bounds if one.plans == SHARED_SPLIT]
+    assert "schedule" in [one.scope for one in proved]
