@@ -28,7 +28,7 @@ MODES = ("none", "full", "layer")
 @given(st.data())
 def test_seeds_are_valid_plans(data):
     problem = data.draw(hard_problem(6, 4, 4))
-    found = plan_published(problem, math.inf, MODES, Limits(1.0), silent)
+    found = plan_published(problem, math.inf, MODES, Limits(0.2), silent)
     if isinstance(found, NoPlan):
         assert not found.proved
         return
@@ -59,9 +59,14 @@ def test_what_cannot_be_better_is_left_out():
     assert isinstance(plan_published(problem, least, MODES, Limits(10.0), silent), NoPlan)
 
 
+@pytest.mark.slow
 def test_auto_bounds_all_orders_of_its_plan():
     """Backwards are split here, and no plan of whole ones is as fast."""
-    result = plan(equal_layers(memory=8e6), "auto", Limits(1.0))
+    result = plan(equal_layers(memory=8e6), "auto", Limits(8.0))
     assert "published" in [one.planner for one in result.attempts]
-    proved = [one for one in result.plan.certificate.bounds if one.plans == SHARED_SPLIT]
-    assert "schedule" in [one.scope for one in proved]
+    (order,) = (
+        one
+        for one in result.plan.certificate.bounds
+        if (one.scope, one.plans) == ("schedule", SHARED_SPLIT)
+    )
+    assert order.seconds == pytest.approx(result.cost)
