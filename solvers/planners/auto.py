@@ -72,11 +72,12 @@ def plan_auto(
     """The best checked plan of the portfolio within ``limits.seconds``.
 
     A given plan is the first candidate. Then the cheapest planners run, so that there is a plan
-    early. SPP may use a third of the time. The rest is for the relaxed plans of servers, a search
-    on the stages of the best plan of disjoint split stages, CP-SAT on its schedule, a search over
-    stages that share groups of devices, one over all finite plans, searches on the stages and the
-    order of its plan and a bound on the plans that share devices if that is best, and the exact
-    joint planner.
+    early. SPP may use a third of the time. The rest is for published schedules of balanced stages,
+    the relaxed plans of servers, a search on the stages of the best plan of disjoint split stages,
+    CP-SAT on its schedule, a search over stages that share groups of devices, one over all finite
+    plans, a search on the stages of its plan and a bound on the plans that share devices if that is
+    best, and the exact joint planner. The order of the best plan is solved whenever it has new
+    stages.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
@@ -95,7 +96,7 @@ def plan_auto(
         ("grouped", portfolio.group, portfolio.has_time, 1 / 2),
         ("grouped, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
         ("general", portfolio.search, portfolio.has_time, 1 / 2),
-        ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
+        ("general, refined", portfolio.climb, portfolio.is_general, 1 / 5),
         ("general, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
         ("bound", portfolio.bound, portfolio.is_general, 1 / 3),
         ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
