@@ -35,6 +35,7 @@ from stagewright.solvers.planners.reordering import grouped_starts
 from stagewright.solvers.planners.seeds import balanced_cuts
 
 RULES = 30  # tried for each placement, after the published schedules
+LONGER = 2.0  # times the time for all placements, for the rows of the best one
 TIGHT = 1e-6  # relative; rows this near to their bound are not searched further
 ACTION_SECONDS = 1e-5  # to state and bound a microbatch at a stage, approximately
 PLACEMENTS = (("line", 1), ("loop", 2), ("V", 2), ("loop", 3), ("loop", 4), ("wave", 4))
@@ -50,7 +51,7 @@ def plan_published(
     """The best published schedule of balanced stages with one of the memory ``modes``.
 
     Stages whose schedules all take ``ceiling`` seconds or more are left out. The rows of the best
-    ones are searched further for the rest of the time.
+    ones are searched further where memory is short.
     """
     compile_row_kernels()
     search = _PublishedSearch(problem, limits, on_progress)
@@ -114,7 +115,8 @@ class _PublishedSearch:
         """Search further for rows where memory is short, so that few rules find good ones."""
         rows = one.rows
         if rows is not None and rows.problem.memory:
-            rows.run(one.bound, replace(self.limits, seconds=self._left()))
+            seconds = min(self._left(), LONGER * (monotonic() - self.began))
+            rows.run(one.bound, replace(self.limits, seconds=seconds))
             one.source = "search for rows"
             self._consider(one, rows)
 
