@@ -16,7 +16,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan_class import DISJOINT_SPLIT, PlanClass
 from stagewright.solvers.pipelines.relaxation import relaxed_load_bound
 from stagewright.solvers.pipelines.server_branching import ServerTree
-from stagewright.solvers.pipelines.server_search import ServerSearch
+from stagewright.solvers.pipelines.server_search import FEW_LABELS, MOST_LABELS, ServerSearch
 
 OnRelaxed = Callable[[Levels, tuple[RelaxedStage, ...]], None]
 
@@ -66,7 +66,8 @@ class ServerBounds:
     def searches(self) -> tuple[tuple[Levels, "ServerSearch"], ...]:
         """The searches, each with its links."""
         forms = server_relaxations(self.problem, self.plans)
-        every = ((level, ServerSearch(form)) for level, form in forms)
+        most = MOST_LABELS if self.plans.sharing == "none" else FEW_LABELS
+        every = ((level, ServerSearch(form, most_labels=most)) for level, form in forms)
         return tuple((level, one) for level, one in every if one.is_small)
 
     def bound(

@@ -33,6 +33,7 @@ FIRST_STEP = 0.005  # relative, above the bound of the tables; doubled until a p
 SHARED_STEP = 0.02  # the largest, for shared devices: a plan is found slowly far above the bound
 PRECISION = 5e-4  # relative width at which the bisection stops
 MOST_LABELS = 48  # of a state; more are merged
+FEW_LABELS = 6  # if devices are shared: a first bound comes early
 FINER = 8  # times as many in the next search
 ARRIVALS = 5  # times as many labels after a channel
 LABEL_BYTES = 4e8  # of all states

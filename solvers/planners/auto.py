@@ -76,7 +76,8 @@ def plan_auto(
     SPP, the relaxed plans of servers, a search on the stages of the best of these plans, and CP-SAT
     on its schedule. The rest is for the order of stages that share devices, a search over all
     finite plans, one on the stages and the order of its plan, a bound on the plans that share
-    devices if that is best, and the exact joint planner.
+    devices if that is best, and the exact joint planner. The order of the best plan is solved
+    whenever it has new stages.
     """
     portfolio = _Portfolio(problem, limits, on_progress, choices or Choices())
     if portfolio.choices.start is not None:
@@ -95,10 +96,11 @@ def plan_auto(
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
         ("cp-sat schedule", portfolio.reschedule, portfolio.is_open, 1 / 3),
         ("grouped, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
-        ("general", portfolio.search, portfolio.has_time, 1 / 2),
-        ("general, refined", portfolio.climb, portfolio.is_general, 1 / 8),
+        ("bound", portfolio.bound, portfolio.is_general, 0.4),
+        ("general", portfolio.search, portfolio.has_time, 0.6),
+        ("general, refined", portfolio.climb, portfolio.is_general, 1 / 4),
         ("general, ordered", portfolio.order, portfolio.is_unordered, 1 / 3),
-        ("bound", portfolio.bound, portfolio.is_general, 1 / 3),
+        ("bound, on", portfolio.bound, portfolio.is_general, 1 / 3),
         ("exact", portfolio.prove, portfolio.is_unsettled, 1.0),
         ("general, on", portfolio.search, portfolio.has_much_time, 0.8),
         ("ordered", portfolio.order, portfolio.is_unordered, 1.0),

@@ -5,8 +5,9 @@ V or a wave. The schedules of a placement are bounded first, and those that may 
 are timed, least bound first.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from time import monotonic
@@ -34,16 +35,10 @@ from stagewright.solvers.planners.reordering import grouped_starts
 from stagewright.solvers.planners.seeds import balanced_cuts
 
 RULES = 30  # tried for each placement, after the published schedules
+LONGER = 2.0  # times the time for all placements, for the rows of the best one
+TIGHT = 1e-6  # relative; rows this near to their bound are not searched further
+ACTION_SECONDS = 1e-5  # to state and bound a microbatch at a stage, approximately
 PLACEMENTS = (("line", 1), ("loop", 2), ("V", 2), ("loop", 3), ("loop", 4), ("wave", 4))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Candidate:
-    """Stages, and a bound on their schedules."""
-
-    structure: Structure
-    grouped: GroupedStages
-    bound: float
 
 
 def plan_published(
@@ -55,54 +50,105 @@ def plan_published(
 ) -> Proposal | NoPlan:
     """The best published schedule of balanced stages with one of the memory ``modes``.
 
-    Stages whose schedules all take ``ceiling`` seconds or more are left out.
+    Stages whose schedules all take ``ceiling`` seconds or more are left out. The rows of the best
+    ones are searched further where memory is short.
     """
-    began = monotonic()
-
-    def left() -> float:
-        return limits.left(monotonic() - began)
-
     compile_row_kernels()
-    candidates = _promising(problem, modes, ceiling, left)
-    best: Proposal | None = None
-    cost, tried = float("inf"), 0
-    for one in sorted(candidates, key=lambda one: one.bound):
-        if one.bound >= cost or left() <= 0:
-            break
-        tried += 1
-        found = _scheduled(one, limits.seed, left)
-        seconds = cost_of(problem, found)
-        if seconds < cost:
-            best, cost = found, seconds
-            made = partial(Proposal, best.stages, best.starts)
-            on_progress(Progress(monotonic() - began, cost, 0.0, made))
-    if best is None:
+    search = _PublishedSearch(problem, limits, on_progress)
+    search.run(ceiling, modes)
+    if search.best is None:
         return NoPlan("no published schedule of balanced stages promises to be better", False)
-    return replace(best, notes=(*best.notes, f"{tried} of {len(candidates)} placements tried"))
+    return replace(search.best, notes=(f"{len(search.tried)} placements tried", *search.best.notes))
 
 
-def _promising(
-    problem: PipelineProblem,
-    modes: Sequence[MemoryMode],
-    ceiling: float,
-    left: Callable[[], float],
-) -> list[_Candidate]:
-    """The stages whose schedules may be below the ceiling."""
-    candidates = []
-    for structure in _structures(problem, modes):
-        if left() <= 0:
-            break
-        found = _candidate(problem, structure)
-        if found is not None and found.bound < ceiling:
-            candidates.append(found)
-    return candidates
+@dataclass(eq=False)
+class _Candidate:
+    """Stages with a bound on their schedules; the best rows found so far, and where from."""
+
+    structure: Structure
+    grouped: GroupedStages
+    bound: float
+    rows: RowSearch | None = None
+    source: str = "eager"
+
+    def begin(self, seed: int, left: Callable[[], float]) -> RowSearch:
+        """Try the published schedules, then some random rules."""
+        parallel, *ordered = self.grouped.problems()
+        # The all-reduces in the order that promises most.
+        scheduling = min(ordered or [parallel], key=quick_bound)
+        self.rows = rows = RowSearch(scheduling, seed)
+        rows.first()
+        for name, order in generated(scheduling):
+            if left() <= 0:
+                break
+            self.source = name if rows.offer(order) else self.source
+        known = rows.cost
+        rows.try_rules(RULES)
+        self.source = self.source if rows.cost == known else "search for rows"
+        return rows
+
+
+@dataclass
+class _PublishedSearch:
+    """The best schedule so far, and the cost of each placement tried."""
+
+    problem: PipelineProblem
+    limits: Limits
+    on_progress: OnProgress
+    began: float = field(default_factory=monotonic)
+    best: Proposal | None = None
+    cost: float = math.inf
+    tried: list[tuple[float, int, _Candidate]] = field(default_factory=list)
+
+    def run(self, ceiling: float, modes: Sequence[MemoryMode]) -> None:
+        """Try all placements that promise to be better, then improve the best one."""
+        for one in sorted(self._promising(ceiling, modes), key=lambda one: one.bound):
+            if one.bound < self.cost and self._left() > 0:
+                rows = one.begin(self.limits.seed, self._left)
+                self.tried.append((self._consider(one, rows), len(self.tried), one))
+        if self.tried and self._left() > 0:
+            cost, _, one = min(self.tried, key=lambda entry: entry[:2])
+            if cost > one.bound * (1 + TIGHT):
+                self._improve(one)
+
+    def _improve(self, one: _Candidate) -> None:
+        """Search further for rows where memory is short, so that few rules find good ones."""
+        rows = one.rows
+        if rows is not None and rows.problem.memory:
+            seconds = min(self._left(), LONGER * (monotonic() - self.began))
+            rows.run(one.bound, replace(self.limits, seconds=seconds))
+            one.source = "search for rows"
+            self._consider(one, rows)
+
+    def _promising(self, ceiling: float, modes: Sequence[MemoryMode]) -> Iterator[_Candidate]:
+        """The stages whose schedules may be below the ceiling, found in half of the time."""
+        for structure in _structures(self.problem, modes):
+            seconds = len(structure.stages) * self.problem.microbatches * ACTION_SECONDS
+            if self._left() - seconds > self.limits.seconds / 2:
+                found = _candidate(self.problem, structure)
+                if found is not None and found.bound < ceiling:
+                    yield found
+
+    def _consider(self, one: _Candidate, rows: RowSearch) -> float:
+        """The cost of the best rows of a candidate."""
+        starts = grouped_starts(one.grouped, rows.timetable())
+        found = Proposal(one.structure.stages, starts, notes=(one.source,))
+        cost = cost_of(self.problem, found)
+        if cost < self.cost:
+            self.best, self.cost = found, cost
+            made = partial(Proposal, found.stages, found.starts)
+            self.on_progress(Progress(monotonic() - self.began, cost, 0.0, made))
+        return cost
+
+    def _left(self) -> float:
+        return self.limits.left(monotonic() - self.began)
 
 
 def _structures(problem: PipelineProblem, modes: Sequence[MemoryMode]) -> Iterator[Structure]:
-    """Balanced stages on equal groups, with whole backwards and split ones."""
+    """Balanced stages on equal groups, most groups first, with whole backwards and split ones."""
     order = np.array(recursive_device_order(problem.cluster))
     names = [device.name for device in problem.cluster.devices]
-    for count in range(2, len(order) + 1):
+    for count in range(len(order), 1, -1):
         if len(order) % count:
             continue
         groups = [tuple(part.tolist()) for part in np.array_split(order, count)]
@@ -131,21 +177,3 @@ def _candidate(problem: PipelineProblem, structure: Structure) -> _Candidate | N
         return None
     parallel = next(grouped.problems(), None)
     return None if parallel is None else _Candidate(structure, grouped, quick_bound(parallel))
-
-
-def _scheduled(one: _Candidate, seed: int, left: Callable[[], float]) -> Proposal:
-    """The best of the published schedules and of some random rules."""
-    parallel, *ordered = one.grouped.problems()
-    # The all-reduces in the order that promises most.
-    scheduling = min(ordered or [parallel], key=quick_bound)
-    rows, source = RowSearch(scheduling, seed), "eager"
-    rows.first()
-    for name, order in generated(scheduling):
-        source = name if rows.offer(order) else source
-        if left() <= 0:
-            break
-    cost = rows.cost
-    rows.try_rules(RULES)
-    source = source if rows.cost == cost else "random rules"
-    starts = grouped_starts(one.grouped, rows.timetable())
-    return Proposal(one.structure.stages, starts, notes=(source,))

@@ -31,7 +31,7 @@ def test_plans_are_valid_and_never_slower(data):
     problem = data.draw(hard_problem(4, 4, 4))
     given_plan = plan_general(problem, Limits(0.05), silent, Choices("auto", True))
     known = [given_plan] if isinstance(given_plan, Proposal) else []
-    found = plan_grouped(problem, known, Limits(0.3), silent)
+    found = plan_grouped(problem, known, Limits(0.1), silent)
     if isinstance(found, NoPlan):
         assert not found.proved
         return

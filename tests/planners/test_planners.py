@@ -202,7 +202,7 @@ class TestInfeasible:
         result = plan(problem, "auto", LIMITS)
         assert [attempt.planner for attempt in result.attempts] == [
             "dp", "gpipe", "hetpipe", "balanced", "pipedream", "spp", "spp, recomputing",
-            "grouped", "general", "exact",
+            "published", "grouped", "general", "exact",
         ]  # fmt: skip
         assert all(attempt.reason for attempt in result.attempts)
         assert "bytes short" in result.reason

@@ -1,6 +1,7 @@
 """A better order for stages on shared devices: never slower, valid, within memory."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -10,17 +11,20 @@ from strategies import hard_problem
 
 from stagewright.formulations.checking.check import check
 from stagewright.formulations.forms.answers import Limits, silent
-from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.assembly import assemble, certify
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.plan_class import SHARED_SPLIT
 from stagewright.formulations.plans.structure import Structure, work_of
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.solvers.pipelines.every_plan import every_plan_bounds
 from stagewright.solvers.pipelines.structure_rules import Rule
 from stagewright.solvers.pipelines.structure_scheduling import best_schedule
 from stagewright.solvers.planners.general import plan_general
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
 from stagewright.solvers.planners.reordering import reorder
+from stagewright.solvers.proofs import prove
 
 MB = 1e6
 
@@ -31,7 +35,7 @@ def test_never_slower_and_valid(data):
     problem = data.draw(hard_problem(4, 4, 4))
     known = plan_general(problem, Limits(0.1), silent, Choices("auto", True))
     assume(isinstance(known, Proposal))
-    found = reorder(problem, known, Limits(1.0), silent)
+    found = reorder(problem, known, Limits(0.3), silent)
     if isinstance(found, NoPlan):
         assert not found.proved
         return
@@ -69,10 +73,27 @@ def test_a_loop_gets_shorter(memory):
     assert check(problem, assemble(problem, "reordered", found.stages, found.starts)) == ()
 
 
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "verified"), (1.01, "refuted")])
+def test_the_bound_on_all_orders_is_proved_again(factor, verdict):
+    problem, structure = looped(1000 * MB)
+    known = scheduled(problem, structure, Rule(math.inf, "WBF", "broad", "newest"))
+    found = reorder(problem, known, Limits(10.0), silent)
+    assert isinstance(found, Proposal)
+    (bound,) = found.bounds
+    assert (bound.scope, bound.plans) == ("schedule", SHARED_SPLIT)
+    assert bound.seconds == pytest.approx(cost_of(problem, found), rel=1e-6)
+    plan = assemble(problem, "reordered", found.stages, found.starts)
+    certified = certify(problem, plan, [*every_plan_bounds(problem), bound], ())
+    forged = replace(bound, seconds=factor * bound.seconds)
+    stated = replace(certified.certificate, bounds=(forged,))
+    (again,) = prove(problem, replace(certified, certificate=stated), Limits(10.0))
+    assert again.verdict == verdict
+
+
 def test_one_microbatch_at_a_time_stays_in_order():
     problem, structure = looped(40 * MB)
     known = scheduled(problem, structure, Rule())
-    found = reorder(problem, known, Limits(2.0), silent)
+    found = reorder(problem, known, Limits(0.5), silent)
     assert isinstance(found, Proposal)
     assert cost_of(problem, found) <= cost_of(problem, known)
 
