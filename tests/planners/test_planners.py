@@ -201,8 +201,8 @@ class TestInfeasible:
         )
         result = plan(problem, "auto", LIMITS)
         assert [attempt.planner for attempt in result.attempts] == [
-            "dp", "gpipe", "hetpipe", "balanced", "pipedream", "spp", "spp, recomputing",
-            "published", "grouped", "general", "exact",
+            "dp", "gpipe", "hetpipe", "balanced", "pipedream", "published", "grouped",
+            "spp", "spp, recomputing", "general", "exact",
         ]  # fmt: skip
         assert all(attempt.reason for attempt in result.attempts)
         assert "bytes short" in result.reason
