@@ -314,6 +314,10 @@ class PipelinePlan(Envelope):
         """Whether a mini-batch ends in a later step than it begins."""
         return self.is_periodic or self.is_backward_first
 
+    def runners(self, stage: int, microbatch: int) -> tuple[str, ...]:
+        """The devices that process a microbatch, in numbers that count over all mini-batches."""
+        return self.stages[stage].runners(microbatch % self.microbatches)
+
     @property
     def weight_rule(self) -> WeightRule:
         """The rule that ``weights`` names."""
