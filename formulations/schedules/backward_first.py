@@ -234,30 +234,71 @@ def _timed(
     for before, after in edges:
         followers[number[before]].append(number[after])
         awaited[number[after]] += 1
-    seconds = [float(lasting[one.kind][one.stage, one.microbatch or 0]) for one in actions]
-    needed = [_resources(stages, action) for action in actions]
-    free: defaultdict[object, float] = defaultdict(float)
     ready = [0.0] * len(actions)
-    # Of those that can start at one time, the one that has been ready longest.
-    heap = [(0.0, 0.0, actions[i], i) for i, count in enumerate(awaited) if count == 0]
-    heapq.heapify(heap)
+    waiting = _Waiting([_resources(stages, action) for action in actions], actions)
+    for i in (i for i, count in enumerate(awaited) if count == 0):
+        waiting.add(i, 0.0)
     starts = empty_blocks(len(stages), lasting[F].shape[1])
-    while heap:
-        due, since, action, i = heapq.heappop(heap)
-        start = max([due, *(free[one] for one in needed[i])])
-        if start > due:
-            heapq.heappush(heap, (start, since, action, i))
-            continue
-        starts[action.kind][action.stage, action.microbatch or 0] = start
-        free.update(dict.fromkeys(needed[i], start + seconds[i]))
+    while (found := waiting.first()) is not None:
+        i, start = found
+        place = actions[i].stage, actions[i].microbatch or 0
+        end = start + float(lasting[actions[i].kind][place])
+        starts[actions[i].kind][place] = start
+        waiting.take(i, end)
         awaited[i] = -1
         for j in followers[i]:
-            ready[j] = max(ready[j], start + seconds[i])
+            ready[j] = max(ready[j], end)
             awaited[j] -= 1
             if awaited[j] == 0:
-                heapq.heappush(heap, (ready[j], ready[j], actions[j], j))
+                waiting.add(j, ready[j])
     if any(count > 0 for count in awaited):
         cycle = waiting_cycle(followers, awaited)
         names = " waits for ".join(str(actions[i]) for i in cycle)
         raise InputError(f"the devices wait for each other: {names}")
     return starts
+
+
+class _Waiting:
+    """Actions that wait for nothing but what they keep busy, ``needed`` of each.
+
+    Those that need the same are in a queue by the time since when they are ready. The heap holds
+    the first of every queue with a time before which it cannot start, and may hold former ones.
+    """
+
+    def __init__(self, needed: Sequence[tuple[object, ...]], actions: Sequence[Action]) -> None:
+        self._needed, self._actions = needed, actions
+        self._free: defaultdict[object, float] = defaultdict(float)
+        self._queues: defaultdict[object, list[tuple[float, Action, int]]] = defaultdict(list)
+        self._heap: list[tuple[float, float, Action, int]] = []
+
+    def add(self, i: int, since: float) -> None:
+        """An action is ready since then."""
+        queue = self._queue(i)
+        heapq.heappush(queue, (since, self._actions[i], i))
+        if queue[0][2] == i:
+            heapq.heappush(self._heap, (since, *queue[0]))
+
+    def first(self) -> tuple[int, float] | None:
+        """The action that can start first, and when; of several the one ready longest."""
+        while self._heap:
+            due, since, action, i = heapq.heappop(self._heap)
+            queue = self._queue(i)
+            if not queue or queue[0][2] != i:
+                continue
+            start = max([due, *(self._free[one] for one in self._needed[i])])
+            if start == due:
+                return i, start
+            heapq.heappush(self._heap, (start, since, action, i))
+        return None
+
+    def take(self, i: int, end: float) -> None:
+        """The first action has started and keeps what it needs until ``end``."""
+        self._free.update(dict.fromkeys(self._needed[i], end))
+        queue = self._queue(i)
+        heapq.heappop(queue)
+        if queue:
+            heapq.heappush(self._heap, (queue[0][0], *queue[0]))
+
+    def _queue(self, i: int) -> list[tuple[float, Action, int]]:
+        # What needs nothing waits for nobody.
+        return self._queues[self._needed[i] or i]
