@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,17 @@ torch = pytest.importorskip("torch", reason="the executor needs torch")
 
 import training  # noqa: E402
 import training_plans as make  # noqa: E402
+from launches import Job  # noqa: E402
 from models import CLASSES, EXAMPLES, WIDTH, ResidualMLP, vectors  # noqa: E402
 from ranks import Ranks, RanksFailed  # noqa: E402
 from torch import nn  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
+from stagewright.cli import app  # noqa: E402
 from stagewright.executor.measuring.compare import compare, measured_plan  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import parse_action  # noqa: E402
-from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
+from stagewright.formulations.plans.plan import PipelinePlan, Stage, save_plan  # noqa: E402
 from stagewright.graphs.documents.errors import InputError  # noqa: E402
 
 LAYERS = 6
@@ -287,3 +291,27 @@ def infinite(_: Any, rank: int, plan: PipelinePlan) -> None:
 def test_a_loss_that_is_not_finite_is_named(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match=r"loss of microbatch 0 on stage 5 is nan in step 2"):
         ranks.run(infinite, 2, reverse_first(2))
+
+
+# --- The command ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_command_trains_resumes_traces_and_compares(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    order = {
+        "a": row("2I0 2W0 2I1 0I0 2W1 0I1 0W0 0W1 0F0 0F1 2F0 2F1"),
+        "b": row("3I0 3I1 1I0 3W0 1I1 3W1 1W0 1W1 1F0 1F1 3F0 3F1"),
+    }
+    plan = make.plan_in_order(layerwise("a", "b")[:4], 2, order, begins="backward")
+    save_plan(plan, tmp_path / "window.json")
+    saved = ["--save-parameters", "window.pt", "--checkpoint", "kept", "--checkpoint-every", 2]
+    job.run("--steps", 3, *saved, plan="window.json")
+    job.run("--steps", 8, *saved, "--resume", "--trace", "trace.json", plan="window.json")
+    job.run("--steps", 8, "--save-parameters", "one.pt", plan="one.json")
+    found, right = (torch.load(tmp_path / name) for name in ("window.pt", "one.pt"))
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+    files = [str(tmp_path / name) for name in ("window.json", "trace.json")]
+    answer = CliRunner().invoke(app, ["compare", *files, "--png", str(tmp_path / "both.png")])
+    assert (answer.exit_code, answer.stderr) == (0, ""), answer.exception
