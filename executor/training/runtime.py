@@ -175,7 +175,7 @@ class Executor:
             again.
         """
         self._require_sound()
-        # Between two losses: a run's first step has no backwards, and is no window of the plan.
+        # A run's first step has no backwards: of a plan between two losses it is only a part.
         is_whole = self._running is not None or not self.plan.is_backward_first
         given = tuple(map(self._typed, tensors_of_batch("inputs", inputs)))
         require_as_many(given, tensors_of_batch("targets", targets))
@@ -197,8 +197,7 @@ class Executor:
     def finish(self) -> list[float]:
         """Complete the mini-batches in flight; their mean losses on ranks of the last stage.
 
-        Losses that `step` has returned are not among them; there are others with a periodic plan
-        only.
+        Losses that `step` has returned are not among them: only periodic plans have others.
         The weights are then those after all updates, as without a pipeline, and the next `step`
         begins with an empty pipeline. All ranks call it.
 
@@ -311,9 +310,9 @@ class Executor:
     def trace_on_first_rank(self) -> Trace | None:
         """When everything ran in the steps so far, on rank 0; None on the others.
 
-        All ranks call it. With a periodic plan, the steps between two drains are one step. With a
-        plan that begins with the backwards, the first step after a drain is left out, and so are
-        the backwards of the last one.
+        All ranks call it. With a periodic plan, the steps between two drains are one step. With one
+        that begins with the backwards, a step is from loss to loss; what is before the first loss
+        and after the last is left out.
 
         Raises
         ------

@@ -67,9 +67,9 @@ class TraceRecorder:
         Raises
         ------
         InputError
-            If no step was recorded.
+            If no step of a plan between two losses was recorded.
         """
-        if self._enabled and not self._done:
+        if self._rank.plan.is_backward_first and self._enabled and not self._done:
             raise InputError(
                 "there is nothing to trace: a step of a plan that begins with the backwards is "
                 "recorded from the second one after a checkpoint on; train on more steps"

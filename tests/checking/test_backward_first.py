@@ -24,14 +24,17 @@ from profiles import examples, slow_after
 from stagewright.executor.simulation.simulate import simulate
 from stagewright.formulations.checking.check import check, predict, require_valid
 from stagewright.formulations.pipelines.every_plan import (
+    LOAD,
+    PATH,
     copies_bound,
     layer_bound,
     priced_load_bound,
 )
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.assembly import certify
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import PipelinePlan, Stage, load_plan, save_plan
+from stagewright.formulations.plans.plan import Bound, PipelinePlan, Stage, load_plan, save_plan
 from stagewright.formulations.plans.plan_class import (
     EVERY_BACKWARD_FIRST,
     EVERY_FINITE,
@@ -381,6 +384,22 @@ def test_bounds_on_every_plan_hold_between_losses(seed: int) -> None:
     assert EVERY_PLAN.contains(class_of(case.plan))
     assert EVERY_BACKWARD_FIRST.contains(class_of(case.plan))
     assert not EVERY_FINITE.contains(class_of(case.plan))
+
+
+def test_a_certificate_needs_bounds_of_its_class() -> None:
+    prices = np.ones(len(problem().kinds))
+    load = priced_load_bound(problem(), prices)
+    everywhere = Bound(load, LOAD, "problem", EVERY_PLAN, tuple(prices))
+    finite = Bound(1e3, PATH, "problem", EVERY_FINITE)  # above the cost, and not about this plan
+    plan = certify(problem(), base(), [everywhere, finite], ())
+    assert plan.certificate.plans == EVERY_PLAN
+    assert plan.certificate.bound_seconds == load
+    found = check(problem(), plan)
+    assert [(one.rule, one.place) for one in found] == [("proof", "certificate.bounds[1]")]
+    assert check(problem(), certify(problem(), base(), [everywhere], ())) == ()
+    widened = replace(finite, seconds=load, plans=EVERY_BACKWARD_FIRST)
+    refuted = check(problem(), certify(problem(), base(), [everywhere, widened], ()))
+    assert "proved for every finite plan only" in str(refuted[0])
 
 
 # --- Documents and the helper -----------------------------------------------------------------

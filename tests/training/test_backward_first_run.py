@@ -174,6 +174,29 @@ def test_to_the_bit_the_result_of_a_barrier(ranks: Ranks, k: int) -> None:
         assert torch.equal(found[name], value), name
 
 
+def torchs_own(_: Any, rank: int, model: Any, batches: Any) -> dict[str, Any]:
+    """The parameters that DistributedDataParallel trains, each rank on half of the samples."""
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = SGD(parallel.parameters())
+    for inputs, targets in batches:
+        half = len(targets) // 2
+        mine = slice(rank * half, (rank + 1) * half)
+        optimizer.zero_grad()
+        CROSS_ENTROPY(parallel(inputs[mine]), targets[mine]).backward()
+        optimizer.step()
+    return {name: one.detach() for name, one in model.named_parameters()}
+
+
+def test_torchs_own_data_parallelism_trains_the_same(ranks: Ranks) -> None:
+    plan, model = reverse_first(3), built(ResidualMLP)
+    batches = doubles(replace(plan, microbatches=2))
+    found, _ = ranks.run(run, 2, plan, model, batches, SGD, ())[0]
+    right = ranks.run(torchs_own, 2, model, batches)[0]
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
 def counted(output: Any, targets: Any) -> Any:
     """A sum over the even targets, and their number."""
     chosen = targets % 2 == 0
