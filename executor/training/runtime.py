@@ -310,9 +310,8 @@ class Executor:
     def trace_on_first_rank(self) -> Trace | None:
         """When everything ran in the steps so far, on rank 0; None on the others.
 
-        All ranks call it. With a periodic plan, the steps between two drains are one step. With one
-        that begins with the backwards, a step is from loss to loss; what is before the first loss
-        and after the last is left out.
+        All ranks call it. With a periodic plan, the steps between two drains are one step; with one
+        that begins with the backwards, a step is from loss to loss, and the rest is left out.
 
         Raises
         ------
