@@ -8,6 +8,7 @@ import typer
 
 from benchmarks import (
     auto,
+    backprop_run,
     cloud,
     curve,
     estimation,
@@ -60,6 +61,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "curve": curve.tables,
     "executor": executor.tables,
     "launching": launching.tables,
+    "backprop_run": backprop_run.tables,
 }
 
 

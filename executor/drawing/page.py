@@ -104,6 +104,8 @@ def _subtitle(plan: PipelinePlan) -> str:
 def _shown(plan: PipelinePlan) -> str:
     """Caption of the timeline."""
     shown = phases(plan)
+    if plan.is_backward_first:
+        return "From one loss to the next: backwards, updates, and the next iteration's forwards"
     if shown is None:
         return "One training iteration"
     return f"{shown.last + 1} microbatches, from the first until the pipeline has drained"

@@ -97,9 +97,14 @@ def _shifts(plan: PipelinePlan) -> list[tuple[int, int]]:
 def in_flight(plan: PipelinePlan) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
     """Per stage the steps (times, counts) of microbatches in flight on its first device.
 
-    A microbatch is in flight from the start of its forward to the end of its backward.
+    A microbatch is in flight from the start of its forward to the end of its backward; between two
+    losses, all of the first are from the start.
     """
     first = [stage.devices[0] for stage in plan.stages]
+    held = [0] * len(first)
+    if plan.is_backward_first:
+        every = range(plan.microbatches)
+        held = [sum(name in plan.runners(s, m) for m in every) for s, name in enumerate(first)]
     changes: list[list[tuple[float, int]]] = [[] for _ in first]
     for device, block in blocks_of(plan, set(first)):
         s = block.action.stage
@@ -108,8 +113,8 @@ def in_flight(plan: PipelinePlan) -> list[tuple[NDArray[np.float64], NDArray[np.
         elif device == first[s] and block.action.kind in ENDS_BACKWARD:
             changes[s].append((block.finish_seconds, -1))
     curves = []
-    for steps in changes:
-        net: dict[float, int] = defaultdict(int, {0.0: 0})
+    for steps, count in zip(changes, held, strict=True):
+        net: dict[float, int] = defaultdict(int, {0.0: count})
         for time, change in steps:
             net[time] += change
         times = sorted(net)

@@ -167,6 +167,8 @@ def headline(plan: PipelinePlan) -> str:
     parts.append(f"{len(plan.stages)} stages, {plan.microbatches} microbatches")
     if plan.certificate is not None:
         parts.append(f"{format_seconds(plan.certificate.cost_seconds)} per iteration")
+    if plan.is_backward_first:
+        parts.append("from loss to loss")
     if isinstance(plan.schedule, PeriodicSchedule):
         parts.append(f"period {format_seconds(plan.schedule.period_seconds)}")
         if plan.schedule.pause_seconds > 0:

@@ -37,15 +37,10 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
     Raises
     ------
     InputError
-        If the plan is periodic, its stages have different replication, or stages share only some
-        of their devices.
+        If the plan spans steps, its stages have different replication, or stages share only some of
+        their devices.
     """
-    if plan.is_periodic:
-        raise InputError(
-            f"the plan is periodic: its pipeline never drains and its weights have two versions, "
-            f"but {framework} drains before every update; export a plan with a finite schedule "
-            "and weights 'flush'"
-        )
+    _require_whole_iterations(plan, framework)
     first = plan.stages[0]
     for s, stage in enumerate(plan.stages):
         count = len(stage.devices)
@@ -70,6 +65,22 @@ def pipeline(plan: PipelinePlan, framework: str) -> Pipeline:
                     f"{framework} has one rank of the pipeline on each group of devices"
                 )
     return Pipeline(groups, tuple(groups.index(stage.devices) for stage in plan.stages))
+
+
+def _require_whole_iterations(plan: PipelinePlan, framework: str) -> None:
+    """Refuse plans of which a mini-batch ends in a later step than it begins."""
+    if plan.is_periodic:
+        raise InputError(
+            f"the plan is periodic: its pipeline never drains and its weights have two versions, "
+            f"but {framework} drains before every update; export a plan with a finite schedule "
+            "and weights 'flush'"
+        )
+    if plan.is_backward_first:
+        raise InputError(
+            "the plan begins with the backwards: a stage's next forwards wait for its own update "
+            f"only, but {framework} updates all stages at the end of an iteration; export a plan "
+            "that begins with the forwards"
+        )
 
 
 def require_plain(plan: PipelinePlan, framework: str, *, recompute: bool = False) -> None:

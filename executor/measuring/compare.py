@@ -38,7 +38,6 @@ from stagewright.formulations.plans.periodic import steady_microbatches
 from stagewright.formulations.plans.plan import (
     PeriodicSchedule,
     PipelinePlan,
-    Schedule,
 )
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -139,7 +138,8 @@ def measured_plan(plan: PipelinePlan, trace: Trace) -> PipelinePlan:
         return _end_of_run(plan, max(trace.steps, key=lambda step: step.iterations or 0))
     steps = sorted(_counted(trace.steps), key=lambda step: step.iteration_seconds)
     median = steps[(len(steps) - 1) // 2]
-    return replace(plan, schedule=Schedule(median.actions), predicted=None, certificate=None)
+    schedule = replace(plan.schedule, actions=median.actions)
+    return replace(plan, schedule=schedule, predicted=None, certificate=None)
 
 
 def _predicted_update(plan: PipelinePlan) -> float:

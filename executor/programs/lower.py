@@ -64,13 +64,15 @@ def computations(plan: PipelinePlan) -> Rows:
     rank = {name: r for r, name in enumerate(plan_devices(plan))}
     rows: Rows = [[] for _ in rank]
     entries = [(parse_action(entry.action), entry) for entry in plan.actions]
-    for action, entry in sorted(entries, key=lambda pair: _in_time(*pair)):
+
+    def in_time(pair: tuple[Action, ScheduledAction]) -> tuple[float, float, int, int]:
+        action, entry = pair
+        met = along_way(action, backward_first=plan.is_backward_first)
+        return (entry.start_seconds, entry.finish_seconds, *met)
+
+    for action, entry in sorted(entries, key=in_time):
         if action.kind in COMPUTE:
             if entry.device not in rank:
                 raise InvalidPlan(f"{action} runs on {entry.device!r}, which is in no stage")
             rows[rank[entry.device]].append(Instruction(action))
     return rows
-
-
-def _in_time(action: Action, entry: ScheduledAction) -> tuple[float, float, int, int]:
-    return (entry.start_seconds, entry.finish_seconds, *along_way(action))

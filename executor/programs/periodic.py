@@ -15,6 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import permutations
 
+from stagewright.executor.programs.backward_first import lower_backward_first
 from stagewright.executor.programs.lower import lower
 from stagewright.executor.programs.pattern_order import ShiftedOperation, pattern_order
 from stagewright.executor.programs.program import (
@@ -79,9 +80,11 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
 
 
 def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | PeriodicProgram:
-    """The program of a plan, by `lower` or, for a periodic plan, by `lower_periodic`."""
+    """The program of a plan, by `lower`, `lower_backward_first` or `lower_periodic`."""
     if plan.is_periodic:
         return lower_periodic(plan, families)
+    if plan.is_backward_first:
+        return lower_backward_first(plan, families)
     return lower(plan, families)
 
 

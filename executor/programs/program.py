@@ -57,7 +57,7 @@ Families = Collection[frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class PeriodicProgram:
-    """The rows of each iteration of a periodic plan, and of the drain after the last one.
+    """The rows of each iteration of a plan that spans steps, and of the drain after the last one.
 
     In its first iterations the pipeline fills: iteration i does ``segments[i]``. The last of them
     repeats: an iteration later, its microbatches are higher by ``microbatches`` and its versions of
@@ -132,8 +132,8 @@ def transfers(plan: PipelinePlan, action: Action) -> Iterator[tuple[str, str]]:
     """
     assert action.microbatch is not None
     there = action.stage + (1 if action.kind is ActionKind.SEND_FORWARD else -1)
-    senders = plan.stages[action.stage].runners(action.microbatch)
-    receivers = plan.stages[there].runners(action.microbatch)
+    senders = plan.runners(action.stage, action.microbatch)
+    receivers = plan.runners(there, action.microbatch)
     if senders != receivers:
         for sender in senders:
             for receiver in receivers:

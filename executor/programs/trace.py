@@ -136,8 +136,13 @@ def traced_step(
     loss: float | None = None,
     iterations: int | None = None,
 ) -> TracedStep:
-    """One step from the records of all ranks, in any order."""
+    """One step from the records of all ranks, in any order.
+
+    Between two losses, backwards are of the mini-batch before that of the forwards.
+    """
     records = tuple(records)
+    if plan.is_backward_first:
+        records = tuple(replace(one, action=_in_mini_batch(plan, one.action)) for one in records)
     updates: dict[int, float] = defaultdict(float)
     for record in records:
         if parse_action(record.action).kind is ActionKind.UPDATE:
@@ -154,6 +159,14 @@ def traced_step(
     )
     known = loss if loss is not None and math.isfinite(loss) else None
     return TracedStep(step, finish, max(updates.values(), default=0.0), actions, known, iterations)
+
+
+def _in_mini_batch(plan: PipelinePlan, text: str) -> str:
+    """The action with its microbatch as numbered in a mini-batch."""
+    action = parse_action(text)
+    if action.microbatch is None:
+        return text
+    return str(replace(action, microbatch=action.microbatch % plan.microbatches))
 
 
 def planned_updates(plan: PipelinePlan) -> frozenset[str]:
@@ -236,8 +249,8 @@ def _joined_transfer(
         )
     assert action.microbatch is not None
     way = 1 if action.kind is ActionKind.SEND_FORWARD else -1
-    sources = plan.stages[action.stage].runners(action.microbatch)
-    targets = plan.stages[action.stage + way].runners(action.microbatch)
+    sources = plan.runners(action.stage, action.microbatch)
+    targets = plan.runners(action.stage + way, action.microbatch)
     start = min(part.start_seconds for part in sent)
     # The ranks' clocks agree to microseconds only; nothing is received before it is sent.
     finish = max(start, *(part.finish_seconds for part in received))

@@ -93,13 +93,13 @@ def _transfers(plan: PipelinePlan) -> Iterator[tuple[int, int, Action]]:
     """Sender, receiver and SEND of every pair, also of a device with itself."""
     rank = {name: r for r, name in enumerate(plan_devices(plan))}
     last = len(plan.stages) - 1
-    for s, stage in enumerate(plan.stages):
+    for s in range(last + 1):
         for m in range(plan.microbatches):
             for kind, there in ((SEND_F, s + 1), (SEND_B, s - 1)):
                 if not 0 <= there <= last:
                     continue
                 action = Action(s, kind, m)
-                both = set(stage.runners(m)) & set(plan.stages[there].runners(m))
+                both = set(plan.runners(s, m)) & set(plan.runners(there, m))
                 for sender, receiver in [*transfers(plan, action), *((v, v) for v in both)]:
                     yield rank[sender], rank[receiver], action
 

@@ -68,7 +68,7 @@ def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Row
     out = []
     for device, row in zip(plan_devices(plan), rows, strict=True):
         due = sorted(stages_on(plan, device), key=lambda s: (planned[s], s))
-        before = [(_place_of_update(row, s, start, planned[s]), s) for s in due]
+        before = [(position_of_update(row, s, start, planned[s]), s) for s in due]
         out.append(
             [
                 one
@@ -82,7 +82,7 @@ def with_updates(plan: PipelinePlan, rows: Rows, families: Families = ()) -> Row
     return out
 
 
-def _place_of_update(
+def position_of_update(
     row: list[Instruction], stage: int, start: Mapping[Action, float], seconds: float
 ) -> int:
     """The position in ``row`` of the first computation that an update at ``seconds`` precedes."""

@@ -48,7 +48,7 @@ def verify(
     Parameters
     ----------
     program
-        A periodic one for a periodic plan.
+        A periodic one for a plan that spans steps.
     footprints
         Per stage, if known.
     memory_bytes

@@ -95,7 +95,7 @@ class Progress:
         assert send.microbatch is not None
         device, there = self.program.devices[rank], received(send)
         senders = [v for v, target in transfers(self.plan, send) if target == device]
-        runners = self.plan.stages[send.stage].runners(send.microbatch)
+        runners = self.plan.runners(send.stage, send.microbatch)
         if device in runners:  # and its own share, without a transfer
             yield from self._own(rank, send.stage, makers, send.microbatch)
         for sender in senders:
@@ -122,7 +122,7 @@ class Progress:
             yield from self._arrivals(rank, Action(s + 1, SEND_B, m), (B, I))
         elif self.plan.weight_rule.updates_every_round:
             assert m is not None
-            for name in self.plan.stages[s].runners(m):
+            for name in self.plan.runners(s, m):
                 yield from self._own(self.rank[name], s, (F,), m)
 
     def _measured(self, rank: int) -> Iterator[tuple[int, str]]:

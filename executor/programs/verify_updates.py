@@ -28,7 +28,7 @@ def require_computations(work: Work, program: Program, rank: int, row: Row) -> N
         if action.kind in COMPUTE and count > 1:
             raise InvalidProgram(f"rank {rank}: {action} appears {count} times")
     for s, m in product(stages_on(plan, program.devices[rank]), range(work.microbatches)):
-        if program.devices[rank] in plan.stages[s].runners(m):
+        if program.devices[rank] in plan.runners(s, m):
             kinds = tuple(k for k in COMPUTE if Action(s, k, m) in counts)
             if kinds not in ((F, B), (F, I, W)):
                 found = ", ".join(f"{s}{k}{m}" for k in kinds) or "nothing"
@@ -49,7 +49,7 @@ def _require_belongs(work: Work, device: str, rank: int, action: Action) -> None
             raise InvalidProgram(
                 f"rank {rank}: {action}: there are only {work.microbatches} microbatches"
             )
-        runners = plan.stages[s].runners(m)
+        runners = plan.runners(s, m)
     if device not in runners:
         raise InvalidProgram(f"rank {rank}: {action} does not run on {device}")
 
@@ -109,9 +109,10 @@ class _Gradients:
         """Count the next action; whether it is valid here.
 
         While an all-reduce is in flight, the next iteration's gradients are summed up in a second
-        set of tensors; there is no third.
+        set of tensors where iterations overlap; there is no third.
         """
-        every_round = self.work.plan.weight_rule.updates_every_round
+        rule = self.work.plan.weight_rule
+        every_round = rule.updates_every_round
         if action.kind in (B, W):
             self.ready += 1
             self.latest = max(self.latest, self.work.iteration(action.microbatch))
@@ -120,7 +121,7 @@ class _Gradients:
             return self._are_of(self.reduced, every_round) and self.reduced == self.updated + 1
         elif action.kind is UPDATE:
             self.updated += 1
-            overlaps = self.is_shared and not every_round
+            overlaps = self.is_shared and rule.may_overlap
             is_reduced = not self.is_shared or self.reduced == self.updated
             return is_reduced and (overlaps or self._are_of(self.updated, every_round))
         return True

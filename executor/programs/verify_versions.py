@@ -28,7 +28,9 @@ def require_versions(
         except InvalidProgram as error:
             raise InvalidProgram(f"rank {rank}: {one}: {error}") from None
         if one.action.kind is F:
-            right = work.iteration(one.action.microbatch) if buffered else weights.held[-1]
+            right = weights.held[-1]
+            if not plan.weight_rule.updates_every_round:
+                right = work.iteration(one.action.microbatch)
             if plan.weight_rule.follows_first_stage:
                 right = at_first_stage[one.action.microbatch]
             if weights.used != right:

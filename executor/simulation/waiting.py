@@ -44,7 +44,8 @@ def _dependencies(run: Run) -> Iterator[tuple[int, int]]:
             forward, backward = entries[SEND_F][s][m], entries[SEND_B][s + 1][m]
             yield from _crossing(entries[F][s][m], forward, entries[F][s + 1][m])
             yield from _crossing(gradient[s + 1][m], backward, gradient[s][m])
-    for m in range(run.plan.microbatches):
+    between_losses = run.plan.is_backward_first
+    for m in range(0 if between_losses else run.plan.microbatches):
         yield from _crossing(entries[F][last][m], [], gradient[last][m])
     for s in range(last + 1):
         for one, other in zip(entries[I][s], entries[W][s], strict=True):
@@ -64,7 +65,7 @@ def _updates(
 
     ``done`` and ``forwards`` are its entries by microbatch. With two versions of the weights the
     update of iteration i makes the version of iteration i + 2 (PipeDream-2BW). All-reduces run one
-    after another.
+    after another. Between two losses the forwards follow the update of their own stage.
     """
     m = run.iteration_microbatches
     iterations = run.plan.microbatches // m
@@ -80,6 +81,8 @@ def _updates(
             ends = own
         if (i + 2) * m < run.plan.microbatches:
             yield from product(ends, forwards[(i + 2) * m])
+        elif run.plan.is_backward_first:
+            yield from product(ends, chain.from_iterable(forwards))
 
 
 def _crossing(
@@ -136,7 +139,8 @@ def _queues(run: Run) -> list[list[int]]:
             queues[_channel(run, action, entry)].append(i)
 
     def in_plan(i: int) -> tuple[float, float, int, int]:
-        return (entries[i].start_seconds, entries[i].finish_seconds, *along_way(run.actions[i]))
+        met = along_way(run.actions[i], backward_first=run.plan.is_backward_first)
+        return (entries[i].start_seconds, entries[i].finish_seconds, *met)
 
     return [sorted(queue, key=in_plan) for queue in queues.values()]
 

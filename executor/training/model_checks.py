@@ -19,6 +19,12 @@ def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
             f"clip_norm needs a step of the whole model: with {plan.weights!r} weights every stage "
             "updates at different times; plan with 'flush' weights"
         )
+    if plan.is_backward_first:
+        raise InputError(
+            "clip_norm needs all gradients before the first update: in a plan that begins with the "
+            "backwards the forwards of a stage wait for its own; plan one that begins with the "
+            "forwards"
+        )
 
 
 def require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:
@@ -54,10 +60,15 @@ def require_updated_together(
     plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
 ) -> None:
     """Refuse stages that share a parameter and update it at different times."""
-    for name in tied if plan.weight_rule.updates_every_round else ():
+    how = repr(plan.weights)
+    if plan.is_backward_first:
+        how = "a schedule that begins with the backwards"
+    elif not plan.weight_rule.updates_every_round:
+        return
+    for name in tied:
         raise InputError(
             f"parameter {name!r} is shared by stages {listed_stages(stages_of[name])}, which with "
-            f"{plan.weights!r} update it at different times; put its layers into one stage"
+            f"{how} update it at different times; put its layers into one stage"
         )
 
 

@@ -97,7 +97,8 @@ class Executor:
         losses = executor.finish()
 
     With a periodic plan mini-batches overlap: `step` begins one, and the loss that it returns is of
-    an earlier one.
+    an earlier one. With a plan that begins with the backwards, a step ends with the loss; the
+    next step or `finish` does the mini-batch's backwards and updates.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Executor:
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
         self._interpreters: dict[object, Interpreter] = {}
-        self._running: Interpreter | None = None  # of a periodic plan
+        self._running: Interpreter | None = None  # of a plan that spans steps
 
     @property
     def rank(self) -> int:
@@ -174,6 +175,8 @@ class Executor:
             again.
         """
         self._require_sound()
+        # A run's first step has no backwards: of a plan between two losses it is only a part.
+        is_whole = self._running is not None or not self.plan.is_backward_first
         given = tuple(map(self._typed, tensors_of_batch("inputs", inputs)))
         require_as_many(given, tensors_of_batch("targets", targets))
         interpreter = self._interpreter(given)
@@ -182,18 +185,19 @@ class Executor:
         wanted: Batch = ()
         if last in self._stages:
             wanted = mapped_batch(targets, lambda one: one.to(self._rank.device))
-        self._recorder.begin(self.steps_done)
+        if is_whole:
+            self._recorder.begin(self.steps_done)
         own, step = tuple(one.to(self._rank.device) for one in here), self.steps_done
         losses = self._carried_out(lambda records: interpreter.run(own, wanted, step, records))
         self.steps_done += 1
-        if self._running is None:
+        if not self.plan.is_periodic:
             self._recorder.end(self.steps_done)
         return next(iter(losses), None)
 
     def finish(self) -> list[float]:
         """Complete the mini-batches in flight; their mean losses on ranks of the last stage.
 
-        Losses that `step` has returned are not among them; without a periodic plan there are none.
+        Losses that `step` has returned are not among them: only periodic plans have others.
         The weights are then those after all updates, as without a pipeline, and the next `step`
         begins with an empty pipeline. All ranks call it.
 
@@ -217,12 +221,12 @@ class Executor:
     def _require_finished(self) -> None:
         if self._running is not None:
             raise InputError(
-                f"mini-batches are in flight after step {self.steps_done} of a periodic plan: call "
-                "finish() on all ranks first"
+                f"mini-batches are in flight after step {self.steps_done}: call finish() on all "
+                "ranks first"
             )
 
     def _interpreter(self, given: tuple[Tensor, ...]) -> Interpreter:
-        """The interpreter for mini-batches of this shape; with a periodic plan, the running one."""
+        """The interpreter for mini-batches of this shape; the running one while there is one."""
         key = tuple((one.shape, one.dtype) for one in given)
         found = self._interpreters.get(key)
         if self._running is not None and found is not self._running:
@@ -233,7 +237,7 @@ class Executor:
             )
         if found is None:
             found = self._interpreters[key] = self._preparation.interpreter(given)
-        if self.plan.is_periodic:
+        if self.plan.spans_steps:
             self._running = found
         return found
 
@@ -306,7 +310,8 @@ class Executor:
     def trace_on_first_rank(self) -> Trace | None:
         """When everything ran in the steps so far, on rank 0; None on the others.
 
-        All ranks call it. With a periodic plan, the steps between two drains are one step.
+        All ranks call it. With a periodic plan, the steps between two drains are one step; with one
+        that begins with the backwards, a step is from loss to loss, and the rest is left out.
 
         Raises
         ------

@@ -11,6 +11,7 @@ from stagewright.executor.programs.trace import RankAction, Trace, traced_step
 from stagewright.executor.training.ranks.collectives import gathered
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
+from stagewright.graphs.documents.errors import InputError
 
 
 class TraceRecorder:
@@ -61,7 +62,18 @@ class TraceRecorder:
         self._done.append(recording)
 
     def trace_on_first_rank(self) -> Trace | None:
-        """The trace of all steps on rank 0; None on the others. All ranks call it."""
+        """The trace of all steps on rank 0; None on the others. All ranks call it.
+
+        Raises
+        ------
+        InputError
+            If no step of a plan between two losses was recorded.
+        """
+        if self._rank.plan.is_backward_first and self._enabled and not self._done:
+            raise InputError(
+                "there is nothing to trace: a step of a plan that begins with the backwards is "
+                "recorded from the second one after a checkpoint on; train on more steps"
+            )
         shares = gathered(self._rank, self._done)
         if shares is None:
             return None

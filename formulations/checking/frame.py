@@ -7,7 +7,7 @@ from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import RECOMPUTE, REPLICATION
-from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
+from stagewright.formulations.plans.weight_rules import FLUSH, WEIGHT_RULES
 
 
 def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
@@ -23,6 +23,8 @@ def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Viola
             f"the plan has {plan.microbatches}, the problem {problem.microbatches}",
         )
     yield from _broken_weights(plan)
+    if plan.is_backward_first:
+        yield from _broken_between_losses(plan)
     yield from _broken_layers(problem, plan)
     yield from _broken_cover(problem, plan.stages)
     yield from _broken_placement(problem, plan.stages)
@@ -40,6 +42,25 @@ def _broken_weights(plan: PipelinePlan) -> Iterator[Violation]:
                 f"stage {s}",
                 f"{plan.weights!r} on {len(stage.devices)} devices needs an all-reduce per "
                 "microbatch, which is not planned: use one device, 'flush' or 'double-buffer'",
+            )
+
+
+def _broken_between_losses(plan: PipelinePlan) -> Iterator[Violation]:
+    """What a schedule between two losses excludes."""
+    if plan.weight_rule != FLUSH:
+        yield Violation(
+            "weights",
+            "weights",
+            f"{plan.weights!r}: in a schedule that begins with the backwards each forward uses the "
+            "weights of the update before it, which is 'flush'",
+        )
+    for s, stage in enumerate(plan.stages):
+        if stage.offload:
+            yield Violation(
+                "offload",
+                f"stage {s}",
+                "activations would move to the host across the loss, where a schedule that begins "
+                "with the backwards is cut: do not offload, or begin with the forwards",
             )
 
 

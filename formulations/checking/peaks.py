@@ -56,6 +56,8 @@ def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
     """Bytes that a device keeps for its microbatches of a stage, without the static bytes.
 
     Recomputed activations are kept from the start of B, or of I, to the end of the backward.
+    Between two losses, the activations of the first are held from the start on, those of the second
+    to the end.
     """
     s, first, step = lane
     every, stage = (s, slice(first, None, step)), times.stages[s]
@@ -63,7 +65,11 @@ def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
     forward, done = times.starts[F][every], times.done[every]
     if times.rule.updates_every_round:
         yield _old_versions(times, s)
-    yield HeldBytes(forward, done, whole.saved_bytes)
+    if times.backward_first:
+        yield HeldBytes(np.zeros_like(done), done, whole.saved_bytes)
+        yield HeldBytes(forward, np.full_like(forward, math.inf), whole.saved_bytes)
+    else:
+        yield HeldBytes(forward, done, whole.saved_bytes)
     yield HeldBytes(times.starts[B][every], done, whole.working_bytes)
     yield HeldBytes(times.starts[I][every], done, parted.working_bytes)
     if stage.offload:

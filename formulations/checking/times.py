@@ -50,6 +50,7 @@ class PlanTimes:
     finishes: Blocks
     durations: Blocks
     schedule: PeriodicSchedule | None = None  # the unrolled schedule; times are without pauses
+    backward_first: bool = False
 
     def ends(self, kind: ActionKind) -> Floats:
         """When the actions of ``kind`` end by the cost model, shape (S, M)."""
@@ -126,6 +127,7 @@ def _read_finite(
         starts=starts,
         finishes=finishes,
         durations=lasting,
+        backward_first=plan.is_backward_first,
     )
 
 

@@ -103,15 +103,15 @@ class Action:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
 
-def along_way(action: Action) -> tuple[int, int]:
+def along_way(action: Action, *, backward_first: bool = False) -> tuple[int, int]:
     """Sort key of zero-length actions at one instant: the order in which a microbatch meets them.
 
     Forward by stage, then backward; weight gradients come last, since only the optimizer step
-    waits for them.
+    waits for them. If the backward comes first, the forwards of the next iteration follow the step.
     """
     kind = action.kind
     if kind in (ActionKind.FORWARD, ActionKind.SEND_FORWARD):
-        return 0, action.stage
+        return 4 if backward_first else 0, action.stage
     late = (ActionKind.WEIGHT_GRADIENT, ActionKind.UPDATE)
     return 2 + late.index(kind) if kind in late else 1, -action.stage
 

@@ -15,6 +15,7 @@ from stagewright.formulations.patterns.pattern_problems import pattern_problem
 from stagewright.formulations.plans.actions import COMPUTE, ON_DEVICE, ActionKind, Operation
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
+    Begins,
     Bound,
     Guarantee,
     PeriodicAction,
@@ -41,16 +42,17 @@ def assemble(
     stages: Sequence[Stage],
     starts: Blocks,
     rule: WeightRule = FLUSH,
+    begins: Begins = "forward",
 ) -> PipelinePlan:
     """Build the plan of ``stages`` with the start times of all actions, unchecked and uncertified.
 
-    A backward is split where ``starts`` has its input gradient.
+    A backward is split where ``starts`` has its input gradient. ``begins`` as in `Schedule`.
     """
     actions = sorted(
         _scheduled(problem, stages, starts, rule),
         key=lambda entry: (entry.start_seconds, entry.finish_seconds, entry.action),
     )
-    return _with_figures(problem, planner, stages, Schedule(tuple(actions)), rule)
+    return _with_figures(problem, planner, stages, Schedule(tuple(actions), begins), rule)
 
 
 def assemble_pattern(

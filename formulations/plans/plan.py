@@ -17,6 +17,9 @@ from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_amount
 FORMAT: Literal["stagewright-plan"] = "stagewright-plan"
 VERSION: Literal[1] = 1
 
+Begins = Literal["forward", "backward"]
+"""What a finite schedule begins with; see `Schedule`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -98,11 +101,19 @@ class ScheduledAction:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A finite schedule: every action once, with its times from the start of the iteration."""
+    """A finite schedule: every action once, with its times from the start of the iteration.
+
+    ``begins`` says where an iteration is cut out of the training run. ``forward``: it begins with
+    the forwards and ends with the updates. ``backward``: it lies between two losses; it begins with
+    the backwards of a mini-batch and ends with the forwards of the next one, of which each needs
+    only the update of its own stage (out-of-order backprop, section 2). At its start the
+    activations of all microbatches are held, at its end those of the next.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     actions: tuple[ScheduledAction, ...]
+    begins: Begins = "forward"
     kind: Literal["finite"] = "finite"
 
 
@@ -292,6 +303,20 @@ class PipelinePlan(Envelope):
     def is_periodic(self) -> bool:
         """Whether iterations overlap, as a pattern that is repeated."""
         return isinstance(self.schedule, PeriodicSchedule)
+
+    @property
+    def is_backward_first(self) -> bool:
+        """Whether the schedule is finite and lies between two losses."""
+        return isinstance(self.schedule, Schedule) and self.schedule.begins == "backward"
+
+    @property
+    def spans_steps(self) -> bool:
+        """Whether a mini-batch ends in a later step than it begins."""
+        return self.is_periodic or self.is_backward_first
+
+    def runners(self, stage: int, microbatch: int) -> tuple[str, ...]:
+        """The devices that process a microbatch, in numbers that count over all mini-batches."""
+        return self.stages[stage].runners(microbatch % self.microbatches)
 
     @property
     def weight_rule(self) -> WeightRule:

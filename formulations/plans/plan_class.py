@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Replication = Literal["split", "round-robin"]
 Recompute = Literal["none", "full", "layer"]
-ScheduleKind = Literal["finite", "periodic"]
+ScheduleKind = Literal["finite", "periodic", "backward-first"]
 Sharing = Literal["none", "groups", "any"]
 
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
@@ -49,7 +49,8 @@ class PlanClass:
     offload
         Whether stages may keep activations in host memory.
     schedules, weights
-        Kinds of schedules, semantics of the weight update.
+        Kinds of schedules, semantics of the weight update. ``finite`` are the finite schedules that
+        begin with the forwards, ``backward-first`` those that lie between two losses.
     equal_groups
         All stages have the same number of devices, one of these; None: no such limit.
     merged
@@ -119,7 +120,8 @@ class PlanClass:
 def class_of(plan: "PipelinePlan") -> PlanClass:
     """The smallest class that ``plan`` belongs to."""
     parts = any("I" in one.action or "W" in one.action for one in plan.schedule.actions)
-    return class_of_stages(plan.stages, parts, plan.schedule.kind, plan.weights)
+    kind: ScheduleKind = "backward-first" if plan.is_backward_first else plan.schedule.kind
+    return class_of_stages(plan.stages, parts, kind, plan.weights)
 
 
 def class_of_stages(
@@ -168,7 +170,9 @@ def _limits(plans: PlanClass) -> Iterator[str]:
     if not plans.split_backward:
         yield "whole backwards"
     yield from _memory_limits(plans)
-    full = EVERY_PLAN if "finite" in plans.schedules else EVERY_PERIODIC
+    full = EVERY_PLAN
+    if "finite" not in plans.schedules:
+        full = EVERY_PERIODIC if "periodic" in plans.schedules else EVERY_BACKWARD_FIRST
     if plans.weights != full.weights:
         yield f"weights {' or '.join(plans.weights)}"
 
@@ -204,6 +208,7 @@ DISJOINT_WHOLE = replace(WHOLE_FINITE, sharing="none")
 EVERY_PERIODIC = PlanClass(
     replication=("split",), schedules=("periodic",), weights=("double-buffer",)
 )
+EVERY_BACKWARD_FIRST = PlanClass(offload=False, schedules=("backward-first",), weights=("flush",))
 DISJOINT_SPLIT = PlanClass(
     sharing="none",
     replication=("split",),

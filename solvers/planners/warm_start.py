@@ -180,7 +180,7 @@ class _Retiming:
     def _starts(self) -> Floats | None:
         """The starts of the given plan, shape (5, S, M); None if the actions are not the same."""
         stages, count = self.work.lane.shape
-        if self.given.is_periodic or (len(self.given.stages), self.given.microbatches) != (
+        if self.given.spans_steps or (len(self.given.stages), self.given.microbatches) != (
             stages, count,
         ):  # fmt: skip
             return None

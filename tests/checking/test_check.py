@@ -30,7 +30,6 @@ from stagewright.formulations.plans.plan import (
     Bound,
     Guarantee,
     PipelinePlan,
-    Schedule,
     ScheduledAction,
     Stage,
 )
@@ -81,7 +80,7 @@ def entries(plan: PipelinePlan, text: str) -> list[ScheduledAction]:
 
 
 def with_entries(plan: PipelinePlan, actions: list[ScheduledAction]) -> PipelinePlan:
-    return replace(plan, schedule=Schedule(tuple(actions)))
+    return replace(plan, schedule=replace(plan.schedule, actions=tuple(actions)))
 
 
 def edited(plan: PipelinePlan, text: str, **changes: Any) -> PipelinePlan:
@@ -636,17 +635,19 @@ def done(span: dict[str, ScheduledAction]) -> float:
     return span["W" if "W" in span else "B"].finish_seconds
 
 
-def held_for(given: PipelineProblem, stage: Stage, span: dict[str, Any], now: float) -> float:
+def held_for(
+    given: PipelineProblem, plan: PipelinePlan, stage: Stage, span: dict[str, Any], now: float
+) -> float:
     """Bytes that a microbatch keeps on a device of its stage at ``now``."""
-    if not span["F"].start_seconds <= now < done(span):
-        return 0.0
+    begun, ended = now >= span["F"].start_seconds, now >= done(span)
+    copies = (not ended) + begun if plan.is_backward_first else begun and not ended
     shares = len(stage.runners(0))
     saved = [given.saved_bytes(i, i + 1, shares) for i in range(*stage.layers)]
     inputs = [given.boundary_bytes(i) / shares if i else 0.0 for i in range(*stage.layers)]
     if stage.recompute == "none":
-        return sum(saved)
-    kept = inputs[0] if stage.recompute == "full" else sum(inputs)
-    if now < span["I" if "I" in span else "B"].start_seconds:
+        return copies * sum(saved)
+    kept = copies * (inputs[0] if stage.recompute == "full" else sum(inputs))
+    if ended or now < span["I" if "I" in span else "B"].start_seconds:
         return kept
     return kept + (max(saved) if stage.recompute == "layer" and "B" in span else sum(saved))
 
@@ -677,7 +678,7 @@ def peak_by_instants(given: PipelineProblem, plan: PipelinePlan) -> dict[str, fl
             for s, stage in stages:
                 weights = given.gradient_bytes(*stage.layers)
                 need += stage_static_bytes(given, stage)
-                need += sum(held_for(given, stage, span, now) for span in work[s].values())
+                need += sum(held_for(given, plan, stage, span, now) for span in work[s].values())
                 need += weights * (plan.weights == "double-buffer")
                 if plan.weights.startswith("stash"):
                     need += weights * (versions(plan, s, now) - 1)
@@ -747,7 +748,7 @@ def test_nothing_can_end_after_what_follows_it_starts(
         (str(need), str(action))
         for action in sorted(every)
         if action.kind not in BARE  # reported for the last backward only
-        for need in needs_of(plan.stages, action, every)
+        for need in needs_of(plan.stages, action, every, plan.schedule.begins)
     ]
     text, follower = data.draw(st.sampled_from(pairs))
     entry = entries(plan, text)[0]

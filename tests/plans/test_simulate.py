@@ -32,7 +32,7 @@ def at_times(plan: PipelinePlan, times: dict[str, float]) -> PipelinePlan:
         else e
         for e in plan.actions
     ]
-    return replace(plan, schedule=Schedule(tuple(actions)))
+    return replace(plan, schedule=replace(plan.schedule, actions=tuple(actions)))
 
 
 def two_stages(microbatches: int = 2) -> tuple[PipelineProblem, PipelinePlan]:
@@ -48,7 +48,7 @@ def test_a_tight_plan_runs_at_its_own_times(case, random) -> None:  # type: igno
     problem, plan = case
     actions = list(plan.actions)
     random.shuffle(actions)
-    shuffled = replace(plan, schedule=Schedule(tuple(actions)))
+    shuffled = replace(plan, schedule=replace(plan.schedule, actions=tuple(actions)))
     found = simulate(problem, shuffled)
     assert found.actions == shuffled.actions
     assert found.iteration_seconds == max(e.finish_seconds for e in actions)
@@ -62,7 +62,7 @@ def test_needless_waits_disappear(case: tuple[PipelineProblem, PipelinePlan]) ->
     for ran, planned in zip(found.actions, plan.actions, strict=True):
         assert (ran.action, ran.device) == (planned.action, planned.device)
         assert ran.start_seconds <= planned.start_seconds
-    tight = replace(plan, schedule=Schedule(found.actions))
+    tight = replace(plan, schedule=replace(plan.schedule, actions=found.actions))
     assert check(problem, tight) == ()
     assert simulate(problem, tight) == found
 

@@ -7,6 +7,7 @@ Independent of the product, and of the search for the best plan. Weights: ``flus
 import re
 from collections import Counter
 from itertools import combinations, pairwise
+from math import inf
 
 from language_prices import Instance, Stage
 
@@ -71,6 +72,7 @@ class _Checker:
         self.extra_copies = {"flush": 0, "double-buffer": 1}[plan["weights"]]
         self.broken, self.times = [], {}
         entries = plan["schedule"]["actions"]
+        self.between_losses = plan["schedule"].get("begins") == "backward"
         self.cost = max(entry["finish_seconds"] for entry in entries)
         self.slack = TOLERANCE * self.cost
         self.entries = entries
@@ -185,7 +187,8 @@ class _Checker:
                 yield from self.along("B", index + 1, "SEND_B", index, microbatch)
             for index in range(last + 1):
                 first = self.first_of_backward(index, microbatch)
-                yield ("F", index, microbatch), first
+                if not self.between_losses:
+                    yield ("F", index, microbatch), first
                 if first[0] == "I":
                     yield first, ("W", index, microbatch)
         for index in range(last + 1):
@@ -214,6 +217,15 @@ class _Checker:
                         yield key, after
         if reduce in self.times and update in self.times:
             yield reduce, update
+        if self.between_losses:
+            yield from self.before_the_next_forwards(index)
+
+    def before_the_next_forwards(self, index):
+        """All that changes the weights of a stage, then its forwards of the next iteration."""
+        changes = [key for key in self.times if key[1] == index and "SEND" not in key[0]]
+        for key in changes:
+            for microbatch in self.microbatches if key[0] != "F" else ():
+                yield key, ("F", index, microbatch)
 
     # What must not run at one time.
 
@@ -298,6 +310,9 @@ class _Checker:
             seconds = self.instance.host_seconds(stage, stage.runners(microbatch))
             yield start, computed + seconds, held
             start = begin - seconds
+        if self.between_losses:
+            yield 0.0, end, held
+            end = inf
         yield start, end, held
         if stage.recompute != "none":
-            yield begin, end, self.instance.recomputed(stage, first[0] == "B")
+            yield begin, self.times[last][1], self.instance.recomputed(stage, first[0] == "B")

@@ -14,6 +14,7 @@ from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import (
+    Begins,
     Bound,
     Certificate,
     PipelinePlan,
@@ -118,13 +119,14 @@ def valid_plan(
     wait: Callable[[], float] = lambda: 0.0,
     split: Collection[tuple[int, int]] = (),
     weights: Weights = "flush",
+    begins: Begins = "forward",
 ) -> PipelinePlan:
     """Schedule, again and again, the action that can start first.
 
     ``in_flight`` bounds the microbatches in flight per stage (default: what the memory holds);
     ``order`` is the order in which each device starts its microbatches; every action waits
     ``wait()`` seconds longer than it must. The backwards of ``split`` (stage, microbatch) stand as
-    I and W.
+    I and W. If the schedule ``begins`` with the backwards, nothing bounds those in flight.
     """
     limits = in_flight or [_limit(problem, stage) for stage in stages]
     position = {m: i for i, m in enumerate(order or range(problem.microbatches))}
@@ -132,7 +134,7 @@ def valid_plan(
     free: dict[object, float] = {}
     waiting = _all_actions(problem, stages, split, weights)
     every = set(waiting)
-    needs = {action: needs_of(stages, action, every) for action in waiting}
+    needs = {action: needs_of(stages, action, every, begins) for action in waiting}
     entries: list[ScheduledAction] = []
 
     def earliest(action: Action) -> float:
@@ -149,7 +151,8 @@ def valid_plan(
         started = [m for m in mates if Action(s, F, m) in finish]
         ended = [m for m in mates if finish.keys() & {Action(s, B, m), Action(s, W, m)}]
         first = min(set(mates) - set(started), key=position.__getitem__)
-        return action.microbatch == first and len(started) - len(ended) < limits[s]
+        in_flight = 0 if begins == "backward" else len(started) - len(ended)
+        return action.microbatch == first and in_flight < limits[s]
 
     while waiting:
         action = min(
@@ -164,7 +167,7 @@ def valid_plan(
         entries += _entries(problem, stages, action, start, finish[action])
     return PipelinePlan(
         problem.digest, "test", problem.chain.name, problem.cluster.name,
-        problem.microbatches, tuple(stages), Schedule(tuple(entries)), weights=weights,
+        problem.microbatches, tuple(stages), Schedule(tuple(entries), begins), weights=weights,
         layers=tuple(PlannedLayer(e.name, e.parameter_bytes) for e in problem.chain.layers),
     )  # fmt: skip
 
@@ -194,18 +197,22 @@ def scheduled(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, Pi
 
 
 @st.composite
-def elaborate(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, PipelinePlan]:
-    """As `scheduled`, with all that a plan can say.
+def elaborate(
+    draw: st.DrawFn, waits: bool = False, begins: Begins | None = None
+) -> tuple[PipelineProblem, PipelinePlan]:
+    """As `scheduled`, with all that a finite plan can say.
 
     Stages share devices, whole groups or parts of them; backwards stand whole or as I and W; stages
-    recompute; weights change as they may.
+    recompute; weights change as they may; the schedule may begin with the backwards.
     """
     layers = draw(st.integers(1, 5))
     inner = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
     bounds = [0, *sorted(inner), layers]
     microbatches = draw(st.integers(1, 5))
     problem = small_problem(layers, 4, microbatches, parts=True, updates=draw(st.booleans()))
-    weights = draw(st.sampled_from(get_args(Weights)))
+    weights = "flush" if begins else draw(st.sampled_from(get_args(Weights)))
+    if weights == "flush" and begins is None:
+        begins = draw(st.sampled_from(get_args(Begins)))
     most = 1 if weights.startswith("stash") else 3
     groups = st.lists(st.sampled_from(["g0", "g1", "g2"]), min_size=1, max_size=most, unique=True)
     stages = [
@@ -227,6 +234,7 @@ def elaborate(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, Pi
         wait=(lambda: draw(delays)) if waits else (lambda: 0.0),
         split=draw(st.sets(st.sampled_from(backwards))),
         weights=weights,
+        begins=begins or "forward",
     )
     return problem, plan
 
@@ -255,9 +263,16 @@ def _all_actions(
     return found
 
 
-def needs_of(stages: Sequence[Stage], action: Action, every: Collection[Action]) -> list[Action]:
+def needs_of(
+    stages: Sequence[Stage], action: Action, every: Collection[Action], begins: Begins = "forward"
+) -> list[Action]:
     """What ``action`` waits for, among ``every`` action of the plan."""
     s, m = action.stage, action.microbatch
+    if begins == "backward" and action.kind is F:
+        own = [a for a in every if a.stage == s and a.kind in (B, W, REDUCE, UPDATE)]
+        return own + needs_of(stages, action, every)
+    if begins == "backward" and action.kind in (B, I) and s == len(stages) - 1:
+        return []
     if action.kind is REDUCE:
         return [a for a in every if a.stage == s and a.kind in (B, W)]
     if action.kind is UPDATE:

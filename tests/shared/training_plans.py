@@ -15,6 +15,7 @@ from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plans.memory import Kept
 from stagewright.formulations.plans.plan import (
+    Begins,
     PeriodicAction,
     PeriodicSchedule,
     PipelinePlan,
@@ -37,13 +38,17 @@ Orders = Mapping[str, Sequence[Action]]
 
 
 def plan_in_order(
-    stages: Sequence[Stage], microbatches: int, orders: Orders, weights: Weights = "flush"
+    stages: Sequence[Stage],
+    microbatches: int,
+    orders: Orders,
+    weights: Weights = "flush",
+    begins: Begins = "forward",
 ) -> PipelinePlan:
     """The plan in which every device computes in the order given for it."""
     computations = {action for order in orders.values() for action in order}
-    waiting = {action: _needs(stages, action, computations) for action in computations}
-    for action in _transfers_and_reductions(stages, microbatches):
-        waiting[action] = _needs(stages, action, computations)
+    shared = _transfers_and_reductions(stages, microbatches)
+    needs = NEEDS[begins]
+    waiting = {action: needs(stages, action, computations) for action in (*computations, *shared)}
     queues = {device: list(order) for device, order in orders.items()}
     finish: dict[Action, float] = {}
     free: dict[object, float] = {}
@@ -70,7 +75,7 @@ def plan_in_order(
             for device in stages[action.stage].runners(_m(action)):
                 queues[device].pop(0)
         entries += _entries(stages, action, start)
-    schedule = Schedule(tuple(entries))
+    schedule = Schedule(tuple(entries), begins)
     return PipelinePlan(
         "", "test", "test", "test", microbatches, tuple(stages), schedule, weights=weights
     )
@@ -88,7 +93,7 @@ def with_steps(plan: PipelinePlan, seconds: float = 0.0) -> PipelinePlan:
         for s, stage in enumerate(plan.stages)
         for device in stage.devices
     )
-    return replace(plan, schedule=Schedule(plan.actions + steps))
+    return replace(plan, schedule=replace(plan.schedule, actions=plan.actions + steps))
 
 
 def even_samples(stages: Sequence[Stage]) -> int:
@@ -125,6 +130,22 @@ def _needs(stages: Sequence[Stage], action: Action, computations: set[Action]) -
             kind = _input_gradient(s + 1, m, computations).kind
             needed |= {_handed(stages, s + 1, s, SEND_B, m, kind)}
     return needed
+
+
+def _needs_between_losses(
+    stages: Sequence[Stage], action: Action, computations: set[Action]
+) -> set[Action]:
+    """Backwards need no forward, which was before the loss; a forward needs its stage's update."""
+    s, needed = action.stage, set(_needs(stages, action, computations))
+    if action.kind in (B, I):
+        needed.discard(Action(s, F, action.microbatch))
+    elif action.kind is F:
+        needed |= {a for a in computations if a.stage == s and a.kind in (B, W)}
+        needed |= {Action(s, REDUCE)} if len(stages[s].devices) > 1 else set()
+    return needed
+
+
+NEEDS = {"forward": _needs, "backward": _needs_between_losses}
 
 
 def _handed(
@@ -445,6 +466,7 @@ def plans(
     weights: Sequence[Weights] = ALL_WEIGHTS,
     max_stages: int = 4,
     max_microbatches: int = 5,
+    begins: Begins = "forward",
 ) -> PipelinePlan:
     """Any stages on any devices, and any order of F and B (or I and W) that can run.
 
@@ -465,12 +487,13 @@ def plans(
     orders: dict[str, list[Action]] = {d: [] for stage in stages for d in stage.devices}
     done: set[Action] = set()
     while remaining := sorted(computations - done):
-        ready = [a for a in remaining if _computed_before(stages, a, computations) <= done]
+        before = {a: _computed_before(stages, a, computations, begins) for a in remaining}
+        ready = [a for a in remaining if before[a] <= done]
         action = draw(st.sampled_from(ready))
         done.add(action)
         for device in stages[action.stage].runners(_m(action)):
             orders[device].append(action)
-    return plan_in_order(stages, microbatches, orders, how)
+    return plan_in_order(stages, microbatches, orders, how, begins)
 
 
 @st.composite
@@ -510,10 +533,10 @@ def _mostly_several(most: int) -> st.SearchStrategy[int]:
 
 
 def _computed_before(
-    stages: Sequence[Stage], action: Action, computations: set[Action]
+    stages: Sequence[Stage], action: Action, computations: set[Action], begins: Begins
 ) -> set[Action]:
-    """The computations that ``action`` waits for, transfers passed over."""
+    """The computations that ``action`` waits for, transfers and all-reduces passed over."""
     found = set()
-    for need in _needs(stages, action, computations):
+    for need in NEEDS[begins](stages, action, computations):
         found |= {need} if need.kind in COMPUTE else _needs(stages, need, computations)
     return found

@@ -298,8 +298,7 @@ def test_what_must_wait_for_the_drain(ranks: Ranks) -> None:
     for refused in ranks.run(in_between, 2, late_plan()):
         for line in refused[:3]:
             assert line == (
-                "mini-batches are in flight after step 1 of a periodic plan: call finish() on all "
-                "ranks first"
+                "mini-batches are in flight after step 1: call finish() on all ranks first"
             )
         assert refused[3] == (
             f"a mini-batch of shape (4, {WIDTH}) follows others while they are in flight; call "

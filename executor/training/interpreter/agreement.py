@@ -40,6 +40,7 @@ class Agreement:
         self._iterations, self._last_stage = iterations, last_stage
         self._weights, self._joint = weights, joint
         self._periodic = program.periodic is not None
+        self._staleness = rank.plan.weight_rule.staleness
         self._every_round = rank.plan.weight_rule.updates_every_round
         self._clips = joint.clip_norm < inf
         self._losses = iterations.runs_of(len(rank.plan.stages) - 1)  # of an iteration, here
@@ -96,8 +97,8 @@ class Agreement:
 
     def wait(self, s: int) -> float:
         """Wait for what the update of a stage needs of other ranks; the seconds of computing."""
-        # Of a periodic plan, iteration i makes version i + 2 from the newest, i + 1.
-        iteration = self._weights[s].newest - 1 if self._periodic else 0
+        # Where mini-batches overlap, the newest version is i, or with double-buffer i + 1.
+        iteration = self._weights[s].newest - self._staleness if self._periodic else 0
         self._last_stage.require_finite(iteration)
         seconds = 0.0
         if self._joint.tied is not None:

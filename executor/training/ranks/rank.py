@@ -40,11 +40,11 @@ class Rank:
 
     def lane(self, rank: int, stage: int, microbatch: int) -> int:
         """The place of ``rank`` among those that work on a microbatch of ``stage``."""
-        return self.plan.stages[stage].runners(microbatch).index(self.devices[rank])
+        return self.plan.runners(stage, microbatch).index(self.devices[rank])
 
     def runs(self, stage: int, microbatch: int) -> bool:
         """Whether this rank works on a microbatch of ``stage``."""
-        return self.name in self.plan.stages[stage].runners(microbatch)
+        return self.name in self.plan.runners(stage, microbatch)
 
     def first(self, stage: int) -> int:
         """The number of the first rank of ``stage``."""

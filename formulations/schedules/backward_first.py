@@ -1,0 +1,304 @@
+"""Plans between two losses, from the order of the computations on each device.
+
+The backwards of a mini-batch come first, then the forwards of the next; a stage's forward needs
+only the update of its own stage (out-of-order backprop, section 2). An order says what a device
+computes one after another; here everything starts as early as that allows.
+"""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+
+from stagewright.formulations.checking.check import require_valid
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    UPDATE,
+    Action,
+    B,
+    F,
+    I,
+    W,
+)
+from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.timing import (
+    Blocks,
+    Split,
+    durations,
+    empty_blocks,
+    expected_actions,
+    updated_stages,
+    whole_backwards,
+)
+from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.deadlock import waiting_cycle
+
+Orders = Mapping[str, Sequence[Action]]
+"""Per device its computations in order: B, or I and W, then F; and, where it matters, updates."""
+
+
+def backward_first_plan(
+    problem: PipelineProblem,
+    planner: str,
+    stages: Sequence[Stage],
+    orders: Orders,
+    reductions: Sequence[int] | None = None,
+) -> PipelinePlan:
+    """The checked plan between two losses that follows ``orders``, everything as early as possible.
+
+    Parameters
+    ----------
+    orders
+        What each device of ``stages`` computes. A backward is split where I and W are in place of
+        B. An optimizer step that takes time may be in the order; otherwise it comes as late as
+        possible: before the device's first forward of its stage or a later one.
+    reductions
+        The stages in the order of their all-reduces. Without it, a device begins those of its
+        stages as their gradients are ready; of several at once, the earliest stage first.
+
+    Raises
+    ------
+    InputError
+        If an order does not have the computations of its device, or the devices deadlock.
+    InvalidPlan
+        If the plan breaks another rule, such as the memory of a device.
+
+    Examples
+    --------
+    Data parallelism on d0 and d1, a stage for each of three layers, the weight gradients of the
+    first two reversed (reverse first-k scheduling with k = 2)::
+
+        row = [parse_action(text) for text in "2I0 2W0 1I0 0I0 0W0 1W0 0F0 1F0 2F0".split()]
+        stages = [Stage((i, i + 1), ("d0", "d1")) for i in range(3)]
+        backward_first_plan(problem, "ooo", stages, {"d0": row, "d1": row}, reductions=(2, 0, 1))
+
+    """
+    starts = earliest_starts(problem, stages, orders, reductions)
+    plan = assemble(problem, planner, stages, starts, begins="backward")
+    require_valid(problem, plan)
+    return plan
+
+
+def earliest_starts(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    orders: Orders,
+    reductions: Sequence[int] | None = None,
+) -> Blocks:
+    """The earliest starts of all actions of `backward_first_plan`, in seconds from the loss.
+
+    A channel carries what is ready first; a device takes part in one all-reduce at a time.
+    """
+    split = _splits(stages, problem.microbatches, orders)
+    updated = updated_stages(problem, stages, FLUSH)
+    actions = list(expected_actions(stages, problem.microbatches, split, updated))
+    rows = {name: _with_updates(stages, updated, name, row) for name, row in orders.items()}
+    _require_complete(stages, actions, rows)
+    edges = [
+        *_dependencies(stages, set(actions)),
+        *(pair for row in rows.values() for pair in pairwise(row)),
+        *_in_turn(stages, reductions),
+    ]
+    return _timed(stages, actions, edges, durations(problem, stages, split))
+
+
+def _splits(stages: Sequence[Stage], microbatches: int, orders: Orders) -> Split:
+    split = whole_backwards(stages, microbatches)
+    for row in orders.values():
+        for action in row:
+            if action.kind in (I, W):
+                split[_place(stages, microbatches, action)] = True
+    return split
+
+
+def _place(stages: Sequence[Stage], microbatches: int, action: Action) -> tuple[int, int]:
+    m = action.microbatch or 0
+    if action.stage >= len(stages) or m >= microbatches:
+        raise InputError(
+            f"{action}: there are only stages 0 to {len(stages) - 1} and microbatches 0 to "
+            f"{microbatches - 1}"
+        )
+    return action.stage, m
+
+
+def _with_updates(
+    stages: Sequence[Stage], updated: frozenset[int], name: str, row: Sequence[Action]
+) -> list[Action]:
+    """The order of a device with the optimizer steps that it lacks, as late as they may be.
+
+    A forward of a later stage follows one of the stage itself, if on another device.
+    """
+    done = list(row)
+    for s in sorted(updated):
+        step = Action(s, UPDATE)
+        if name in stages[s].devices and step not in row:
+            later = (i for i, one in enumerate(done) if one.kind is F and one.stage >= s)
+            done.insert(next(later, len(done)), step)
+    return done
+
+
+def _require_complete(
+    stages: Sequence[Stage], actions: Sequence[Action], rows: Mapping[str, Sequence[Action]]
+) -> None:
+    """Refuse orders that do not hold the computations and updates of their device, once each."""
+    expected: defaultdict[str, Counter[Action]] = defaultdict(Counter)
+    for action in actions:
+        if action.kind in (*COMPUTE, UPDATE):
+            for name in _devices(stages, action):
+                expected[name][action] += 1
+    for name in dict.fromkeys((*expected, *rows)):
+        found = Counter(rows.get(name, ()))
+        for word, odd in (("lacks", expected[name] - found), ("has", found - expected[name])):
+            if odd:
+                raise InputError(f"the order of device {name!r} {word} {min(odd)}")
+
+
+def _devices(stages: Sequence[Stage], action: Action) -> tuple[str, ...]:
+    stage = stages[action.stage]
+    return stage.devices if action.microbatch is None else stage.runners(action.microbatch)
+
+
+def _dependencies(stages: Sequence[Stage], actions: set[Action]) -> Iterator[tuple[Action, Action]]:
+    """What must end before what begins; the gradients of the losses are there from the start."""
+    microbatches = {action.microbatch for action in actions if action.kind is F}
+    for s, m in product(range(len(stages)), microbatches):
+        gradient = Action(s, B, m) if Action(s, B, m) in actions else Action(s, I, m)
+        done = gradient if gradient.kind is B else Action(s, W, m)
+        ready = next(
+            (one for one in (Action(s, UPDATE), Action(s, REDUCE)) if one in actions), done
+        )
+        if done is not gradient:
+            yield gradient, done
+        for before, after in pairwise([done, Action(s, REDUCE), Action(s, UPDATE)]):
+            if after in actions:
+                yield before if before in actions else done, after
+        # With the last backward of the stage, not only this microbatch's own.
+        for other in microbatches if ready is done else {m}:
+            yield ready, Action(s, F, other)
+        if s > 0:
+            lower = Action(s - 1, B, m) if Action(s - 1, B, m) in actions else Action(s - 1, I, m)
+            yield from _handed(actions, gradient, Action(s, SEND_B, m), lower)
+            forward = Action(s - 1, F, m)
+            yield from _handed(actions, forward, Action(s - 1, SEND_F, m), Action(s, F, m))
+
+
+def _handed(
+    actions: set[Action], made: Action, sent: Action, needed: Action
+) -> Iterator[tuple[Action, Action]]:
+    yield from pairwise([made, sent, needed] if sent in actions else [made, needed])
+
+
+def _in_turn(
+    stages: Sequence[Stage], reductions: Sequence[int] | None
+) -> Iterator[tuple[Action, Action]]:
+    """All-reduces that share a device follow each other as given."""
+    if reductions is None:
+        return
+    shared = [s for s, stage in enumerate(stages) if len(stage.devices) > 1]
+    if sorted(reductions) != shared:
+        raise InputError(
+            f"reductions must have the stages on several devices once each, {shared}, "
+            f"got {list(reductions)}"
+        )
+    for name in dict.fromkeys(name for stage in stages for name in stage.devices):
+        own = [Action(s, REDUCE) for s in reductions if name in stages[s].devices]
+        yield from pairwise(own)
+
+
+def _resources(stages: Sequence[Stage], action: Action) -> tuple[object, ...]:
+    """What an action that is in no device's order keeps busy: a channel, or links of devices."""
+    if action.kind is REDUCE:
+        return stages[action.stage].devices
+    if action.kind not in (SEND_F, SEND_B):
+        return ()
+    m, lower = action.microbatch or 0, action.stage - (action.kind is SEND_B)
+    return ((lower, stages[lower].runners(m), stages[lower + 1].runners(m)),)
+
+
+def _timed(
+    stages: Sequence[Stage],
+    actions: Sequence[Action],
+    edges: Sequence[tuple[Action, Action]],
+    lasting: Blocks,
+) -> Blocks:
+    """Start, again and again, the action that can start first, at once."""
+    number = {action: i for i, action in enumerate(actions)}
+    followers: list[list[int]] = [[] for _ in actions]
+    awaited = [0] * len(actions)
+    for before, after in edges:
+        followers[number[before]].append(number[after])
+        awaited[number[after]] += 1
+    ready = [0.0] * len(actions)
+    waiting = _Waiting([_resources(stages, action) for action in actions], actions)
+    for i in (i for i, count in enumerate(awaited) if count == 0):
+        waiting.add(i, 0.0)
+    starts = empty_blocks(len(stages), lasting[F].shape[1])
+    while (found := waiting.first()) is not None:
+        i, start = found
+        place = actions[i].stage, actions[i].microbatch or 0
+        end = start + float(lasting[actions[i].kind][place])
+        starts[actions[i].kind][place] = start
+        waiting.take(i, end)
+        awaited[i] = -1
+        for j in followers[i]:
+            ready[j] = max(ready[j], end)
+            awaited[j] -= 1
+            if awaited[j] == 0:
+                waiting.add(j, ready[j])
+    if any(count > 0 for count in awaited):
+        cycle = waiting_cycle(followers, awaited)
+        names = " waits for ".join(str(actions[i]) for i in cycle)
+        raise InputError(f"the devices wait for each other: {names}")
+    return starts
+
+
+class _Waiting:
+    """Actions that wait for nothing but what they keep busy, ``needed`` of each.
+
+    Those that need the same are in a queue by the time since when they are ready. The heap holds
+    the first of every queue with a time before which it cannot start, and may hold former ones.
+    """
+
+    def __init__(self, needed: Sequence[tuple[object, ...]], actions: Sequence[Action]) -> None:
+        self._needed, self._actions = needed, actions
+        self._free: defaultdict[object, float] = defaultdict(float)
+        self._queues: defaultdict[object, list[tuple[float, Action, int]]] = defaultdict(list)
+        self._heap: list[tuple[float, float, Action, int]] = []
+
+    def add(self, i: int, since: float) -> None:
+        """An action is ready since then."""
+        queue = self._queue(i)
+        heapq.heappush(queue, (since, self._actions[i], i))
+        if queue[0][2] == i:
+            heapq.heappush(self._heap, (since, *queue[0]))
+
+    def first(self) -> tuple[int, float] | None:
+        """The action that can start first, and when; of several the one ready longest."""
+        while self._heap:
+            due, since, action, i = heapq.heappop(self._heap)
+            queue = self._queue(i)
+            if not queue or queue[0][2] != i:
+                continue
+            start = max([due, *(self._free[one] for one in self._needed[i])])
+            if start == due:
+                return i, start
+            heapq.heappush(self._heap, (start, since, action, i))
+        return None
+
+    def take(self, i: int, end: float) -> None:
+        """The first action has started and keeps what it needs until ``end``."""
+        self._free.update(dict.fromkeys(self._needed[i], end))
+        queue = self._queue(i)
+        heapq.heappop(queue)
+        if queue:
+            heapq.heappush(self._heap, (queue[0][0], *queue[0]))
+
+    def _queue(self, i: int) -> list[tuple[float, Action, int]]:
+        # What needs nothing waits for nobody.
+        return self._queues[self._needed[i] or i]
