@@ -108,6 +108,7 @@ def expand(
             _look(window, spot, own, left, then_item, then_ready, then_open)
             _raise(window, spot, own, then_ready)
             _bound(window, own, then_item)
+            _look_ahead(window, own, then_item, then_ready)
             if own[0] > target:
                 continue
             ends[j, item[j]] = min(ends[j, item[j]], ready[j] + window.durations[j])
@@ -222,6 +223,37 @@ def _bound(window: Window, clock: Floats, item: Ints) -> None:
                 after = min(after, idle + rest)
         if work > 0.0:
             clock[0] = max(clock[0], clock[1 + i] + work + after)
+
+
+@njit(cache=True)
+def _look_ahead(window: Window, clock: Floats, item: Ints, ready: Floats) -> None:
+    """Raise the bound of a state to that of the next microbatch of each block, and of two blocks.
+
+    Of two blocks on a machine one is first.
+    """
+    count = window.heads.shape[1]
+    for j in range(len(ready)):
+        if item[j] < count:
+            end = ready[j] + window.durations[j]
+            clock[0] = max(clock[0], end + window.tails[j, item[j]])
+    for row in window.members:
+        for x in range(len(row)):
+            j = row[x]
+            if j == NONE:
+                break
+            for i in row[:x]:
+                if item[i] < count and item[j] < count:
+                    one = _in_turn(window, i, j, item, ready)
+                    other = _in_turn(window, j, i, item, ready)
+                    clock[0] = max(clock[0], min(one, other))
+
+
+@njit(cache=True)
+def _in_turn(window: Window, i: int, j: int, item: Ints, ready: Floats) -> float:
+    """A bound with block i before block j, both of their next microbatch."""
+    end = ready[i] + window.durations[i]
+    after = max(ready[j], ready[i] + window.occupied[i]) + window.durations[j]
+    return float(max(end + window.tails[i, item[i]], after + window.tails[j, item[j]]))
 
 
 @njit(cache=True)

@@ -36,13 +36,13 @@ class Effort(NamedTuple):
     merged; the search for a schedule keeps ``beam`` in each step.
     """
 
-    states: int = 10_000
+    states: int = 20_000
     width: int = 4
     beam: int = 200
 
     def more(self) -> "Effort":
         """The effort of the next round."""
-        return Effort(4 * self.states, 2 * self.width, 2 * self.beam)
+        return Effort(8 * self.states, 2 * self.width, 2 * self.beam)
 
 
 class Searched(NamedTuple):

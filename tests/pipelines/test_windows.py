@@ -37,6 +37,17 @@ UNEQUAL = MakespanProblem(
     (5, 4, 3, 2, 1),
 )
 
+# Transfers take longer than computations; CP-SAT proves that the least makespan is 786.
+SLOW_CHANNELS = MakespanProblem(
+    8,
+    (17.0, 14.0, 12.0, 9.0),
+    (30.0, 21.0, 18.0, 13.0),
+    (15.0, 35.0, 30.0),
+    (38.0, 25.0, 28.0),
+    (29.0, 21.0, 18.0, 16.0),
+    (5, 4, 3, 2),
+)
+
 
 def whole(problem):
     return replace(problem, weight_gradient=None)
@@ -129,6 +140,13 @@ def test_a_schedule_of_the_target_keeps_it():
     assert UNEQUAL.evaluate(best.timetable) == best.bound
     starts = best.timetable.forward
     assert (np.diff(starts, axis=1) > 0).all()
+
+
+def test_few_states_suffice_where_transfers_take_long():
+    few = Effort(300, 4, 1)
+    below = WindowSearch(SLOW_CHANNELS, 786 * (1 - 1e-6), few)
+    assert below.bound() == below.target
+    assert WindowSearch(SLOW_CHANNELS, 786, few).bound() <= 786
 
 
 def test_no_time_proves_nothing():
