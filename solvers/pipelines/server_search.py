@@ -160,7 +160,7 @@ class ServerSearch:
 
     def _steps(self, until: float) -> float:
         """The steps of a search until then; each takes longer with more labels."""
-        pace = STEPS_PER_SECOND * MOST_LABELS / self.most_labels
+        pace = STEPS_PER_SECOND * min(1.0, MOST_LABELS / self.most_labels)
         return max(0.0, until - monotonic()) * pace
 
     @cached_property
