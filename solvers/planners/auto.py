@@ -1,6 +1,7 @@
 """The portfolio: run every planner within the limit, then improve the best plan."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
@@ -57,6 +58,10 @@ HEURISTICS: tuple[tuple[str, PlanFunction], ...] = (
     ("balanced", plan_balanced),
     ("pipedream", plan_pipedream),
 )
+_Step = tuple[str, PlanFunction, Callable[[], bool], float]
+"""A name, what plans, whether it is wanted, and its share of the time that is left."""
+
+MANY_DEVICES = 64  # with more, to check a plan may take longer than SPP
 GOOD_ENOUGH = 1e-6  # relative gap
 FULL = 0.5  # share of a device's memory above which recomputation may pay off
 EQUAL = 1e-9  # relative; plans whose costs differ by less are equally good
@@ -87,10 +92,13 @@ def plan_auto(
     for name, run in HEURISTICS:
         if portfolio.left() > 0:
             portfolio.consider(name, run, limits.seconds / 3)
-    for name, step, is_wanted, share in (
+    shared: tuple[_Step, ...] = (
         ("published", portfolio.publish, portfolio.has_time, 1 / 4),
         ("grouped", portfolio.group, portfolio.has_time, 1 / 4),
-        ("spp", plan_spp, portfolio.is_unsettled, 1 / 3),
+    )
+    spp: _Step = ("spp", plan_spp, portfolio.is_unsettled, 1 / 3)
+    for name, step, is_wanted, share in (
+        *((spp, *shared) if len(problem.cluster) > MANY_DEVICES else (*shared, spp)),
         ("spp, recomputing", portfolio.recompute, portfolio.is_short_of_memory, 1 / 4),
         ("servers", plan_servers, portfolio.is_open, 1 / 4),
         ("refined", portfolio.refine, portfolio.is_open, 1 / 8),
