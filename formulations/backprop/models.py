@@ -174,7 +174,7 @@ class ByIntervals:
         rank = np.empty(len(starts), dtype=np.int64)
         rank[list(self.problem.topological)] = np.arange(len(starts))
         order = np.lexsort((rank, starts + lengths, starts)).tolist()
-        chains = []
+        chains: list[tuple[int, int]] = []
         for r in range(len(self.problem.resources)):
             chains += pairwise(i for i in order if self.problem.resource[i] == r)
         return replace(self.problem, before=self.problem.before + tuple(chains))

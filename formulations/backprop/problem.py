@@ -86,9 +86,9 @@ class BackpropProblem:
     memory: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for one in self.resources:
-            if not one.chunk_seconds >= 0:
-                raise InputError(f"{one.name}: chunk_seconds must not be negative")
+        for place in self.resources:
+            if not place.chunk_seconds >= 0:
+                raise InputError(f"{place.name}: chunk_seconds must not be negative")
         for one in self.operations:
             require_amount(one.seconds, one.name)
             lowest = NO_RESOURCE if one.seconds == 0 else 0

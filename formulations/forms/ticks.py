@@ -46,5 +46,6 @@ def _common_unit(times: Floats) -> float:
 
 
 def are_multiples(times: Floats, unit: float) -> bool:
+    """Whether all ``times`` are multiples of ``unit``."""
     ticks = times / unit
     return bool((np.abs(ticks - np.round(ticks)) <= EXACT * ticks).all())

@@ -82,7 +82,7 @@ def _push(heap: Ints, size: int, item: int, keys: Ints) -> None:
 @inner
 def _pop(heap: Ints, size: int, keys: Ints) -> int:
     """Remove and return the least of ``size`` items."""
-    least, last = heap[0], heap[size - 1]
+    least, last = int(heap[0]), heap[size - 1]
     i, count = 0, size - 1
     while 2 * i + 1 < count:
         j = 2 * i + 1
@@ -97,7 +97,7 @@ def _pop(heap: Ints, size: int, keys: Ints) -> int:
 
 
 @njit(cache=True, error_model="numpy")
-def _run(
+def _run(  # noqa: C901 - one loop over events
     seconds: Floats,
     resource: Ints,
     ranks: Ints,
@@ -115,11 +115,11 @@ def _run(
     running = np.full(places, -1)
     begun, stops = np.zeros(places), np.full(places, np.inf)
     finishes = stops.copy()  # if not suspended
-    pieces = [(np.int64(0), 0.0, 0.0) for _ in range(0)]
+    pieces = [(0, 0.0, 0.0) for _ in range(0)]
     ready = [i for i in range(count) if waits[i] == 0]
-    ended, arrivals, now = ready[:0], 0, 0.0
+    ended, head, arrivals, now = ready[:0], 0, 0, 0.0
     while True:
-        while len(ready) + len(ended) > 0:  # what takes no time ends when it is ready
+        while len(ready) > head or len(ended) > 0:  # what takes no time ends when it is ready
             if len(ended) > 0:
                 i = ended.pop()
                 for e in range(first[i], first[i + 1]):
@@ -128,7 +128,8 @@ def _run(
                     if waits[j] == 0:
                         ready.append(j)
                 continue
-            i = ready.pop()
+            i = ready[head]
+            head += 1
             if seconds[i] > 0.0:
                 r = resource[i]
                 if is_queue[r]:
@@ -165,11 +166,11 @@ def _run(
                 running[r], stops[r] = -1, np.inf
                 done[i] += now - begun[r]
                 if now >= finishes[r]:
-                    pieces.append((i, begun[r], now))
+                    pieces.append((int(i), begun[r], now))
                     ended.append(i)
                 else:
                     if now > begun[r]:
-                        pieces.append((i, begun[r], now))
+                        pieces.append((int(i), begun[r], now))
                     _push(heaps[r], sizes[r], i, keys)
                     sizes[r] += 1
 

@@ -9,7 +9,9 @@ from itertools import product
 from math import inf
 
 
-def shortest(forward, output, weight, sync, device, send, preemptible=False, memory=None, saved=()):
+def shortest(  # noqa: C901 - one search, its rules are the functions inside
+    forward, output, weight, sync, device, send, preemptible=False, memory=None, saved=()
+):
     """The least window; layer i of the paper is index i - 1; ``memory`` is one device's."""
     count = len(forward)
     work, waits, place = {}, {}, {}
