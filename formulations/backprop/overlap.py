@@ -127,16 +127,15 @@ class _Run:
             rate = 0.0
             if others and other <= now:
                 rate = min(1.0, (1 - rows[0][2]) / others[0][2]) if runs else 1.0
-            stops = [now + rows[0][1] if runs else one if rows else math.inf]
-            if rate > 0:
-                stops.append(now + others[0][1] / rate)
-            elif others and other > now:
-                stops.append(other)
-            until = min(stops)
-            if runs:
-                free[0] = self._advance(rows, now, until, 1.0, free[0])
-            if rate > 0:
-                free[1] = self._advance(others, now, until, rate, free[1])
+            ends = (
+                now + rows[0][1] if runs else math.inf,
+                now + others[0][1] / rate if rate > 0 else math.inf,
+            )
+            begins = [begin for begin in (one, other) if begin > now]
+            until = min(*ends, *begins)
+            for stream, (queue, speed) in enumerate(((rows, float(runs)), (others, rate))):
+                if speed > 0 and self._advance(queue, now, until, speed, ends[stream] <= until):
+                    free[stream] = until
             now = until
         return self._timetable()
 
@@ -148,18 +147,17 @@ class _Run:
         return self.ready(i, free) if math.isnan(self.starts[i]) else float(self.starts[i])
 
     def _advance(
-        self, rows: list[list[float]], now: float, until: float, rate: float, free: float
-    ) -> float:
-        """Run a stream's first kernel; return when the stream was last busy."""
-        i, left, _ = rows[0]
-        if math.isnan(self.starts[int(i)]):
-            self.starts[int(i)] = now
-        rows[0][1] = left - rate * (until - now)
-        if rows[0][1] > 1e-12 * left:
-            return free
-        self.ends[int(i)] = until
-        rows.pop(0)
-        return until
+        self, rows: list[list[float]], now: float, until: float, rate: float, ends: bool
+    ) -> bool:
+        """Run a stream's first kernel; return whether it ends, as ``ends`` says."""
+        i = int(rows[0][0])
+        if math.isnan(self.starts[i]):
+            self.starts[i] = now
+        rows[0][1] -= rate * (until - now)
+        if ends:
+            self.ends[i] = until
+            rows.pop(0)
+        return ends
 
     def _timetable(self) -> Timetable:
         operation = np.arange(len(self.ends))

@@ -17,6 +17,7 @@ from stagewright.formulations.backprop.synchronisation import (
     in_chunks,
 )
 from stagewright.formulations.backprop.training import Layers
+from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.backprop.list_scheduling import list_schedule
 
 
@@ -29,16 +30,23 @@ class ReversedLayers:
     tried: int
 
 
-def reverse_search(problem: BackpropProblem, most: int) -> ReversedLayers:
+Order = Callable[[BackpropProblem, int], Ints]
+
+
+def reverse_search(
+    problem: BackpropProblem, most: int, order: Order = reverse_first_k
+) -> ReversedLayers:
     """Section 5.1's search for k from 0 to ``most``: a grid, halved around its best value.
 
-    It assumes that throughput is about concave in k; :func:`every_k` does not.
+    It assumes that throughput is about concave in k; :func:`every_k` does not. With the order
+    ``fast_forward`` it finds k of section 6, which the paper leaves open: of data and pipeline
+    parallelism together, the first k layers are reversed and the others fast-forwarded.
     """
     found: dict[int, Timetable] = {}
 
     def time(k: int) -> float:
         if k not in found:
-            found[k] = list_schedule(problem, reverse_first_k(problem, k))
+            found[k] = list_schedule(problem, order(problem, k))
         return found[k].end
 
     step = max(1, most // 10)
@@ -50,9 +58,9 @@ def reverse_search(problem: BackpropProblem, most: int) -> ReversedLayers:
     return ReversedLayers(best, found[best], len(found))
 
 
-def every_k(problem: BackpropProblem, most: int) -> ReversedLayers:
+def every_k(problem: BackpropProblem, most: int, order: Order = reverse_first_k) -> ReversedLayers:
     """The best k from 0 to ``most``, the least of equal ones."""
-    times = [list_schedule(problem, reverse_first_k(problem, k)) for k in range(most + 1)]
+    times = [list_schedule(problem, order(problem, k)) for k in range(most + 1)]
     k = min(range(most + 1), key=lambda k: times[k].end)
     return ReversedLayers(k, times[k], most + 1)
 

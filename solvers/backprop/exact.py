@@ -24,7 +24,7 @@ from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.backprop.list_scheduling import improve, list_schedule
 
 IMPROVED = 3  # of the shortest list schedules
-SHARES = 10  # values of k that are tried, evenly over the layers
+SHARES = 6  # values of k that are tried, evenly over the layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,17 +1,14 @@
-"""Cross-layer model and pipeline parallelism: groups of layers, and k of section 6."""
+"""Cross-layer model and pipeline parallelism: devices and groups of layers."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagewright.formulations.backprop.bounds import window_bounds
-from stagewright.formulations.backprop.orders import fast_forward
-from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.problem import Timetable
 from stagewright.formulations.backprop.training import Layers, training
 from stagewright.graphs.documents.errors import InputError
-from stagewright.solvers.backprop.data_parallel import ReversedLayers
 from stagewright.solvers.backprop.exact import best_list_schedule
-from stagewright.solvers.backprop.list_scheduling import list_schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,14 +78,3 @@ def best_grouping(
     _, group, timetable = min(found, key=lambda entry: entry[:2])
     device = modulo_devices(layers.count, devices, group)
     return Grouping(group, device, timetable, min(bounds), tuple(seconds))
-
-
-def combined_search(problem: BackpropProblem, most: int) -> ReversedLayers:
-    """The best k from 0 to ``most`` of section 6, which the paper leaves open: by trying all.
-
-    Weight gradients of layers 1 to k come last, in the order of layers; the others are
-    fast-forwarded. :func:`window_bounds` of the problem bounds every k and every other order.
-    """
-    times = [list_schedule(problem, fast_forward(problem, k)) for k in range(most + 1)]
-    k = min(range(most + 1), key=lambda k: times[k].end)
-    return ReversedLayers(k, times[k], most + 1)

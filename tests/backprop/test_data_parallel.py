@@ -50,6 +50,17 @@ def test_order_of_algorithm_2():
     assert names == ["dW4", "dO4", "dW3", "dO3", "dO2", "dW1", "dW2"]
 
 
+def test_figure_4_by_its_differences():
+    """The figure has no printed times; these give its differences: 1 by priority, 3 reversed."""
+    problem = data_parallel(unit_layers(5), (3.0, 1.0, 1.0, 3.0, 4.0), chunk_seconds=0.0)
+    fifo = list_schedule(problem, conventional(problem), ("sync",)).end
+    priority = list_schedule(problem, conventional(problem)).end
+    first = [list_schedule(problem, reverse_first_k(problem, k)).end for k in range(6)]
+    assert (fifo, priority, first[3]) == (18, 17, 15)  # 16 % and 12 %, as printed
+    assert first[3] == min(first)
+    assert solve(problem, Limits(seconds=60)).cost == 15
+
+
 def test_memory_of_algorithm_2():
     """The largest j with f(j) below the limit, though f is largest at j = L."""
     output, weight = (4.0, 3.0, 2.0, 1.0), (1.0, 1.0, 1.0, 1.0)
