@@ -8,6 +8,7 @@ import typer
 
 from benchmarks import (
     auto,
+    backprop,
     cloud,
     curve,
     estimation,
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "servers": servers.tables,
     "scale": scale.tables,
     "jobshop": jobshop.tables,
+    "backprop": backprop.tables,
     "spp": spp.tables,
     "pipedream": pipedream.tables,
     "periodic": periodic.tables,
