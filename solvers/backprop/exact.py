@@ -23,6 +23,8 @@ from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.backprop.list_scheduling import improve, list_schedule
 
+PERTURBED = 10_000  # operations in perturbed schedules, all together
+NOISE = (0.02, 0.05, 0.1, 0.2)  # of the window
 IMPROVED = 3  # of the shortest list schedules
 SHARES = 6  # values of k that are tried, evenly over the layers
 
@@ -54,7 +56,27 @@ def best_list_schedule(problem: BackpropProblem) -> tuple[str, Timetable | None]
         f"{name}, improved": improve(problem, by_rule[name]) for name in shortest[:IMPROVED]
     }
     found = sorted((improved | by_rule).items(), key=lambda entry: entry[1].end)
-    return next(((name, one) for name, one in found if _is_valid(problem, one)), ("none", None))
+    for name, one in found:
+        if _is_valid(problem, one):
+            return name, _perturbed(problem, one)
+    return "none", None
+
+
+def _perturbed(problem: BackpropProblem, best: Timetable) -> Timetable:
+    """Perturb the starts of the best timetable, schedule by them and improve; keep what wins."""
+    rng = np.random.default_rng(0)
+    least = max(bound for _, bound in window_bounds(problem)) * (1 + RELATIVE_TOLERANCE)
+    for turn in range(PERTURBED // max(1, len(problem.operations))):
+        if best.end <= least:
+            break
+        noise = NOISE[turn % len(NOISE)] * best.end
+        moved = best.starts + noise * rng.standard_normal(len(best.starts))
+        ranks = np.empty(len(moved), dtype=np.int64)
+        ranks[np.argsort(moved)] = np.arange(len(moved))
+        other = improve(problem, list_schedule(problem, ranks))
+        if other.end < best.end and _is_valid(problem, other):
+            best = other
+    return best
 
 
 def solve(problem: BackpropProblem, limits: Limits) -> BackpropResult:
