@@ -21,7 +21,7 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
-from stagewright.solvers.backprop.list_scheduling import improve, list_schedule
+from stagewright.solvers.backprop.list_scheduling import improve, insert, list_schedule
 
 PERTURBED = 10_000  # operations in perturbed schedules, all together
 NOISE = (0.02, 0.05, 0.1, 0.2)  # of the window
@@ -50,7 +50,10 @@ class BackpropResult:
 
 def best_list_schedule(problem: BackpropProblem) -> tuple[str, Timetable | None]:
     """The shortest list schedule that fits in memory, and its rule; None if none fits."""
-    by_rule = {name: list_schedule(problem, ranks) for name, ranks in _rules(problem)}
+    by_rule = {}
+    for name, ranks in _rules(problem):
+        by_rule[name] = list_schedule(problem, ranks)
+        by_rule[f"{name}, inserted"] = insert(problem, ranks)
     shortest = sorted(by_rule, key=lambda name: by_rule[name].end)
     improved = {
         f"{name}, improved": improve(problem, by_rule[name]) for name in shortest[:IMPROVED]
@@ -69,11 +72,12 @@ def _perturbed(problem: BackpropProblem, best: Timetable) -> Timetable:
     for turn in range(PERTURBED // max(1, len(problem.operations))):
         if best.end <= least:
             break
-        noise = NOISE[turn % len(NOISE)] * best.end
+        noise = NOISE[turn // 2 % len(NOISE)] * best.end
         moved = best.starts + noise * rng.standard_normal(len(best.starts))
         ranks = np.empty(len(moved), dtype=np.int64)
         ranks[np.argsort(moved)] = np.arange(len(moved))
-        other = improve(problem, list_schedule(problem, ranks))
+        schedule = insert if turn % 2 else list_schedule
+        other = improve(problem, schedule(problem, ranks))
         if other.end < best.end and _is_valid(problem, other):
             best = other
     return best

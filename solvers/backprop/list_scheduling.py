@@ -182,3 +182,69 @@ def _suspension(now: float, begun: float, done: float, chunk: float) -> float:
         return now
     work = done + now - begun
     return begun + chunk * math.ceil(work / chunk * (1 - ROUNDING)) - done
+
+
+def insert(problem: BackpropProblem, ranks: Ints) -> Timetable:
+    """The schedule in which operations, in the order of ranks, take the earliest gap that fits.
+
+    An operation waits in this order for those it follows. Never suspends; O(n^2) at worst. Unlike
+    :func:`list_schedule` it leaves a resource idle for an urgent operation that is not ready yet.
+    """
+    before, after = problem.edges.T
+    counts = np.bincount(before, minlength=len(ranks))
+    first = np.concatenate(([0], np.cumsum(counts)))
+    followers = after[np.argsort(before, kind="stable")].copy()
+    waits = np.bincount(after, minlength=len(ranks))
+    starts = _insert(
+        problem.seconds,
+        problem.resource,
+        np.asarray(ranks, dtype=np.int64),
+        first,
+        followers,
+        waits,
+        len(problem.resources),
+    )
+    return Timetable.of_starts(problem, starts)
+
+
+@njit(cache=True, error_model="numpy")
+def _insert(  # noqa: C901 - one pass over operations
+    seconds: Floats,
+    resource: Ints,
+    ranks: Ints,
+    first: Ints,
+    after: Ints,
+    waits: Ints,
+    places: int,
+) -> Floats:
+    count = len(seconds)
+    waits, ready, starts = waits.copy(), np.zeros(count), np.zeros(count)
+    heap, size = np.empty(count, np.int64), 0
+    busy, ends = np.empty((places, count)), np.empty((places, count))  # sorted per resource
+    used = np.zeros(places, np.int64)
+    for i in range(count):
+        if waits[i] == 0:
+            _push(heap, size, i, ranks)
+            size += 1
+    while size > 0:
+        i = _pop(heap, size, ranks)
+        size -= 1
+        start, r = ready[i], resource[i]
+        if seconds[i] > 0.0:
+            at = np.searchsorted(ends[r, : used[r]], start, side="right")
+            while at < used[r] and busy[r, at] < start + seconds[i]:
+                start = max(start, ends[r, at])
+                at += 1
+            for p in range(used[r], at, -1):
+                busy[r, p], ends[r, p] = busy[r, p - 1], ends[r, p - 1]
+            busy[r, at], ends[r, at] = start, start + seconds[i]
+            used[r] += 1
+        starts[i] = start
+        for e in range(first[i], first[i + 1]):
+            j = after[e]
+            ready[j] = max(ready[j], start + seconds[i])
+            waits[j] -= 1
+            if waits[j] == 0:
+                _push(heap, size, j, ranks)
+                size += 1
+    return starts
