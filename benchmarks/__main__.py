@@ -8,6 +8,7 @@ import typer
 
 from benchmarks import (
     auto,
+    backprop,
     backprop_run,
     cloud,
     curve,
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "servers": servers.tables,
     "scale": scale.tables,
     "jobshop": jobshop.tables,
+    "backprop": backprop.tables,
     "spp": spp.tables,
     "pipedream": pipedream.tables,
     "periodic": periodic.tables,

@@ -8,13 +8,13 @@ the device's store.
 
 import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
 from stagewright.formulations.forms.disjunctive import by_disjunctions, starts_of
 from stagewright.formulations.forms.models import Intervals, LinearProgram, Store
+from stagewright.formulations.forms.ticks import EXACT, are_multiples, exact_unit, in_ticks, tick
 from stagewright.formulations.pipelines.blocks import (
     NONE,
     BlockGraph,
@@ -27,11 +27,7 @@ from stagewright.formulations.pipelines.bounds import schedule_bounds
 from stagewright.formulations.pipelines.makespan import MakespanProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
 
-TICKS = 24  # log2 of the horizon for times without a common unit; finer ticks slow the proofs
-MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horizon
 MEMORY_UNITS = 2**20  # of the largest limit, for amounts without a common unit
-MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least time
-EXACT = 1e-12  # relative error of a time that still counts as a multiple of the unit
 
 CP_SAT = "CP-SAT"
 
@@ -53,8 +49,7 @@ class ByIntervals:
     def unit(self) -> float:
         """Time per tick: 1 for integers, else the common unit, else a power of two."""
         horizon = self.incumbent.makespan(self.problem)
-        unit = _exact_unit(self._times, horizon)
-        return math.ldexp(1.0, math.frexp(horizon)[1] - TICKS) if unit is None else unit
+        return tick(self._times, horizon)
 
     @property
     def _times(self) -> Floats:
@@ -66,10 +61,7 @@ class ByIntervals:
         """The problem in ticks."""
 
         def count(times: tuple[float, ...]) -> tuple[float, ...]:
-            ticks = np.array(times) / self.unit
-            nearest = np.round(ticks)
-            multiple = np.abs(ticks - nearest) <= EXACT * nearest
-            return tuple(np.where(multiple, nearest, np.floor(ticks)).tolist())
+            return tuple(in_ticks(np.array(times), self.unit).tolist())
 
         problem, weight = self.problem, self.problem.weight_gradient
         return replace(
@@ -107,7 +99,7 @@ class ByIntervals:
         For spans, in which early starts count, the times of ``values`` if ticks are exact.
         """
         starts = values.reshape(-1, self.problem.microbatches).astype(float)
-        if self.problem.objective == "span" and _are_multiples(self._times, self.unit):
+        if self.problem.objective == "span" and are_multiples(self._times, self.unit):
             return timetable_of(self.problem, starts * self.unit)
         return earliest(self.problem, starts, block_durations=blocks_of(self.ticks).durations)
 
@@ -163,29 +155,6 @@ def earliest(
     return timetable_of(problem, times)
 
 
-def _exact_unit(values: Floats, most: float) -> float | None:
-    """1 for integers, else the common unit of ``values``; None without one that is large enough."""
-    positive = values[values > 0]
-    if len(positive) == 0:
-        return 1.0
-    for unit in (1.0, _common_unit(positive)):
-        if most <= MAX_TICKS * unit and _are_multiples(positive, unit):
-            return unit
-    return None
-
-
-def _common_unit(times: Floats) -> float:
-    """The largest unit of which all ``times`` are multiples, estimated from their ratios."""
-    least = float(times.min())
-    ratios = [Fraction(time / least).limit_denominator(MAX_DENOMINATOR) for time in times.tolist()]
-    return least / math.lcm(*(ratio.denominator for ratio in ratios))
-
-
-def _are_multiples(times: Floats, unit: float) -> bool:
-    ticks = times / unit
-    return bool((np.abs(ticks - np.round(ticks)) <= EXACT * ticks).all())
-
-
 def _machines(blocks: BlockGraph, number: Ints) -> tuple[Ints, ...]:
     """The intervals of each device and channel that has any work."""
     return tuple(number[own].ravel() for own in blocks.members() if blocks.durations[own].any())
@@ -231,7 +200,7 @@ def _stores(problem: MakespanProblem, number: Ints) -> tuple[Store, ...]:
         return ()
     taken, early, late = np.array(problem.saved).T
     most = max(problem.memory)
-    unit = _exact_unit(np.unique([taken, early, late]), most) or most / MEMORY_UNITS
+    unit = exact_unit(np.unique([taken, early, late]), most) or most / MEMORY_UNITS
     forward, backward, weight = numbering(problem.stages)
     kept = [(weight, late), (backward, early)] if problem.is_split else [(backward, taken)]
     found = []

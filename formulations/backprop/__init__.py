@@ -1,0 +1,1 @@
+"""Order of output gradients, weight gradients and synchronisations (out-of-order backprop)."""

@@ -1,0 +1,51 @@
+"""Times as integers: a common unit where there is one, else fine ticks, rounded down."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from stagewright.graphs.documents.arrays import Floats
+
+TICKS = 24  # log2 of the horizon for times without a common unit; finer ticks slow the proofs
+MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horizon
+MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least time
+EXACT = 1e-12  # relative error of a time that still counts as a multiple of the unit
+
+
+def exact_unit(values: Floats, most: float) -> float | None:
+    """1 for integers, else the common unit of ``values``; None without one that is large enough."""
+    positive = values[values > 0]
+    if len(positive) == 0:
+        return 1.0
+    for unit in (1.0, _common_unit(positive)):
+        if most <= MAX_TICKS * unit and are_multiples(positive, unit):
+            return unit
+    return None
+
+
+def tick(times: Floats, horizon: float) -> float:
+    """Time per tick: the exact unit, else a power of two that gives ``TICKS`` bits."""
+    unit = exact_unit(times, horizon)
+    return math.ldexp(1.0, math.frexp(horizon)[1] - TICKS) if unit is None else unit
+
+
+def in_ticks(times: Floats, unit: float) -> Floats:
+    """``times`` in ticks, rounded down unless they are multiples of ``unit``."""
+    ticks = times / unit
+    nearest = np.round(ticks)
+    multiple = np.abs(ticks - nearest) <= EXACT * nearest
+    return np.where(multiple, nearest, np.floor(ticks))
+
+
+def _common_unit(times: Floats) -> float:
+    """The largest unit of which all ``times`` are multiples, estimated from their ratios."""
+    least = float(times.min())
+    ratios = [Fraction(time / least).limit_denominator(MAX_DENOMINATOR) for time in times.tolist()]
+    return least / math.lcm(*(ratio.denominator for ratio in ratios))
+
+
+def are_multiples(times: Floats, unit: float) -> bool:
+    """Whether all ``times`` are multiples of ``unit``."""
+    ticks = times / unit
+    return bool((np.abs(ticks - np.round(ticks)) <= EXACT * ticks).all())

@@ -1,0 +1,1 @@
+"""Schedules of out-of-order backprop: list schedules, searches for k and groups, CP-SAT."""

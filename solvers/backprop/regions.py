@@ -1,0 +1,119 @@
+"""Multi-region joint scheduling (Algorithm 1) with the loop for memory (section 4.1)."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.formulations.backprop.overlap import Streams
+from stagewright.formulations.backprop.problem import Timetable, peaks
+from stagewright.formulations.backprop.regions import Regions, regions_of
+from stagewright.formulations.backprop.training import single_device
+from stagewright.graphs.documents.arrays import Bools, Ints
+from stagewright.graphs.documents.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamResult:
+    """An order of the weight gradients with its timetable by the model of overlap.
+
+    ``bound`` holds for every order of the sub-stream; ``prescheduled`` regions ran their weight
+    gradients at once, to save memory.
+    """
+
+    order: tuple[int, ...]
+    timetable: Timetable
+    cost: float
+    bound: float
+    peak: float
+    prescheduled: int
+
+
+def joint_schedule(regions: Regions, prescheduled: int = 0) -> list[list[int]]:
+    """Algorithm 1: the layers whose weight gradients run in each region, in order.
+
+    The pair of region and weight gradient with the highest speed-up comes first, the one that is
+    ready first among equal ones. A region closes when its main kernels are covered; what is left
+    then runs in the last region before its forward. In the first ``prescheduled`` regions weight
+    gradients run as soon as they are ready.
+    """
+    count, size = regions.sub.shape
+    plan: list[list[int]] = [[] for _ in range(size)]
+    now, is_left = np.zeros(size), np.full(count, True)
+    by_ready = np.lexsort((regions.offset, regions.ready))  # breaks ties
+    for k in by_ready[regions.ready[by_ready] < prescheduled].tolist():
+        plan[regions.ready[k]].append(k + 1)
+        is_left[k] = False
+    best = [_best(regions, by_ready, is_left, i, 0.0) for i in range(size)]
+    open_ = set(range(prescheduled, size))
+    while True:
+        i = min(open_, key=lambda i: (best[i].wait, -best[i].speedup, i), default=-1)
+        if i < 0 or math.isinf(best[i].wait):
+            break
+        k = best[i].kernel
+        plan[i].append(k + 1)
+        is_left[k] = False
+        now[i] += best[i].wait + regions.sub[k, i]
+        if now[i] >= regions.main[i]:
+            open_.remove(i)
+        for j in open_:
+            if j == i or best[j].kernel == k:
+                best[j] = _best(regions, by_ready, is_left, j, now[j])
+    for k in by_ready[is_left[by_ready]].tolist():
+        plan[regions.last[k]].append(k + 1)
+    return plan
+
+
+class _Choice(NamedTuple):
+    """The weight gradient that a region runs next, and how long the region waits for it."""
+
+    wait: float
+    speedup: float
+    kernel: int
+
+
+def _best(regions: Regions, by_ready: Ints, is_left: Bools, i: int, now: float) -> _Choice:
+    """What region i runs next: what is ready first counts, then the speed-up."""
+    offset = np.where(regions.ready == i, regions.offset, 0.0)
+    may = is_left & (regions.ready <= i) & (regions.last >= i) & (offset < regions.main[i])
+    own = by_ready[may[by_ready]]
+    if len(own) == 0:
+        return _Choice(math.inf, 0.0, -1)
+    waits = np.maximum(0.0, offset[own] - now)
+    wait = waits.min()
+    soon = own[waits == wait]
+    k = int(soon[np.argmax(regions.speedup[soon, i])])
+    return _Choice(float(wait), float(regions.speedup[k, i]), k)
+
+
+def schedule_streams(
+    streams: Streams, ends: tuple[int, ...], memory: float | None = None
+) -> StreamResult:
+    """Algorithm 1 on regions that stop before main kernels ``ends``.
+
+    The paper preschedules as few regions as fit in memory; here the fastest number that fits, by
+    the model of overlap.
+
+    Raises
+    ------
+    InputError
+        If it does not fit in ``memory`` bytes for any number of prescheduled regions.
+    """
+    regions = regions_of(streams, ends)
+    problem = single_device(streams.layers)
+    best: StreamResult | None = None
+    least = math.inf
+    for prescheduled in range(len(ends) + 1):
+        order = tuple(k for one in joint_schedule(regions, prescheduled) for k in one)
+        timetable = streams.timetable(order)
+        peak = max(peaks(problem, timetable), default=0.0)
+        least = min(least, peak)
+        if memory is not None and peak > memory:
+            continue
+        cost, bound = timetable.end, streams.bound()
+        if best is None or cost < best.cost:
+            best = StreamResult(order, timetable, cost, min(bound, cost), peak, prescheduled)
+    if best is None:
+        raise InputError(f"memory must be at least {least:g} bytes, got {memory:g}")
+    return best

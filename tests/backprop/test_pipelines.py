@@ -1,0 +1,149 @@
+"""Pipelines: groups of layers, k of section 6, windows in sequence, recomputation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
+
+from stagewright.formulations.backprop.bounds import window_bounds
+from stagewright.formulations.backprop.orders import fast_forward, reverse_first_k
+from stagewright.formulations.backprop.periodic import period_bound, repeated
+from stagewright.formulations.backprop.problem import peaks
+from stagewright.formulations.backprop.training import Layers, data_parallel, training
+from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.backprop.data_parallel import every_k, reverse_search
+from stagewright.solvers.backprop.exact import best_list_schedule, solve
+from stagewright.solvers.backprop.list_scheduling import list_schedule
+from stagewright.solvers.backprop.pipelines import (
+    best_grouping,
+    consecutive_devices,
+    group_by_ratio,
+    modulo_devices,
+)
+
+LIMITS = Limits(seconds=60)
+
+
+def unit_layers(count, **bytes_):
+    return Layers((1.0,) * count, (0.0, *(1.0,) * (count - 1)), (1.0,) * count, **bytes_)
+
+
+def random_layers(rng, count):
+    forward, output, weight = (tuple(map(float, row)) for row in rng.integers(5, 30, (3, count)))
+    return Layers(forward, (0.0, *output[1:]), weight)
+
+
+def test_devices():
+    assert modulo_devices(6, 2, 2) == (0, 0, 1, 1, 0, 0)
+    assert consecutive_devices(5, 2) == (0, 0, 0, 1, 1)
+    with pytest.raises(InputError, match="from 1 to 3"):
+        modulo_devices(3, 2, 4)
+
+
+@pytest.mark.parametrize(("ratio", "group"), [(0.05, 1), (0.16, 1), (1.8, 2)])
+def test_groups_by_ratio(ratio, group):
+    """The ratios and groups of section 8.4.1."""
+    assert group_by_ratio(unit_layers(24), (ratio,) * 23) == group
+
+
+def test_best_grouping_against_each_group():
+    """Free transfers favour single layers, slow ones larger groups; the bound holds for all."""
+    layers = unit_layers(8)
+    free, slow = (best_grouping(layers, 2, 2, (send,) * 7) for send in (0.0, 4.0))
+    assert (free.group, free.timetable.end) == (1, 24)
+    assert slow.group > 1
+    assert slow.timetable.end == min(slow.seconds)
+    for group in range(1, 5):
+        problem = training(layers, modulo_devices(8, 2, group), 2, (4.0,) * 7)
+        assert slow.bound <= solve(problem, Limits(seconds=2)).cost
+    with pytest.raises(InputError, match="no group size fits"):
+        best_grouping(unit_layers(4, saved=(1.0,) * 4), 2, memory=(1.0, 1.0))
+
+
+@examples(15)
+@given(st.integers(0, 1000))
+def test_combined_k(seed):
+    """The best k is no worse than none or all, and no better than the optimum of all orders."""
+    rng = np.random.default_rng(seed)
+    layers = random_layers(rng, 6)
+    sync = tuple(map(float, rng.integers(1, 60, 6)))
+    problem = training(layers, (0, 0, 0, 1, 1, 1), 2, (2.0,) * 5, sync)
+    found = every_k(problem, 6, fast_forward)
+    ends = [list_schedule(problem, fast_forward(problem, k)).end for k in range(7)]
+    assert (found.timetable.end, found.k) == (min(ends), ends.index(min(ends)))
+    assert reverse_search(problem, 6, fast_forward).timetable.end >= min(ends)
+    assert max(bound for _, bound in window_bounds(problem)) <= min(ends)
+
+
+@pytest.mark.parametrize("device", [(0,) * 6 + (1,) * 6, (0, 1) * 6])
+def test_twelve_layers_on_two_devices_are_proved(device):
+    layers = random_layers(np.random.default_rng(0), 12)
+    problem = training(layers, device, 2, (3.0,) * 11)
+    found = solve(problem, replace(LIMITS, seconds=30))
+    assert found.status is Status.OPTIMAL
+    assert problem.evaluate(found.timetable) == found.cost == pytest.approx(found.bound)
+
+
+@examples(10)
+@given(st.integers(0, 1000))
+def test_one_microbatch_repeats_its_window(seed):
+    rng = np.random.default_rng(seed)
+    layers = random_layers(rng, 4)
+    problem = training(layers, (0, 0, 1, 1), 1, (2.0,) * 3, tuple(rng.uniform(0, 20, 4)))
+    once, twice = (solve(one, LIMITS).cost for one in (problem, repeated(problem, 2)))
+    assert twice == pytest.approx(2 * once, rel=1e-6)
+    assert period_bound(problem) <= once
+
+
+def test_several_microbatches_overlap_windows():
+    """8 layers, 4 devices, 4 microbatches: a window takes 28, further ones less each."""
+    problem = training(unit_layers(8), modulo_devices(8, 4), 4)
+    ends = [best_list_schedule(repeated(problem, n))[1].end for n in (1, 2, 3)]
+    assert ends[0] == 28
+    assert period_bound(problem) == 24 <= ends[2] - ends[1] < 28
+    with pytest.raises(InputError, match="without limits"):
+        repeated(data_parallel(unit_layers(2), (1, 1), memory=1.0), 2)
+
+
+def test_recomputation_by_hand():
+    """R1 makes layer 2's input again: a second more, and less memory at the start."""
+    kept = data_parallel(unit_layers(2, saved=(3.0, 5.0)), (1.0, 1.0), memory=100.0)
+    again = data_parallel(
+        unit_layers(2, saved=(3.0, 5.0), kept=(True, False)), (1.0, 1.0), memory=100.0
+    )
+    found = [list_schedule(one, reverse_first_k(one, 0)) for one in (kept, again)]
+    assert [one.end for one in found] == [6, 7]  # dW2 dO2 dW1 S1 F1 F2
+    names = [again.operations[i].name for i in found[1].operation[:4]]
+    assert "R1.0" in names
+    assert found[1].starts[again.find("R", 1)] == 0
+    assert found[1].starts[again.find("dW", 2)] == 1
+    # Kept: both inputs, then the next ones. Again: F1 makes the second, and F2 drops it.
+    assert peaks(kept, found[0]) == (8.0,)
+    assert peaks(again, found[1]) == (8.0,)
+    held = [tensor for tensor in again.tensors if tensor.amount == 5]
+    assert [again.operations[one.first].kind for one in held] == ["R", "F"]
+
+
+def test_recomputation_leaves_memory_for_reversed_layers():
+    """Section 6: where kept inputs fit for no k, recomputed ones fit up to k = 4."""
+    fitting = []
+    for kept in (True, False):
+        layers = unit_layers(
+            8, saved=(1.0,) * 8, gradient=(1.0,) * 8, kept=(True, *(kept,) * 3) * 2
+        )
+        problem = data_parallel(layers, (1.0,) * 8, memory=9.0)
+        orders = [list_schedule(problem, reverse_first_k(problem, k)) for k in range(9)]
+        fitting.append([k for k in range(9) if peaks(problem, orders[k])[0] <= 9])
+    assert fitting == [[], [0, 1, 2, 3, 4]]
+    name, found = best_list_schedule(problem)
+    assert name != "none"
+    problem.evaluate(found)
+
+
+def test_an_input_from_another_device_is_kept():
+    with pytest.raises(InputError, match=r"kept\[1\]"):
+        training(unit_layers(2, kept=(True, False)), (0, 1))
