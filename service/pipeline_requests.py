@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from stagewright.executor.programs.trace import Trace
+from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.forms.answers import Limits, StopToken
 from stagewright.formulations.pipelines.makespan import Duplex, MakespanProblem
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -70,6 +71,7 @@ class PlanRequest(_Problem):
     start: PipelinePlan | None = None
     backend: str | None = None
     order: ScheduleChoice | None = None
+    out_of_order: OutOfOrder | None = None
 
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search, with the gap at which it may end."""

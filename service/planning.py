@@ -33,6 +33,7 @@ def plan(
         request.start,
         request.backend,
         request.order,
+        request.out_of_order,
     )
     return answer_of(
         request.problem,

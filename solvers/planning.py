@@ -29,7 +29,7 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.planners import auto, exact, general, order, servers, spp
+from stagewright.solvers.planners import auto, exact, general, ooo, order, servers, spp
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.periodic import madpipe, one_f_one_b_star
@@ -68,6 +68,7 @@ PLANNERS: dict[str, Planner] = {
         servers.PLANNER,
         general.PLANNER,
         order.PLANNER,
+        ooo.PLANNER,
         auto.PLANNER,
     )
 }
@@ -238,7 +239,7 @@ def _certified(
     problem: PipelineProblem, planner: str, known: ClassBounds, proposal: Proposal
 ) -> PipelinePlan:
     rule = WEIGHT_RULES[proposal.weights]
-    assembled = assemble(problem, planner, proposal.stages, proposal.starts, rule)
+    assembled = assemble(problem, planner, proposal.stages, proposal.starts, rule, proposal.begins)
     assert assembled.predicted is not None
     cost, plans = assembled.predicted.iteration_seconds, class_of(assembled)
     bounds = [

@@ -30,6 +30,7 @@ class Options:
     start: bool = False
     backend: bool = False
     order: bool = False
+    out_of_order: bool = False
 
 
 class Planner(Protocol):
@@ -105,7 +106,9 @@ def require_host_links(problem: PipelineProblem) -> None:
             )
 
 
-def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
+def _asked(  # noqa: C901 - one case per choice
+    choices: Choices,
+) -> Iterator[tuple[str, Callable[[Options], bool]]]:
     """The requested choices by name, each with a test whether options support it."""
     if choices.recompute is not None:
         yield f"recompute {choices.recompute!r}", lambda one: choices.recompute in one.recompute
@@ -121,3 +124,5 @@ def _asked(choices: Choices) -> Iterator[tuple[str, Callable[[Options], bool]]]:
         yield "a backend", lambda one: one.backend
     if choices.order is not None:
         yield "a given schedule", lambda one: one.order
+    if choices.out_of_order is not None:
+        yield "a method of out-of-order backprop", lambda one: one.out_of_order

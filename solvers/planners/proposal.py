@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.forms.answers import Status
 from stagewright.formulations.patterns.pattern import Pattern
 from stagewright.formulations.pipelines.bppm import StageChoice
@@ -14,11 +15,12 @@ from stagewright.formulations.pipelines.makespan import Timetable
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import in_flight_limit, static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan, Stage
+from stagewright.formulations.plans.plan import Begins, Bound, Guarantee, PipelinePlan, Stage
 from stagewright.formulations.plans.plan_class import (
     RECOMPUTE,
     PlanClass,
     Recompute,
+    ScheduleKind,
     class_of_stages,
 )
 from stagewright.formulations.plans.starts import starts_of
@@ -46,7 +48,7 @@ class Proposal:
     """Stages, start times, and what the planner proved on the mode; ``notes`` say how it went.
 
     Backwards are split where ``starts`` has their input gradients; ``weights`` names the rule of
-    their updates.
+    their updates; ``begins`` as in `Schedule`.
     """
 
     stages: tuple[Stage, ...]
@@ -56,6 +58,7 @@ class Proposal:
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     weights: Weights = "flush"
+    begins: Begins = "forward"
 
 
 Recomputation = Literal["none", "full", "layer", "auto"]
@@ -93,6 +96,8 @@ class Choices:
         ``pulp-cbc``, ``cvxpy`` or ``cp-sat``.
     order
         ``order``, and ``auto`` which then runs it: the schedule (None: ``1f1b``).
+    out_of_order
+        ``ooo``: the method of training and its parameter (None: data parallelism).
     """
 
     recompute: Recomputation | None = None
@@ -102,6 +107,7 @@ class Choices:
     start: PipelinePlan | None = None
     backend: str | None = None
     order: ScheduleChoice | None = None
+    out_of_order: OutOfOrder | None = None
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
@@ -197,7 +203,8 @@ def class_of_proposal(proposal: Proposal | PeriodicProposal) -> PlanClass:
     if isinstance(proposal, PeriodicProposal):
         return class_of_stages(proposal.stages, False, "periodic", DOUBLE_BUFFER.name)
     parts = not np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT]).all()
-    return class_of_stages(proposal.stages, bool(parts), "finite", proposal.weights)
+    kind: ScheduleKind = "finite" if proposal.begins == "forward" else "backward-first"
+    return class_of_stages(proposal.stages, bool(parts), kind, proposal.weights)
 
 
 def structure_of(proposal: Proposal) -> Structure:

@@ -1,7 +1,7 @@
 """``plan`` and ``planners``: from a model and a cluster to a certified plan."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,7 @@ from stagewright.cli.schedules import Placement
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.formulations.backprop.choice import OutOfOrder
     from stagewright.formulations.schedules.choice import ScheduleChoice
     from stagewright.graphs.models.chain import Chain
     from stagewright.solvers.planning import Result
@@ -114,6 +115,26 @@ def plan(
             case_sensitive=False,
         ),
     ] = None,
+    training: Annotated[
+        str | None,
+        typer.Option(
+            help="With --planner ooo: all devices share every layer (the default), or groups of "
+            "layers go around the devices.",
+            metavar="<data|pipeline>",
+        ),
+    ] = None,
+    reversed_layers: Annotated[
+        str | None,
+        typer.Option(
+            "--k",
+            help="With --training data: the weight gradients of the first K layers come last.",
+            metavar="<auto|K>",
+        ),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="With --training pipeline: layers of a group.", metavar="<auto|N>"),
+    ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
@@ -155,6 +176,7 @@ def plan(
         backend=backend,
         period_seconds=period,
         order=_read_order(order, chunks, replicas, placement),
+        out_of_order=_read_out_of_order(planner, training, reversed_layers, group),
         start=None if start is None else load_plan(start),
         gap=0.0 if gap is None else parse_share(gap, "--gap"),
         time_limit=limits.seconds,
@@ -196,6 +218,31 @@ def _read_order(
         return None
     counts = read_replicas(replicas)
     return ScheduleChoice(order, chunks, counts, None if placement is None else placement.value)
+
+
+def _read_out_of_order(
+    planner: str, training: str | None, reversed_layers: str | None, group: str | None
+) -> "OutOfOrder | None":
+    """What is asked of out-of-order backprop."""
+    from stagewright.formulations.backprop.choice import OutOfOrder
+
+    given = {"--training": training, "--k": reversed_layers, "--group": group}
+    if planner != "ooo":
+        for option, value in given.items():
+            if value is not None:
+                raise InputError(f"{option} goes with --planner ooo")
+        return None
+    way: Any = training or ("data" if group is None else "pipeline")
+    return OutOfOrder(way, _number("--k", reversed_layers), _number("--group", group))
+
+
+def _number(option: str, text: str | None) -> int | None:
+    """A number, None for ``auto``."""
+    if text in (None, "auto"):
+        return None
+    if not text.isdecimal():
+        raise InputError(f"{option} must be auto or a number, got {text!r}")
+    return int(text)
 
 
 def _print_result(chain: "Chain", result: "Result") -> None:

@@ -1,0 +1,229 @@
+"""Out-of-order backprop: weight gradients and all-reduces in the order that hides the most.
+
+Oh et al. (EuroSys 2022), sections 5.1 and 5.2. The plan lies between two losses. For data
+parallelism every layer is a stage on all devices; for pipelines groups of layers go around the
+devices. Orders come from the common problem of these stages; each is priced as the plan that
+follows it, so that optimizer steps count as well.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from time import monotonic
+
+import numpy as np
+
+from stagewright.formulations.backprop.bounds import window_bounds
+from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.orders import fast_forward, reverse_first_k
+from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.training import Layers, training
+from stagewright.formulations.checking.peaks import memory_exceeded
+from stagewright.formulations.checking.times import read_times
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.plans.actions import REDUCE, SEND_F, Action, ActionKind, B, F, I, W
+from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import Blocks, durations
+from stagewright.formulations.schedules.backward_first import Orders, earliest_starts
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_seconds
+from stagewright.graphs.machines.ordering import recursive_device_order
+from stagewright.solvers.backprop.data_parallel import reverse_search
+from stagewright.solvers.backprop.exact import best_list_schedule
+from stagewright.solvers.backprop.list_scheduling import list_schedule
+from stagewright.solvers.backprop.pipelines import modulo_devices
+from stagewright.solvers.planners.planner import Options, SearchPlanner
+from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
+
+
+def plan_ooo(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
+) -> Proposal | NoPlan:
+    """The best plan found between two losses.
+
+    Raises
+    ------
+    InputError
+        If there are fewer layers than k, or than a group has, or fewer samples in a microbatch than
+        devices share them.
+    """
+    asked, began = choices.out_of_order or OutOfOrder(), monotonic()
+    best: Proposal | None = None
+    cost, refusal = math.inf, NoPlan("the time limit came before any plan was found")
+    for setting in _settings(problem, asked):
+        short = setting.shortage()
+        if short:
+            refusal = NoPlan(short)
+            continue
+        for name, timetable in setting.timetables(asked):
+            found = setting.proposal(name, timetable)
+            seconds = cost_of(problem, found)
+            if seconds < cost:
+                best, cost = found, seconds
+                made = partial(Proposal, found.stages, found.starts, begins=found.begins)
+                on_progress(Progress(monotonic() - began, cost, 0.0, made))
+            if limits.left(monotonic() - began) <= 0:
+                return best or refusal
+    return best or refusal
+
+
+def _settings(problem: PipelineProblem, asked: OutOfOrder) -> Iterator["_Setting"]:
+    """The stages that are tried: one setting for data parallelism, one per size of groups."""
+    layers, devices = len(problem.chain), recursive_device_order(problem.cluster)
+    names = [problem.cluster.devices[v].name for v in devices]
+    if asked.training == "data":
+        if asked.reversed_layers is not None and asked.reversed_layers > layers:
+            raise InputError(
+                f"k must be from 0 to {layers}, the number of layers, got {asked.reversed_layers}"
+            )
+        _require_samples(problem)
+        stages = tuple(Stage((i, i + 1), tuple(names)) for i in range(layers))
+        yield _Setting(problem, stages, (0,) * layers)
+        return
+    most = math.ceil(layers / len(names))
+    for group in range(1, most + 1) if asked.group is None else (asked.group,):
+        home = modulo_devices(layers, len(names), group)[::group]
+        stages = tuple(
+            Stage((s * group, min(layers, (s + 1) * group)), (names[d],))
+            for s, d in enumerate(home)
+        )
+        yield _Setting(problem, stages, home)
+
+
+def _require_samples(problem: PipelineProblem) -> None:
+    most, count = problem.most_replicas(0, len(problem.chain)), len(problem.cluster)
+    if count > most:
+        raise InputError(
+            f"data parallelism on {count} devices needs as many samples in a microbatch; layers "
+            f"can be split into {most} at most: use a larger microbatch or fewer devices"
+        )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Stages, and the device (or the only group of devices) of each."""
+
+    problem: PipelineProblem
+    stages: tuple[Stage, ...]
+    home: tuple[int, ...]
+
+    @cached_property
+    def seconds(self) -> Blocks:
+        """Of all actions; backwards are split where the layers of a stage allow it."""
+        split = np.repeat(np.array(self.splits)[:, None], self.problem.microbatches, axis=1)
+        return durations(self.problem, self.stages, split)
+
+    @cached_property
+    def splits(self) -> tuple[bool, ...]:
+        """Whether a stage has the times of both parts of its backward."""
+        whole = self.problem.layer_with_whole_backward
+        return tuple(whole(*stage.layers) is None for stage in self.stages)
+
+    @cached_property
+    def common(self) -> BackpropProblem:
+        """The common problem of the stages.
+
+        A whole backward counts as an output gradient; the first stage's, which nothing but its
+        forward waits for, as a weight gradient.
+        """
+        first = {kind: np.nan_to_num(self.seconds[kind][:, 0]) for kind in (F, B, I, W, REDUCE)}
+        outputs, weights = first[I] + first[B], first[W].copy()
+        if not self.splits[0]:
+            outputs[0], weights[0] = 0.0, first[B][0]
+        layers = Layers(_tuple(first[F]), _tuple(outputs), _tuple(weights))
+        send = np.nan_to_num(self.seconds[SEND_F][:-1, 0])
+        count = self.problem.microbatches
+        return training(layers, self.home, count, _tuple(send), _tuple(first[REDUCE]))
+
+    def timetables(self, asked: OutOfOrder) -> Iterator[tuple[str, Timetable]]:
+        """Named timetables of the common problem; a given k is the only one."""
+        common, count = self.common, len(self.stages)
+        if asked.reversed_layers is not None:
+            k = asked.reversed_layers
+            yield f"reverse first {k}", list_schedule(common, reverse_first_k(common, k))
+            return
+        if asked.training == "data":
+            found = reverse_search(common, count)
+            yield f"reverse first {found.k} of {found.tried} tried", found.timetable
+        else:
+            yield "fast-forward", list_schedule(common, fast_forward(common))
+        source, timetable = best_list_schedule(common)
+        assert timetable is not None  # the common problem has no limit of memory here
+        yield source, timetable
+
+    def proposal(self, name: str, timetable: Timetable) -> Proposal:
+        """The plan that follows a timetable, everything as early as possible."""
+        orders, reductions = self._orders(timetable)
+        starts = earliest_starts(self.problem, self.stages, orders, reductions)
+        least = max(seconds for _, seconds in window_bounds(self.common))
+        group = self.stages[0].layers[1] - self.stages[0].layers[0]
+        notes = [name if len(self.stages[0].devices) > 1 else f"groups of {group}, {name}"]
+        notes.append(f"these stages take at least {format_seconds(least)} in any order")
+        whole = [s for s, parts in enumerate(self.splits) if not parts]
+        if whole:
+            layer = self.problem.layer_with_whole_backward(*self.stages[whole[0]].layers)
+            notes.append(
+                f"{len(whole)} of {len(self.stages)} stages have whole backwards, the first for "
+                f"layer {layer!r}: the profile has no separate times"
+            )
+        return Proposal(self.stages, starts, notes=tuple(notes), begins="backward")
+
+    def _orders(self, timetable: Timetable) -> tuple[Orders, tuple[int, ...] | None]:
+        """Computations of every device and all-reduces by their start.
+
+        Plans have W after I of the same stage; an I that is later comes directly before it.
+        """
+        common, place = self.common, np.empty(len(self.common.operations))
+        place[list(common.topological)] = np.arange(len(place))
+        rows: dict[str, list[Action]] = {
+            name: [] for stage in self.stages for name in stage.devices
+        }
+        reductions, placed = [], set[Action]()
+        for i in np.lexsort((place, timetable.starts)).tolist():
+            one = common.operations[i]
+            if one.kind == "loss":
+                continue
+            stage = one.layer - 1
+            if one.kind == "S[dW]" and len(self.stages[stage].devices) > 1:
+                reductions.append(stage)
+            for kind in self._done_by(one.kind, stage):
+                action = Action(stage, kind, one.microbatch)
+                if action not in placed:
+                    placed.add(action)
+                    for name in self.stages[stage].devices:
+                        rows[name].append(action)
+        return rows, tuple(reductions) or None
+
+    def _done_by(self, kind: str, stage: int) -> tuple[ActionKind, ...]:
+        """The computations of a stage that an operation stands for."""
+        if kind == "F":
+            return (F,)
+        if self.splits[stage]:
+            return {"dO": (I,), "dW": (I, W)}.get(kind, ())
+        return (B,) if kind == ("dO" if stage > 0 else "dW") else ()
+
+    def shortage(self) -> str:
+        """Which device lacks memory, if one does: at the loss, whatever the order."""
+        order = list_schedule(self.common, reverse_first_k(self.common, 0))
+        found = self.proposal("", order)
+        plan = assemble(self.problem, "ooo", found.stages, found.starts, begins=found.begins)
+        short = next(iter(memory_exceeded(read_times(self.problem, plan))), None)
+        return "" if short is None else f"{short.place} {short.message}"
+
+
+def _tuple(values: Floats) -> tuple[float, ...]:
+    return tuple(values.tolist())
+
+
+PLANNER = SearchPlanner(
+    "ooo",
+    "out-of-order backprop from loss to loss: reverse first-k for data parallelism, "
+    "fast-forwarding and modulo allocation for pipelines",
+    "Oh et al., EuroSys 2022, 5.1 and 5.2",
+    plan_ooo,
+    Options(out_of_order=True),
+)
