@@ -38,7 +38,7 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     if isinstance(plan.schedule, PeriodicSchedule):
         print_lines(*_period_lines(plan, plan.schedule))
     if plan.predicted is not None:
-        print_lines(f"idle   {percent(plan.predicted.bubble)} of the used devices' time")
+        print_lines(f"idle   {percent(max(0.0, plan.predicted.bubble))} of the used devices' time")
     if plan.certificate is not None:
         print_lines(*_certificate_lines(plan.certificate))
 
