@@ -7,7 +7,7 @@ computes one after another; here everything starts as early as that allows.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 
 from stagewright.formulations.checking.check import require_valid
@@ -56,8 +56,8 @@ def backward_first_plan(
     ----------
     orders
         What each device of ``stages`` computes. A backward is split where I and W are in place of
-        B. An optimizer step that takes time may be in the order; otherwise it comes as late as
-        possible: before the device's first forward of its stage or a later one.
+        B. An optimizer step that takes time may be in the order; otherwise it comes directly before
+        what its devices compute from the first forward of its stage on.
     reductions
         The stages in the order of their all-reduces. Without it, a device begins those of its
         stages as their gradients are ready; of several at once, the earliest stage first.
@@ -97,15 +97,24 @@ def earliest_starts(
     """
     split = _splits(stages, problem.microbatches, orders)
     updated = updated_stages(problem, stages, FLUSH)
-    actions = list(expected_actions(stages, problem.microbatches, split, updated))
-    rows = {name: _with_updates(stages, updated, name, row) for name, row in orders.items()}
-    _require_complete(stages, actions, rows)
-    edges = [
-        *_dependencies(stages, set(actions)),
-        *(pair for row in rows.values() for pair in pairwise(row)),
-        *_in_turn(stages, reductions),
-    ]
-    return _timed(stages, actions, edges, durations(problem, stages, split))
+    given = {action.stage for row in orders.values() for action in row if action.kind is UPDATE}
+    lasting = durations(problem, stages, split)
+
+    def timed(rows: Orders, updated: frozenset[int]) -> tuple[Blocks, list[Action]]:
+        actions = list(expected_actions(stages, problem.microbatches, split, updated))
+        _require_complete(stages, actions, rows)
+        edges = [
+            *_dependencies(stages, set(actions)),
+            *(pair for row in rows.values() for pair in pairwise(row)),
+            *_in_turn(stages, reductions),
+        ]
+        return _timed(stages, actions, edges, lasting)
+
+    missing = updated - given
+    if not missing:
+        return timed(orders, updated)[0]
+    _, sequence = timed(orders, updated & given)
+    return timed(_with_updates(stages, missing, orders, sequence), updated)[0]
 
 
 def _splits(stages: Sequence[Stage], microbatches: int, orders: Orders) -> Split:
@@ -128,19 +137,26 @@ def _place(stages: Sequence[Stage], microbatches: int, action: Action) -> tuple[
 
 
 def _with_updates(
-    stages: Sequence[Stage], updated: frozenset[int], name: str, row: Sequence[Action]
-) -> list[Action]:
-    """The order of a device with the optimizer steps that it lacks, as late as they may be.
+    stages: Sequence[Stage], missing: Collection[int], orders: Orders, sequence: Sequence[Action]
+) -> Orders:
+    """The orders with the optimizer steps that they lack, directly before their stage's forwards.
 
-    A forward of a later stage follows one of the stage itself, if on another device.
+    ``sequence`` has all actions, each after those it waits for. With a step before the first
+    forward of its stage there, on all devices alike, devices do not wait for each other.
     """
-    done = list(row)
-    for s in sorted(updated):
-        step = Action(s, UPDATE)
-        if name in stages[s].devices and step not in row:
-            later = (i for i, one in enumerate(done) if one.kind is F and one.stage >= s)
-            done.insert(next(later, len(done)), step)
-    return done
+    place = {action: i for i, action in enumerate(sequence)}
+    first: dict[int, int] = {}
+    for action in sequence:
+        if action.kind is F:
+            first.setdefault(action.stage, place[action])
+    rows = {}
+    for name, row in orders.items():
+        steps = [Action(s, UPDATE) for s in missing if name in stages[s].devices]
+        # Of equal places the step comes first.
+        keyed = [((place[one], 1), one) for one in row]
+        keyed += [((first[step.stage], 0), step) for step in steps]
+        rows[name] = [one for _, one in sorted(keyed, key=lambda entry: entry[0])]
+    return rows
 
 
 def _require_complete(
@@ -226,8 +242,8 @@ def _timed(
     actions: Sequence[Action],
     edges: Sequence[tuple[Action, Action]],
     lasting: Blocks,
-) -> Blocks:
-    """Start, again and again, the action that can start first, at once."""
+) -> tuple[Blocks, list[Action]]:
+    """Start, again and again, the action that can start first, at once; also their sequence."""
     number = {action: i for i, action in enumerate(actions)}
     followers: list[list[int]] = [[] for _ in actions]
     awaited = [0] * len(actions)
@@ -238,12 +254,13 @@ def _timed(
     waiting = _Waiting([_resources(stages, action) for action in actions], actions)
     for i in (i for i, count in enumerate(awaited) if count == 0):
         waiting.add(i, 0.0)
-    starts = empty_blocks(len(stages), lasting[F].shape[1])
+    starts, sequence = empty_blocks(len(stages), lasting[F].shape[1]), list[Action]()
     while (found := waiting.first()) is not None:
         i, start = found
         place = actions[i].stage, actions[i].microbatch or 0
         end = start + float(lasting[actions[i].kind][place])
         starts[actions[i].kind][place] = start
+        sequence.append(actions[i])
         waiting.take(i, end)
         awaited[i] = -1
         for j in followers[i]:
@@ -255,7 +272,7 @@ def _timed(
         cycle = waiting_cycle(followers, awaited)
         names = " waits for ".join(str(actions[i]) for i in cycle)
         raise InputError(f"the devices wait for each other: {names}")
-    return starts
+    return starts, sequence
 
 
 class _Waiting:

@@ -420,6 +420,24 @@ def test_the_document_says_where_the_schedule_begins(tmp_path: Path) -> None:
         load_plan(path)
 
 
+def test_steps_that_are_not_in_the_order_do_not_make_devices_wait_for_each_other():
+    """d0 computes stage 2 before its last forward of stage 1, d1 after it; both step together."""
+    chain = layers((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), update=0.5)
+    cluster = uniform_servers(1, 2, Link(1e12), memory_bytes=1e12)
+    stages = [
+        Stage((0, 1), ("s0g0",)),
+        Stage((1, 2), ("s0g0", "s0g1")),
+        Stage((2, 3), ("s0g0", "s0g1"), "round-robin"),
+    ]
+    orders = {
+        "s0g0": row("2B0 1B0 0B0 1B1 0B1 0F0 1F0 0F1 2F0 1F1"),
+        "s0g1": row("2B1 1B0 1B1 1F0 1F1 2F1"),
+    }
+    given_problem = PipelineProblem(chain, cluster, 2)
+    plan = backward_first_plan(given_problem, "test", stages, orders)
+    assert check(given_problem, plan) == ()
+
+
 @st.composite
 def ordered(draw: st.DrawFn) -> tuple[PipelineProblem, list[Stage], dict[str, list[Action]]]:
     """A random order of all computations that obeys the dependencies, cut into rows of devices."""
