@@ -137,6 +137,7 @@ class TestEveryPlanner:
             "1f1b-star",
             "madpipe",
             "general",
+            "ooo",
             "order",
             "servers",
             "auto",
