@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.plans.actions import W, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage
 from stagewright.formulations.plans.plan_class import RECOMPUTE, REPLICATION
 from stagewright.formulations.plans.weight_rules import FLUSH, WEIGHT_RULES
 
@@ -23,6 +24,7 @@ def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Viola
             f"the plan has {plan.microbatches}, the problem {problem.microbatches}",
         )
     yield from _broken_weights(plan)
+    yield from _broken_streams(plan)
     if plan.is_backward_first:
         yield from _broken_between_losses(plan)
     yield from _broken_layers(problem, plan)
@@ -42,6 +44,22 @@ def _broken_weights(plan: PipelinePlan) -> Iterator[Violation]:
                 f"stage {s}",
                 f"{plan.weights!r} on {len(stage.devices)} devices needs an all-reduce per "
                 "microbatch, which is not planned: use one device, 'flush' or 'double-buffer'",
+            )
+
+
+def _broken_streams(plan: PipelinePlan) -> Iterator[Violation]:
+    """Only weight gradients between two losses can be in a sub-stream."""
+    if not isinstance(plan.schedule, Schedule):
+        return
+    for one in plan.schedule.actions:
+        if one.stream == "sub" and (
+            not plan.is_backward_first or parse_action(one.action).kind is not W
+        ):
+            yield Violation(
+                "stream",
+                f"{one.action} on {one.device}",
+                "is in the sub-stream: only weight gradients can be, in a schedule that begins "
+                "with the backwards",
             )
 
 

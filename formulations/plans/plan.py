@@ -86,6 +86,7 @@ class ScheduledAction:
     Computations appear once per device. A transfer appears once, led by its first source, with all
     endpoints; an all-reduce once, led by its first device, with the whole group as sources and
     targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
+    ``stream`` is None for the device's main stream, which has priority over the sub-stream.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -97,6 +98,7 @@ class ScheduledAction:
     sources: tuple[str, ...] | None = None
     targets: tuple[str, ...] | None = None
     bytes: float | None = None
+    stream: Literal["sub"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
