@@ -1,5 +1,6 @@
 """What is left to ``make test-all``: four fifths of the examples, and further instances."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,10 +13,12 @@ UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # where shrinking take
 
 # A busy machine is no error, and no test writes to what its fixtures share.
 tolerated = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
-settings.register_profile(
-    QUICK, deadline=None, derandomize=True, database=None, suppress_health_check=tolerated
-)
-settings.register_profile(NIGHTLY, deadline=None, suppress_health_check=tolerated)
+same = {"derandomize": True, "database": None}  # examples at every run
+for name, options in {
+    QUICK: same,
+    NIGHTLY: same if os.environ.get("CI") else {},
+}.items():
+    settings.register_profile(name, deadline=None, suppress_health_check=tolerated, **options)
 
 
 def examples(count: int, *, quick: int | None = None, **options: Any) -> settings:
