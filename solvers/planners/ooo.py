@@ -168,7 +168,8 @@ class _Setting:
             layer = self.problem.layer_with_whole_backward(*self.stages[whole[0]].layers)
             notes.append(
                 f"{len(whole)} of {len(self.stages)} stages have whole backwards, the first for "
-                f"layer {layer!r}: the profile has no separate times"
+                f"layer {layer!r}: the profile has no separate times (`stagewright import --from "
+                "stagewright --split-backward 0.5` assumes a ratio)"
             )
         return Proposal(self.stages, starts, notes=tuple(notes), begins="backward")
 

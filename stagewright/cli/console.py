@@ -84,6 +84,11 @@ def print_lines(*lines: "RenderableType") -> None:
         console.print(line, soft_wrap=isinstance(line, str))  # a line of text stays one line
 
 
+def warn(message: str) -> None:
+    """One line on stderr about an answer that rests on an assumption."""
+    print(f"stagewright: warning: {message}", file=sys.stderr)
+
+
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
     """Print a table; a heading that starts with ``<`` marks a left-aligned column of text."""
     from rich import box

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.cli.console import JsonFlag, OutputFile, print_answer, print_lines
+from stagewright.cli.console import JsonFlag, OutputFile, print_answer, print_lines, warn
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ MicrobatchSize = Annotated[
 class Source(StrEnum):
     """Formats that ``import`` reads."""
 
+    STAGEWRIGHT = "stagewright"
     PIPEDREAM = "pipedream"
     DNN_PARTITIONING = "dnn-partitioning"
     GAVEL = "gavel"
@@ -53,6 +54,14 @@ def import_(
     contract: Annotated[
         bool, typer.Option("--contract", help="Merge branches, so that layers are cut points.")
     ] = False,
+    split_backward: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the input gradient in backwards that are given as a whole; an "
+            "assumption, which the model file states.",
+            metavar="SHARE",
+        ),
+    ] = None,
     throughputs: Annotated[
         Path | None,
         typer.Option(help="gavel: the table of throughputs of the trace.", metavar="FILE"),
@@ -60,17 +69,52 @@ def import_(
     as_json: JsonFlag = False,
 ) -> int:
     """Convert another project's profile to a model file, or its trace to a jobs file."""
-    from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
-    from stagewright.graphs.importers.pipedream import read_pipedream
-
     if (source is Source.GAVEL) != (throughputs is not None):
         raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
     if throughputs is not None:
+        if split_backward is not None:
+            raise InputError("--split-backward is for profiles: a trace has no backwards")
         return _import_jobs(file, throughputs, output, as_json)
-    size = 1 if microbatch_size is None else microbatch_size
-    read = read_pipedream if source is Source.PIPEDREAM else read_dnn_partitioning
-    chain = read(file, microbatch_size=size, device_kind=device, contract=contract)
+    chain = _read_profile(file, source, microbatch_size, device, contract)
+    if split_backward is not None:
+        chain = _with_parts(chain, split_backward)
     return hand_out(chain, output, as_json)
+
+
+def _read_profile(
+    file: Path, source: Source, size: int | None, device: str | None, contract: bool
+) -> "Chain":
+    from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
+    from stagewright.graphs.importers.pipedream import read_pipedream
+    from stagewright.graphs.models.chain import load_model
+
+    if source is Source.STAGEWRIGHT:
+        if size is not None or device is not None or contract:
+            raise InputError(
+                "--microbatch-size, --device and --contract are for other projects' profiles: a "
+                "model file has them"
+            )
+        return load_model(file)
+    read = read_pipedream if source is Source.PIPEDREAM else read_dnn_partitioning
+    return read(
+        file, microbatch_size=1 if size is None else size, device_kind=device, contract=contract
+    )
+
+
+def _with_parts(chain: "Chain", share: float) -> "Chain":
+    """The chain with both parts of every backward; says what was assumed."""
+    from stagewright.graphs.models.splitting import split_backwards
+
+    try:
+        split, changed = split_backwards(chain, share)
+    except InputError as error:
+        raise InputError(f"--split-backward: {error}") from None
+    if changed:
+        warn(
+            f"{changed} of {len(chain)} layers have only the time of the whole backward: the input "
+            f"gradient is assumed to take {share:g} of it"
+        )
+    return split
 
 
 def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: bool) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FT06, PROFILE, answered, answered_json, given_to, refused, rewrite
+from commands import FT06, PROFILE, answered, answered_json, given_to, refused, rewrite, run
+from plans import small_problem
 
 from stagewright.formulations.plans.plan import load_plan, save_plan
 from stagewright.graphs.machines.cluster import Link, load_cluster, save_cluster, uniform_servers
@@ -598,6 +599,30 @@ def test_import_reads_a_dnn_partitioning_workload(tmp_path: Path) -> None:
     source = min(files, key=lambda path: path.stat().st_size)
     answered("import", "--from", "dnn-partitioning", source, "-o", tmp_path / "m.json")
     assert len(load_model(tmp_path / "m.json")) > 1
+
+
+def test_import_splits_whole_backwards_and_says_what_is_assumed(tmp_path: Path) -> None:
+    chain, file = small_problem(layers=4).chain, tmp_path / "whole.json"
+    layers = [*chain.layers]
+    layers[1] = small_problem(layers=4, parts=True).chain.layers[1]
+    save_model(replace(chain, layers=tuple(layers)), file)
+    arguments = ("import", "--from", "stagewright", file, "--split-backward")
+    done = run(*arguments, 0.4, "-o", tmp_path / "split.json")
+    assert "3 of 4 layers" in done.stderr
+    assert "assumed to take 0.4" in done.stderr
+    split = load_model(tmp_path / "split.json")
+    assert split.source.endswith("; assumed: input gradients take 0.4 of the backward in 3 layers")
+    assert split.layers[1] == layers[1]
+    for layer, before in zip(split.layers[::2], layers[::2], strict=True):
+        cost = layer.costs[0]
+        assert cost.backward_seconds is None
+        assert cost.total_backward_seconds == pytest.approx(before.costs[0].backward_seconds)
+        assert cost.input_gradient_seconds == 0.4 * before.costs[0].total_backward_seconds
+    again = ("import", "--from", "stagewright", tmp_path / "split.json", "--split-backward", 0.4)
+    assert json.loads(answered(*again)) == json.loads((tmp_path / "split.json").read_text())
+    assert "--split-backward: the input gradient's share" in refused(*arguments, 1)
+    assert "other projects' profiles" in refused(*arguments, 0.4, "--device", "v100")
+    assert "overwrite FILE" in refused(*arguments, 0.4, "-o", file)
 
 
 @pytest.mark.parametrize(
