@@ -9,7 +9,12 @@ import numpy as np
 from stagewright.formulations.checking.times import Lane, PlanTimes, devices_by_lanes, host_times
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import B, F, I
-from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes, version_bytes
+from stagewright.formulations.plans.memory import (
+    kept_bytes,
+    stage_static_bytes,
+    version_bytes,
+    waiting_bytes,
+)
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.units import format_bytes
 
@@ -57,7 +62,7 @@ def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
 
     Recomputed activations are kept from the start of B, or of I, to the end of the backward.
     Between two losses, the activations of the first are held from the start on, those of the second
-    to the end.
+    to the end; and W may wait for long, so that output gradients count.
     """
     s, first, step = lane
     every, stage = (s, slice(first, None, step)), times.stages[s]
@@ -68,6 +73,7 @@ def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
     if times.backward_first:
         yield HeldBytes(np.zeros_like(done), done, whole.saved_bytes)
         yield HeldBytes(forward, np.full_like(forward, math.inf), whole.saved_bytes)
+        yield from _waiting_gradients(times, lane)
     else:
         yield HeldBytes(forward, done, whole.saved_bytes)
     yield HeldBytes(times.starts[B][every], done, whole.working_bytes)
@@ -76,6 +82,19 @@ def _kept(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
         (_, written), (read, _) = host_times(times, lane)
         yield HeldBytes(forward, written, whole.offloaded_bytes)
         yield HeldBytes(read, done, whole.offloaded_bytes)
+
+
+def _waiting_gradients(times: PlanTimes, lane: Lane) -> Iterator[HeldBytes]:
+    """Output gradients from the start of I to the end of W, without what is in a buffer."""
+    s, first, step = lane
+    starts, ends = times.starts[I][s, first::step], times.done[s, first::step]
+    is_split = ~np.isnan(starts)
+    starts, ends = starts[is_split], ends[is_split]
+    within, last = waiting_bytes(times.problem, times.stages[s])
+    yield HeldBytes(starts, ends, within)
+    buffered = int(times.stages[s].layers[1] < len(times.problem.chain))
+    # The gradients of n microbatches wait from the n-th start on: one less is beyond the buffer.
+    yield HeldBytes(np.sort(starts)[buffered:], np.sort(ends)[: len(ends) - buffered], last)
 
 
 def _old_versions(times: PlanTimes, s: int) -> HeldBytes:

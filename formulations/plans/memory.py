@@ -134,6 +134,18 @@ def kept_bytes(problem: PipelineProblem, stage: Stage, split_backward: bool = Fa
     return Kept(float(inputs.sum()), saved if split_backward else largest)
 
 
+def waiting_bytes(problem: PipelineProblem, stage: Stage) -> tuple[float, float]:
+    """Bytes of output gradients of a microbatch that wait from I to W.
+
+    Returns those of layers within the stage, and those of its last layer, for which there is a
+    buffer for one microbatch unless it is the model's last layer.
+    """
+    start, stop = stage.layers
+    shares = len(stage.runners(0))
+    within = problem.inputs_per_layer(shares)[start + 1 : stop].sum()
+    return float(within), problem.share_bytes(problem.boundary_bytes(stop), shares)
+
+
 def kept_tables(
     saved: NDArray[Any], inputs: NDArray[Any], recompute: Sequence[str]
 ) -> tuple[NDArray[Any], NDArray[Any]]:

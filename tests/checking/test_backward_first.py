@@ -32,7 +32,12 @@ from stagewright.formulations.pipelines.every_plan import (
 )
 from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
 from stagewright.formulations.plans.assembly import certify
-from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes, static_bytes
+from stagewright.formulations.plans.memory import (
+    kept_bytes,
+    stage_static_bytes,
+    static_bytes,
+    waiting_bytes,
+)
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan, Stage, load_plan, save_plan
 from stagewright.formulations.plans.plan_class import (
@@ -131,12 +136,39 @@ def test_all_activations_are_held_at_the_loss() -> None:
     assert plan.predicted.peak_memory_bytes["s0g0"] == static_bytes(problem, 0, 2, 1) + 6e9
 
 
+@pytest.mark.parametrize(
+    ("text", "waiting"),
+    [
+        # Layer 1, the last, has no buffer for the gradient of its output; layer 0's holds one.
+        ("1I0 1W0 0I0 0W0 1I1 1W1 0I1 0W1 1I2 1W2 0I2 0W2", 1),
+        ("1I0 0I0 1W0 0W0 1I1 0I1 1W1 0W1 1I2 0I2 1W2 0W2", 1),
+        ("1I0 1I1 1I2 1W0 1W1 1W2 0I0 0W0 0I1 0W1 0I2 0W2", 3),
+        ("1I0 1I1 1I2 0I0 0I1 0I2 1W0 0W0 1W1 0W1 1W2 0W2", 5),
+    ],
+)
+def test_output_gradients_wait_in_memory(text: str, waiting: int) -> None:
+    """Gradients of 1 GB of 3 microbatches; activations of 1 kB."""
+    costs = LayerCost(1, 1.0, 1e3, 1e9, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
+    chain = Chain("m", "test", 1, tuple(Layer(f"l{i}", 1e3, (costs,)) for i in range(2)), 0.0)
+    cluster = uniform_servers(1, 1, Link(1e9), memory_bytes=1e12)
+    problem = PipelineProblem(chain, cluster, 3)
+    stages = [Stage((i, i + 1), ("s0g0",)) for i in range(2)]
+    order = row(f"{text} 0F0 1F0 0F1 1F1 0F2 1F2")
+    plan = backward_first_plan(problem, "test", stages, {"s0g0": order})
+    static = sum(stage_static_bytes(problem, stage) for stage in stages)
+    peak = plan.predicted.peak_memory_bytes["s0g0"]
+    assert peak - static == pytest.approx(waiting * 1e9, abs=1e4)
+
+
 @examples(30)
 @given(elaborate(begins="backward"))
 def test_without_recomputation_no_order_holds_more_than_at_the_loss(
     case: tuple[PipelineProblem, PipelinePlan],
 ) -> None:
-    """A stage's next forwards follow all its backwards: it never holds more than M microbatches."""
+    """A stage's next forwards follow all its backwards: it never holds more than M microbatches.
+
+    The gradients that wait for a W come on top.
+    """
     given_problem, plan = case
     peaks = predict(given_problem, plan).peak_memory_bytes
     for device, peak in peaks.items():
@@ -145,7 +177,7 @@ def test_without_recomputation_no_order_holds_more_than_at_the_loss(
             kept = kept_bytes(given_problem, stage, split_backward=True)
             mine = sum(device in stage.runners(m) for m in range(plan.microbatches))
             at_the_loss += stage_static_bytes(given_problem, stage) + mine * kept.saved_bytes
-            working += mine * kept.working_bytes
+            working += mine * (kept.working_bytes + sum(waiting_bytes(given_problem, stage)))
         assert at_the_loss * (1 - 1e-12) <= peak <= (at_the_loss + working) * (1 + 1e-12)
 
 

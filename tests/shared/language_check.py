@@ -282,15 +282,31 @@ class _Checker:
             for stage in self.stages
             if device in stage.devices
         )
-        for now in {0.0, *(start for start, _, _ in holds)}:
+        waits = list(self.waits(device)) if self.between_losses else []
+        instants = {0.0, *(start for start, _, _ in holds)}
+        for now in instants | {start for _, spans in waits for start, _ in spans}:
+            used = static + sum(
+                size
+                for start, end, size in holds
+                if start <= now + self.slack and end > now + self.slack
+            )
+            for stage, spans in waits:
+                waiting = sum(
+                    start <= now + self.slack and end > now + self.slack for start, end in spans
+                )
+                used += self.instance.waiting(stage, waiting)
+            yield now, used
+
+    def waits(self, device):
+        """Per stage on the device the times of every microbatch from its I to its W."""
+        for index, stage in enumerate(self.stages):
             yield (
-                now,
-                static
-                + sum(
-                    size
-                    for start, end, size in holds
-                    if start <= now + self.slack and end > now + self.slack
-                ),
+                stage,
+                [
+                    (self.times["I", index, m][0], self.times["W", index, m][1])
+                    for m in self.microbatches
+                    if device in stage.runners(m) and ("I", index, m) in self.times
+                ],
             )
 
     def holds(self, device):

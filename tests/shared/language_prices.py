@@ -184,6 +184,14 @@ class Instance:
         saved = [self.saved(layer, self.share(stage)) for layer in range(stage.start, stage.stop)]
         return max(saved) if stage.recompute == "layer" and whole else sum(saved)
 
+    def waiting(self, stage, microbatches):
+        """Bytes of output gradients of microbatches between I and W, beyond the stage's buffers."""
+        part, total = self.share(stage) / self.samples, 0
+        for layer in range(stage.start, stage.stop):
+            buffers = 1 if layer == stage.stop - 1 and stage.stop < len(self.layers) else 0
+            total += max(0, microbatches - buffers) * self.boundary_bytes(layer) * part
+        return total
+
     def host_seconds(self, stage, runners):
         """Seconds to write a microbatch's saved bytes to the host, or to read them."""
         return self.held(stage) / min(self.host[device] for device in runners)
