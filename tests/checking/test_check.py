@@ -652,6 +652,20 @@ def held_for(
     return kept + (max(saved) if stage.recompute == "layer" and "B" in span else sum(saved))
 
 
+def waiting_for(
+    given: PipelineProblem, stage: Stage, of: dict[int, dict[str, ScheduledAction]], now: float
+) -> float:
+    """Bytes of output gradients that wait for a W; a boundary's buffer holds one of them."""
+    waiting = sum(
+        "I" in span and span["I"].start_seconds <= now < span["W"].finish_seconds
+        for span in of.values()
+    )
+    start, stop = stage.layers
+    outputs = [given.boundary_bytes(i + 1) / len(stage.runners(0)) for i in range(start, stop)]
+    last = waiting if stop == len(given.chain) else max(0, waiting - 1)
+    return waiting * sum(outputs[:-1]) + last * outputs[-1]
+
+
 def versions(plan: PipelinePlan, s: int, now: float) -> int:
     """How many versions of stage ``s``'s weights its device holds at ``now``."""
     leader = 0 if plan.weights == "stash+vertical-sync" else s
@@ -679,6 +693,8 @@ def peak_by_instants(given: PipelineProblem, plan: PipelinePlan) -> dict[str, fl
                 weights = given.gradient_bytes(*stage.layers)
                 need += stage_static_bytes(given, stage)
                 need += sum(held_for(given, plan, stage, span, now) for span in work[s].values())
+                if plan.is_backward_first:
+                    need += waiting_for(given, stage, work[s], now)
                 need += weights * (plan.weights == "double-buffer")
                 if plan.weights.startswith("stash"):
                     need += weights * (versions(plan, s, now) - 1)
