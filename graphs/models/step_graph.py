@@ -1,0 +1,173 @@
+"""A training step as a graph of operators: the document that placements are planned for."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount, require_count
+
+FORMAT: Literal["stagewright-graph"] = "stagewright-graph"
+VERSION: Literal[1] = 1
+MAX_OPERATORS = 1_000_000
+
+Role = Literal["input", "state", "forward", "backward", "update"]
+"""A batch's tensor; parameters, buffers and the optimizer's state; or a part of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that an operator makes; ``bytes`` are in memory until its last reader has ended."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    bytes: float
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_amount(self.bytes, "bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A dimension along which an operator can be divided into up to ``size`` equal parts.
+
+    Attributes
+    ----------
+    dimension
+        ``batch`` or ``channel``: what is divided, as the paper names it.
+    inputs
+        Per input the axis along which it is cut; None if every part reads all of it.
+    outputs
+        Per output the axis along which the parts are concatenated; None if they are added.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    dimension: Literal["batch", "channel"]
+    size: int
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise InputError(f"a dimension that can be split has a size of 2 or more: {self.size}")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator of the step.
+
+    Attributes
+    ----------
+    operator
+        What is computed, for example ``aten.convolution``.
+    inputs
+        (node, number of its output) of every tensor that is read.
+    seconds
+        Time by kind of device; a kind that is not there has not been measured.
+    state_bytes
+        Bytes that stay on its device for the whole run: parameters, buffers, optimizer's state.
+    beside
+        A node on whose device this one must be: it shares memory with it, or updates its state.
+    splits
+        The dimensions along which it can be divided without changing the result.
+    line
+        The line of the user's code that it comes from.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    operator: str
+    role: Role
+    inputs: tuple[tuple[str, int], ...] = ()
+    outputs: tuple[Output, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    state_bytes: float = 0.0
+    beside: str | None = None
+    splits: tuple[Split, ...] = ()
+    line: str | None = None
+
+    def __post_init__(self) -> None:
+        require_amount(self.state_bytes, f"operator {self.name!r}: state_bytes")
+        for kind, seconds in self.seconds.items():
+            require_amount(seconds, f"operator {self.name!r}: seconds on {kind!r}")
+        for split in self.splits:
+            sizes = (len(split.inputs), len(split.outputs))
+            if sizes != (len(self.inputs), len(self.outputs)):
+                raise InputError(
+                    f"operator {self.name!r}: its {split.dimension} split names {sizes[0]} inputs "
+                    f"and {sizes[1]} outputs, it has {len(self.inputs)} and {len(self.outputs)}"
+                )
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The operators of a training step, each after those that it reads from.
+
+    ``samples`` is the size of the mini-batch that the costs are for; ``source`` says where the
+    costs come from.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    source: str
+    samples: int
+    nodes: tuple[Node, ...]
+    format: Literal["stagewright-graph"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        require_count(len(self.nodes), "operators", MAX_OPERATORS)
+        require_count(self.samples, "samples", MAX_OPERATORS)
+        for problem in self._broken():
+            raise InputError(f"graph {self.name!r}: {problem}")
+
+    def _broken(self) -> Iterator[str]:
+        names = [node.name for node in self.nodes]
+        known: dict[str, int] = {}
+        for node in self.nodes:
+            for name, number in node.inputs:
+                if name not in known:
+                    late = "comes later: operators are in topological order" * (name in names)
+                    yield f"operator {node.name!r} reads {name!r}, which {late or 'is missing'}"
+                elif not 0 <= number < known[name]:
+                    yield (
+                        f"operator {node.name!r} reads output {number} of {name!r}, which has "
+                        f"{known[name]}"
+                    )
+            if node.name in known:
+                yield f"two operators are named {node.name!r}"
+            known[node.name] = len(node.outputs)
+            if node.beside is not None and node.beside not in known:
+                yield f"operator {node.name!r} is beside {node.beside!r}, which is not before it"
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The position of every operator."""
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    def digest(self) -> str:
+        """A SHA-256 of everything that a placement depends on."""
+        return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
+
+
+def load_graph(path: str | os.PathLike[str]) -> StepGraph:
+    """Read a graph document; raises InputError, with one line, if it is not valid."""
+    return documents.read(StepGraph, path, FORMAT, VERSION)
+
+
+def save_graph(graph: StepGraph, path: str | os.PathLike[str]) -> None:
+    """Write a graph document atomically."""
+    documents.write(StepGraph, graph, path)
