@@ -102,6 +102,8 @@ def training(
     chunk_seconds: float = math.inf,
     memory: Sequence[float] = (),
     after_backward: bool = False,
+    back: Sequence[float] = (),
+    channels: bool = False,
 ) -> BackpropProblem:
     """Layers on devices, as in cross-layer model, pipeline and combined parallelism.
 
@@ -118,15 +120,26 @@ def training(
         Of the links for synchronisation: see :class:`Resource`.
     memory
         Bytes per device; empty for no limits.
+    back
+        Seconds of the transfers of gradients, L - 1 values; empty: as ``send``.
+    channels
+        Whether every pair of neighbouring layers has a link of its own for both directions, as in
+        plans, in place of a link for each pair of devices and direction.
     """
     require_count(microbatches, "microbatches", MAX_MICROBATCHES)
     send, sync = send or (0.0,) * (layers.count - 1), sync or (0.0,) * layers.count
-    sizes = (device, layers.count), (send, layers.count - 1), (sync, layers.count)
-    for (values, size), name in zip(sizes, ("device", "send", "sync"), strict=True):
+    back = back or send
+    for values, size, name in (
+        (device, layers.count, "device"),
+        (send, layers.count - 1, "send"),
+        (back, layers.count - 1, "back"),
+        (sync, layers.count, "sync"),
+    ):
         _require_size(values, size, name)
     if streams not in (1, 2):
         raise InputError(f"streams must be 1 or 2, got {streams}")
-    draft = _Draft(layers, tuple(device), tuple(send), tuple(sync), streams, chunk_seconds)
+    links = tuple(send), tuple(back), channels
+    draft = _Draft(layers, tuple(device), *links, tuple(sync), streams, chunk_seconds)
     for m in range(microbatches):
         draft.backward(m)
     draft.synchronise(microbatches, after_backward)
@@ -149,6 +162,8 @@ class _Draft:
     layers: Layers
     device: tuple[int, ...]
     send: tuple[float, ...]
+    back: tuple[float, ...]
+    channels: bool
     sync: tuple[float, ...]
     streams: int
     chunk_seconds: float
@@ -179,6 +194,12 @@ class _Draft:
     def sub(self, layer: int) -> str:
         return f"{'sub' if self.streams == 2 else 'main'} {self.device[layer - 1]}"
 
+    def link(self, sender: int, receiver: int) -> str:
+        """The link that a transfer between two neighbouring layers takes."""
+        if self.channels:
+            return f"channel {min(sender, receiver)}"
+        return f"link {self.device[sender - 1]}-{self.device[receiver - 1]}"
+
     def crosses(self, layer: int) -> bool:
         """Whether the next layer is on another device."""
         return self.device[layer - 1] != self.device[layer]
@@ -195,8 +216,8 @@ class _Draft:
                 self.add("R", i - 1, m, self.main(i), layers.forward[i - 2], after)
         for i in range(layers.count, 0, -1):
             if i < layers.count and self.crosses(i):
-                link = f"link {self.device[i]}-{self.device[i - 1]}"
-                ready = [self.add("S[dO]", i + 1, m, link, self.send[i - 1], ready)]
+                seconds = self.back[i - 1]
+                ready = [self.add("S[dO]", i + 1, m, self.link(i + 1, i), seconds, ready)]
             again = [] if layers.kept[i - 1] else [self.index["R", i - 1, m]]
             after = [*ready, *again]
             self.add("dW", i, m, self.sub(i), layers.weight_gradient[i - 1], after)
@@ -216,8 +237,8 @@ class _Draft:
         ready: list[int] = []
         for i, seconds in enumerate(self.layers.forward, start=1):
             if i > 1 and self.crosses(i - 1):
-                link = f"link {self.device[i - 2]}-{self.device[i - 1]}"
-                ready = [self.add("S[F]", i - 1, m, link, self.send[i - 2], ready)]
+                sent = self.send[i - 2]
+                ready = [self.add("S[F]", i - 1, m, self.link(i - 1, i), sent, ready)]
             after = [*ready, self.index["S[dW]", i, 0]]
             ready = [self.add("F", i, m, self.main(i), seconds, after)]
 

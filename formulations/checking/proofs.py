@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from stagewright.formulations.backprop.of_stages import BETWEEN_LOSSES, stage_bounds
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
@@ -53,6 +54,7 @@ from stagewright.formulations.plans.plan import Bound, Guarantee, PipelinePlan
 from stagewright.formulations.plans.plan_class import (
     DISJOINT_SPLIT,
     DISJOINT_WHOLE,
+    EVERY_BACKWARD_FIRST,
     EVERY_FINITE,
     EVERY_PERIODIC,
     EVERY_PLAN,
@@ -185,6 +187,11 @@ def _of_schedule(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> 
     return next((one.seconds for one in known if one.proved_by == bound.proved_by), None)
 
 
+def _between_losses(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
+    known = stage_bounds(problem, plan.stages)
+    return next((one.seconds for one in known if one.proved_by == bound.proved_by), None)
+
+
 def _of_devices(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float:
     return verified_bound(problem, plan.stages, bound.plans.split_backward, bound.seconds)
 
@@ -239,6 +246,10 @@ ARGUMENTS: dict[str, Argument] = {
     },
     EDGE_FINDING: Argument("schedule", EVERY_FINITE, _of_devices),
     **{name: Argument("problem", EVERY_PERIODIC, _of_periods) for name in OF_PERIODS},
+    **{
+        name: Argument("schedule", EVERY_BACKWARD_FIRST, _between_losses)
+        for name in BETWEEN_LOSSES.values()
+    },
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),
     PATTERN: Argument("schedule", PATTERNS),
     PATTERN_LOAD: Argument("schedule", PATTERNS, _of_pattern),

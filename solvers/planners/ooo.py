@@ -14,23 +14,19 @@ from time import monotonic
 
 import numpy as np
 
-from stagewright.formulations.backprop.bounds import window_bounds
 from stagewright.formulations.backprop.choice import OutOfOrder
+from stagewright.formulations.backprop.of_stages import common_problem, splits, stage_bounds
 from stagewright.formulations.backprop.orders import fast_forward, reverse_first_k
 from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
-from stagewright.formulations.backprop.training import Layers, training
 from stagewright.formulations.checking.peaks import memory_exceeded
 from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
-from stagewright.formulations.plans.actions import REDUCE, SEND_F, Action, ActionKind, B, F, I, W
+from stagewright.formulations.plans.actions import Action, ActionKind, B, F, I, W
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.formulations.schedules.backward_first import Orders, earliest_starts
-from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import format_seconds
 from stagewright.graphs.machines.ordering import recursive_device_order
 from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule
@@ -82,7 +78,7 @@ def _settings(problem: PipelineProblem, asked: OutOfOrder) -> Iterator["_Setting
             )
         _require_samples(problem)
         stages = tuple(Stage((i, i + 1), tuple(names)) for i in range(layers))
-        yield _Setting(problem, stages, (0,) * layers)
+        yield _Setting(problem, stages)
         return
     most = math.ceil(layers / len(names))
     for group in range(1, most + 1) if asked.group is None else (asked.group,):
@@ -91,7 +87,7 @@ def _settings(problem: PipelineProblem, asked: OutOfOrder) -> Iterator["_Setting
             Stage((s * group, min(layers, (s + 1) * group)), (names[d],))
             for s, d in enumerate(home)
         )
-        yield _Setting(problem, stages, home)
+        yield _Setting(problem, stages)
 
 
 def _require_samples(problem: PipelineProblem) -> None:
@@ -105,39 +101,20 @@ def _require_samples(problem: PipelineProblem) -> None:
 
 @dataclass(frozen=True)
 class _Setting:
-    """Stages, and the device (or the only group of devices) of each."""
+    """Stages whose order is looked for."""
 
     problem: PipelineProblem
     stages: tuple[Stage, ...]
-    home: tuple[int, ...]
-
-    @cached_property
-    def seconds(self) -> Blocks:
-        """Of all actions; backwards are split where the layers of a stage allow it."""
-        split = np.repeat(np.array(self.splits)[:, None], self.problem.microbatches, axis=1)
-        return durations(self.problem, self.stages, split)
 
     @cached_property
     def splits(self) -> tuple[bool, ...]:
         """Whether a stage has the times of both parts of its backward."""
-        whole = self.problem.layer_with_whole_backward
-        return tuple(whole(*stage.layers) is None for stage in self.stages)
+        return splits(self.problem, self.stages)
 
     @cached_property
     def common(self) -> BackpropProblem:
-        """The common problem of the stages.
-
-        A whole backward counts as an output gradient; the first stage's, which nothing but its
-        forward waits for, as a weight gradient.
-        """
-        first = {kind: np.nan_to_num(self.seconds[kind][:, 0]) for kind in (F, B, I, W, REDUCE)}
-        outputs, weights = first[I] + first[B], first[W].copy()
-        if not self.splits[0]:
-            outputs[0], weights[0] = 0.0, first[B][0]
-        layers = Layers(_tuple(first[F]), _tuple(outputs), _tuple(weights))
-        send = np.nan_to_num(self.seconds[SEND_F][:-1, 0])
-        count = self.problem.microbatches
-        return training(layers, self.home, count, _tuple(send), _tuple(first[REDUCE]))
+        """The common problem of the stages."""
+        return common_problem(self.problem, self.stages)
 
     def timetables(self, asked: OutOfOrder) -> Iterator[tuple[str, Timetable]]:
         """Named timetables of the common problem; a given k is the only one."""
@@ -159,10 +136,8 @@ class _Setting:
         """The plan that follows a timetable, everything as early as possible."""
         orders, reductions = self._orders(timetable)
         starts = earliest_starts(self.problem, self.stages, orders, reductions)
-        least = max(seconds for _, seconds in window_bounds(self.common))
         group = self.stages[0].layers[1] - self.stages[0].layers[0]
         notes = [name if len(self.stages[0].devices) > 1 else f"groups of {group}, {name}"]
-        notes.append(f"these stages take at least {format_seconds(least)} in any order")
         whole = [s for s, parts in enumerate(self.splits) if not parts]
         if whole:
             layer = self.problem.layer_with_whole_backward(*self.stages[whole[0]].layers)
@@ -171,7 +146,8 @@ class _Setting:
                 f"layer {layer!r}: the profile has no separate times (`stagewright import --from "
                 "stagewright --split-backward 0.5` assumes a ratio)"
             )
-        return Proposal(self.stages, starts, notes=tuple(notes), begins="backward")
+        bounds = stage_bounds(self.problem, self.stages)
+        return Proposal(self.stages, starts, bounds, notes=tuple(notes), begins="backward")
 
     def _orders(self, timetable: Timetable) -> tuple[Orders, tuple[int, ...] | None]:
         """Computations of every device and all-reduces by their start.
@@ -214,10 +190,6 @@ class _Setting:
         plan = assemble(self.problem, "ooo", found.stages, found.starts, begins=found.begins)
         short = next(iter(memory_exceeded(read_times(self.problem, plan))), None)
         return "" if short is None else f"{short.place} {short.message}"
-
-
-def _tuple(values: Floats) -> tuple[float, ...]:
-    return tuple(values.tolist())
 
 
 PLANNER = SearchPlanner(

@@ -1,0 +1,70 @@
+"""The common problem of a plan's stages, and what it proves about their schedules."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stagewright.formulations.backprop.bounds import CRITICAL_PATH, ONE_RESOURCE, window_bounds
+from stagewright.formulations.backprop.problem import BackpropProblem
+from stagewright.formulations.backprop.training import Layers, training
+from stagewright.formulations.plans.actions import REDUCE, SEND_B, SEND_F, B, F, I, W
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound, Stage
+from stagewright.formulations.plans.plan_class import EVERY_BACKWARD_FIRST
+from stagewright.formulations.plans.timing import durations
+from stagewright.graphs.documents.arrays import Floats
+
+BETWEEN_LOSSES = {name: f"{name} between losses" for name in (CRITICAL_PATH, ONE_RESOURCE)}
+"""The arguments of :func:`window_bounds` for schedules of given stages."""
+
+
+def splits(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[bool, ...]:
+    """Whether each stage has the times of both parts of its backward."""
+    return tuple(problem.layer_with_whole_backward(*stage.layers) is None for stage in stages)
+
+
+def common_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> BackpropProblem:
+    """The common problem of ``stages``, with a channel for each pair of neighbours as in plans.
+
+    Stages on the same devices take turns. A whole backward counts as an output gradient; the first
+    stage's, which nothing but its forward waits for, as a weight gradient. Optimizer steps take no
+    time.
+    """
+    parts = splits(problem, stages)
+    split = np.repeat(np.array(parts)[:, None], problem.microbatches, axis=1)
+    seconds = durations(problem, stages, split)
+    first = {kind: np.nan_to_num(each[:, 0]) for kind, each in seconds.items()}
+    outputs, weights = first[I] + first[B], first[W].copy()
+    if not parts[0]:
+        outputs[0], weights[0] = 0.0, first[B][0]
+    homes: dict[tuple[str, ...], int] = {}
+    return training(
+        Layers(_tuple(first[F]), _tuple(outputs), _tuple(weights)),
+        [homes.setdefault(stage.devices, len(homes)) for stage in stages],
+        problem.microbatches,
+        _tuple(first[SEND_F][:-1]),
+        _tuple(first[REDUCE]),
+        back=_tuple(first[SEND_B][1:]),
+        channels=True,
+    )
+
+
+def stage_bounds(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[Bound, ...]:
+    """Bounds on every schedule of ``stages`` between two losses.
+
+    None if stages take turns with their microbatches, recompute, or have devices of several kinds,
+    where the two parts of a backward may take longer than the whole.
+    """
+    devices = problem.cluster.devices
+    for stage in stages:
+        kinds = {devices[problem.cluster.index[name]].kind for name in stage.devices}
+        if len(kinds) > 1 or stage.turns > 1 or stage.recompute != "none":
+            return ()
+    return tuple(
+        Bound(seconds, BETWEEN_LOSSES[name], "schedule", EVERY_BACKWARD_FIRST)
+        for name, seconds in window_bounds(common_problem(problem, stages))
+    )
+
+
+def _tuple(values: Floats) -> tuple[float, ...]:
+    return tuple(values.tolist())
