@@ -51,12 +51,10 @@ def plan_ooo(
     best: Proposal | None = None
     cost, refusal = math.inf, NoPlan("the time limit came before any plan was found")
     for setting in _settings(problem, asked):
-        short = setting.shortage()
-        if short:
-            refusal = NoPlan(short)
-            continue
-        for name, timetable in setting.timetables(asked):
-            found = setting.proposal(name, timetable)
+        for found in setting.proposals(asked):
+            if isinstance(found, NoPlan):
+                refusal = found
+                continue
             seconds = cost_of(problem, found)
             if seconds < cost:
                 best, cost = found, seconds
@@ -115,6 +113,39 @@ class _Setting:
     def common(self) -> BackpropProblem:
         """The common problem of the stages."""
         return common_problem(self.problem, self.stages)
+
+    def proposals(self, asked: OutOfOrder) -> Iterator[Proposal | NoPlan]:
+        """The plans of the timetables that fit in memory; if none does, with fewer delays."""
+        shortages = []
+        for name, timetable in self.timetables(asked):
+            found = self.proposal(name, timetable)
+            shortages.append(self.shortage(found))
+            if not shortages[-1]:
+                yield found
+        if not all(shortages):
+            return
+        k = asked.reversed_layers
+        most = len(self.stages) if k is None else k
+        fits = self.most_reversed(most if asked.training == "data" else 0)
+        if fits is None:
+            yield NoPlan(shortages[0])
+        elif k is None:
+            yield fits[1]
+        else:
+            yield NoPlan(f"with k = {k}, {shortages[0]}; the largest k that fits is {fits[0]}")
+
+    def most_reversed(self, most: int) -> tuple[int, Proposal] | None:
+        """Reverse first-k scheduling with the largest k up to ``most`` that fits in memory."""
+        least = self.reversed(0)
+        if self.shortage(least):
+            return None
+        found = ((k, self.reversed(k)) for k in range(most, 0, -1))
+        return next((one for one in found if not self.shortage(one[1])), (0, least))
+
+    def reversed(self, k: int) -> Proposal:
+        """The plan of reverse first-k scheduling."""
+        order = list_schedule(self.common, reverse_first_k(self.common, k))
+        return self.proposal(f"reverse first {k}", order)
 
     def timetables(self, asked: OutOfOrder) -> Iterator[tuple[str, Timetable]]:
         """Named timetables of the common problem; a given k is the only one."""
@@ -183,10 +214,8 @@ class _Setting:
             return {"dO": (I,), "dW": (I, W)}.get(kind, ())
         return (B,) if kind == ("dO" if stage > 0 else "dW") else ()
 
-    def shortage(self) -> str:
-        """Which device lacks memory, if one does: at the loss, whatever the order."""
-        order = list_schedule(self.common, reverse_first_k(self.common, 0))
-        found = self.proposal("", order)
+    def shortage(self, found: Proposal) -> str:
+        """Which device lacks memory, if one does."""
         plan = assemble(self.problem, "ooo", found.stages, found.starts, begins=found.begins)
         short = next(iter(memory_exceeded(read_times(self.problem, plan))), None)
         return "" if short is None else f"{short.place} {short.message}"

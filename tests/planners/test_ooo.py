@@ -117,3 +117,33 @@ def test_memory_that_is_short_is_named():
     cluster = uniform_servers(1, 2, Link(MB), memory_bytes=8e9)
     found = planned(PipelineProblem(problem.chain, cluster, 1))
     assert found.plan is None
+
+
+def test_k_beyond_memory_names_the_largest_that_fits():
+    """Every delayed layer keeps two more gradients of 1 GB: a boundary's buffer holds the third."""
+    cost = LayerCost(1, 1.0, 0.0, 1e9, input_gradient_seconds=1.0, weight_gradient_seconds=1.0)
+    chain = Chain("m", "by hand", 1, tuple(Layer(f"l{i}", 0.0, (cost,)) for i in range(6)))
+
+    def given(memory):
+        cluster = uniform_servers(1, 1, Link(MB), memory_bytes=memory)
+        return PipelineProblem(chain, cluster, 3)
+
+    def peak(k):
+        found = planned(given(1e12), reversed_layers=k)
+        return found.plan.predicted.peak_memory_bytes["s0g0"]
+
+    peaks = [peak(k) for k in range(7)]
+    assert peaks[1:6] == [peaks[0] - 1e9 + max(1e9, 2e9 * k) for k in range(1, 6)]
+    for k in range(7):
+        problem = given(peaks[k])
+        for j in range(7):
+            found = planned(problem, reversed_layers=j)
+            if peaks[j] <= peaks[k]:
+                assert check(problem, found.plan) == ()
+            else:
+                assert found.plan is None
+                below = max(i for i in range(j) if peaks[i] <= peaks[k])
+                assert found.reason.startswith(f"ooo has no plan: with k = {j}, device s0g0 needs")
+                assert found.reason.endswith(f"; the largest k that fits is {below}")
+        assert planned(problem).plan is not None
+    assert "largest k" not in planned(given(peaks[0] - 1)).reason
