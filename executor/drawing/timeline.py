@@ -5,7 +5,7 @@ For a periodic plan this is a run with its warm-up, some whole periods, and its 
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -187,6 +187,27 @@ def row_note(plan: PipelinePlan) -> str:
     return f"one row per stage ({device_count(plan)} devices)"
 
 
+def numbering(plan: PipelinePlan, rows: Sequence["Row"]) -> tuple[str, Callable[[Action], str]]:
+    """What the number in a block stands for, and the number of an action; empty if it has none.
+
+    Microbatches; if devices have several stages, the stage too, or alone if it says everything.
+    """
+    own = [{block.action.stage for block in row.blocks} for row in rows if row.group == "device"]
+    if all(len(stages) <= 1 for stages in own):
+        return "microbatches", microbatch_number
+    if plan.microbatches == 1:
+        return "stages", lambda action: "" if action.microbatch is None else str(action.stage)
+    return (
+        "stage.microbatch",
+        lambda action: "" if action.microbatch is None else f"{action.stage}.{action.microbatch}",
+    )
+
+
+def microbatch_number(action: Action) -> str:
+    """The number of the action's microbatch; empty for an optimizer step."""
+    return "" if action.microbatch is None else str(action.microbatch)
+
+
 def time_unit(seconds: float) -> tuple[str, float]:
     """The unit in which ``seconds`` is a number of a few digits, and its units per second."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
@@ -216,7 +237,14 @@ def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
 
 def stages_name(stages: Sequence[int | str]) -> str:
     """The name of a row of these stages."""
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    runs: list[list[str]] = []
+    for name in map(str, stages):
+        if runs and runs[-1][-1].isdigit() and name == str(int(runs[-1][-1]) + 1):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs]
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(texts)}"
 
 
 def _with_features(plan: PipelinePlan, stages: Sequence[int]) -> list[str]:

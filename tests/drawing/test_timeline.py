@@ -26,7 +26,9 @@ from stagewright.executor.drawing.summary import in_flight, summarise
 from stagewright.executor.drawing.timeline import (
     KIND_COLOURS,
     merges_stages,
+    numbering,
     shorten_devices,
+    stages_name,
     timeline,
 )
 from stagewright.formulations.checking.check import predict
@@ -139,6 +141,41 @@ def test_rows_name_the_features_of_their_stages() -> None:
         "g1 · stages 0 (round-robin, recompute layer), 2",
         "g2 · stage 1 (offload)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "name"),
+    [
+        ([3], "stage 3"),
+        ([0, 1], "stages 0, 1"),
+        ([0, 1, 2, 4, 6, 7, 8], "stages 0-2, 4, 6-8"),
+        ([0, 1, "2 (offload)", 3, 4, 5], "stages 0, 1, 2 (offload), 3-5"),
+    ],
+)
+def test_stages_in_a_row_are_named_by_the_ends(stages: list[int | str], name: str) -> None:
+    assert stages_name(stages) == name
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "shared", "meaning", "labels"),
+    [
+        (2, False, "microbatches", {"0", "1"}),
+        (2, True, "stage.microbatch", {"0.0", "0.1", "1.0", "1.1"}),
+        (1, True, "stages", {"0", "1"}),
+    ],
+)
+def test_numbers_in_blocks_tell_actions_apart(
+    microbatches: int, shared: bool, meaning: str, labels: set[str]
+) -> None:
+    problem = replace(small_problem(updates=True), microbatches=microbatches)
+    plan = valid_plan(problem, [Stage((0, 3), ("g0",)), Stage((3, 6), ("g0" if shared else "g1",))])
+    rows = timeline(plan)
+    name, number = numbering(plan, rows)
+    assert name == meaning
+    blocks = [block for row in rows if row.group == "device" for block in row.blocks]
+    assert {number(block.action) for block in blocks} == {*labels, ""}
+    text = page(certified(problem, plan))
+    assert f"numbers: {meaning}" in text
 
 
 @examples(30)
