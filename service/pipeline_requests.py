@@ -105,8 +105,13 @@ class _PlanOfProblem(Request):
     @cached_property
     def problem(self) -> PipelineProblem:
         """The problem of the plan's number of microbatches."""
-        limit = self.plan.memory_limit_bytes
-        return PipelineProblem(self.chain, self.cluster, self.plan.microbatches, limit)
+        return PipelineProblem(
+            self.chain,
+            self.cluster,
+            self.plan.microbatches,
+            self.plan.memory_limit_bytes,
+            self.plan.assumed_share,
+        )
 
 
 class CheckRequest(_PlanOfProblem, Search):
