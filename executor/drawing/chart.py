@@ -15,7 +15,7 @@ from stagewright.executor.drawing.timeline import (
     Row,
     headline,
     label_colour,
-    row_note,
+    notes,
     time_unit,
     timeline,
 )
@@ -74,6 +74,9 @@ def draw_row(
     colours = colours or [KIND_COLOURS[block.action.kind] for block in row.blocks]
     # White outlines separate computations; outlines in their own colour keep transfers visible.
     computes = row.group == "device"
+    in_turn = row.group == "reduce" and len(row.blocks) > 1
+    white = [computes or (in_turn and _fits(block, block.label, finish)) for block in row.blocks]
+    edges = ["white" if one else own for one, own in zip(white, colours, strict=True)]
     width = 0.4 if len(row.blocks) <= MAX_OUTLINED_BLOCKS else 0
     axes.broken_barh(
         [
@@ -82,14 +85,13 @@ def draw_row(
         ],
         (y - height / 2, height),
         facecolors=colours,
-        edgecolors="white" if computes else colours,
+        edgecolors=edges,
         linewidth=width if computes else 0.8,
     )
-    if not computes:
+    if not (computes or in_turn):
         return
     for block, colour in zip(row.blocks, colours, strict=True):
-        m = block.action.microbatch
-        label = "" if m is None else str(m)  # the optimizer step has no microbatch
+        label = block.label
         if label and _fits(block, label, finish):
             middle = (block.start_seconds + block.finish_seconds) / 2 * scale
             axes.text(middle, y, label, ha="center", va="center", fontsize=7,
@@ -131,7 +133,7 @@ def _dress(
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, finish_seconds(plan) * scale * 1.005 or 1.0)
-    note = row_note(plan)
+    note = notes(plan)
     axes.set_xlabel(f"time in {unit}" + (f" · {note}" if note else ""))
     axes.set_title(headline(plan), fontsize=11, loc="left")
     axes.tick_params(length=0)

@@ -123,7 +123,7 @@ def bars(
             "color": KIND_COLOURS[kind],
             "line": outline if computes else {"color": KIND_COLOURS[kind], "width": 1},
         },
-        text=[block.action.microbatch for block in blocks] if text else None,
+        text=[block.label for block in blocks] if text else None,
         textposition="inside" if text else "none",
         insidetextanchor="middle",
         textangle=0,
