@@ -58,7 +58,8 @@ class PlanRequest(_Problem):
     """Plan the training of a model on a cluster; see ``Choices`` for what may be chosen.
 
     The search starts from the plan ``start``, of the same layers, if there is one. It ends as soon
-    as the gap of the best plan is at most ``gap`` (0.01 is 1 %).
+    as the gap of the best plan is at most ``gap`` (0.01 is 1 %). On a single device, kernels whose
+    share of it is not in the profile are assumed to occupy ``assumed_share`` (None: all of it).
     """
 
     microbatches: int = 8
@@ -72,6 +73,26 @@ class PlanRequest(_Problem):
     backend: str | None = None
     order: ScheduleChoice | None = None
     out_of_order: OutOfOrder | None = None
+    assumed_share: float | None = None
+
+    @cached_property
+    def problem(self) -> PipelineProblem:
+        """The planning problem, with the share of a device that kernels are assumed to occupy."""
+        return PipelineProblem(
+            self.chain,
+            self.cluster,
+            self.microbatches,
+            self.memory_limit_bytes,
+            self.assumed_share,
+        )
+
+    @model_validator(mode="after")
+    def _require_streams(self) -> Self:
+        """Refuse a share of kernels where no kernels run side by side."""
+        asked = self.out_of_order
+        if self.assumed_share is not None and (asked is None or asked.training != "single"):
+            raise InputError("a share of a device is assumed for training on a single device only")
+        return self
 
     def limits(self, stop: StopToken | None = None) -> Limits:
         """The limits of the search, with the gap at which it may end."""
@@ -105,8 +126,13 @@ class _PlanOfProblem(Request):
     @cached_property
     def problem(self) -> PipelineProblem:
         """The problem of the plan's number of microbatches."""
-        limit = self.plan.memory_limit_bytes
-        return PipelineProblem(self.chain, self.cluster, self.plan.microbatches, limit)
+        return PipelineProblem(
+            self.chain,
+            self.cluster,
+            self.plan.microbatches,
+            self.plan.memory_limit_bytes,
+            self.plan.assumed_share,
+        )
 
 
 class CheckRequest(_PlanOfProblem, Search):

@@ -239,7 +239,15 @@ def _certified(
     problem: PipelineProblem, planner: str, known: ClassBounds, proposal: Proposal
 ) -> PipelinePlan:
     rule = WEIGHT_RULES[proposal.weights]
-    assembled = assemble(problem, planner, proposal.stages, proposal.starts, rule, proposal.begins)
+    assembled = assemble(
+        problem,
+        planner,
+        proposal.stages,
+        proposal.starts,
+        rule,
+        proposal.begins,
+        proposal.sub_ends,
+    )
     assert assembled.predicted is not None
     cost, plans = assembled.predicted.iteration_seconds, class_of(assembled)
     bounds = [

@@ -3,7 +3,7 @@
 import io
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stagewright.executor.drawing.periods import finish_seconds, phases
@@ -15,13 +15,10 @@ from stagewright.executor.drawing.timeline import (
     Row,
     headline,
     label_colour,
-    microbatch_number,
-    numbering,
-    row_note,
+    notes,
     time_unit,
     timeline,
 )
-from stagewright.formulations.plans.actions import Action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 
@@ -55,11 +52,10 @@ def png(plan: PipelinePlan) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     unit, scale = time_unit(finish_seconds(plan))
-    meaning, number = numbering(plan, rows)
     for y, row in enumerate(rows):
-        draw_row(axes, y, row, scale, finish_seconds(plan), number=number)
+        draw_row(axes, y, row, scale, finish_seconds(plan))
     is_bounded = _draw_bound(axes, plan, scale)
-    _dress(axes, plan, rows, scale, f"time in {unit} · numbers: {meaning}")
+    _dress(axes, plan, rows, unit, scale)
     _draw_phases(axes, plan, scale)
     draw_legend(axes, rows, is_bounded)
     return save(figure)
@@ -72,13 +68,15 @@ def draw_row(
     scale: float,
     finish: float,
     colours: Sequence[str] | None = None,
-    number: Callable[[Action], str] = microbatch_number,
 ) -> None:
     """Draw the blocks of ``row`` at height ``y``, by default in the colours of their kinds."""
     height = ROW_HEIGHT[row.group]
     colours = colours or [KIND_COLOURS[block.action.kind] for block in row.blocks]
     # White outlines separate computations; outlines in their own colour keep transfers visible.
     computes = row.group == "device"
+    in_turn = row.group == "reduce" and len(row.blocks) > 1
+    white = [computes or (in_turn and _fits(block, block.label, finish)) for block in row.blocks]
+    edges = ["white" if one else own for one, own in zip(white, colours, strict=True)]
     width = 0.4 if len(row.blocks) <= MAX_OUTLINED_BLOCKS else 0
     axes.broken_barh(
         [
@@ -87,13 +85,13 @@ def draw_row(
         ],
         (y - height / 2, height),
         facecolors=colours,
-        edgecolors="white" if computes else colours,
+        edgecolors=edges,
         linewidth=width if computes else 0.8,
     )
-    if not computes:
+    if not (computes or in_turn):
         return
     for block, colour in zip(row.blocks, colours, strict=True):
-        label = number(block.action)
+        label = block.label
         if label and _fits(block, label, finish):
             middle = (block.start_seconds + block.finish_seconds) / 2 * scale
             axes.text(middle, y, label, ha="center", va="center", fontsize=7,
@@ -130,13 +128,13 @@ def _draw_phases(axes: "Axes", plan: PipelinePlan, scale: float) -> None:
 
 
 def _dress(
-    axes: "Axes", plan: PipelinePlan, rows: tuple[Row, ...], scale: float, title: str
+    axes: "Axes", plan: PipelinePlan, rows: tuple[Row, ...], unit: str, scale: float
 ) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, finish_seconds(plan) * scale * 1.005 or 1.0)
-    note = row_note(plan)
-    axes.set_xlabel(title + (f" · {note}" if note else ""))
+    note = notes(plan)
+    axes.set_xlabel(f"time in {unit}" + (f" · {note}" if note else ""))
     axes.set_title(headline(plan), fontsize=11, loc="left")
     axes.tick_params(length=0)
     axes.grid(axis="x", color="#dddddd", lw=0.6)
@@ -195,11 +193,10 @@ def stacked_png(plans: Sequence[PipelinePlan], titles: Sequence[str]) -> bytes:
     unit, scale = time_unit(last)
     is_bounded = False
     for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
-        meaning, number = numbering(plan, rows)
         for y, row in enumerate(rows):
-            draw_row(axes, y, row, scale, last, number=number)
+            draw_row(axes, y, row, scale, last)
         is_bounded |= _draw_bound(axes, plan, scale)
-        _dress(axes, plan, rows, scale, f"time in {unit} · numbers: {meaning}")
+        _dress(axes, plan, rows, unit, scale)
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlim(0, last * scale * 1.005 or 1.0)
         axes.label_outer()

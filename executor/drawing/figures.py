@@ -1,6 +1,5 @@
 """The page's figures: timeline, peak memory, and microbatches in flight."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,12 +12,12 @@ from stagewright.executor.drawing.timeline import (
     KIND_NAMES,
     Block,
     Row,
-    numbering,
+    notes,
     row_note,
     time_unit,
     timeline,
 )
-from stagewright.formulations.plans.actions import ON_DEVICE, Action, ActionKind
+from stagewright.formulations.plans.actions import ON_DEVICE, ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.units import format_bytes
 
@@ -53,20 +52,19 @@ def timeline_figure(plan: PipelinePlan) -> "Figure":
     rows = timeline(plan)
     unit, scale = time_unit(finish_seconds(plan))
     figure = new_figure("timeline", min(MAX_FIGURE_PIXELS, 120 + ROW_PIXELS * len(rows)))
-    meaning, number = numbering(plan, rows)
     labelled = sum(len(row.blocks) for row in rows) <= MAX_LABELLED_BLOCKS
     for kind in KIND_COLOURS:
         placed = [(y, row, block) for y, row in enumerate(rows) for block in row.blocks]
         placed = [entry for entry in placed if entry[2].action.kind is kind]
         if placed:
-            figure.add_trace(bars(kind, placed, unit, scale, number if labelled else None))
+            figure.add_trace(bars(kind, placed, unit, scale, labelled))
     if phases(plan) is not None:
         _mark_phases(figure, plan, scale)
     elif plan.certificate is not None:
         bound = plan.certificate.bound_seconds * scale
         figure.add_trace(_bound_line(bound, len(rows), unit))
     figure.update_layout(barmode="overlay", bargap=0, hovermode="closest")
-    title = f"time in {unit}" + (f" · numbers: {meaning}" if labelled else "")
+    title = f"time in {unit} · {notes(plan)}"
     figure.update_xaxes(title=title, range=[0, finish_seconds(plan) * scale * 1.01])
     figure.update_yaxes(
         tickvals=list(range(len(rows))),
@@ -104,22 +102,18 @@ def _mark_phases(figure: "Figure", plan: PipelinePlan, scale: float) -> None:
 
 
 def bars(
-    kind: ActionKind,
-    placed: list[tuple[int, Row, Block]],
-    unit: str,
-    scale: float,
-    number: Callable[[Action], str] | None,
+    kind: ActionKind, placed: list[tuple[int, Row, Block]], unit: str, scale: float, labelled: bool
 ) -> "Bar":
-    """All blocks of one kind, each with the height and name of its row; ``number`` labels them."""
+    """All blocks of one kind, each with the height and name of its row."""
     from plotly.graph_objects import Bar
 
     blocks = [block for _, _, block in placed]
     starts = np.array([block.start_seconds for block in blocks]) * scale
     finishes = np.array([block.finish_seconds for block in blocks]) * scale
     computes = kind in ON_DEVICE
-    text = [number(block.action) for block in blocks] if number and computes else None
+    text = labelled and computes
     # White outlines separate computations; outlines in their own colour keep transfers visible.
-    outline = {"color": "white", "width": 0.5 if number else 0}
+    outline = {"color": "white", "width": 0.5 if labelled else 0}
     return Bar(
         name=KIND_NAMES[kind],
         orientation="h",
@@ -131,7 +125,7 @@ def bars(
             "color": KIND_COLOURS[kind],
             "line": outline if computes else {"color": KIND_COLOURS[kind], "width": 1},
         },
-        text=text,
+        text=[block.label for block in blocks] if text else None,
         textposition="inside" if text else "none",
         insidetextanchor="middle",
         textangle=0,

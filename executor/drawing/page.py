@@ -15,7 +15,7 @@ from stagewright.executor.drawing.figures import (
 )
 from stagewright.executor.drawing.periods import iteration_seconds, phases
 from stagewright.executor.drawing.summary import shared_text, shifts_text, summarise
-from stagewright.executor.drawing.timeline import device_count, row_note, shorten_devices
+from stagewright.executor.drawing.timeline import device_count, notes, shorten_devices
 from stagewright.formulations.checking.certificates import headlines
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
@@ -43,7 +43,7 @@ def page(plan: PipelinePlan) -> str:
         title=f"{plan.model} on {plan.cluster}",
         subtitle=_subtitle(plan),
         facts=list(_facts(plan)),
-        shown=", ".join(filter(None, (_shown(plan), row_note(plan)))),
+        shown=", ".join(filter(None, (_shown(plan), notes(plan)))),
         timeline=embed(timeline_figure(plan), buttons=True),
         charts=[(name, embed(chart)) for name, chart in charts.items() if chart is not None],
         bounds=_bounds(plan),

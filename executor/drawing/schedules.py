@@ -23,13 +23,7 @@ from stagewright.executor.drawing.figures import (
     new_figure,
 )
 from stagewright.executor.drawing.page import embed, render
-from stagewright.executor.drawing.timeline import (
-    KIND_COLOURS,
-    Block,
-    Row,
-    label_colour,
-    microbatch_number,
-)
+from stagewright.executor.drawing.timeline import KIND_COLOURS, Block, Row, label_colour
 from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.schedules.timing import TimedOrder
 
@@ -143,13 +137,12 @@ def _traces(panels: Sequence[Panel]) -> "list[Bar]":
         for i, (row, shades) in enumerate(zip(one.rows, one.shades, strict=True), start=1):
             for block, shade in zip(row.blocks, shades, strict=True):
                 found.setdefault((block.action.kind, shade), []).append((y + i, row, block))
-    is_labelled = sum(map(len, found.values())) <= MAX_LABELLED_BLOCKS
-    number = microbatch_number if is_labelled else None
+    labelled = sum(map(len, found.values())) <= MAX_LABELLED_BLOCKS
     order = [*KIND_COLOURS]
     traces, named = [], set()
     for kind, shade in sorted(found, key=lambda key: (order.index(key[0]), key[1])):
         colour = _colour(kind, shade)
-        trace = bars(kind, found[kind, shade], "", 1.0, number)
+        trace = bars(kind, found[kind, shade], "", 1.0, labelled)
         trace.update(
             marker_color=colour,
             textfont_color=label_colour(colour),

@@ -5,10 +5,11 @@ For a periodic plan this is a run with its warm-up, some whole periods, and its 
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal
 
 from stagewright.executor.drawing.periods import drawn
 from stagewright.formulations.plans.actions import (
@@ -24,6 +25,9 @@ from stagewright.formulations.plans.plan import (
 )
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
 from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+Numbers = Literal["microbatches", "stages", "stage.microbatch"]
+"""What the number on a computation is."""
 
 MAX_DEVICE_ROWS = 64  # with more devices rows would be lower than a line of text
 
@@ -60,13 +64,27 @@ def label_colour(colour: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An action in time; ``ends`` are a transfer's endpoints as text."""
+    """An action in time; ``ends`` are a transfer's endpoints as text.
+
+    ``numbers`` says what the number on a computation is.
+    """
 
     action: Action
     start_seconds: float
     finish_seconds: float
     bytes: float | None = None
     ends: str = ""
+    in_sub: bool = False
+    numbers: Numbers = "microbatches"
+
+    @property
+    def label(self) -> str:
+        """The number on a computation, the stage of an all-reduce; empty for an optimizer step."""
+        if self.action.microbatch is None:
+            return str(self.action.stage) if self.action.kind is ActionKind.REDUCE else ""
+        stage, microbatch = str(self.action.stage), str(self.action.microbatch)
+        both = f"{stage}.{microbatch}"
+        return {"microbatches": microbatch, "stages": stage, "stage.microbatch": both}[self.numbers]
 
     @property
     def detail(self) -> str:
@@ -77,7 +95,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The blocks of a device, channel or all-reduce; ``group`` says which of the three."""
+    """The blocks of a device or its stream, a channel or all-reduces; ``group`` says which."""
 
     name: str
     group: str
@@ -87,7 +105,9 @@ class Row:
 def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) -> tuple[Row, ...]:
     """Rows of devices by their first stage, then of channels, then of all-reduces.
 
-    In a periodic plan all transfers between two groups of devices share a channel. With more than
+    A device that uses its sub-stream has a row for each stream. In a periodic plan all transfers
+    between two groups of devices share a channel, in a finite one all-reduces of the same devices,
+    which follow each other, share a row. With more than
     ``max_device_rows`` devices (None: never) a row is a stage, drawn from its first device.
 
     Raises
@@ -98,19 +118,42 @@ def timeline(plan: PipelinePlan, max_device_rows: int | None = MAX_DEVICE_ROWS) 
     names = _device_rows(plan, merges_stages(plan, max_device_rows))
     devices: dict[str, list[Block]] = {device: [] for device in names}
     links: dict[tuple[str, tuple[int, ...]], list[Block]] = defaultdict(list)
-    shared = _shared_channels(plan)
+    shared = {"channel": _shared_channels(plan), "reduce": _shared_reductions(plan)}
     for device, block in blocks_of(plan, devices):
         if block.action.kind in ON_DEVICE:
             devices[device].append(block)
         else:
             group, s = _link(block.action)
-            links[group, shared.get(s, (s,)) if group == "channel" else (s,)].append(block)
-    rows = [Row(names[device], "device", _sorted(blocks)) for device, blocks in devices.items()]
+            links[group, shared[group].get(s, (s,))].append(block)
+    rows = [row for device, name in names.items() for row in _streams(name, devices[device])]
     for (group, places), blocks in sorted(links.items()):
-        ends = ", ".join(f"{s}-{s + 1}" if group == "channel" else str(s) for s in places)
-        name = "all-reduce" if group == "reduce" else group
-        rows.append(Row(f"{name} {ends}", group, _sorted(blocks)))
+        name = f"channel {', '.join(f'{s}-{s + 1}' for s in places)}"
+        if group == "reduce":
+            name = f"all-reduce {_numbers(places)}"
+        rows.append(Row(name, group, _sorted(blocks)))
     return tuple(rows)
+
+
+def _streams(name: str, blocks: Sequence[Block]) -> Iterator[Row]:
+    """The row of a device, or one for each of its streams."""
+    sub = [block for block in blocks if block.in_sub]
+    if not sub:
+        yield Row(name, "device", _sorted(blocks))
+        return
+    device, rest = name.split(" · ", 1)
+    main = [block for block in blocks if not block.in_sub]
+    yield Row(f"{device} · main · {rest}", "device", _sorted(main))
+    yield Row(f"{device} · sub", "device", _sorted(sub))
+
+
+def _shared_reductions(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
+    """Per stage of a finite plan those whose all-reduces take turns on the same devices."""
+    if plan.is_periodic:
+        return {}
+    stages: dict[frozenset[str], list[int]] = defaultdict(list)
+    for s, stage in enumerate(plan.stages):
+        stages[frozenset(stage.devices)].append(s)
+    return {s: tuple(places) for places in stages.values() for s in places}
 
 
 def _shared_channels(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
@@ -187,25 +230,17 @@ def row_note(plan: PipelinePlan) -> str:
     return f"one row per stage ({device_count(plan)} devices)"
 
 
-def numbering(plan: PipelinePlan, rows: Sequence["Row"]) -> tuple[str, Callable[[Action], str]]:
-    """What the number in a block stands for, and the number of an action; empty if it has none.
-
-    Microbatches; if devices have several stages, the stage too, or alone if it says everything.
-    """
-    own = [{block.action.stage for block in row.blocks} for row in rows if row.group == "device"]
-    if all(len(stages) <= 1 for stages in own):
-        return "microbatches", microbatch_number
-    if plan.microbatches == 1:
-        return "stages", lambda action: "" if action.microbatch is None else str(action.stage)
-    return (
-        "stage.microbatch",
-        lambda action: "" if action.microbatch is None else f"{action.stage}.{action.microbatch}",
-    )
+def numbering(plan: PipelinePlan) -> Numbers:
+    """What the numbers on computations are, so that they tell those of a device apart."""
+    if plan.microbatches == 1 and len(plan.stages) > 1:
+        return "stages"
+    homes = [device for stage in plan.stages for device in stage.devices]
+    return "microbatches" if len(homes) == len(set(homes)) else "stage.microbatch"
 
 
-def microbatch_number(action: Action) -> str:
-    """The number of the action's microbatch; empty for an optimizer step."""
-    return "" if action.microbatch is None else str(action.microbatch)
+def notes(plan: PipelinePlan) -> str:
+    """What rows and numbers mean."""
+    return ", ".join(filter(None, (row_note(plan), f"numbers: {numbering(plan)}")))
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -237,20 +272,26 @@ def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
 
 def stages_name(stages: Sequence[int | str]) -> str:
     """The name of a row of these stages."""
-    runs: list[list[str]] = []
-    for name in map(str, stages):
-        if runs and runs[-1][-1].isdigit() and name == str(int(runs[-1][-1]) + 1):
+    return f"stage{'s' if len(stages) > 1 else ''} {_numbers(stages)}"
+
+
+def _numbers(names: Sequence[int | str]) -> str:
+    """Names in a list, three and more consecutive numbers as a range."""
+    runs: list[list[int | str]] = []
+    for name in names:
+        last = runs[-1][-1] if runs else None
+        if isinstance(name, int) and isinstance(last, int) and name == last + 1:
             runs[-1].append(name)
         else:
             runs.append([name])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs]
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(texts)}"
+    texts = (f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
+    return ", ".join(texts)
 
 
-def _with_features(plan: PipelinePlan, stages: Sequence[int]) -> list[str]:
+def _with_features(plan: PipelinePlan, stages: Sequence[int]) -> list[int | str]:
     """The stages' numbers, followed by their special features: ``2 (round-robin, offload)``."""
     features = ((s, stage_features(plan.stages[s])) for s in stages)
-    return [f"{s} ({', '.join(its)})" if its else str(s) for s, its in features]
+    return [f"{s} ({', '.join(its)})" if its else s for s, its in features]
 
 
 def stage_features(stage: Stage) -> list[str]:
@@ -271,7 +312,7 @@ def blocks_of(
 
     An action that belongs to no stage of the plan is refused.
     """
-    blocks = []
+    blocks, numbers = [], numbering(plan)
     actions = drawn(plan).actions
     parsed = {text: parse_action(text) for text in {timed.action for timed in actions}}
     for timed in actions:
@@ -280,7 +321,9 @@ def blocks_of(
             continue
         ends = _ends(timed.sources, timed.targets)
         times = (timed.start_seconds, timed.finish_seconds)
-        blocks.append((timed.device, Block(action, *times, timed.bytes, ends)))
+        in_sub = timed.stream == "sub"
+        block = Block(action, *times, timed.bytes, ends, in_sub, numbers)
+        blocks.append((timed.device, block))
     return blocks
 
 

@@ -12,6 +12,7 @@ from stagewright.executor.simulation.run import Run, either
 from stagewright.formulations.plans.actions import BARE, COMPUTE, ON_DEVICE, PLANNED, UPDATE, B, W
 from stagewright.formulations.plans.periodic import steady_microbatches
 from stagewright.formulations.plans.plan import PeriodicSchedule, ScheduledAction
+from stagewright.formulations.plans.timing import covered_seconds
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 
@@ -39,7 +40,7 @@ class Simulation:
 
     ``idle_seconds`` is each used device's time without computation. ``slack_seconds`` is how much
     longer one of its computations may take without a longer iteration: 0 for a device on a
-    critical path.
+    critical path, and for one with two streams, where a short delay may become a long one.
 
     For a periodic plan the actions are those of the run described by ``periodic``; the iteration
     is one measured period per microbatch, and idle times are per iteration. Slack is how much
@@ -57,6 +58,8 @@ def summary(run: Run, outcome: Outcome) -> Simulation:
     """The results of a finite plan's run."""
     iteration = max(outcome.ends)
     busy, slack = _per_device(run, outcome, range(len(run.actions)))
+    if run.sub:
+        busy = _covered(run, outcome)
     return Simulation(
         iteration,
         _timed(run, outcome),
@@ -131,6 +134,16 @@ def _per_device(
             busy[device] += run.seconds[i]
             slack[device] = min(slack[device], outcome.slacks[i])
     return busy, slack
+
+
+def _covered(run: Run, outcome: Outcome) -> dict[str, float]:
+    """Per used device the time in which one of its streams computes, or both."""
+    own: dict[str, list[int]] = {name: [] for stage in run.plan.stages for name in stage.devices}
+    for i, action in enumerate(run.actions):
+        if action.kind in ON_DEVICE:
+            own[run.plan.actions[i].device].append(i)
+    starts, ends = np.array(outcome.starts), np.array(outcome.ends)
+    return {name: covered_seconds(starts[entries], ends[entries]) for name, entries in own.items()}
 
 
 def _timed(run: Run, outcome: Outcome) -> tuple[ScheduledAction, ...]:

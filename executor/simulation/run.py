@@ -21,6 +21,7 @@ from stagewright.formulations.plans.plan import (
 from stagewright.formulations.plans.timing import (
     durations,
     expected_actions,
+    kernel_shares,
     split_backwards,
     update_seconds,
     updated_stages,
@@ -41,7 +42,9 @@ class Run:
     """The simulated actions: of a finite plan, or of many iterations of a periodic plan.
 
     ``plan`` is finite, ``actions`` are those of its entries (the devices of a stage share one
-    text). In a run of many iterations stages share links, and weights have two versions.
+    text). In a run of many iterations stages share links, and weights have two versions. ``sub``
+    are the entries in sub-streams; if there are any, ``shares`` has the share of its device that
+    each entry occupies.
     """
 
     plan: PipelinePlan
@@ -50,6 +53,8 @@ class Run:
     seconds: list[float]
     iteration_microbatches: int
     is_periodic: bool
+    sub: frozenset[int] = frozenset()
+    shares: tuple[float, ...] = ()
 
 
 def prepared_run(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[str, float]) -> Run:
@@ -65,7 +70,13 @@ def prepared_run(problem: PipelineProblem, plan: PipelinePlan, factors: Mapping[
     actions = _actions(finite)
     seconds = _seconds(problem, finite, actions, factors)
     entries = _entries_by_action(finite, actions)
-    return Run(finite, actions, entries, seconds, plan.microbatches, finite is not plan)
+    run = Run(finite, actions, entries, seconds, plan.microbatches, finite is not plan)
+    if not plan.uses_two_streams:
+        return run
+    sub = frozenset(i for i, entry in enumerate(plan.actions) if entry.stream == "sub")
+    shares = [kernel_shares(problem, stage) for stage in plan.stages]
+    occupied = tuple(shares[action.stage].get(action.kind, 0.0) for action in actions)
+    return replace(run, sub=sub, shares=occupied)
 
 
 def _with_updates(

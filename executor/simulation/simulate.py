@@ -1,7 +1,7 @@
 """Discrete-event simulation of the order in a plan, under the cost model.
 
-Only the order of a plan's actions on each device and channel is read from its times. Every action
-then starts as soon as its dependencies and its predecessors on its device or channel have ended.
+Only the order of a plan's actions on each stream and channel is read from its times. Every action
+then starts as soon as its dependencies and its predecessors on its stream or channel have ended.
 Memory needs no separate rule: the order of a valid plan on each device respects it.
 
 A periodic plan is simulated for enough iterations to fill the pipeline, reach the steady state and
@@ -36,7 +36,8 @@ def simulate(
     """Run the order of ``plan``.
 
     Without jitter and stragglers no action of a valid plan ends later than in the plan, and all
-    times are the plan's if no action in it waits unnecessarily.
+    times are the plan's if no action in it waits unnecessarily. Only of a plan with two streams an
+    action may end later, if another one waits in the plan and leaves the device to it.
 
     Parameters
     ----------

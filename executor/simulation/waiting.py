@@ -123,7 +123,7 @@ def _turns(stages: Sequence[Stage], device: str) -> tuple[tuple[int, int], ...]:
 
 
 def _queues(run: Run) -> list[list[int]]:
-    """Per device and channel its entries in the order of their times in the plan.
+    """Per stream of a device and per channel its entries in the order of their times in the plan.
 
     Zero-length actions at one instant are in the order in which a microbatch meets them.
     """
@@ -131,7 +131,7 @@ def _queues(run: Run) -> list[list[int]]:
     queues: defaultdict[object, list[int]] = defaultdict(list)
     for i, (action, entry) in enumerate(zip(run.actions, entries, strict=True)):
         if action.kind in ON_DEVICE:
-            queues[entry.device].append(i)
+            queues[entry.device, entry.stream].append(i)
         elif action.kind is REDUCE:
             for name in entry.sources or ():
                 queues["all-reduces", name].append(i)

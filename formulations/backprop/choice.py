@@ -9,7 +9,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count
 
-Training = Literal["data", "pipeline"]
+Training = Literal["data", "pipeline", "single"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class OutOfOrder:
     ----------
     training
         ``data``: all devices share every layer. ``pipeline``: groups of layers go around the
-        devices (modulo allocation).
+        devices (modulo allocation). ``single``: the only device runs weight gradients in a
+        sub-stream.
     reversed_layers
         ``data``: k of reverse first-k scheduling; None: the best order found.
     group

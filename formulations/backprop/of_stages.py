@@ -1,6 +1,7 @@
 """The common problem of a plan's stages, and what it proves about their schedules."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from stagewright.graphs.documents.arrays import Floats
 
 BETWEEN_LOSSES = {name: f"{name} between losses" for name in (CRITICAL_PATH, ONE_RESOURCE)}
 """The arguments of :func:`window_bounds` for schedules of given stages."""
+
+ORDERS_BETWEEN_LOSSES = replace(EVERY_BACKWARD_FIRST, streams=1)
+"""The schedules that these bounds hold for: every device computes one thing at a time."""
 
 
 def splits(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[bool, ...]:
@@ -61,7 +65,7 @@ def stage_bounds(problem: PipelineProblem, stages: Sequence[Stage]) -> tuple[Bou
         if len(kinds) > 1 or stage.turns > 1 or stage.recompute != "none":
             return ()
     return tuple(
-        Bound(seconds, BETWEEN_LOSSES[name], "schedule", EVERY_BACKWARD_FIRST)
+        Bound(seconds, BETWEEN_LOSSES[name], "schedule", ORDERS_BETWEEN_LOSSES)
         for name, seconds in window_bounds(common_problem(problem, stages))
     )
 

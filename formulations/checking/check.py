@@ -2,7 +2,8 @@
 
 Rules that need no times come first: the plan answers this problem, its stages cover the layers
 (`frame`), and every action appears once (`expected`). Then the times: durations and dependencies
-(`order`), no overlap on a device or a channel (`overlaps`), memory at every instant (`peaks`), the
+(`order`), no overlap on a stream or a channel (`overlaps`), the speed beside the main stream
+(`streams`), memory at every instant (`peaks`), the
 rules across iterations (`periodic_rules`), and the plan's own predictions and certificate
 (`predictions`, `certificates`, `proofs`).
 """
@@ -18,6 +19,7 @@ from stagewright.formulations.checking.peaks import memory_exceeded
 from stagewright.formulations.checking.periodic_rules import broken_iterations, broken_pattern
 from stagewright.formulations.checking.predictions import broken_prediction, predicted
 from stagewright.formulations.checking.proofs import Verdict, verdicts
+from stagewright.formulations.checking.streams import broken_sub_streams
 from stagewright.formulations.checking.times import PlanTimes, read_times, unrolled_steady
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -101,6 +103,7 @@ def require_structure(problem: PipelineProblem, plan: PipelinePlan) -> None:
 
 def _broken_times(times: PlanTimes, plan: PipelinePlan) -> Iterator[Violation]:
     yield from broken_durations(times)
+    yield from broken_sub_streams(times)
     yield from broken_dependencies(times)
     yield from overlaps(times)
     yield from memory_exceeded(times)

@@ -132,6 +132,8 @@ def _broken_computation(
     """A computation has no endpoints, and the devices that split it run it at the same time."""
     if len({(entry.start_seconds, entry.finish_seconds) for entry in entries.values()}) > 1:
         yield Violation("replicas", str(action), "its devices run it at different times")
+    if len({entry.stream for entry in entries.values()}) > 1:
+        yield Violation("replicas", str(action), "its devices run it in different streams")
     for name, entry in entries.items():
         if (entry.sources, entry.targets, entry.bytes) != (None, None, None):
             yield Violation("endpoints", f"{action} on {name}", "a computation has none")

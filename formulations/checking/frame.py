@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from stagewright.formulations.checking.times import devices_by_lanes
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import W, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -60,6 +61,31 @@ def _broken_streams(plan: PipelinePlan) -> Iterator[Violation]:
                 f"{one.action} on {one.device}",
                 "is in the sub-stream: only weight gradients can be, in a schedule that begins "
                 "with the backwards",
+            )
+    if plan.uses_two_streams:
+        yield from _broken_shared_streams(plan)
+
+
+def _broken_shared_streams(plan: PipelinePlan) -> Iterator[Violation]:
+    """Devices that split a weight gradient in their sub-streams run the same stages.
+
+    Else the same weight gradient would run beside different computations, at different speeds.
+    """
+    alike = devices_by_lanes(plan.stages)
+    of = {name: lanes for lanes, names in alike.items() for name in names}
+    for one in plan.actions:
+        if one.stream != "sub":
+            continue
+        action = parse_action(one.action)
+        if not (action.stage < len(plan.stages) and one.device in of):
+            continue  # not an action of this plan
+        group = plan.stages[action.stage].runners(action.microbatch or 0)
+        if any(of[name] != of[one.device] for name in group):
+            yield Violation(
+                "stream",
+                f"{one.action} on {one.device}",
+                f"is in the sub-stream, and not all devices that split it run the same stages: "
+                f"{', '.join(group)}",
             )
 
 

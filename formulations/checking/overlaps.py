@@ -22,6 +22,7 @@ from stagewright.formulations.plans.actions import (
     SEND_F,
     UPDATE,
     ActionKind,
+    W,
 )
 from stagewright.formulations.plans.timing import channels
 
@@ -29,11 +30,14 @@ Row = tuple[ActionKind, Lane]
 
 
 def overlaps(times: PlanTimes) -> Iterator[Violation]:
-    """One computation at a time on a device, one transfer in either direction on a channel."""
+    """One computation at a time on a stream, one transfer in either direction on a channel."""
     for lanes, names in devices_by_lanes(times.stages).items():
         rows: list[Row] = [(kind, lane) for lane in lanes for kind in COMPUTE]
         rows += [(UPDATE, (s, 0, 1)) for s, _, _ in lanes]
         yield from _overlap(times, f"device {names[0]}", rows)
+        if times.in_sub.any():
+            rows = [(W, lane) for lane in lanes]
+            yield from _overlap(times, f"sub-stream of device {names[0]}", rows, sub=True)
     yield from _host_overlaps(times)
     if times.schedule is not None:
         yield from _link_overlaps(times)
@@ -86,10 +90,14 @@ def _link_overlaps(times: PlanTimes) -> Iterator[Violation]:
         yield from _overlap(times, f"link of {' and '.join(names[0] for names in ends)}", rows)
 
 
-def _overlap(times: PlanTimes, name: str, rows: Sequence[Row]) -> Iterator[Violation]:
-    """Overlaps among ``rows``, which share a resource."""
-    starts = np.concatenate([times.starts[kind][s, m::step] for kind, (s, m, step) in rows])
-    ends = np.concatenate([times.ends(kind)[s, m::step] for kind, (s, m, step) in rows])
+def _overlap(
+    times: PlanTimes, name: str, rows: Sequence[Row], sub: bool = False
+) -> Iterator[Violation]:
+    """Overlaps among ``rows``, which share a resource; of computations in one of the streams."""
+    parts = [
+        [values[s, m::step] for values in times.on_stream(kind, sub)] for kind, (s, m, step) in rows
+    ]
+    starts, ends = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     # A zero-length action may start or end together with another one, in any order.
     lasting = np.flatnonzero(ends > starts)  # not NaN
     order = lasting[np.lexsort((ends[lasting], starts[lasting]))]

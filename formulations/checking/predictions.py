@@ -7,31 +7,51 @@ from dataclasses import replace
 import numpy as np
 
 from stagewright.formulations.checking.peaks import peaks
-from stagewright.formulations.checking.times import PlanTimes
+from stagewright.formulations.checking.times import Lane, PlanTimes, devices_by_lanes
 from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import COMPUTE, UPDATE
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Predicted, Stage
-from stagewright.formulations.plans.timing import are_sent
+from stagewright.formulations.plans.timing import are_sent, covered_seconds
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Floats
 
 
 def predicted(times: PlanTimes) -> Predicted:
     """Predictions of the cost model for a plan with these times."""
     devices = len({name for stage in times.stages for name in stage.devices})
-    shares = np.array([len(stage.runners(0)) for stage in times.stages])
-    busy = float(shares @ sum(np.nansum(times.durations[kind], axis=1) for kind in COMPUTE))
-    problem = replace(times.problem, microbatches=times.iteration_microbatches)
-    busy *= problem.microbatches / times.problem.microbatches
-    every = np.array([len(stage.devices) for stage in times.stages])
-    busy += float(every @ np.nansum(times.durations[UPDATE], axis=1))
     cost = times.cost_seconds
+    problem = replace(times.problem, microbatches=times.iteration_microbatches)
     return Predicted(
         iteration_seconds=cost,
-        bubble=1 - busy / (devices * cost) if cost > 0 else 0.0,
+        bubble=1 - _busy(times) / (devices * cost) if cost > 0 else 0.0,
         peak_memory_bytes={name: static + saved for name, static, saved in peaks(times)},
         link_bytes=_link_bytes(problem, times.stages),
     )
+
+
+def _busy(times: PlanTimes) -> float:
+    """Seconds in which devices compute, of all devices; two streams at once count once."""
+    if times.in_sub.any():
+        return sum(
+            len(names) * covered_seconds(*_computed(times, lanes))
+            for lanes, names in devices_by_lanes(times.stages).items()
+        )
+    shares = np.array([len(stage.runners(0)) for stage in times.stages])
+    busy = float(shares @ sum(np.nansum(times.durations[kind], axis=1) for kind in COMPUTE))
+    busy *= times.iteration_microbatches / times.problem.microbatches
+    every = np.array([len(stage.devices) for stage in times.stages])
+    busy += float(every @ np.nansum(times.durations[UPDATE], axis=1))
+    return busy
+
+
+def _computed(times: PlanTimes, lanes: Sequence[Lane]) -> tuple[Floats, Floats]:
+    """Starts and ends of what devices with these lanes compute, in both streams."""
+    rows = [(kind, lane) for kind in COMPUTE for lane in lanes]
+    rows += [(UPDATE, (s, 0, 1)) for s, _, _ in lanes]
+    starts = [times.starts[kind][s, m::step] for kind, (s, m, step) in rows]
+    ends = [times.ends(kind)[s, m::step] for kind, (s, m, step) in rows]
+    return np.concatenate(starts), np.concatenate(ends)
 
 
 def _link_bytes(problem: PipelineProblem, stages: Sequence[Stage]) -> dict[str, float]:

@@ -12,7 +12,12 @@ from typing import Literal
 
 import numpy as np
 
-from stagewright.formulations.backprop.of_stages import BETWEEN_LOSSES, stage_bounds
+from stagewright.formulations.backprop.of_stages import (
+    BETWEEN_LOSSES,
+    ORDERS_BETWEEN_LOSSES,
+    stage_bounds,
+)
+from stagewright.formulations.backprop.streams_bound import TWO_STREAMS, two_streams_bound
 from stagewright.formulations.patterns.joint_patterns import ALLOCATIONS
 from stagewright.formulations.patterns.one_f_one_b import (
     PATTERN_LOAD,
@@ -175,10 +180,15 @@ def _finite(bound_of: Callable[[PipelineProblem, bool], float]) -> Value:
     return lambda problem, plan, bound: bound_of(problem, not bound.plans.split_backward)
 
 
+def _by_streams(bound_of: Callable[[PipelineProblem, Literal[1, 2]], float]) -> Value:
+    """A bound on every plan, larger if devices have one stream."""
+    return lambda problem, plan, bound: bound_of(problem, bound.plans.streams)
+
+
 def _of_load(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
     if len(bound.witness) != len(problem.kinds):
         return None
-    return every_plan.priced_load_bound(problem, np.array(bound.witness))
+    return every_plan.priced_load_bound(problem, np.array(bound.witness), bound.plans.streams)
 
 
 def _of_schedule(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
@@ -222,14 +232,13 @@ def _of_periods(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> f
 
 ARGUMENTS: dict[str, Argument] = {
     every_plan.LOAD: Argument("problem", EVERY_PLAN, _of_load),
-    every_plan.LAYER: Argument(
-        "problem", EVERY_PLAN, lambda problem, plan, bound: every_plan.layer_bound(problem)
-    ),
-    every_plan.COPIES: Argument(
-        "problem", EVERY_PLAN, lambda problem, plan, bound: every_plan.copies_bound(problem)
-    ),
+    every_plan.LAYER: Argument("problem", EVERY_PLAN, _by_streams(every_plan.layer_bound)),
+    every_plan.COPIES: Argument("problem", EVERY_PLAN, _by_streams(every_plan.copies_bound)),
     every_plan.PATH: Argument("problem", EVERY_FINITE, _finite(every_plan.path_bound)),
     every_plan.LAYER_PATH: Argument("problem", EVERY_FINITE, _finite(every_plan.layer_path_bound)),
+    TWO_STREAMS: Argument(
+        "problem", EVERY_BACKWARD_FIRST, lambda problem, plan, bound: two_streams_bound(problem)
+    ),
     FILL_AND_DRAIN: Argument("problem", DISJOINT_SPLIT),
     WIDE_FILL_AND_DRAIN: Argument("problem", DISJOINT_WHOLE),
     SERVERS: Argument("problem", DISJOINT_SPLIT),
@@ -247,7 +256,7 @@ ARGUMENTS: dict[str, Argument] = {
     EDGE_FINDING: Argument("schedule", EVERY_FINITE, _of_devices),
     **{name: Argument("problem", EVERY_PERIODIC, _of_periods) for name in OF_PERIODS},
     **{
-        name: Argument("schedule", EVERY_BACKWARD_FIRST, _between_losses)
+        name: Argument("schedule", ORDERS_BETWEEN_LOSSES, _between_losses)
         for name in BETWEEN_LOSSES.values()
     },
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),

@@ -19,11 +19,13 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan, Stage
 from stagewright.formulations.plans.timing import (
     Blocks,
+    Split,
     durations,
     empty_blocks,
     expected_actions,
     split_backwards,
     updated_stages,
+    whole_backwards,
 )
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.plans.weight_rules import WeightRule
@@ -37,7 +39,8 @@ Lane = tuple[int, int, int]
 class PlanTimes:
     """The times in a plan of valid structure, next to the cost model's durations.
 
-    ``finishes`` are the plan's; all rules except the one on durations use starts + durations.
+    ``finishes`` are the plan's; all rules except the one on durations use starts + durations. What
+    runs in a sub-stream may take longer: there the finishes count, and `streams` has the rule.
     ``problem`` has as many microbatches as the arrays; for a periodic plan these are the unrolled
     ones, not those of an iteration.
     """
@@ -49,12 +52,24 @@ class PlanTimes:
     starts: Blocks
     finishes: Blocks
     durations: Blocks
+    in_sub: Split  # the weight gradients in sub-streams, shape (S, M)
     schedule: PeriodicSchedule | None = None  # the unrolled schedule; times are without pauses
     backward_first: bool = False
 
     def ends(self, kind: ActionKind) -> Floats:
         """When the actions of ``kind`` end by the cost model, shape (S, M)."""
-        return self.starts[kind] + self.durations[kind]
+        ends = self.starts[kind] + self.durations[kind]
+        if kind is not W or not self.in_sub.any():
+            return ends
+        return np.where(self.in_sub, self.finishes[W], ends)
+
+    def on_stream(self, kind: ActionKind, sub: bool) -> tuple[Floats, Floats]:
+        """Starts and ends of the actions in the main or the sub-stream; NaN for the others."""
+        starts, ends = self.starts[kind], self.ends(kind)
+        if kind is not W or not (sub or self.in_sub.any()):
+            return starts, ends
+        other = self.in_sub != sub
+        return np.where(other, np.nan, starts), np.where(other, np.nan, ends)
 
     @cached_property
     def done(self) -> Floats:
@@ -113,11 +128,14 @@ def _read_finite(
     entries = {entry.action: entry for entry in plan.actions}
     starts = empty_blocks(len(plan.stages), plan.microbatches)
     finishes = empty_blocks(len(plan.stages), plan.microbatches)
+    in_sub = whole_backwards(plan.stages, plan.microbatches)
     split = split_backwards(plan)
     for action in expected_actions(plan.stages, plan.microbatches, split, updated):
         entry, m = entries[str(action)], action.microbatch or 0
         starts[action.kind][action.stage, m] = entry.start_seconds
         finishes[action.kind][action.stage, m] = entry.finish_seconds
+        if entry.stream == "sub":
+            in_sub[action.stage, m] = True
     lasting = durations(problem, plan.stages, split, plan.weight_rule)
     return PlanTimes(
         problem=problem,
@@ -127,6 +145,7 @@ def _read_finite(
         starts=starts,
         finishes=finishes,
         durations=lasting,
+        in_sub=in_sub,
         backward_first=plan.is_backward_first,
     )
 

@@ -7,21 +7,19 @@ all samples (r = 1). Recomputation and optimizer steps within a backward only ad
 Transfers are left out, as stages on the same devices have none. During a backward, a device holds
 the states and the saved activations of its layers.
 
-A bound is computed from tables of the least times, all of shape (..., L). The proofs are in
+A bound is computed from tables of the least times, all of shape (..., L); ``streams`` says whether
+it holds for plans with one stream on every device, or also for those with two. The proofs are in
 docs/certificates.md.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
 from stagewright.formulations.forms.models import LinearProgram
-from stagewright.formulations.plans.memory import least_state_factor
+from stagewright.formulations.pipelines.least_times import MARGIN, LeastTimes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.units import format_bytes
@@ -33,138 +31,27 @@ PATH = "way of one microbatch"
 LAYER_PATH = "longest layer and the way around it"
 
 PRECISION = 1e-6  # relative width at which the bisection for the copies stops
-MARGIN = 1e-9  # relative; rounding of sums of bytes
 
 
-@dataclass(frozen=True)
-class LeastTimes:
-    """The least times of each layer over all devices and numbers of devices.
-
-    Axes are kinds of devices K, numbers of devices R = 1 .. most, devices V, and layers L; entries
-    are inf if memory or the number of samples rules the combination out.
-    """
-
-    problem: PipelineProblem
-
-    @cached_property
-    def numbers(self) -> range:
-        """Numbers of devices that a stage can split its microbatches among."""
-        most = int(self.problem.replicas_per_layer.max())
-        return range(1, min(len(self.problem.cluster), most) + 1)
-
-    @property
-    def worthwhile(self) -> range:
-        """Numbers of devices that can be the best for a layer.
-
-        From M + 1 on, a device with one microbatch computes no less, and all-reduces take longer.
-        """
-        most = max(self.numbers[-1], self.problem.microbatches + 1)
-        return range(1, min(len(self.problem.cluster), most) + 1)
-
-    @cached_property
-    def kind_of(self) -> NDArray[np.int64]:
-        """The index of each device's kind, shape (V,)."""
-        kinds = self.problem.kinds
-        return np.array([kinds.index(one.kind) for one in self.problem.cluster.devices])
-
-    @cached_property
-    def state_bytes(self) -> Floats:
-        """The least bytes of weights, gradients and optimizer state, shape (L,)."""
-        return self.problem.chain.parameter_bytes * least_state_factor(self.problem)
-
-    @cached_property
-    def needs(self) -> Floats:
-        """Bytes that a layer needs on a device during its backward, shape (R, L)."""
-        saved = [self.problem.saved_per_layer(r) for r in self.numbers]
-        return np.asarray(saved) + self.state_bytes
-
-    @cached_property
-    def possible(self) -> NDArray[np.bool_]:
-        """Whether r devices can split a layer, by its samples and their memory, shape (R, L)."""
-        numbers, memory = np.array(self.numbers)[:, None], np.sort(self.problem.memory_bytes)
-        with_room = len(memory) - np.searchsorted(memory * (1 + MARGIN), self.needs)
-        return np.asarray((with_room >= numbers) & (numbers <= self.problem.replicas_per_layer))
-
-    @cached_property
-    def forward(self) -> Floats:
-        """Seconds of a layer's forward on a device of kind k, one of r, shape (K, R, L)."""
-        return self._table(lambda kind, r: self.problem.costs(kind, r).forward_seconds)
-
-    @cached_property
-    def backward(self) -> Floats:
-        """Seconds of the backward, whole or its two parts, shape (K, R, L)."""
-        return self._table(lambda kind, r: self.problem.costs(kind, r).backward_seconds)
-
-    @cached_property
-    def gradient(self) -> Floats:
-        """Seconds until the input gradient can be sent, shape (K, R, L).
-
-        The whole backward if the layer has no separate times for its parts.
-        """
-        known = [
-            all(cost.backward_seconds is None for cost in layer.costs)
-            for layer in self.problem.chain.layers
-        ]
-        parts = self._table(lambda kind, r: self.problem.gradient_costs(kind, r).forward_seconds)
-        return np.where(known, parts, self.backward)
-
-    @cached_property
-    def update(self) -> Floats:
-        """Seconds of the optimizer's step on a layer, shape (K, L)."""
-        return np.array([self.problem.update_per_layer(kind) for kind in self.problem.kinds])
-
-    @cached_property
-    def device_seconds(self) -> Floats:
-        """Device-seconds of a microbatch on kind k with the best split, shape (K, L)."""
-        numbers = np.array(self.numbers)[None, :, None]
-        return np.asarray((numbers * (self.forward + self.backward)).min(axis=1))
-
-    @cached_property
-    def ring(self) -> tuple[Floats, Floats]:
-        """Seconds per byte and latency of the best ring of r devices, shapes (V,), r = 1 .. V.
-
-        Each device of a group has links to r - 1 others, so the (r - 1)-th best link of some device
-        is at least as good as the worst link of any group.
-        """
-        bandwidth, latency = self.problem.cluster.pairs.nearest()
-        return np.append(0.0, 1 / bandwidth), np.append(0.0, latency)
-
-    def all_reduce(self, r: int) -> Floats:
-        """Least seconds of a layer's all-reduce among r devices, shape (L,)."""
-        seconds_per_byte, latency = self.ring
-        volume = 2 * (r - 1) / r * self.problem.chain.parameter_bytes
-        return np.asarray(volume * seconds_per_byte[r - 1] + 2 * (r - 1) * latency[r - 1])
-
-    def slowest_of(self, r: int, seconds: Floats) -> Floats:
-        """The least time of the slowest of r devices, shape (L,), from times per kind (K, L)."""
-        order = np.argsort(seconds, axis=0)
-        so_many = np.cumsum(np.bincount(self.kind_of)[order], axis=0)
-        kind = np.take_along_axis(order, np.argmax(so_many >= r, axis=0)[None, :], axis=0)
-        return np.asarray(np.take_along_axis(seconds, kind, axis=0)[0])
-
-    def _table(self, of: Callable[[str, int], Floats]) -> Floats:
-        """Values of ``of`` per kind and number of devices; inf where a layer does not fit."""
-        kinds, memory = self.problem.kinds, self.problem.memory_bytes * (1 + MARGIN)
-        values = np.array([[of(kind, r) for r in self.numbers] for kind in kinds])
-        largest = [memory[self.kind_of == k].max() for k in range(len(kinds))]
-        room = self.needs <= np.array(largest)[:, None, None]
-        return np.where(room & self.possible, values, np.inf)
-
-
-def priced_load_bound(problem: PipelineProblem, prices: Floats) -> float:
+def priced_load_bound(
+    problem: PipelineProblem, prices: Floats, streams: Literal[1, 2] = 2
+) -> float:
     """A bound from the total load, with ``prices`` of a second on each kind of device, (K,).
 
     In a plan of T seconds the n_k devices of kind k are busy for at most n_k T. On kind k a layer
     takes at least e(l, k) device-seconds per microbatch, or a share of that for a share of the
     microbatches, and once the optimizer step u(l, k). At prices p >= 0 with sum n_k p_k = 1 all
     device time costs T, so T >= sum_l (M min_k p_k e(l, k) + min_k p_k u(l, k)). This holds for any
-    prices; the best ones are duals of a linear program (:func:`price_program`).
+    prices; the best ones are duals of a linear program (:func:`price_program`). It also holds for
+    each way to count e in `LeastTimes.loads`.
     """
-    times = LeastTimes(problem)
+    times = LeastTimes(problem, streams)
     whole = float(np.bincount(times.kind_of) @ prices)
     if not (prices >= 0).all() or not 0 < whole < math.inf:
         return 0.0
-    work = _priced(prices, times.device_seconds).min(axis=0).sum()
+    work = max(
+        float(_priced(prices, times.device_seconds(load)).min(axis=0).sum()) for load in times.loads
+    )
     steps = _priced(prices, times.update).min(axis=0).sum()
     return float(problem.microbatches * work + steps) / whole
 
@@ -176,7 +63,8 @@ def price_program(problem: PipelineProblem) -> LinearProgram:
     every optimizer step.
     """
     times = LeastTimes(problem)
-    seconds = np.hstack([problem.microbatches * times.device_seconds, times.update])
+    work = times.device_seconds(times.occupied)
+    seconds = np.hstack([problem.microbatches * work, times.update])
     scale = float(seconds.max(initial=0.0, where=np.isfinite(seconds))) or 1.0
     kinds, costs = seconds.shape
     # p_k e(l, k) - c_l >= 0; no row for a kind whose memory is too small for the layer.
@@ -202,7 +90,7 @@ def price_program(problem: PipelineProblem) -> LinearProgram:
     )
 
 
-def layer_bound(problem: PipelineProblem) -> float:
+def layer_bound(problem: PipelineProblem, streams: Literal[1, 2] = 2) -> float:
     """The longest time of a layer on its best devices, with its all-reduce.
 
     With split replication each of r devices processes all M microbatches; with round-robin
@@ -210,23 +98,23 @@ def layer_bound(problem: PipelineProblem) -> float:
     all-reduced once per iteration; in a periodic plan the all-reduce may overlap with computations
     of the next iteration and with the optimizer step of another.
     """
-    times, best = LeastTimes(problem), np.full(len(problem.chain), np.inf)
+    times, best = LeastTimes(problem, streams), np.full(len(problem.chain), np.inf)
     for r in times.worthwhile:
         ring, step = times.all_reduce(r), times.slowest_of(r, times.update)
-        for busy in _busy(times, times.forward + times.backward, r):
+        for busy in _busy(times, times.occupied, r):
             best = np.minimum(best, np.maximum(busy + step, ring))
     return float(best.max())
 
 
-def copies_bound(problem: PipelineProblem) -> float:
+def copies_bound(problem: PipelineProblem, streams: Literal[1, 2] = 2) -> float:
     """The least time T for which the required copies of the layers fit in the total memory.
 
     A device spends at most T - u on a layer, so the states of the layer are on at least
     M e / (T - u) devices. T is found by bisection; below it the copies exceed the total memory.
     Infinite if a single copy of each layer does.
     """
-    times = LeastTimes(problem)
-    work = problem.microbatches * times.device_seconds.min(axis=0)
+    times = LeastTimes(problem, streams)
+    work = problem.microbatches * times.device_seconds(times.occupied).min(axis=0)
     steps = times.update.min(axis=0)
     memory = float(problem.memory_bytes.sum()) * (1 + MARGIN)
 

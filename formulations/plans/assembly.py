@@ -34,6 +34,7 @@ from stagewright.formulations.plans.timing import (
     updated_stages,
 )
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, WeightRule
+from stagewright.graphs.documents.arrays import Floats
 
 
 def assemble(
@@ -43,13 +44,16 @@ def assemble(
     starts: Blocks,
     rule: WeightRule = FLUSH,
     begins: Begins = "forward",
+    sub_ends: Floats | None = None,
 ) -> PipelinePlan:
     """Build the plan of ``stages`` with the start times of all actions, unchecked and uncertified.
 
     A backward is split where ``starts`` has its input gradient. ``begins`` as in `Schedule`.
+    ``sub_ends`` has the ends of the weight gradients that are in the sub-streams of their devices,
+    shape (S, M), NaN for those that are not.
     """
     actions = sorted(
-        _scheduled(problem, stages, starts, rule),
+        _scheduled(problem, stages, starts, rule, sub_ends),
         key=lambda entry: (entry.start_seconds, entry.finish_seconds, entry.action),
     )
     return _with_figures(problem, planner, stages, Schedule(tuple(actions), begins), rule)
@@ -101,6 +105,7 @@ def _with_figures(
         schedule=schedule,
         weights=rule.name,
         memory_limit_bytes=problem.memory_limit_bytes,
+        assumed_share=problem.assumed_share,
         layers=tuple(
             PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
         ),
@@ -169,21 +174,32 @@ def certify(
 
 
 def _scheduled(
-    problem: PipelineProblem, stages: Sequence[Stage], starts: Blocks, rule: WeightRule
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    starts: Blocks,
+    rule: WeightRule,
+    sub_ends: Floats | None,
 ) -> Iterator[ScheduledAction]:
     split = ~np.isnan(starts[ActionKind.INPUT_GRADIENT])
     seconds = durations(problem, stages, split, rule)
+    ends = {kind: starts[kind] + seconds[kind] for kind in seconds}
+    beside = np.full(split.shape, np.nan) if sub_ends is None else sub_ends
+    weights = ActionKind.WEIGHT_GRADIENT
+    ends[weights] = np.where(np.isnan(beside), ends[weights], beside)
     updated = updated_stages(problem, stages, rule)
     for action in expected_actions(stages, problem.microbatches, split, updated):
         s, m = action.stage, action.microbatch
         start = float(starts[action.kind][s, m or 0])  # an all-reduce has one column
-        finish = start + float(seconds[action.kind][s, m or 0])
+        finish = float(ends[action.kind][s, m or 0])
         if action.kind is ActionKind.REDUCE:
             group, volume = stages[s].devices, problem.gradient_bytes(*stages[s].layers)
             yield ScheduledAction(group[0], str(action), start, finish, group, group, volume)
         elif m is None or action.kind in ON_DEVICE:
+            in_sub = action.kind is weights and not np.isnan(beside[s, m])
             for device in stages[s].devices if m is None else stages[s].runners(m):
-                yield ScheduledAction(device, str(action), start, finish)
+                yield ScheduledAction(
+                    device, str(action), start, finish, stream="sub" if in_sub else None
+                )
         else:
             assert m is not None  # a transfer is of a microbatch
             towards = s + 1 if action.kind is ActionKind.SEND_FORWARD else s - 1

@@ -24,6 +24,8 @@ from stagewright.graphs.models.chain import (
     LayerCost,
     Profile,
     profile_on,
+    require_kernel_share,
+    shares_on,
     update_seconds_on,
 )
 
@@ -43,6 +45,7 @@ class PipelineProblem:
     cluster: Cluster
     microbatches: int
     memory_limit_bytes: float | None = None  # caps the memory of every device
+    assumed_share: float | None = None  # of a device, by kernels whose share is not known; None: 1
 
     def __post_init__(self) -> None:
         require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
@@ -52,6 +55,8 @@ class PipelineProblem:
                 f"the memory limit must be at least {MIN_MEMORY:g} bytes, got {limit:g}: is a "
                 f"unit missing? Write for example 8GB"
             )
+        if self.assumed_share is not None:
+            require_kernel_share(self.assumed_share, "the assumed share")
         self._require_samples()
 
     @cached_property
@@ -60,6 +65,8 @@ class PipelineProblem:
         parts = [self.chain.digest(), self.cluster.digest(), str(self.microbatches)]
         if self.memory_limit_bytes is not None:
             parts.append(repr(float(self.memory_limit_bytes)))
+        if self.assumed_share is not None:
+            parts.append(f"share {float(self.assumed_share)!r}")
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     @cached_property
@@ -141,6 +148,37 @@ class PipelineProblem:
             if any(cost.backward_seconds is not None for cost in layer.costs):
                 return layer.name
         return None
+
+    @cached_property
+    def knows_shares(self) -> bool:
+        """Whether the share of a device that a kernel occupies is known, or assumed."""
+        stated = (one for layer in self.chain.layers for cost in layer.costs for one in cost.shares)
+        return self.assumed_share is not None or any(one is not None for one in stated)
+
+    def layer_shares(self, kind: str, replicas: int) -> Floats:
+        """Shares of a device that each layer's kernels occupy, shape (3, L).
+
+        Rows are forward, input gradient and weight gradient, of the largest of ``replicas`` shares
+        of a microbatch. A kernel of unknown share leaves no room beside it.
+        """
+        key = (kind, self.samples(replicas))
+        if key not in self._share_table:
+            unknown = 1.0 if self.assumed_share is None else self.assumed_share
+            self._share_table[key] = shares_on(self.chain, *key, unknown)
+        return self._share_table[key]
+
+    @cached_property
+    def _share_table(self) -> dict[tuple[str, int], Floats]:
+        return {}
+
+    def kernel_shares(
+        self, start: int, stop: int, devices: Sequence[int]
+    ) -> tuple[float, float, float]:
+        """The largest shares of layers [start, stop): forward, input gradient, weight gradient."""
+        kinds = {self.cluster.devices[v].kind for v in devices}
+        every = [self.layer_shares(kind, len(devices))[:, start:stop].max(axis=1) for kind in kinds]
+        forward, of_input, of_weights = np.max(every, axis=0).tolist()
+        return forward, of_input, of_weights
 
     @cached_property
     def _gradient_profiles(self) -> dict[str, Profile]:

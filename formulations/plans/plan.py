@@ -86,7 +86,9 @@ class ScheduledAction:
     Computations appear once per device. A transfer appears once, led by its first source, with all
     endpoints; an all-reduce once, led by its first device, with the whole group as sources and
     targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
-    ``stream`` is None for the device's main stream, which has priority over the sub-stream.
+    ``stream`` is None for the device's main stream, which has priority over the sub-stream: beside
+    a kernel that occupies a share a of the device, one of share b in the sub-stream runs at rate
+    min(1, (1 - a) / b).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -264,8 +266,8 @@ class PipelinePlan(Envelope):
     """A plan for one training iteration of a model on a cluster.
 
     ``digest`` identifies the problem (model, cluster, microbatches), ``layers`` (None: unknown) are
-    the model's, ``memory_limit_bytes`` is the problem's. Stages may share devices. ``weights`` says
-    when the weights change:
+    the model's, ``memory_limit_bytes`` and ``assumed_share`` are the problem's. Stages may share
+    devices. ``weights`` says when the weights change:
 
     - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
     - ``stash``: after every microbatch (of a round-robin stage, after every round), as its backward
@@ -291,6 +293,7 @@ class PipelinePlan(Envelope):
     weights: Weights = "flush"
     memory_limit_bytes: float | None = None
     layers: tuple[PlannedLayer, ...] | None = None
+    assumed_share: float | None = None
     format: Literal["stagewright-plan"] = FORMAT
     version: Literal[1] = VERSION
     kind: Literal["pipeline"] = "pipeline"
@@ -310,6 +313,13 @@ class PipelinePlan(Envelope):
     def is_backward_first(self) -> bool:
         """Whether the schedule is finite and lies between two losses."""
         return isinstance(self.schedule, Schedule) and self.schedule.begins == "backward"
+
+    @property
+    def uses_two_streams(self) -> bool:
+        """Whether some device computes in a sub-stream beside its main stream."""
+        return isinstance(self.schedule, Schedule) and any(
+            entry.stream == "sub" for entry in self.schedule.actions
+        )
 
     @property
     def spans_steps(self) -> bool:

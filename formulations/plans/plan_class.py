@@ -56,6 +56,9 @@ class PlanClass:
     merged
         Whether neighbouring stages have different devices, so that neighbouring layers on the same
         devices are one stage.
+    streams
+        Streams of every device; with two, weight gradients of backward-first plans may run beside
+        other computations of their device.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -69,8 +72,11 @@ class PlanClass:
     weights: tuple[Weights, ...] = WEIGHTS
     equal_groups: tuple[int, ...] | None = None
     merged: bool = False
+    streams: Literal[1, 2] = 2
 
     def __post_init__(self) -> None:
+        if "backward-first" not in self.schedules:  # the others have one stream
+            object.__setattr__(self, "streams", 1)
         _require_choice("replication", self.replication, REPLICATION, empty=True)
         _require_choice("recompute", self.recompute, RECOMPUTE)
         _require_choice("schedules", self.schedules, SCHEDULES)
@@ -95,6 +101,7 @@ class PlanClass:
             and set(other.weights) <= set(self.weights)
             and _within(other.equal_groups, self.equal_groups)
             and other.merged >= self.merged
+            and other.streams <= self.streams
         )
 
     def describe(self) -> str:
@@ -121,11 +128,16 @@ def class_of(plan: "PipelinePlan") -> PlanClass:
     """The smallest class that ``plan`` belongs to."""
     parts = any("I" in one.action or "W" in one.action for one in plan.schedule.actions)
     kind: ScheduleKind = "backward-first" if plan.is_backward_first else plan.schedule.kind
-    return class_of_stages(plan.stages, parts, kind, plan.weights)
+    streams: Literal[1, 2] = 2 if plan.uses_two_streams else 1
+    return class_of_stages(plan.stages, parts, kind, plan.weights, streams)
 
 
 def class_of_stages(
-    stages: "tuple[Stage, ...]", parts: bool, schedule: ScheduleKind, weights: Weights
+    stages: "tuple[Stage, ...]",
+    parts: bool,
+    schedule: ScheduleKind,
+    weights: Weights,
+    streams: Literal[1, 2] = 1,
 ) -> PlanClass:
     """The smallest class of plans of ``stages``; ``parts``: whether some backwards are split."""
     sizes = {len(stage.devices) for stage in stages}
@@ -141,6 +153,7 @@ def class_of_stages(
         weights=(weights,),
         equal_groups=tuple(sizes) if len(sizes) == 1 else None,
         merged=all(set(a.devices) != set(b.devices) for a, b in pairwise(stages)),
+        streams=streams,
     )
 
 
@@ -167,6 +180,8 @@ def _require_choice(
 
 def _limits(plans: PlanClass) -> Iterator[str]:
     yield from _device_limits(plans)
+    if plans.streams == 1 and "backward-first" in plans.schedules:
+        yield "one stream on every device"
     if not plans.split_backward:
         yield "whole backwards"
     yield from _memory_limits(plans)
@@ -202,6 +217,8 @@ def _memory_limits(plans: PlanClass) -> Iterator[str]:
 
 
 EVERY_PLAN = PlanClass()
+ONE_STREAM = PlanClass(streams=1)
+"""The plans in which a device computes one thing at a time."""
 EVERY_FINITE = PlanClass(schedules=("finite",))
 WHOLE_FINITE = replace(EVERY_FINITE, split_backward=False)
 DISJOINT_WHOLE = replace(WHOLE_FINITE, sharing="none")

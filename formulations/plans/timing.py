@@ -117,6 +117,20 @@ def compute_seconds(
     return forward, backward + (0.0 if stage.recompute == "none" else forward)
 
 
+def kernel_shares(problem: PipelineProblem, stage: Stage) -> dict[ActionKind, float]:
+    """The share of a device that each computation of ``stage`` occupies.
+
+    Of one after another the largest counts. An optimizer step leaves no room beside it.
+    """
+    devices = _positions(problem, stage)
+    every = np.array([problem.kernel_shares(*stage.layers, lane) for lane in devices])
+    forward, of_input, of_weights = every.max(axis=0).tolist()
+    if stage.recompute != "none":
+        of_input = max(of_input, forward)
+    whole = max(of_input, of_weights)
+    return {F: forward, I: of_input, W: of_weights, B: whole, UPDATE: 1.0}
+
+
 def _add_computations(
     problem: PipelineProblem,
     stages: Sequence[Stage],
@@ -161,6 +175,14 @@ def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """Seconds of the optimizer step of a stage on each of its devices."""
     devices = [problem.cluster.index[name] for name in stage.devices]
     return problem.update_seconds(*stage.layers, devices)
+
+
+def covered_seconds(starts: Floats, ends: Floats) -> float:
+    """The length of the union of intervals; NaN for missing ones."""
+    order = np.argsort(starts)[: np.count_nonzero(~np.isnan(starts))]
+    starts, ends = starts[order], ends[order]
+    covered = np.maximum.accumulate(np.append(-np.inf, ends))[:-1]  # by those before each
+    return float(np.maximum(0.0, ends - np.maximum(starts, covered)).sum())
 
 
 def empty_blocks(stages: int, microbatches: int) -> Blocks:

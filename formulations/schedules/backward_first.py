@@ -10,6 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 
+import numpy as np
+
+from stagewright.formulations.backprop.co_run import co_run
 from stagewright.formulations.checking.check import require_valid
 from stagewright.formulations.plans.actions import (
     COMPUTE,
@@ -32,10 +35,12 @@ from stagewright.formulations.plans.timing import (
     durations,
     empty_blocks,
     expected_actions,
+    kernel_shares,
     updated_stages,
     whole_backwards,
 )
 from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.deadlock import waiting_cycle
 
@@ -115,6 +120,47 @@ def earliest_starts(
         return timed(orders, updated)[0]
     _, sequence = timed(orders, updated & given)
     return timed(_with_updates(stages, missing, orders, sequence), updated)[0]
+
+
+def two_stream_starts(
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    main: Sequence[Action],
+    sub: Sequence[Action],
+) -> tuple[Blocks, Floats]:
+    """As `earliest_starts`, of stages on one device that all have it alone, with two streams.
+
+    ``main`` has the optimizer steps that take time, ``sub`` weight gradients. Also returns the ends
+    of those, shape (S, M), NaN for the others.
+    """
+    split = _splits(stages, problem.microbatches, {"": [*main, *sub]})
+    lasting = durations(problem, stages, split)
+    actions = list(
+        expected_actions(
+            stages, problem.microbatches, split, updated_stages(problem, stages, FLUSH)
+        )
+    )
+    _require_complete(stages, actions, {stages[0].devices[0]: [*main, *sub]})
+    number = {action: i for i, action in enumerate(actions)}
+    before: list[list[int]] = [[] for _ in actions]
+    for earlier, later in _dependencies(stages, set(actions)):
+        before[number[later]].append(number[earlier])
+    shares = [kernel_shares(problem, stage) for stage in stages]
+    places = [(action.kind, action.stage, action.microbatch or 0) for action in actions]
+    starts, ends = co_run(
+        [number[action] for action in main],
+        [number[action] for action in sub],
+        [float(lasting[kind][s, m]) for kind, s, m in places],
+        [shares[s][kind] for kind, s, _ in places],
+        before,
+    )
+    begins, sub_ends = empty_blocks(*split.shape), np.full(split.shape, np.nan)
+    for (kind, s, m), start in zip(places, starts, strict=True):
+        begins[kind][s, m] = start
+    for action in sub:
+        _, s, m = places[number[action]]
+        sub_ends[s, m] = ends[number[action]]
+    return begins, sub_ends
 
 
 def _splits(stages: Sequence[Stage], microbatches: int, orders: Orders) -> Split:

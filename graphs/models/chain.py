@@ -20,6 +20,12 @@ VERSION: Literal[1] = 1
 MAX_LAYER_SECONDS = 1e5  # a day per layer and microbatch: the times must be in milliseconds
 
 
+def require_kernel_share(share: float, name: str) -> None:
+    """Refuse what is no fraction of a device's multiprocessors."""
+    if not 0 < share <= 1:
+        raise InputError(f"{name} must be above 0 and at most 1, got {share:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCost:
     """Costs of one layer on one kind of device at one microbatch size.
@@ -29,7 +35,8 @@ class LayerCost:
     and of the weight gradient. ``saved_bytes`` are kept from the forward to the backward,
     ``output_bytes`` are sent to the next layer (and returned as a gradient). ``update_seconds`` is
     the time of the optimizer step on the layer's parameters (None: not known, counted as 0); it
-    does not depend on the microbatch size.
+    does not depend on the microbatch size. The shares are the fractions of the device's
+    multiprocessors that the kernels occupy (None: not known, counted as 1: nothing runs beside).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -43,6 +50,9 @@ class LayerCost:
     weight_gradient_seconds: float | None = None
     update_seconds: float | None = None
     device_kind: str | None = None
+    forward_share: float | None = None
+    input_gradient_share: float | None = None
+    weight_gradient_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
@@ -60,6 +70,13 @@ class LayerCost:
                 require_amount(value, name)
                 if name.endswith("_seconds") and value > MAX_LAYER_SECONDS:
                     raise InputError(f"{name} is {value:g} s for one microbatch: times are seconds")
+                if name.endswith("_share"):
+                    require_kernel_share(value, name)
+
+    @property
+    def shares(self) -> tuple[float | None, float | None, float | None]:
+        """Of the forward, the input gradient and the weight gradient; None where not known."""
+        return self.forward_share, self.input_gradient_share, self.weight_gradient_share
 
     @property
     def total_backward_seconds(self) -> float:
@@ -230,6 +247,23 @@ def update_seconds_on(chain: Chain, device_kind: str) -> Floats:
     """Seconds of the optimizer step per layer on ``device_kind``, shape (L,); 0 if not known."""
     per_layer = [_costs_for(chain, layer, device_kind)[0].update_seconds for layer in chain.layers]
     return np.array([seconds or 0.0 for seconds in per_layer])
+
+
+def shares_on(chain: Chain, device_kind: str, samples: int, unknown: float) -> Floats:
+    """Shares of a device that each layer's kernels occupy for ``samples`` samples, shape (3, L).
+
+    Rows are forward, input gradient and weight gradient. Between two measured sizes the larger
+    share counts; what a layer does not state is ``unknown``.
+    """
+    found = np.empty((3, len(chain)))
+    for i, layer in enumerate(chain.layers):
+        costs = _costs_for(chain, layer, device_kind)
+        above = next(k for k, cost in enumerate(costs) if cost.microbatch_size >= samples)
+        exact = costs[above].microbatch_size == samples
+        near = costs[above if exact else max(0, above - 1) : above + 1]
+        stated = [[unknown if one is None else one for one in cost.shares] for cost in near]
+        found[:, i] = np.max(stated, axis=0)
+    return found
 
 
 def load_model(path: str | os.PathLike[str]) -> Chain:

@@ -5,6 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.formulations.backprop.streams_bound import TWO_STREAMS, two_streams_bound
 from stagewright.formulations.pipelines.every_plan import (
     COPIES,
     LAYER,
@@ -20,22 +21,45 @@ from stagewright.formulations.pipelines.every_plan import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
-from stagewright.formulations.plans.plan_class import EVERY_FINITE, EVERY_PLAN, WHOLE_FINITE
+from stagewright.formulations.plans.plan_class import (
+    EVERY_BACKWARD_FIRST,
+    EVERY_FINITE,
+    EVERY_PLAN,
+    ONE_STREAM,
+    WHOLE_FINITE,
+)
 from stagewright.solvers.backends.backend import solve
 
 
 @lru_cache(maxsize=8)
 def every_plan_bounds(problem: PipelineProblem) -> tuple[Bound, ...]:
-    """Bounds on every plan that the checker accepts, and on every finite one.
+    """Bounds on every plan that the checker accepts, and on some classes of plans.
 
     Every layer of ``problem`` must fit in memory.
     """
     prices = best_prices(problem)
-    load = priced_load_bound(problem, prices)
+    witness = tuple(prices.tolist())
+    # If no kernel leaves room beside it, a second stream gains nothing: the bounds are the same.
+    every = (EVERY_PLAN, ONE_STREAM) if problem.knows_shares else (EVERY_PLAN,)
+    beside = two_streams_bound(problem) if problem.knows_shares else None
+    single = () if beside is None else (beside,)
     return (
-        Bound(load, LOAD, "problem", EVERY_PLAN, tuple(prices.tolist())),
-        Bound(layer_bound(problem), LAYER, "problem", EVERY_PLAN),
-        Bound(copies_bound(problem), COPIES, "problem", EVERY_PLAN),
+        *(Bound(seconds, TWO_STREAMS, "problem", EVERY_BACKWARD_FIRST) for seconds in single),
+        *(
+            bound
+            for plans in every
+            for bound in (
+                Bound(
+                    priced_load_bound(problem, prices, plans.streams),
+                    LOAD,
+                    "problem",
+                    plans,
+                    witness,
+                ),
+                Bound(layer_bound(problem, plans.streams), LAYER, "problem", plans),
+                Bound(copies_bound(problem, plans.streams), COPIES, "problem", plans),
+            )
+        ),
         *(
             Bound(bound(problem, not plans.split_backward), name, "problem", plans)
             for name, bound in ((PATH, path_bound), (LAYER_PATH, layer_path_bound))

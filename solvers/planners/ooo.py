@@ -1,14 +1,14 @@
 """Out-of-order backprop: weight gradients and all-reduces in the order that hides the most.
 
-Oh et al. (EuroSys 2022), sections 5.1 and 5.2. The plan lies between two losses. For data
-parallelism every layer is a stage on all devices; for pipelines groups of layers go around the
-devices. Orders come from the common problem of these stages; each is priced as the plan that
-follows it, so that optimizer steps count as well.
+Oh et al. (EuroSys 2022), sections 5.1 and 5.2; `one_device` has 4.1. The plan lies between two
+losses. For data parallelism every layer is a stage on all devices; for pipelines groups of layers
+go around the devices. Orders come from the common problem of these stages; each is priced as the
+plan that follows it, so that optimizer steps count as well.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from time import monotonic
 
@@ -32,8 +32,11 @@ from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule
 from stagewright.solvers.backprop.list_scheduling import list_schedule
 from stagewright.solvers.backprop.pipelines import modulo_devices
+from stagewright.solvers.planners.one_device import one_device_proposals
 from stagewright.solvers.planners.planner import Options, SearchPlanner
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
+
+ROUNDING = 1e-12  # relative; a proposal that is better by less is not
 
 
 def plan_ooo(
@@ -45,24 +48,41 @@ def plan_ooo(
     ------
     InputError
         If there are fewer layers than k, or than a group has, or fewer samples in a microbatch than
-        devices share them.
+        devices share them, or several devices where a single one is asked for.
     """
     asked, began = choices.out_of_order or OutOfOrder(), monotonic()
     best: Proposal | None = None
     cost, refusal = math.inf, NoPlan("the time limit came before any plan was found")
-    for setting in _settings(problem, asked):
-        for found in setting.proposals(asked):
-            if isinstance(found, NoPlan):
-                refusal = found
-                continue
-            seconds = cost_of(problem, found)
-            if seconds < cost:
-                best, cost = found, seconds
-                made = partial(Proposal, found.stages, found.starts, begins=found.begins)
-                on_progress(Progress(monotonic() - began, cost, 0.0, made))
-            if limits.left(monotonic() - began) <= 0:
-                return best or refusal
+    for found in _proposals(problem, asked):
+        if isinstance(found, NoPlan):
+            refusal = found
+            continue
+        seconds = cost_of(problem, found)
+        if seconds < cost * (1 - ROUNDING):
+            best, cost = found, seconds
+            made = partial(replace, found, notes=())
+            on_progress(Progress(monotonic() - began, cost, 0.0, made))
+        if limits.left(monotonic() - began) <= 0:
+            break
     return best or refusal
+
+
+def _proposals(problem: PipelineProblem, asked: OutOfOrder) -> Iterator[Proposal | NoPlan]:
+    """Proposals that fit in memory; for those that do not, why."""
+    if asked.training == "single":
+        for found in one_device_proposals(problem):
+            short = _shortage(problem, found)
+            yield NoPlan(short) if short else found
+        return
+    for setting in _settings(problem, asked):
+        yield from setting.proposals(asked)
+
+
+def _shortage(problem: PipelineProblem, found: Proposal) -> str:
+    """Which device lacks memory, if one does."""
+    plan = assemble(problem, "ooo", found.stages, found.starts, begins=found.begins)
+    short = next(iter(memory_exceeded(read_times(problem, plan))), None)
+    return "" if short is None else f"{short.place} {short.message}"
 
 
 def _settings(problem: PipelineProblem, asked: OutOfOrder) -> Iterator["_Setting"]:
@@ -119,7 +139,7 @@ class _Setting:
         shortages = []
         for name, timetable in self.timetables(asked):
             found = self.proposal(name, timetable)
-            shortages.append(self.shortage(found))
+            shortages.append(_shortage(self.problem, found))
             if not shortages[-1]:
                 yield found
         if not all(shortages):
@@ -137,10 +157,10 @@ class _Setting:
     def most_reversed(self, most: int) -> tuple[int, Proposal] | None:
         """Reverse first-k scheduling with the largest k up to ``most`` that fits in memory."""
         least = self.reversed(0)
-        if self.shortage(least):
+        if _shortage(self.problem, least):
             return None
         found = ((k, self.reversed(k)) for k in range(most, 0, -1))
-        return next((one for one in found if not self.shortage(one[1])), (0, least))
+        return next((one for one in found if not _shortage(self.problem, one[1])), (0, least))
 
     def reversed(self, k: int) -> Proposal:
         """The plan of reverse first-k scheduling."""
@@ -214,18 +234,12 @@ class _Setting:
             return {"dO": (I,), "dW": (I, W)}.get(kind, ())
         return (B,) if kind == ("dO" if stage > 0 else "dW") else ()
 
-    def shortage(self, found: Proposal) -> str:
-        """Which device lacks memory, if one does."""
-        plan = assemble(self.problem, "ooo", found.stages, found.starts, begins=found.begins)
-        short = next(iter(memory_exceeded(read_times(self.problem, plan))), None)
-        return "" if short is None else f"{short.place} {short.message}"
-
 
 PLANNER = SearchPlanner(
     "ooo",
     "out-of-order backprop from loss to loss: reverse first-k for data parallelism, "
-    "fast-forwarding and modulo allocation for pipelines",
-    "Oh et al., EuroSys 2022, 5.1 and 5.2",
+    "fast-forwarding and modulo allocation for pipelines, two streams on a single device",
+    "Oh et al., EuroSys 2022, 4.1, 5.1 and 5.2",
     plan_ooo,
     Options(out_of_order=True),
 )

@@ -28,6 +28,7 @@ from stagewright.formulations.plans.structure import Structure
 from stagewright.formulations.plans.timing import Blocks, durations
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, WEIGHT_RULES, Weights
 from stagewright.formulations.schedules.choice import ScheduleChoice
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, format_bytes, require_count
 
@@ -48,7 +49,8 @@ class Proposal:
     """Stages, start times, and what the planner proved on the mode; ``notes`` say how it went.
 
     Backwards are split where ``starts`` has their input gradients; ``weights`` names the rule of
-    their updates; ``begins`` as in `Schedule`.
+    their updates; ``begins`` as in `Schedule`. ``sub_ends`` has the ends of the weight gradients in
+    sub-streams, shape (S, M), NaN for the others; None: there are none.
     """
 
     stages: tuple[Stage, ...]
@@ -59,6 +61,7 @@ class Proposal:
     attempts: tuple[Attempt, ...] = ()
     weights: Weights = "flush"
     begins: Begins = "forward"
+    sub_ends: Floats | None = None
 
 
 Recomputation = Literal["none", "full", "layer", "auto"]
@@ -204,7 +207,8 @@ def class_of_proposal(proposal: Proposal | PeriodicProposal) -> PlanClass:
         return class_of_stages(proposal.stages, False, "periodic", DOUBLE_BUFFER.name)
     parts = not np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT]).all()
     kind: ScheduleKind = "finite" if proposal.begins == "forward" else "backward-first"
-    return class_of_stages(proposal.stages, bool(parts), kind, proposal.weights)
+    streams: Literal[1, 2] = 1 if proposal.sub_ends is None else 2
+    return class_of_stages(proposal.stages, bool(parts), kind, proposal.weights, streams)
 
 
 def structure_of(proposal: Proposal) -> Structure:
@@ -214,7 +218,7 @@ def structure_of(proposal: Proposal) -> Structure:
 
 
 def cost_of(problem: PipelineProblem, proposal: Proposal) -> float:
-    """The end of the last action of a proposal."""
+    """The end of the last action of a proposal, which is not in a sub-stream: forwards follow."""
     split = ~np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT])
     rule = WEIGHT_RULES[proposal.weights]
     seconds_by_kind = durations(problem, proposal.stages, split, rule)

@@ -118,9 +118,9 @@ def plan(
     training: Annotated[
         str | None,
         typer.Option(
-            help="With --planner ooo: all devices share every layer (the default), or groups of "
-            "layers go around the devices.",
-            metavar="<data|pipeline>",
+            help="With --planner ooo: all devices share every layer (the default), groups of "
+            "layers go around the devices, or the only device has two streams.",
+            metavar="<data|pipeline|single>",
         ),
     ] = None,
     reversed_layers: Annotated[
@@ -134,6 +134,14 @@ def plan(
     group: Annotated[
         str | None,
         typer.Option(help="With --training pipeline: layers of a group.", metavar="<auto|N>"),
+    ] = None,
+    share: Annotated[
+        str | None,
+        typer.Option(
+            help="With --training single: share of the device that kernels occupy where the "
+            "profile has none, such as 30% or 0.3; default: all of it.",
+            metavar="SHARE",
+        ),
     ] = None,
     start: Annotated[
         Path | None,
@@ -176,7 +184,8 @@ def plan(
         backend=backend,
         period_seconds=period,
         order=_read_order(order, chunks, replicas, placement),
-        out_of_order=_read_out_of_order(planner, training, reversed_layers, group),
+        out_of_order=_read_out_of_order(planner, training, reversed_layers, group, share),
+        assumed_share=None if share is None else parse_share(share, "--share"),
         start=None if start is None else load_plan(start),
         gap=0.0 if gap is None else parse_share(gap, "--gap"),
         time_limit=limits.seconds,
@@ -221,17 +230,28 @@ def _read_order(
 
 
 def _read_out_of_order(
-    planner: str, training: str | None, reversed_layers: str | None, group: str | None
+    planner: str,
+    training: str | None,
+    reversed_layers: str | None,
+    group: str | None,
+    share: str | None,
 ) -> "OutOfOrder | None":
     """What is asked of out-of-order backprop."""
     from stagewright.formulations.backprop.choice import OutOfOrder
 
-    given = {"--training": training, "--k": reversed_layers, "--group": group}
+    given = {
+        "--training": training,
+        "--k": reversed_layers,
+        "--group": group,
+        "--share": share,
+    }
     if planner != "ooo":
         for option, value in given.items():
             if value is not None:
                 raise InputError(f"{option} goes with --planner ooo")
         return None
+    if share is not None and training != "single":
+        raise InputError("--share goes with --training single")
     way: Any = training or ("data" if group is None else "pipeline")
     return OutOfOrder(way, _number("--k", reversed_layers), _number("--group", group))
 

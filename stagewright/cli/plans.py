@@ -180,8 +180,10 @@ def _read_plan(plan: Path, model: Path, cluster: Path) -> dict[str, Any]:
     from stagewright.graphs.models.chain import load_model
 
     answer, chain, machines = load_plan(plan), load_model(model), load_cluster(cluster)
-    limit = answer.memory_limit_bytes
-    if not answer.answers(PipelineProblem(chain, machines, answer.microbatches, limit).digest):
+    problem = PipelineProblem(
+        chain, machines, answer.microbatches, answer.memory_limit_bytes, answer.assumed_share
+    )
+    if not answer.answers(problem.digest):
         raise InputError(
             f"{plan} is a plan for another problem: it was made for {answer.model} on "
             f"{answer.cluster}, and its digest is not that of {model} and {cluster} with "

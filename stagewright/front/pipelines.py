@@ -46,6 +46,7 @@ def plan(
     threads: int = 1,
     seed: int = 0,
     memory_limit_bytes: float | None = None,
+    assumed_share: float | None = None,
     choices: "Choices | None" = None,
     start: "PipelinePlan | None" = None,
     on_progress: OnProgress = silent,
@@ -70,10 +71,13 @@ def plan(
         Of the solvers; with one thread a run is reproducible.
     memory_limit_bytes
         Limit on the memory of every device; None: no limit.
+    assumed_share
+        Planner ``ooo`` on a single device: the share of it that kernels occupy where the profile
+        has none, above 0 and at most 1; None: all of it.
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
-        size, a period and the solver of patterns; the schedule to plan
-        (:class:`~stagewright.solvers.planners.proposal.Choices`).
+        size, a period and the solver of patterns; the schedule to plan; for ``ooo`` the method of
+        training (:class:`~stagewright.solvers.planners.proposal.Choices`).
     start
         Planners ``auto`` and ``general``: a plan of the same layers to start from, though times,
         memory or devices may have changed. Its stages keep the devices that are still there, by
@@ -118,6 +122,8 @@ def plan(
         start=asked.start if start is None else start,
         backend=asked.backend,
         order=asked.order,
+        out_of_order=asked.out_of_order,
+        assumed_share=assumed_share,
         time_limit=time_limit,
         threads=threads,
         seed=seed,

@@ -169,11 +169,9 @@ def test_numbers_in_blocks_tell_actions_apart(
 ) -> None:
     problem = replace(small_problem(updates=True), microbatches=microbatches)
     plan = valid_plan(problem, [Stage((0, 3), ("g0",)), Stage((3, 6), ("g0" if shared else "g1",))])
-    rows = timeline(plan)
-    name, number = numbering(plan, rows)
-    assert name == meaning
-    blocks = [block for row in rows if row.group == "device" for block in row.blocks]
-    assert {number(block.action) for block in blocks} == {*labels, ""}
+    assert numbering(plan) == meaning
+    blocks = [block for row in timeline(plan) if row.group == "device" for block in row.blocks]
+    assert {block.label for block in blocks} == {*labels, ""}
     text = page(certified(problem, plan))
     assert f"numbers: {meaning}" in text
 

@@ -103,8 +103,8 @@ def test_what_is_no_choice_is_refused():
         OutOfOrder("pipeline", reversed_layers=1)
     with pytest.raises(InputError, match="groups of layers are for pipelines"):
         OutOfOrder("data", group=1)
-    with pytest.raises(InputError, match="training must be one of data, pipeline"):
-        OutOfOrder("single")
+    with pytest.raises(InputError, match="training must be one of data, pipeline, single"):
+        OutOfOrder("tensor")
     with pytest.raises(InputError, match="does not support a method of out-of-order backprop"):
         plan(problem, "spp", choices=Choices(out_of_order=OutOfOrder()))
     few = PipelineProblem(problem.chain, uniform_servers(1, 3, Link(MB), memory_bytes=1e12), 1)

@@ -1,0 +1,168 @@
+"""Plans of one device between two losses: weight gradients in its sub-stream, by Algorithm 1.
+
+Oh et al. (EuroSys 2022), section 4.1. Every layer is a stage. The main stream has the input
+gradients, then the optimizer steps and forwards; microbatches follow each other within a layer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from stagewright.formulations.backprop.overlap import Streams
+from stagewright.formulations.backprop.training import Layers
+from stagewright.formulations.plans.actions import UPDATE, Action, B, F, I, W
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.timing import (
+    Blocks,
+    durations,
+    kernel_shares,
+    updated_stages,
+)
+from stagewright.formulations.plans.weight_rules import FLUSH
+from stagewright.formulations.schedules.backward_first import earliest_starts, two_stream_starts
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_seconds
+from stagewright.solvers.backprop.regions import schedule_streams
+from stagewright.solvers.planners.proposal import Proposal, cost_of
+
+MOST_REGIONS = 64  # of equal time
+MOST_KERNELS = 128  # with a region each; Algorithm 1 takes cubic time in their number
+
+
+def one_device_proposals(problem: PipelineProblem) -> Iterator[Proposal]:
+    """One stream, two streams in the usual order, then Algorithm 1 on several regionings."""
+    if len(problem.cluster) > 1:
+        raise InputError(
+            f"training on a single device, and the cluster has {len(problem.cluster)}: use data "
+            "or pipeline"
+        )
+    yield from _OneDevice(problem).proposals()
+
+
+@dataclass(frozen=True)
+class _OneDevice:
+    problem: PipelineProblem
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """A stage per layer."""
+        name = self.problem.cluster.devices[0].name
+        return tuple(Stage((i, i + 1), (name,)) for i in range(len(self.problem.chain)))
+
+    @cached_property
+    def splits(self) -> tuple[bool, ...]:
+        """Whether a layer has the times of both parts of its backward."""
+        whole = self.problem.layer_with_whole_backward
+        return tuple(whole(*stage.layers) is None for stage in self.stages)
+
+    @cached_property
+    def seconds(self) -> Blocks:
+        """Of all actions; backwards are split where the layer allows it."""
+        split = np.repeat(np.array(self.splits)[:, None], self.problem.microbatches, axis=1)
+        return durations(self.problem, self.stages, split)
+
+    @cached_property
+    def streams(self) -> Streams:
+        """The kernels of a layer for all microbatches, one after another; without optimizer steps.
+
+        A whole backward counts as an output gradient.
+        """
+        total = {kind: np.nan_to_num(self.seconds[kind]).sum(axis=1) for kind in (F, B, I, W)}
+        shares = [kernel_shares(self.problem, stage) for stage in self.stages]
+        gradients = [one[I if parts else B] for one, parts in zip(shares, self.splits, strict=True)]
+        return Streams(
+            Layers(
+                tuple(total[F].tolist()),
+                tuple((total[I] + total[B]).tolist()),
+                tuple(total[W].tolist()),
+            ),
+            (*gradients, *(one[F] for one in shares)),
+            tuple(one[W] for one in shares),
+        )
+
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """The layers whose weight gradients take time, the last one first."""
+        seconds = np.nan_to_num(self.seconds[W][:, 0])
+        return tuple(s for s in reversed(range(len(self.stages))) if seconds[s] > 0)
+
+    def proposals(self) -> Iterator[Proposal]:
+        """Each with the costs of those before it in its notes."""
+        one = self._one_stream()
+        yield one
+        if not (self.problem.knows_shares and self.movable):
+            return
+        spent = [f"one stream takes {format_seconds(cost_of(self.problem, one))}"]
+        usual = self._two_streams("two streams in the usual order", self.movable, spent)
+        yield usual
+        spent.append(f"in the usual order {format_seconds(cost_of(self.problem, usual))}")
+        for name, ends in self._regionings():
+            order = [layer - 1 for layer in schedule_streams(self.streams, ends).order]
+            sub = [s for s in order if s in set(self.movable)]
+            yield self._two_streams(f"two streams, {name}", sub, spent)
+
+    def _regionings(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Ends of regions among the main kernels: of equal time, and a region per kernel."""
+        until = np.cumsum([seconds for _, _, seconds, _ in self.streams.main()])
+        count, known = 1, set[tuple[int, ...]]()
+        while count <= min(MOST_REGIONS, len(until)):
+            targets = until[-1] * np.arange(1, count + 1) / count
+            cuts = np.searchsorted(until, targets * (1 - 1e-9)) + 1
+            ends = tuple(sorted({*cuts.tolist(), len(until)}))
+            if ends not in known:
+                yield f"{len(ends)} regions", ends
+            known.add(ends)
+            count *= 2
+        if len(until) <= MOST_KERNELS:
+            yield "a region per kernel", tuple(range(1, len(until) + 1))
+
+    def _one_stream(self) -> Proposal:
+        row = self._main(())
+        starts = earliest_starts(self.problem, self.stages, {self.stages[0].devices[0]: row})
+        if not self.movable:
+            note = "no weight gradient has a time of its own"
+        elif self.problem.knows_shares:
+            note = "one stream; two streams in the orders tried are no faster"
+        else:
+            note = (
+                "one stream: streams overlap only where kernels leave a share of the device; give "
+                "the layers' forward_share, input_gradient_share and weight_gradient_share in the "
+                "profile, or assume one with --share"
+            )
+        return Proposal(self.stages, starts, notes=(note, *self._notes()), begins="backward")
+
+    def _two_streams(self, name: str, sub: Sequence[int], spent: Sequence[str]) -> Proposal:
+        """Weight gradients of layers ``sub``, in this order, in the sub-stream."""
+        every = range(self.problem.microbatches)
+        rows = self._main(sub), [Action(s, W, m) for s, m in product(sub, every)]
+        starts, ends = two_stream_starts(self.problem, self.stages, *rows)
+        notes = f"{name} ({', '.join(spent)})", *self._notes()
+        return Proposal(self.stages, starts, notes=notes, begins="backward", sub_ends=ends)
+
+    def _main(self, sub: Sequence[int]) -> list[Action]:
+        """The main stream, with the weight gradients that are not of layers ``sub``."""
+        beside, row, every = set(sub), list[Action](), range(self.problem.microbatches)
+        for s in reversed(range(len(self.stages))):
+            parts = ((I,) if s in beside else (I, W)) if self.splits[s] else (B,)
+            row += [Action(s, kind, m) for m, kind in product(every, parts)]
+        updated = updated_stages(self.problem, self.stages, FLUSH)
+        for s in range(len(self.stages)):
+            row += [Action(s, UPDATE)] if s in updated else []
+            row += [Action(s, F, m) for m in every]
+        return row
+
+    def _notes(self) -> Iterator[str]:
+        """What the figures rest on."""
+        whole = [s for s, parts in enumerate(self.splits) if not parts]
+        if whole:
+            yield (
+                f"{len(whole)} of {len(self.stages)} layers have whole backwards, the first is "
+                f"{self.problem.chain.layers[whole[0]].name!r}: the profile has no separate times"
+            )
+        share = self.problem.assumed_share
+        if share is not None:
+            yield f"shares are assumed, not measured: {share:g} where the profile has none"
