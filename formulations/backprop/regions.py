@@ -61,13 +61,16 @@ def regions_of(streams: Streams, ends: tuple[int, ...]) -> Regions:
     finish = np.cumsum(seconds + streams.gap)
     position = {(one[0], one[1]): p for p, one in enumerate(main)}
     ready, offset, last = np.zeros(count, np.int64), np.zeros(count), np.zeros(count, np.int64)
-    for i in range(1, count + 1):
+    limit = len(ends)  # the region of the next forward that takes time
+    for i in range(count, 0, -1):
         p = position.get(("dO", i + 1))
         if p is not None:
             ready[i - 1] = region[min(p + 1, len(main) - 1)]
             offset[i - 1] = finish[p] - begin[ready[i - 1]]
-        last[i - 1] = max(ready[i - 1], region[position["F", i]] - 1)
+        if ("F", i) in position:
+            limit = int(region[position["F", i]])
+        last[i - 1] = max(ready[i - 1], limit - 1)
     weight = np.array(streams.layers.weight_gradient)[:, None]
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         sub = np.where(weight > 0, weight / rate, 0.0)
     return Regions(length, sub, 1 + rate, ready, offset, last)

@@ -108,6 +108,8 @@ class _OneDevice:
     def _regionings(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Ends of regions among the main kernels: of equal time, and a region per kernel."""
         until = np.cumsum([seconds for _, _, seconds, _ in self.streams.main()])
+        if len(until) == 0:
+            return
         count, known = 1, set[tuple[int, ...]]()
         while count <= min(MOST_REGIONS, len(until)):
             targets = until[-1] * np.arange(1, count + 1) / count
