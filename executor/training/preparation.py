@@ -16,6 +16,7 @@ from stagewright.executor.training.crossing import boundary_of, share_of
 from stagewright.executor.training.interpreter.failures import OutOfMemory
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
+from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
@@ -78,7 +79,13 @@ class Preparation:
             scale=1.0 if plan.weight_rule.updates_every_round else 1 / plan.microbatches,
             seed=self.seed,
             joint=self.joint,
+            streams=self._streams(),
         )
+
+    def _streams(self) -> Streams:
+        """One stream, unless the plan has a second one."""
+        is_sub = any(one.stream is not None for one in self.program.row)
+        return make_streams(self.rank.device) if is_sub else OneStream()
 
     def _computation(
         self,

@@ -26,6 +26,7 @@ from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.last_stage import LastStage
 from stagewright.executor.training.interpreter.recorder import Recorder
+from stagewright.executor.training.interpreter.streams import Streams, in_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.seeding import layer_seed
@@ -61,6 +62,8 @@ class Interpreter:
         Weight of the mean loss of a microbatch in an update.
     joint
         Sums over ranks for an update.
+    streams
+        Of the device.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class Interpreter:
         scale: float,
         seed: int,
         joint: Joint,
+        streams: Streams,
     ) -> None:
+        self._streams = streams
         self._rank, self._program, self._plan, self._seed = rank, program, rank.plan, seed
         self._computations, self._weights, self._groups = computations, weights, groups
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
@@ -124,8 +129,10 @@ class Interpreter:
         if periodic is not None:
             rows = [row[number] for row in periodic.segments]
             drains = [row[number] for row in periodic.drains]
-        calls = [[(one, self._call(one)) for one in row] for row in rows]
-        return calls, [[(one, self._call(one)) for one in row] for row in drains]
+        return list(map(self._calls_of, rows)), list(map(self._calls_of, drains))
+
+    def _calls_of(self, row: Row) -> list[Call]:
+        return list(zip(row, in_streams(row, map(self._call, row), self._streams), strict=True))
 
     def run(
         self,
@@ -176,17 +183,18 @@ class Interpreter:
         return (0, 0) if self._program.periodic is None else self._program.periodic.place(iteration)
 
     def _carry_out(self, calls: Sequence[Call], records: list[RankAction] | None) -> None:
-        for one, call in calls:
-            try:
-                if records is None:
-                    call()
-                else:
-                    self._recorder.record(one, call, records)
-            except (RuntimeError, MemoryError) as error:
-                iterations = self._iterations
-                step = iterations.step(iterations.begun - 1)
-                explain_memory(error, moved(one, iterations.later, self._count), step)
-                raise
+        with self._streams.main():
+            for one, call in calls:
+                try:
+                    if records is None:
+                        call()
+                    else:
+                        self._recorder.record(one, call, records)
+                except (RuntimeError, MemoryError) as error:
+                    iterations = self._iterations
+                    step = iterations.step(iterations.begun - 1)
+                    explain_memory(error, moved(one, iterations.later, self._count), step)
+                    raise
 
     def _pop_losses(self, iterations: Sequence[int]) -> list[tuple[float, float]]:
         """The losses of iterations; their mini-batches are forgotten."""
@@ -253,6 +261,7 @@ class Interpreter:
         return gradients
 
     def _weight_gradient(self, s: int, m: int) -> None:
+        self._streams.keep(self._computations[s].for_weights(m))
         self._computations[s].weight_gradient(m)
 
     def _reduce(self, s: int) -> None:

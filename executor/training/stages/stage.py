@@ -225,6 +225,11 @@ class StageComputation:
                 flight.for_weights.append(rest)
         return output_gradients
 
+    def for_weights(self, microbatch: int) -> Iterator[Tensor]:
+        """What `weight_gradient` will read, besides weights."""
+        for saved in self._flights[microbatch].for_weights:
+            yield from saved.values if saved is not None else ()
+
     def weight_gradient(self, microbatch: int) -> None:
         """W: the weights' gradients are summed up."""
         flight = self._flights.pop(microbatch)
