@@ -119,7 +119,9 @@ class Interpreter:
         split = {one.action for one in self._program.row if one.action.kind is I}
         found = {(one.stage, (one.microbatch or 0) % self._count) for one in split}
         for s in {s for s, _ in found}:
-            self._computations[s].split()
+            # Between two losses the place of W is what the plan is made for.
+            first = self._plan.stages[s].layers[0] if self._plan.is_backward_first else None
+            self._computations[s].split(required_from=first)
         return found
 
     def _make_calls(self) -> tuple[list[list[Call]], list[list[Call]]]:

@@ -151,8 +151,17 @@ class StageComputation:
             kept, working = 0, sum(saved)
         return Footprint(weights + gradients, weights, kept, working)
 
-    def split(self) -> None:
-        """Prepare for backwards in two parts. A layer that cannot be split keeps a whole one."""
+    def split(self, *, required_from: int | None = None) -> None:
+        """Prepare for backwards in two parts.
+
+        A layer that cannot be split keeps a whole one, as a part of I, unless it is required not
+        to: then ``required_from`` is the number of the stage's first layer.
+
+        Raises
+        ------
+        CannotSplit
+            Naming the layer that is required, and the module.
+        """
         for i, layer in enumerate(self.layers):
             if i in self._pieces:
                 continue
@@ -172,7 +181,12 @@ class StageComputation:
                         [value.gradient for value in layer.trace.outputs],
                         name=layer.captured.name,
                     )
-            except CannotSplit:
+            except CannotSplit as error:
+                if required_from is not None:
+                    raise CannotSplit(
+                        f"layer {required_from + i} (module {error.where})",
+                        f"{error.reason}; plan whole backwards for its stage",
+                    ) from error
                 self._pieces[i] = None
 
     def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
