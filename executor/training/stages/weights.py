@@ -130,7 +130,8 @@ class Weights:
             for parameters in self.held.values():
                 self._adopt(parameters, self._gradients)
         for flat in self._reduced.flat if group is not None else ():
-            flat.mul_(share)
+            if share != 1.0:
+                flat.mul_(share)
             for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
 
