@@ -18,6 +18,7 @@ from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
 from stagewright.executor.training.losses import Loss
+from stagewright.executor.training.model_checks import require_no_draws
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
 from stagewright.executor.training.stages.stage import StageComputation, StageLayer
@@ -32,7 +33,7 @@ class Preparation:
     """The parts of a rank that do not depend on the shapes of mini-batches.
 
     ``weights`` and ``groups`` are by stage; ``families`` are stages whose updates need each other's
-    gradients.
+    gradients; ``captured`` says whether windows between two losses are captured as graphs.
     """
 
     rank: Rank
@@ -45,6 +46,7 @@ class Preparation:
     loss: Loss
     seed: int
     autocast: torch.dtype | None
+    captured: bool
 
     def interpreter(self, inputs: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for mini-batches of the shape of ``inputs``."""
@@ -60,6 +62,8 @@ class Preparation:
         computations = {
             s: self._computation(s, lanes[s], samples, entering, traces) for s in self.weights
         }
+        if self.captured:
+            require_no_draws(self.model.layers, traces[samples])
         self._require_fit(computations)
         boundaries = []
         for s, stage in enumerate(plan.stages[:-1]):
@@ -80,12 +84,13 @@ class Preparation:
             seed=self.seed,
             joint=self.joint,
             streams=self._streams(),
+            captured=self.captured,
         )
 
     def _streams(self) -> Streams:
-        """One stream, unless the plan has a second one."""
+        """One stream, unless the plan has a second one or its windows are captured."""
         is_sub = any(one.stream is not None for one in self.program.row)
-        return make_streams(self.rank.device) if is_sub else OneStream()
+        return make_streams(self.rank.device) if is_sub or self.captured else OneStream()
 
     def _computation(
         self,

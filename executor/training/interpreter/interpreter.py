@@ -7,12 +7,14 @@ does not know how a plan was made.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stagewright.executor.programs.program import Instruction, Row, moved
 from stagewright.executor.programs.shares import Rows
 from stagewright.executor.programs.trace import RankAction
-from stagewright.executor.training.batches import Batch
+from stagewright.executor.training.batches import Batch, mapped_batch, tensors_of_batch
 from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.interpreter.exchange import (
@@ -22,6 +24,11 @@ from stagewright.executor.training.interpreter.exchange import (
     Exchange,
 )
 from stagewright.executor.training.interpreter.failures import explain_memory
+from stagewright.executor.training.interpreter.graph import (
+    CapturedWindow,
+    DeviceFactor,
+    held_by,
+)
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.last_stage import LastStage
@@ -39,6 +46,10 @@ I = ActionKind.INPUT_GRADIENT
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 
 Call = tuple[Instruction, Callable[[], None]]
+Known = tuple[dict[int, Tensor], dict[int, Tensor | None]]
+
+WARM_UP = 1
+"""Iterations after the first that are not captured: optimizers make their state in them."""
 
 
 class Interpreter:
@@ -64,6 +75,8 @@ class Interpreter:
         Sums over ranks for an update.
     streams
         Of the device.
+    captured
+        Whether windows between two losses are captured and replayed; see `CapturedWindow`.
     """
 
     def __init__(
@@ -83,8 +96,11 @@ class Interpreter:
         seed: int,
         joint: Joint,
         streams: Streams,
+        captured: bool,
     ) -> None:
-        self._streams = streams
+        self._streams, self._captured = streams, captured
+        self._window: CapturedWindow | None = None
+        self._losses: Known = ({}, {})  # where the captured window writes them
         self._rank, self._program, self._plan, self._seed = rank, program, rank.plan, seed
         self._computations, self._weights, self._groups = computations, weights, groups
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
@@ -98,9 +114,12 @@ class Interpreter:
             single_output=single_output,
             scale=scale,
             group=joint.group,
+            captured=captured,
         )
-        self._agreement = Agreement(
-            rank, program, self._iterations, self._last_stage, weights, joint
+        self._agreement: Agreement | DeviceFactor = (
+            DeviceFactor(self._iterations, self._last_stage, self._last)
+            if captured
+            else Agreement(rank, program, self._iterations, self._last_stage, weights, joint)
         )
         self._recorder = Recorder(
             rank,
@@ -159,10 +178,18 @@ class Interpreter:
         OutOfMemory
             Naming stage and instruction.
         """
+        if self._window is not None and self._window.is_valid():
+            return self._replayed(self._window, [*inputs, *tensors_of_batch("targets", targets)])
+        if self._captured:  # what graphs and later windows read is not the caller's
+            inputs, targets = tuple(map(torch.clone, inputs)), mapped_batch(targets, torch.clone)
         iteration = self._iterations.begin(inputs, targets, step)
         self._agreement.begin(iteration)
         position, self._iterations.later = self._place(iteration)
-        self._carry_out(self._calls[position], records)
+        if self._captured and iteration > WARM_UP:
+            given = [*inputs, *tensors_of_batch("targets", targets)]
+            self._window = self._capture(self._calls[position], given)
+        else:
+            self._carry_out(self._calls[position], records)
         if self._program.periodic is None:
             return self.finish()
         self._exchange.release_older()
@@ -172,6 +199,7 @@ class Interpreter:
         """Drain the pipeline: this rank's part of the losses not returned before."""
         if self._iterations.begun == 0:
             return []
+        self._window = None
         position, self._iterations.later = self._place(self._iterations.begun - 1)
         self._carry_out(self._drain_calls[position], records)
         self._exchange.release_all()
@@ -180,6 +208,25 @@ class Interpreter:
         self._agreement.restart()
         self._iterations.restart()
         return self._pop_losses(self._iterations.all())
+
+    def _capture(self, calls: Sequence[Call], given: list[Tensor]) -> CapturedWindow:
+        """Capture a window, and carry it out once."""
+        work, weights = partial(self._carry_out, calls, None), self._weights.values()
+        window = CapturedWindow(self._streams, work, self._held, given, weights)
+        self._losses = self._last_stage.known()
+        window.run(given)
+        return window
+
+    def _held(self) -> list[Tensor]:
+        assert isinstance(self._agreement, DeviceFactor)
+        return held_by(self._computations, self._last_stage) + self._agreement.held()
+
+    def _replayed(self, window: CapturedWindow, given: list[Tensor]) -> list[tuple[float, float]]:
+        """One iteration by the captured window: its losses are where that has written them."""
+        window.run(given)
+        self._iterations.first_step += 1
+        self._last_stage.learn(self._losses)
+        return [self._last_stage.pop_loss(self._iterations.begun - 1)]
 
     def _place(self, iteration: int) -> tuple[int, int]:
         return (0, 0) if self._program.periodic is None else self._program.periodic.place(iteration)

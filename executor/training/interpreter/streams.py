@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stagewright.executor.programs.program import Row
 from stagewright.executor.programs.streams import waits
+from stagewright.graphs.documents.errors import InputError
 
 
 class Streams(Protocol):
@@ -36,6 +37,9 @@ class Streams(Protocol):
         Needed for those that the other stream made.
         """
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record ``work`` without doing it; the function that is returned does it each time."""
+
 
 class OneStream:
     """No streams: everything runs where it is called, one after another."""
@@ -56,6 +60,10 @@ class OneStream:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Nothing."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Refused."""
+        raise InputError("a window is captured on a GPU only")
 
 
 class CudaStreams:
@@ -91,6 +99,18 @@ class CudaStreams:
         """Tell the allocator, which knows only the stream that made a tensor."""
         for one in tensors:
             one.record_stream(torch.cuda.current_stream(one.device))
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record ``work`` as a CUDA graph, which is launched in the main stream."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._main):
+            work()
+
+        def replay() -> None:
+            with self.main():
+                graph.replay()
+
+        return replay
 
 
 def make_streams(device: torch.device) -> Streams:

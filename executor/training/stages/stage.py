@@ -239,6 +239,13 @@ class StageComputation:
                 flight.for_weights.append(rest)
         return output_gradients
 
+    def held(self) -> Iterator[Tensor]:
+        """What forwards in pieces have kept for their backwards."""
+        for flight in self._flights.values():
+            for saved in flight.saved:
+                assert isinstance(saved, Saved)
+                yield from (*saved.for_inputs, *saved.for_weights)
+
     def for_weights(self, microbatch: int) -> Iterator[Tensor]:
         """What `weight_gradient` will read, besides weights."""
         for saved in self._flights[microbatch].for_weights:
