@@ -9,6 +9,7 @@ version of the weights.
 """
 
 from collections.abc import Sequence
+from traceback import walk_tb
 
 from torch import Tensor, nn
 
@@ -42,7 +43,7 @@ def split_layer(
         Whether I is given a gradient, for each output; by default all that depend on an input
         that needs a gradient or on a parameter.
     name
-        The layer's name in errors.
+        The layer's name in errors, where none of its parts can be named.
 
     Raises
     ------
@@ -51,30 +52,36 @@ def split_layer(
         backward draws random numbers or reads tensors that a later forward changes.
     """
     name = name or type(module).__name__
-    if _has_hooks(module):
-        raise CannotSplit(name, "it has hooks")
+    for place, part in module.named_modules():
+        if _has_hooks(part):
+            raise CannotSplit(place or name, "it has hooks")
     examples = [value if is_dense(value) else value.contiguous() for value in inputs]
     joint = JointModule(module, tuple(input_needs_gradient), output_has_gradient)
     try:
         with attributes_kept(module):
             traced = trace_joint(joint, examples)
     except Exception as error:  # tracing runs the layer's own code, which raises anything
-        raise CannotSplit(name, _one_line(error)) from error
+        raise CannotSplit(_place(module, error) or name, _one_line(error)) from error
     return cut_joint(traced, module, tuple(map(layout_of, examples)), name)
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    of_modules = (
-        hooks
-        for module in layer.modules()
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
+def _has_hooks(module: nn.Module) -> bool:
+    of_module = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
     )
-    return any(of_modules) or any(one._backward_hooks for one in layer.parameters())
+    own = module.parameters(recurse=False)
+    return any(of_module) or any(one._backward_hooks for one in own)
+
+
+def _place(module: nn.Module, error: Exception) -> str:
+    """The innermost part of ``module`` whose code raised ``error``; empty for itself."""
+    names = {id(part): place for place, part in module.named_modules()}
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    found = (names.get(id(frame.f_locals.get("self"))) for frame in frames)
+    return next((place for place in reversed([*found]) if place is not None), "")
 
 
 def _one_line(error: Exception) -> str:

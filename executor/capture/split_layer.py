@@ -16,11 +16,13 @@ T = TypeVar("T")
 
 
 class CannotSplit(InputError):  # noqa: N818 - named as InvalidPlan is
-    """A layer whose backward stays whole, and why."""
+    """A backward that is only whole: ``where`` names the module, ``reason`` says why."""
 
-    def __init__(self, layer: str, reason: str) -> None:
-        super().__init__(f"layer {layer}: its backward stays whole: {reason}")
-        self.layer = layer
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(
+            f"{where}: its backward cannot be split into input and weight gradients: {reason}"
+        )
+        self.where = where
         self.reason = reason
 
 

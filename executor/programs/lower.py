@@ -74,5 +74,5 @@ def computations(plan: PipelinePlan) -> Rows:
         if action.kind in COMPUTE:
             if entry.device not in rank:
                 raise InvalidPlan(f"{action} runs on {entry.device!r}, which is in no stage")
-            rows[rank[entry.device]].append(Instruction(action))
+            rows[rank[entry.device]].append(Instruction(action, stream=entry.stream))
     return rows

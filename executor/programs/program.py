@@ -1,14 +1,15 @@
 """A program per rank: the instructions that carry out one training iteration of a plan.
 
 A program prints and parses as text, a line per rank: ``0F0,0SEND_F0>1,0RECV_B0<1,0B0,0UPDATE``.
-``>1`` is sent to rank 1, ``<1`` is received from it.
+``>1`` is sent to rank 1, ``<1`` is received from it; ``1W0@sub`` runs in the rank's sub-stream.
 """
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from stagewright.formulations.plans.actions import VERSIONED, Action, ActionKind, parse_action
+from stagewright.formulations.plans.actions import VERSIONED, Action, ActionKind, W, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
@@ -18,16 +19,26 @@ RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An action of one rank; ``peer`` is the other rank of a transfer."""
+    """An action of one rank; ``peer`` is the other rank of a transfer.
+
+    ``stream`` is that of the plan: None for the main stream.
+    """
 
     action: Action
     peer: int | None = None
+    stream: Literal["sub"] | None = None
 
     def __post_init__(self) -> None:
         if (self.peer is None) == (self.action.kind in SENDS + RECEIVES):
             raise InputError(f"{self.action}: a peer belongs to transfers, and only to them")
+        if self.stream is not None and self.action.kind not in (W, ActionKind.REDUCE):
+            raise InputError(
+                f"{self.action}: only weight gradients and their all-reduces can be in a sub-stream"
+            )
 
     def __str__(self) -> str:
+        if self.stream is not None:
+            return f"{self.action}@{self.stream}"
         if self.peer is None:
             return str(self.action)
         return f"{self.action}{'>' if self.action.kind in SENDS else '<'}{self.peer}"
@@ -103,7 +114,7 @@ class PeriodicProgram:
 def moved(one: Instruction, later: int, microbatches: int) -> Instruction:
     """An instruction ``later`` iterations of so many ``microbatches`` after its own."""
     action = moved_action(one.action, later, microbatches)
-    return one if action is one.action else Instruction(action, one.peer)
+    return one if action is one.action else replace(one, action=action)
 
 
 def moved_action(action: Action, later: int, microbatches: int) -> Action:
@@ -176,14 +187,15 @@ def parse_program(text: str, devices: tuple[str, ...]) -> Program:
 
 
 def _parse(word: str, rank: int, position: int) -> Instruction:
-    text, _, peer = re.split(r"([<>]|$)", word, maxsplit=1)
+    text, mark, rest = re.split(r"([<>@]|$)", word, maxsplit=1)
+    peer = int(rest) if mark in ("<", ">") and rest.isdecimal() else None
     try:
-        instruction = Instruction(parse_action(text), int(peer) if peer.isdecimal() else None)
+        instruction = Instruction(parse_action(text), peer, "sub" if mark == "@" else None)
     except InputError as error:
         raise InputError(f"rank {rank}, position {position}: {error}") from None
     if str(instruction) != word:
         raise InputError(
             f"rank {rank}, position {position}: {word!r} is not an instruction; "
-            "write for example 2F0, 2SEND_F0>3, 3RECV_F0<2"
+            "write for example 2F0, 2SEND_F0>3, 3RECV_F0<2, 2W0@sub"
         )
     return instruction

@@ -27,7 +27,8 @@ W = ActionKind.WEIGHT_GRADIENT
 def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
     """Add the all-reduce of every stage on several devices after its last backward on a rank.
 
-    The sends of that backward come before it. Ranks have the all-reduces that they share in one
+    The sends of that backward come before it. It is in the sub-stream if a weight gradient of the
+    stage is: the main stream does not wait. Ranks have the all-reduces that they share in one
     order, the plan's. Where a stage's weights change within the iteration, there is one after every
     backward.
     """
@@ -44,7 +45,8 @@ def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
             last = max([last, *ends])
             while last < len(row) and row[last].action.kind in SENDS:
                 last += 1
-            row.insert(last, Instruction(Action(s, ActionKind.REDUCE)))
+            stream = next((one.stream for one in row if one.stream and one.action.stage == s), None)
+            row.insert(last, Instruction(Action(s, ActionKind.REDUCE), stream=stream))
             last += 1
     return out
 

@@ -4,8 +4,8 @@ The verifier does not know how a program was made. It proves that every computat
 once, on its rank; that both ranks of a pair have the same transfers in the same order, and the same
 all-reduces; that every rank ends (a deadlock is shown as a cycle, with the position in each rank's
 row); that every forward uses the version of the weights that the plan's semantics ask for, and its
-backward the same; and, where the bytes are known, that every rank stays within its memory at every
-instruction.
+backward the same; that sub-streams have what the plan has there, and end with each row; and, where
+the bytes are known, that every rank stays within its memory at every instruction.
 
 A periodic program is proved for any number of iterations. Every number up
 to two of the iterations that repeat is proved by running it. A larger number has more of the
@@ -23,6 +23,7 @@ from stagewright.executor.programs.program import (
     plan_devices,
 )
 from stagewright.executor.programs.verify_progress import Progress
+from stagewright.executor.programs.verify_streams import require_streams
 from stagewright.executor.programs.verify_transfers import require_same_sides, require_transfers
 from stagewright.executor.programs.verify_updates import (
     require_computations,
@@ -62,8 +63,9 @@ def verify(
     InvalidProgram
         With the first violation found.
     """
+    _require_ranks(plan, program)
+    require_streams(plan, program)
     for part, work in _whole(plan, program, families):
-        _require_ranks(plan, part)
         for rank, row in enumerate(part.rows):
             require_computations(work, part, rank, row)
             require_updates(work, part.devices[rank], rank, row)
@@ -86,7 +88,6 @@ def _whole(
     if isinstance(program, Program):
         yield program, Work(plan)
         return
-    _require_ranks(plan, program)
     for iterations in range(1, len(program.segments) + 2):
         parts = [*map(program.segment, range(iterations)), program.drain(iterations)]
         for i, rows in enumerate(parts):

@@ -139,11 +139,11 @@ class _Gradients:
 
 def require_same_reductions(plan: PipelinePlan, program: Program) -> None:
     """Any two ranks see the all-reduces that they share in the same order."""
-    reductions = [[one for one in row if one.action.kind is REDUCE] for row in program.rows]
+    reductions = [[one.action for one in row if one.action.kind is REDUCE] for row in program.rows]
     for a, b in combinations([rank for rank, found in enumerate(reductions) if found], 2):
         both = {program.devices[a], program.devices[b]}
         sides = [
-            [one for one in reductions[r] if both <= set(plan.stages[one.action.stage].devices)]
+            [one for one in reductions[r] if both <= set(plan.stages[one.stage].devices)]
             for r in (a, b)
         ]
         for i, (here, there) in enumerate(zip_longest(*sides)):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from stagewright.formulations.plans.plan import PipelinePlan
@@ -19,6 +20,12 @@ def tensors_of_batch(name: str, batch: Batch) -> tuple[Tensor, ...]:
                 f"{name} must be a tensor or a tuple of tensors, got {type(one).__name__}"
             )
     return found
+
+
+def typed_inputs(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The inputs of a mini-batch, with floating-point numbers of a type."""
+    every = tensors_of_batch("inputs", batch)
+    return tuple(one.to(dtype) if one.is_floating_point() else one for one in every)
 
 
 def require_as_many(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

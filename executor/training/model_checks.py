@@ -3,7 +3,12 @@
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
-from stagewright.executor.capture.layers import LayeredModel
+import torch
+
+from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
+from stagewright.executor.capture.shapes import LayerTrace
+from stagewright.executor.programs.program import plan_devices
+from stagewright.formulations.plans.actions import B, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
@@ -80,6 +85,38 @@ def require_not_shared(tied: Sequence[str], stages_of: Mapping[str, Sequence[int
             "of a periodic plan, where its gradient is not known in time; put its layers into one "
             "stage"
         )
+
+
+def require_capturable(plan: PipelinePlan, device: torch.device, *, traced: bool) -> None:
+    """Refuse to capture the windows of a plan that has none, or that a graph cannot replay."""
+    require_windows(plan)
+    if device.type != "cuda":
+        raise InputError(f"graph captures work of a GPU, this rank computes on {device}")
+    if traced:
+        raise InputError("graph: a replayed window has no times to trace; leave one of the two out")
+
+
+def require_windows(plan: PipelinePlan) -> None:
+    """Refuse plans other than those of one device between two losses, every backward in two."""
+    if not plan.is_backward_first or len(plan_devices(plan)) > 1:
+        raise InputError(
+            "graph captures the window of a plan that begins with the backwards and has one device"
+        )
+    for one in plan.actions:
+        if parse_action(one.action).kind is B:
+            raise InputError(
+                f"graph needs every backward as I and W, the plan has the whole {one.action}"
+            )
+
+
+def require_no_draws(layers: Sequence[CapturedLayer], trace: Sequence[LayerTrace]) -> None:
+    """Refuse layers whose draws every replay of a graph would repeat."""
+    for i, (layer, found) in enumerate(zip(layers, trace, strict=True)):
+        if found.random:
+            raise InputError(
+                f"graph: layer {i} (module {layer.name}) draws random numbers, which every replay "
+                "would repeat"
+            )
 
 
 def require_whole_gradients(

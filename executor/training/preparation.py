@@ -16,7 +16,9 @@ from stagewright.executor.training.crossing import boundary_of, share_of
 from stagewright.executor.training.interpreter.failures import OutOfMemory
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
+from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
 from stagewright.executor.training.losses import Loss
+from stagewright.executor.training.model_checks import require_no_draws
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
 from stagewright.executor.training.stages.stage import StageComputation, StageLayer
@@ -31,7 +33,7 @@ class Preparation:
     """The parts of a rank that do not depend on the shapes of mini-batches.
 
     ``weights`` and ``groups`` are by stage; ``families`` are stages whose updates need each other's
-    gradients.
+    gradients; ``captured`` says whether windows between two losses are captured as graphs.
     """
 
     rank: Rank
@@ -44,6 +46,7 @@ class Preparation:
     loss: Loss
     seed: int
     autocast: torch.dtype | None
+    captured: bool
 
     def interpreter(self, inputs: tuple[Tensor, ...]) -> Interpreter:
         """The interpreter for mini-batches of the shape of ``inputs``."""
@@ -59,6 +62,8 @@ class Preparation:
         computations = {
             s: self._computation(s, lanes[s], samples, entering, traces) for s in self.weights
         }
+        if self.captured:
+            require_no_draws(self.model.layers, traces[samples])
         self._require_fit(computations)
         boundaries = []
         for s, stage in enumerate(plan.stages[:-1]):
@@ -78,7 +83,14 @@ class Preparation:
             scale=1.0 if plan.weight_rule.updates_every_round else 1 / plan.microbatches,
             seed=self.seed,
             joint=self.joint,
+            streams=self._streams(),
+            captured=self.captured,
         )
+
+    def _streams(self) -> Streams:
+        """One stream, unless the plan has a second one or its windows are captured."""
+        is_sub = any(one.stream is not None for one in self.program.row)
+        return make_streams(self.rank.device) if is_sub or self.captured else OneStream()
 
     def _computation(
         self,

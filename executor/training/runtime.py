@@ -17,12 +17,14 @@ from stagewright.executor.training.batches import (
     mapped_batch,
     require_as_many,
     tensors_of_batch,
+    typed_inputs,
 )
 from stagewright.executor.training.checkpoint_share import CheckpointShare
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
+    require_capturable,
     require_clip_norm,
     require_not_shared,
     require_same_model,
@@ -77,6 +79,8 @@ class Executor:
         group applies.
     trace
         Whether to record when each action ran, in all steps; see `trace_on_first_rank`.
+    graph
+        Whether to replay the window between two losses as a CUDA graph; of a plan on one device.
 
     Raises
     ------
@@ -114,6 +118,7 @@ class Executor:
         device: torch.device | str | None = None,
         timeout_seconds: float = 60.0,
         trace: bool = False,
+        graph: bool = False,
     ) -> None:
         require_torch()
         require_clip_norm(plan, clip_norm)
@@ -122,18 +127,19 @@ class Executor:
         self.plan, self.steps_done, self._failed = plan, 0, False
         self._loss, self._seed = loss, seed
         self._rank = this_rank(plan, device)
+        if graph:
+            require_capturable(plan, self._rank.device, traced=trace)
         self._stages = stages_on(plan, self._rank.name)
         self._autocast = dtype if dtype == torch.bfloat16 else None
         self._parameter_type = dtype if self._autocast is None else torch.float32
         self._model = self._initialise(module)
-        self._families = self._find_families()
-        # Known only from the captured model: parameters that stages share.
+        self._families = self._find_families()  # known only from the captured model
         self._program = rank_program(plan, self.rank, self._families)
         self._weights = self._make_weights(optimizer)
         timeout = timedelta(seconds=timeout_seconds)
         holders = {name: self._model.holders(name) for name in self._model.tied}
         self._groups = make_groups(self._rank, holders, timeout)
-        self._preparation = self._prepare(make_loss_group(self._rank, timeout))
+        self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
         self._interpreters: dict[object, Interpreter] = {}
@@ -177,18 +183,17 @@ class Executor:
         self._require_sound()
         # A run's first step has no backwards: of a plan between two losses it is only a part.
         is_whole = self._running is not None or not self.plan.is_backward_first
-        given = tuple(map(self._typed, tensors_of_batch("inputs", inputs)))
+        given = typed_inputs(inputs, self._parameter_type)
         require_as_many(given, tensors_of_batch("targets", targets))
         interpreter = self._interpreter(given)
-        last = len(self.plan.stages) - 1
         here = given if 0 in self._stages else ()
         wanted: Batch = ()
-        if last in self._stages:
+        if len(self.plan.stages) - 1 in self._stages:
             wanted = mapped_batch(targets, lambda one: one.to(self._rank.device))
         if is_whole:
             self._recorder.begin(self.steps_done)
-        own, step = tuple(one.to(self._rank.device) for one in here), self.steps_done
-        losses = self._carried_out(lambda records: interpreter.run(own, wanted, step, records))
+        own = tuple(one.to(self._rank.device) for one in here)
+        losses = self._carried_out(partial(interpreter.run, own, wanted, self.steps_done))
         self.steps_done += 1
         if not self.plan.is_periodic:
             self._recorder.end(self.steps_done)
@@ -254,8 +259,7 @@ class Executor:
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             found = run(self._recorder.records)
         self._failed = False
-        group = self._groups.stages.get(last)
-        parts = [summed(self._rank, part, group) for part in found]
+        parts = [summed(self._rank, part, self._groups.stages.get(last)) for part in found]
         losses = [value / count if count else value for value, count in parts]
         self._recorder.add_losses(losses)
         return losses
@@ -369,7 +373,7 @@ class Executor:
         everything = frozenset(range(len(self.plan.stages)))
         return found | {everything} if self._clip_norm < inf else found
 
-    def _prepare(self, loss_group: dist.ProcessGroup | None) -> Preparation:
+    def _prepare(self, loss_group: dist.ProcessGroup | None, captured: bool) -> Preparation:
         tied = self._groups.tied
         shared = SharedGradients(self._rank, self._model, self._weights, tied)
         joint = Joint(
@@ -391,9 +395,5 @@ class Executor:
             loss=self._loss,
             seed=self._seed,
             autocast=self._autocast,
+            captured=captured,
         )
-
-    # Mini-batches
-
-    def _typed(self, one: Tensor) -> Tensor:
-        return one.to(self._parameter_type) if one.is_floating_point() else one

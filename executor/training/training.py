@@ -17,7 +17,7 @@ from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.checkpoint import Header
 from stagewright.executor.training.losses import Loss, cross_entropy
-from stagewright.executor.training.model_checks import require_clip_norm
+from stagewright.executor.training.model_checks import require_capturable, require_clip_norm
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
@@ -48,7 +48,7 @@ class Task:
     ``data`` makes one pass over the mini-batches; the loss is cross-entropy if it is None;
     ``clip_norm`` is the most that the norm of all gradients may be; ``steps`` counts those of an
     earlier run that is resumed. A checkpoint is written to the folder ``checkpoints`` every
-    ``checkpoint_every`` steps and at the end.
+    ``checkpoint_every`` steps and at the end. ``graph`` as in `Executor`.
     """
 
     plan: PipelinePlan
@@ -66,11 +66,15 @@ class Task:
     resume: bool
     parameters: Path | None
     trace: Path | None
+    graph: bool
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
         require_clip_norm(self.plan, self.clip_norm)
+        if self.graph:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            require_capturable(self.plan, device, traced=self.trace is not None)
 
     def header(self, steps: int) -> Header:
         """The header of a checkpoint after ``steps``."""
@@ -117,6 +121,7 @@ def train(
         device=member.device,
         timeout_seconds=task.timeout_seconds,
         trace=task.trace is not None,
+        graph=task.graph,
     )
     if path is not None:
         _resume(executor, path)

@@ -82,6 +82,14 @@ def run(
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of the run.", metavar="FILE"), Writes(".json")
     ] = None,
+    graph: Annotated[
+        bool,
+        typer.Option(
+            "--graph",
+            help="Replay the window between two losses as a CUDA graph: for a plan that begins "
+            "with the backwards, on one GPU.",
+        ),
+    ] = False,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank waits for another one.")
     ] = 60.0,
@@ -124,6 +132,7 @@ def run(
             resume=resume,
             parameters=save_parameters,
             trace=trace,
+            graph=graph,
         )
 
     if not is_rank():

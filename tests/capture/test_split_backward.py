@@ -572,7 +572,7 @@ def test_what_cannot_be_split_says_so(compute, parts, reason: str):
     layer = Layer(compute, **copy.copy(parts)).double()
     with pytest.raises(CannotSplit, match=reason) as caught:
         split_layer(layer, [draw(6, 6)], [True], name="third")
-    assert str(caught.value).startswith("layer third: its backward stays whole: ")
+    assert str(caught.value).startswith("third: its backward cannot be split into ")
     assert "\n" not in str(caught.value)
 
 

@@ -29,7 +29,9 @@ def instructions(draw: st.DrawFn) -> Instruction:
     kind = draw(st.sampled_from(list(ActionKind)))
     number = None if kind in BARE else draw(NUMBERS)
     peer = draw(NUMBERS) if kind in SENDS + RECEIVES else None
-    return Instruction(Action(draw(NUMBERS), kind, number), peer)
+    may_overlap = kind in (ActionKind.WEIGHT_GRADIENT, ActionKind.REDUCE)
+    stream = draw(st.sampled_from([None, "sub"])) if may_overlap else None
+    return Instruction(Action(draw(NUMBERS), kind, number), peer, stream)
 
 
 @st.composite
@@ -82,6 +84,11 @@ def test_spelling() -> None:
         "0SEND_F0>\N{SUPERSCRIPT TWO}",
         "1RECV_F0>1",
         "1RECV_F0",
+        "0W0@",
+        "0W0@main",
+        "0B0@sub",
+        "0SEND_F0@sub",
+        "0SEND_F0>1@sub",
     ],
 )
 def test_what_is_no_instruction_is_refused_with_its_place(word: str) -> None:

@@ -253,6 +253,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--checkpoint folder --resume", "no complete checkpoint in folder"),
         ("--save-parameters folder", "folder is a folder"),
         ("--trace nowhere/trace.json", "nowhere does not exist"),
+        ("--graph", "graph captures the window of a plan that begins with the backwards"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(here: Path, options: str, complaint: str) -> None:

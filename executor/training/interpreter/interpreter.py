@@ -7,12 +7,14 @@ does not know how a plan was made.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stagewright.executor.programs.program import Instruction, Row, moved
 from stagewright.executor.programs.shares import Rows
 from stagewright.executor.programs.trace import RankAction
-from stagewright.executor.training.batches import Batch
+from stagewright.executor.training.batches import Batch, mapped_batch, tensors_of_batch
 from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.interpreter.exchange import (
@@ -22,10 +24,16 @@ from stagewright.executor.training.interpreter.exchange import (
     Exchange,
 )
 from stagewright.executor.training.interpreter.failures import explain_memory
+from stagewright.executor.training.interpreter.graph import (
+    CapturedWindow,
+    DeviceFactor,
+    held_by,
+)
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.last_stage import LastStage
 from stagewright.executor.training.interpreter.recorder import Recorder
+from stagewright.executor.training.interpreter.streams import Streams, in_streams
 from stagewright.executor.training.losses import Loss
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.seeding import layer_seed
@@ -38,6 +46,10 @@ I = ActionKind.INPUT_GRADIENT
 STASH, USE, DROP = ActionKind.STASH, ActionKind.USE, ActionKind.DROP
 
 Call = tuple[Instruction, Callable[[], None]]
+Known = tuple[dict[int, Tensor], dict[int, Tensor | None]]
+
+WARM_UP = 1
+"""Iterations after the first that are not captured: optimizers make their state in them."""
 
 
 class Interpreter:
@@ -61,6 +73,10 @@ class Interpreter:
         Weight of the mean loss of a microbatch in an update.
     joint
         Sums over ranks for an update.
+    streams
+        Of the device.
+    captured
+        Whether windows between two losses are captured and replayed; see `CapturedWindow`.
     """
 
     def __init__(
@@ -79,7 +95,12 @@ class Interpreter:
         scale: float,
         seed: int,
         joint: Joint,
+        streams: Streams,
+        captured: bool,
     ) -> None:
+        self._streams, self._captured = streams, captured
+        self._window: CapturedWindow | None = None
+        self._losses: Known = ({}, {})  # where the captured window writes them
         self._rank, self._program, self._plan, self._seed = rank, program, rank.plan, seed
         self._computations, self._weights, self._groups = computations, weights, groups
         self._last, self._count = len(rank.plan.stages) - 1, rank.plan.microbatches
@@ -93,9 +114,12 @@ class Interpreter:
             single_output=single_output,
             scale=scale,
             group=joint.group,
+            captured=captured,
         )
-        self._agreement = Agreement(
-            rank, program, self._iterations, self._last_stage, weights, joint
+        self._agreement: Agreement | DeviceFactor = (
+            DeviceFactor(self._iterations, self._last_stage, self._last)
+            if captured
+            else Agreement(rank, program, self._iterations, self._last_stage, weights, joint)
         )
         self._recorder = Recorder(
             rank,
@@ -114,7 +138,9 @@ class Interpreter:
         split = {one.action for one in self._program.row if one.action.kind is I}
         found = {(one.stage, (one.microbatch or 0) % self._count) for one in split}
         for s in {s for s, _ in found}:
-            self._computations[s].split()
+            # Between two losses the place of W is what the plan is made for.
+            first = self._plan.stages[s].layers[0] if self._plan.is_backward_first else None
+            self._computations[s].split(required_from=first)
         return found
 
     def _make_calls(self) -> tuple[list[list[Call]], list[list[Call]]]:
@@ -124,8 +150,10 @@ class Interpreter:
         if periodic is not None:
             rows = [row[number] for row in periodic.segments]
             drains = [row[number] for row in periodic.drains]
-        calls = [[(one, self._call(one)) for one in row] for row in rows]
-        return calls, [[(one, self._call(one)) for one in row] for row in drains]
+        return list(map(self._calls_of, rows)), list(map(self._calls_of, drains))
+
+    def _calls_of(self, row: Row) -> list[Call]:
+        return list(zip(row, in_streams(row, map(self._call, row), self._streams), strict=True))
 
     def run(
         self,
@@ -150,10 +178,18 @@ class Interpreter:
         OutOfMemory
             Naming stage and instruction.
         """
+        if self._window is not None and self._window.is_valid():
+            return self._replayed(self._window, [*inputs, *tensors_of_batch("targets", targets)])
+        if self._captured:  # what graphs and later windows read is not the caller's
+            inputs, targets = tuple(map(torch.clone, inputs)), mapped_batch(targets, torch.clone)
         iteration = self._iterations.begin(inputs, targets, step)
         self._agreement.begin(iteration)
         position, self._iterations.later = self._place(iteration)
-        self._carry_out(self._calls[position], records)
+        if self._captured and iteration > WARM_UP:
+            given = [*inputs, *tensors_of_batch("targets", targets)]
+            self._window = self._capture(self._calls[position], given)
+        else:
+            self._carry_out(self._calls[position], records)
         if self._program.periodic is None:
             return self.finish()
         self._exchange.release_older()
@@ -163,6 +199,7 @@ class Interpreter:
         """Drain the pipeline: this rank's part of the losses not returned before."""
         if self._iterations.begun == 0:
             return []
+        self._window = None
         position, self._iterations.later = self._place(self._iterations.begun - 1)
         self._carry_out(self._drain_calls[position], records)
         self._exchange.release_all()
@@ -172,21 +209,41 @@ class Interpreter:
         self._iterations.restart()
         return self._pop_losses(self._iterations.all())
 
+    def _capture(self, calls: Sequence[Call], given: list[Tensor]) -> CapturedWindow:
+        """Capture a window, and carry it out once."""
+        work, weights = partial(self._carry_out, calls, None), self._weights.values()
+        window = CapturedWindow(self._streams, work, self._held, given, weights)
+        self._losses = self._last_stage.known()
+        window.run(given)
+        return window
+
+    def _held(self) -> list[Tensor]:
+        assert isinstance(self._agreement, DeviceFactor)
+        return held_by(self._computations, self._last_stage) + self._agreement.held()
+
+    def _replayed(self, window: CapturedWindow, given: list[Tensor]) -> list[tuple[float, float]]:
+        """One iteration by the captured window: its losses are where that has written them."""
+        window.run(given)
+        self._iterations.first_step += 1
+        self._last_stage.learn(self._losses)
+        return [self._last_stage.pop_loss(self._iterations.begun - 1)]
+
     def _place(self, iteration: int) -> tuple[int, int]:
         return (0, 0) if self._program.periodic is None else self._program.periodic.place(iteration)
 
     def _carry_out(self, calls: Sequence[Call], records: list[RankAction] | None) -> None:
-        for one, call in calls:
-            try:
-                if records is None:
-                    call()
-                else:
-                    self._recorder.record(one, call, records)
-            except (RuntimeError, MemoryError) as error:
-                iterations = self._iterations
-                step = iterations.step(iterations.begun - 1)
-                explain_memory(error, moved(one, iterations.later, self._count), step)
-                raise
+        with self._streams.main():
+            for one, call in calls:
+                try:
+                    if records is None:
+                        call()
+                    else:
+                        self._recorder.record(one, call, records)
+                except (RuntimeError, MemoryError) as error:
+                    iterations = self._iterations
+                    step = iterations.step(iterations.begun - 1)
+                    explain_memory(error, moved(one, iterations.later, self._count), step)
+                    raise
 
     def _pop_losses(self, iterations: Sequence[int]) -> list[tuple[float, float]]:
         """The losses of iterations; their mini-batches are forgotten."""
@@ -253,6 +310,7 @@ class Interpreter:
         return gradients
 
     def _weight_gradient(self, s: int, m: int) -> None:
+        self._streams.keep(self._computations[s].for_weights(m))
         self._computations[s].weight_gradient(m)
 
     def _reduce(self, s: int) -> None:

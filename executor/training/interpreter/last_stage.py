@@ -28,6 +28,9 @@ class LastStage:
         Weight of the mean loss of a microbatch in an update.
     group
         The processes that sum up the counts of losses.
+    captured
+        Whether windows are captured: then nothing is read while losses are computed, and their
+        gradients are computed with them.
     """
 
     def __init__(
@@ -40,7 +43,10 @@ class LastStage:
         single_output: bool,
         scale: float,
         group: dist.ProcessGroup | None,
+        captured: bool,
     ) -> None:
+        self._captured = captured
+        self._gradients: dict[int, Gradients] = {}  # of the outputs, where windows are captured
         self._rank, self._iterations, self._computation = rank, iterations, computation
         self._loss, self._single_output, self._scale = loss, single_output, scale
         self._group, self._number = group, len(rank.plan.stages) - 1
@@ -65,13 +71,18 @@ class LastStage:
         require_from_outputs(loss, leaves)
         self._values[m], self._counts[m] = loss.detach(), count
         self._losses[m] = (loss, leaves, count)
-        if self._rank.device.type == "cpu":  # to read it on a GPU would block
+        if self._captured:
+            self._gradients[m] = self._output_gradients(m)
+        elif self._rank.device.type == "cpu":  # to read it on a GPU would block
             self._require_finite(m)
         if self._every_round:
             self._totals[m] = begin_total([count], 0.0, self._group)
 
     def output_gradients(self, m: int) -> Gradients:
         """Gradients of the loss with respect to the stage's outputs."""
+        return self._gradients.pop(m) if self._captured else self._output_gradients(m)
+
+    def _output_gradients(self, m: int) -> Gradients:
         loss, leaves, count = self._losses.pop(m)
         wanted = [one for one in leaves if one.requires_grad]
         scale = torch.full_like(loss, self._loss_scale(m, count))
@@ -96,6 +107,20 @@ class LastStage:
     def require_finite(self, iteration: int) -> None:
         """Refuse nan and infinite losses of an iteration."""
         self._require_finite(*self._of(iteration))
+
+    def held(self) -> list[Tensor]:
+        """The gradients that backwards begin with, where windows are captured."""
+        every = (one for gradients in self._gradients.values() for one in gradients)
+        return [one for one in every if one is not None]
+
+    def known(self) -> tuple[dict[int, Tensor], dict[int, Tensor | None]]:
+        """Losses and their counts, by microbatch."""
+        return dict(self._values), dict(self._counts)
+
+    def learn(self, known: tuple[dict[int, Tensor], dict[int, Tensor | None]]) -> None:
+        """Take over losses and their counts."""
+        self._values |= known[0]
+        self._counts |= known[1]
 
     def pop_loss(self, iteration: int) -> tuple[float, float]:
         """What this rank has of a mini-batch's loss: a sum and its count, or a mean and 0."""

@@ -12,6 +12,7 @@ from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.training.interpreter.agreement import Agreement
 from stagewright.executor.training.interpreter.arrival import waited
 from stagewright.executor.training.interpreter.exchange import RECV_B, RECV_F, Exchange
+from stagewright.executor.training.interpreter.graph import DeviceFactor
 from stagewright.executor.training.interpreter.iterations import Iterations
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.weights import Weights
@@ -40,7 +41,7 @@ class Recorder:
         rank: Rank,
         iterations: Iterations,
         exchange: Exchange,
-        agreement: Agreement,
+        agreement: Agreement | DeviceFactor,
         weights: Mapping[int, Weights],
         groups: Mapping[int, dist.ProcessGroup],
         messages: int,

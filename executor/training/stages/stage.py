@@ -151,8 +151,17 @@ class StageComputation:
             kept, working = 0, sum(saved)
         return Footprint(weights + gradients, weights, kept, working)
 
-    def split(self) -> None:
-        """Prepare for backwards in two parts. A layer that cannot be split keeps a whole one."""
+    def split(self, *, required_from: int | None = None) -> None:
+        """Prepare for backwards in two parts.
+
+        A layer that cannot be split keeps a whole one, as a part of I, unless it is required not
+        to: then ``required_from`` is the number of the stage's first layer.
+
+        Raises
+        ------
+        CannotSplit
+            Naming the layer that is required, and the module.
+        """
         for i, layer in enumerate(self.layers):
             if i in self._pieces:
                 continue
@@ -172,7 +181,12 @@ class StageComputation:
                         [value.gradient for value in layer.trace.outputs],
                         name=layer.captured.name,
                     )
-            except CannotSplit:
+            except CannotSplit as error:
+                if required_from is not None:
+                    raise CannotSplit(
+                        f"layer {required_from + i} (module {error.where})",
+                        f"{error.reason}; plan whole backwards for its stage",
+                    ) from error
                 self._pieces[i] = None
 
     def forward(self, microbatch: int, inputs: Tensors, seed: Seed, in_two: bool) -> Tensors:
@@ -224,6 +238,18 @@ class StageComputation:
                 output_gradients, rest = pieces.input_gradient(saved, output_gradients)
                 flight.for_weights.append(rest)
         return output_gradients
+
+    def held(self) -> Iterator[Tensor]:
+        """What forwards in pieces have kept for their backwards."""
+        for flight in self._flights.values():
+            for saved in flight.saved:
+                assert isinstance(saved, Saved)
+                yield from (*saved.for_inputs, *saved.for_weights)
+
+    def for_weights(self, microbatch: int) -> Iterator[Tensor]:
+        """What `weight_gradient` will read, besides weights."""
+        for saved in self._flights[microbatch].for_weights:
+            yield from saved.values if saved is not None else ()
 
     def weight_gradient(self, microbatch: int) -> None:
         """W: the weights' gradients are summed up."""

@@ -28,7 +28,7 @@ class _Gradients:
     tied: list[Tensor]
     views: list[Tensor | None]
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | Tensor) -> None:
         """Multiply all."""
         for one in (*self.flat, *self.tied):
             one.mul_(factor)
@@ -130,7 +130,8 @@ class Weights:
             for parameters in self.held.values():
                 self._adopt(parameters, self._gradients)
         for flat in self._reduced.flat if group is not None else ():
-            flat.mul_(share)
+            if share != 1.0:
+                flat.mul_(share)
             for bucket in flat.split(max(1, BUCKET_BYTES // flat.itemsize)):
                 self._reductions.append(dist.all_reduce(bucket, group=group, async_op=True))
 
@@ -160,14 +161,14 @@ class Weights:
         every = (one for state in kept for one in state.values() if isinstance(one, Tensor))
         return sum(one.nbytes for one in every if one.dim())
 
-    def update(self, factor: float = 1.0) -> None:
+    def update(self, factor: float | Tensor = 1.0) -> None:
         """Step the optimizer, once the gradients are there, by ``factor`` times them.
 
         The new version is the newest.
         """
         self.wait()
         self._reductions.clear()
-        if factor != 1.0:
+        if isinstance(factor, Tensor) or factor != 1.0:
             self._reduced.scale(factor)
         if self._stash is None:
             parameters = self.held.pop(self.newest)
