@@ -9,6 +9,7 @@ from time import process_time
 import numpy as np
 from rich.progress import track
 
+from benchmarks.backprop_report import report_table
 from benchmarks.report import Table, percent
 from benchmarks.spec import BenchSpec
 from stagewright.formulations.backprop.orders import conventional, fast_forward
@@ -92,7 +93,7 @@ STUDY = BenchSpec(
     lambda case: case,
     ("data parallel, 30 layers", "pipeline, 12 x 2 x 2", "data and pipeline, 12 x 2 x 2"),
 )
-INSTANCES = 12
+INSTANCES = 50
 
 
 def study_table(quick: bool) -> Table:
@@ -135,11 +136,12 @@ def _heuristics(count: int) -> Iterator[tuple[str, float]]:
 
 
 def tables(quick: bool) -> list[Table]:
-    """The paper's speed-ups, the random study, and milliseconds of the heuristics."""
+    """The paper's speed-ups, the random study, the report, and milliseconds of the heuristics."""
     rows = tuple(_heuristics(50 if quick else LARGE))
     title = f"CPU milliseconds of the heuristics, {50 if quick else LARGE} layers"
     return [
         pipeline_table(quick),
         study_table(quick),
+        report_table(quick),
         Table("backprop-time", title, ("heuristic", "ms"), rows),
     ]

@@ -125,6 +125,16 @@ class BackpropProblem:
         return np.array(self.before, dtype=np.int64).reshape(-1, 2)
 
     @cached_property
+    def followers(self) -> tuple[Ints, Ints]:
+        """Rows: those after operation i are ``members[first[i] : first[i + 1]]``."""
+        return _rows(self.edges[:, 0], self.edges[:, 1], len(self.operations))
+
+    @cached_property
+    def preceding(self) -> tuple[Ints, Ints]:
+        """Rows of those before each operation, as in :attr:`followers`."""
+        return _rows(self.edges[:, 1], self.edges[:, 0], len(self.operations))
+
+    @cached_property
     def topological(self) -> tuple[int, ...]:
         """The operations, each after those it waits for."""
         return tuple(_topological(self))
@@ -262,6 +272,11 @@ def _longest(problem: BackpropProblem, order: tuple[int, ...], edges: Ints) -> F
         for j in after[i]:
             found[j] = max(found[j], found[i] + seconds[i])
     return np.array(found)
+
+
+def _rows(owner: Ints, member: Ints, count: int) -> tuple[Ints, Ints]:
+    first = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=count))))
+    return first, member[np.argsort(owner, kind="stable")]
 
 
 def _require_acyclic(problem: BackpropProblem) -> None:

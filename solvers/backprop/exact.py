@@ -15,6 +15,7 @@ from stagewright.formulations.backprop.orders import (
     reverse_first_k,
 )
 from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
+from stagewright.formulations.backprop.symmetry import in_turns, renumbered
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.pipelines.makespan_models import CP_SAT
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
@@ -22,7 +23,9 @@ from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.backprop.list_scheduling import improve, insert, list_schedule
+from stagewright.solvers.backprop.tabu import tabu_search
 
+SEARCHED = 600_000  # times of operations that tabu search computes
 PERTURBED = 10_000  # operations in perturbed schedules, all together
 NOISE = (0.02, 0.05, 0.1, 0.2)  # of the window
 IMPROVED = 3  # of the shortest list schedules
@@ -61,8 +64,19 @@ def best_list_schedule(problem: BackpropProblem) -> tuple[str, Timetable | None]
     found = sorted((improved | by_rule).items(), key=lambda entry: entry[1].end)
     for name, one in found:
         if _is_valid(problem, one):
-            return name, _perturbed(problem, one)
+            return _searched(problem, name, _perturbed(problem, one))
     return "none", None
+
+
+def _searched(problem: BackpropProblem, name: str, best: Timetable) -> tuple[str, Timetable]:
+    """Search the orders from the best timetable; keep it if what is found does not fit."""
+    turns = in_turns(problem)
+    start = best if turns is problem else renumbered(problem, best)
+    least = max(bound for _, bound in window_bounds(turns)) * (1 + RELATIVE_TOLERANCE)
+    found = improve(turns, tabu_search(turns, start, least, SEARCHED))
+    if found.end < best.end * (1 - RELATIVE_TOLERANCE) and _is_valid(problem, found):
+        return f"{name}, tabu search", found
+    return name, best
 
 
 def _perturbed(problem: BackpropProblem, best: Timetable) -> Timetable:
@@ -96,14 +110,16 @@ def solve(problem: BackpropProblem, limits: Limits) -> BackpropResult:
     """
     began = perf_counter()
     backend = scheduler(limits)
-    proved_by, bound = max(window_bounds(problem), key=lambda entry: entry[1])
+    turns = in_turns(problem)
+    proved_by, bound = max(window_bounds(turns), key=lambda entry: entry[1])
     source, timetable = best_list_schedule(problem)
     found = _result(timetable, bound, proved_by, source, Status.FEASIBLE, began)
     if found.status is Status.OPTIMAL:
         return found
     horizon = float(problem.seconds.sum()) if timetable is None else timetable.end
-    model = ByIntervals(problem, horizon)
-    form = model.apply(bound, timetable if model.is_exact else None)
+    model = ByIntervals(turns, horizon)
+    hint = renumbered(problem, timetable) if timetable is not None and model.is_exact else None
+    form = model.apply(bound, hint)
     answer = solve_intervals(form, limits)
     if answer.status is Status.INFEASIBLE and timetable is None:
         return _result(None, bound, proved_by, source, Status.INFEASIBLE, began)

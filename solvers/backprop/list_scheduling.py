@@ -23,7 +23,7 @@ def list_schedule(problem: BackpropProblem, ranks: Ints, queues: Sequence[str] =
     """
     if len(ranks) != len(problem.operations):
         raise InputError(f"{len(problem.operations)} ranks needed, got {len(ranks)}")
-    return _dispatch(problem, problem.edges, ranks, queues)
+    return _dispatch(problem, ranks, queues)
 
 
 def improve(problem: BackpropProblem, timetable: Timetable, rounds: int = 5) -> Timetable:
@@ -32,8 +32,8 @@ def improve(problem: BackpropProblem, timetable: Timetable, rounds: int = 5) -> 
     Forward-backward improvement (Tormos and Lova 2001). Limits of memory are not looked at.
     """
     for _ in range(rounds):
-        late = _dispatch(problem, problem.edges[:, ::-1], _positions(-timetable.ends), ())
-        other = _dispatch(problem, problem.edges, _positions(late.end - late.ends), ())
+        late = _dispatch(problem, _positions(-timetable.ends), is_reversed=True)
+        other = _dispatch(problem, _positions(late.end - late.ends))
         if other.end >= timetable.end:
             break
         timetable = other
@@ -48,25 +48,19 @@ def _positions(values: Floats) -> Ints:
 
 
 def _dispatch(
-    problem: BackpropProblem, edges: Ints, ranks: Ints, queues: Sequence[str]
+    problem: BackpropProblem, ranks: Ints, queues: Sequence[str] = (), is_reversed: bool = False
 ) -> Timetable:
     is_queue = np.array(
         [any(one.name.startswith(name) for name in queues) for one in problem.resources], bool
     )
     chunks = np.array([one.chunk_seconds for one in problem.resources], dtype=float)
-    before, after = edges.T
-    counts = np.bincount(before, minlength=len(ranks))
+    (first, after), (other, _) = problem.followers, problem.preceding
+    if is_reversed:
+        (first, after), (other, _) = problem.preceding, problem.followers
+    ranks = np.asarray(ranks, dtype=np.int64)
+    waits = np.diff(other)
     return Timetable(
-        *_run(
-            problem.seconds,
-            problem.resource,
-            np.asarray(ranks, dtype=np.int64),
-            np.concatenate(([0], np.cumsum(counts))),
-            after[np.argsort(before, kind="stable")].copy(),
-            np.bincount(after, minlength=len(ranks)),
-            chunks,
-            is_queue,
-        )
+        *run_all(problem.seconds, problem.resource, ranks, first, after, waits, chunks, is_queue)
     )
 
 
@@ -97,7 +91,7 @@ def _pop(heap: Ints, size: int, keys: Ints) -> int:
 
 
 @njit(cache=True, error_model="numpy")
-def _run(  # noqa: C901 - one loop over events
+def run_all(  # noqa: C901 - one loop over events
     seconds: Floats,
     resource: Ints,
     ranks: Ints,
@@ -190,25 +184,19 @@ def insert(problem: BackpropProblem, ranks: Ints) -> Timetable:
     An operation waits in this order for those it follows. Never suspends; O(n^2) at worst. Unlike
     :func:`list_schedule` it leaves a resource idle for an urgent operation that is not ready yet.
     """
-    before, after = problem.edges.T
-    counts = np.bincount(before, minlength=len(ranks))
-    first = np.concatenate(([0], np.cumsum(counts)))
-    followers = after[np.argsort(before, kind="stable")].copy()
-    waits = np.bincount(after, minlength=len(ranks))
-    starts = _insert(
+    starts = insert_all(
         problem.seconds,
         problem.resource,
         np.asarray(ranks, dtype=np.int64),
-        first,
-        followers,
-        waits,
+        *problem.followers,
+        np.diff(problem.preceding[0]),
         len(problem.resources),
     )
     return Timetable.of_starts(problem, starts)
 
 
 @njit(cache=True, error_model="numpy")
-def _insert(  # noqa: C901 - one pass over operations
+def insert_all(  # noqa: C901 - one pass over operations
     seconds: Floats,
     resource: Ints,
     ranks: Ints,
@@ -217,6 +205,7 @@ def _insert(  # noqa: C901 - one pass over operations
     waits: Ints,
     places: int,
 ) -> Floats:
+    """Starts in the order of ranks, each in the earliest gap."""
     count = len(seconds)
     waits, ready, starts = waits.copy(), np.zeros(count), np.zeros(count)
     heap, size = np.empty(count, np.int64), 0

@@ -10,7 +10,16 @@ from math import inf
 
 
 def shortest(  # noqa: C901 - one search, its rules are the functions inside
-    forward, output, weight, sync, device, send, preemptible=False, memory=None, saved=()
+    forward,
+    output,
+    weight,
+    sync,
+    device,
+    send,
+    preemptible=False,
+    memory=None,
+    saved=(),
+    microbatches=1,
 ):
     """The least window; layer i of the paper is index i - 1; ``memory`` is one device's."""
     count = len(forward)
@@ -19,22 +28,27 @@ def shortest(  # noqa: C901 - one search, its rules are the functions inside
     def add(name, seconds, after, where):
         work[name], waits[name], place[name] = seconds, after, where
 
-    arrived = []
+    for m in range(microbatches):
+        arrived = []
+        for i in range(count, 0, -1):
+            add(f"O{i}.{m}", output[i - 1], arrived, ("gpu", device[i - 1]))
+            add(f"W{i}.{m}", weight[i - 1], arrived, ("gpu", device[i - 1]))
+            arrived = [f"O{i}.{m}"]
+            if i > 1 and device[i - 1] != device[i - 2]:
+                where = ("link", device[i - 1], device[i - 2])
+                add(f"SO{i}.{m}", send[i - 2], [f"O{i}.{m}"], where)
+                arrived = [f"SO{i}.{m}"]
     for i in range(count, 0, -1):
-        add(f"O{i}", output[i - 1], arrived, ("gpu", device[i - 1]))
-        add(f"W{i}", weight[i - 1], arrived, ("gpu", device[i - 1]))
-        add(f"SW{i}", sync[i - 1], [f"W{i}"], ("sync", device[i - 1]))
-        arrived = [f"O{i}"]
-        if i > 1 and device[i - 1] != device[i - 2]:
-            add(f"SO{i}", send[i - 2], [f"O{i}"], ("link", device[i - 1], device[i - 2]))
-            arrived = [f"SO{i}"]
-    ready = []
-    for i in range(1, count + 1):
-        if i > 1 and device[i - 1] != device[i - 2]:
-            add(f"SF{i}", send[i - 2], ready, ("link", device[i - 2], device[i - 1]))
-            ready = [f"SF{i}"]
-        add(f"F{i}", forward[i - 1], [*ready, f"SW{i}"], ("gpu", device[i - 1]))
-        ready = [f"F{i}"]
+        every = [f"W{i}.{m}" for m in range(microbatches)]
+        add(f"SW{i}", sync[i - 1], every, ("sync", device[i - 1]))
+    for m in range(microbatches):
+        ready = []
+        for i in range(1, count + 1):
+            if i > 1 and device[i - 1] != device[i - 2]:
+                add(f"SF{i}.{m}", send[i - 2], ready, ("link", device[i - 2], device[i - 1]))
+                ready = [f"SF{i}.{m}"]
+            add(f"F{i}.{m}", forward[i - 1], [*ready, f"SW{i}"], ("gpu", device[i - 1]))
+            ready = [f"F{i}.{m}"]
     names = list(work)
     index = {name: k for k, name in enumerate(names)}
     places = sorted({place[name] for name in names if work[name] > 0})
@@ -50,9 +64,9 @@ def shortest(  # noqa: C901 - one search, its rules are the functions inside
         if memory is None:
             return True
         used = 0
-        for i in range(1, count + 1):
-            old = not (done(before, f"O{i}") and done(before, f"W{i}"))
-            source = f"F{max(1, i - 1)}"
+        for i, m in product(range(1, count + 1), range(microbatches)):
+            old = not (done(before, f"O{i}.{m}") and done(before, f"W{i}.{m}"))
+            source = f"F{max(1, i - 1)}.{m}"
             used += saved[i - 1] * (old + begun(after, source))
         return used <= memory
 
