@@ -110,7 +110,8 @@ def _data_parallel(layers: Layers, amounts: Sequence[float], bandwidth: float, k
     free = data_parallel(layers, [one / bandwidth for one in amounts], chunk_seconds=0.0)
     least = max(bound for _, bound in window_bounds(free))
     theirs = [baseline(name, layers, amounts, link)[1].end for name in SYSTEMS]
-    published = list_schedule(problems[0], reverse_first_k(problems[0], k)).end
+    order = list_schedule(problems[0], reverse_first_k(problems[0], k))
+    published = problems[0].evaluate(order)
     return (
         " / ".join(f"{one / ours:.2f}" for one in theirs),
         " / ".join(f"{one / least:.2f}" for one in theirs),
@@ -139,7 +140,7 @@ def _first_message(layers: Layers) -> Row:
     base = list_schedule(problem, conventional(problem)).end
     _, found = best_list_schedule(problem)
     assert found is not None
-    published = list_schedule(problem, reverse_first_k(problem, 45)).end
+    published = problem.evaluate(list_schedule(problem, reverse_first_k(problem, 45)))
     return (
         "8.3", "ResNet-50, the first message alone, 350 ms", "layer by layer", "1.27",
         f"{base / found.end:.2f}",
