@@ -25,7 +25,7 @@ from stagewright.solvers.backends.schedulers import scheduler, solve_intervals
 from stagewright.solvers.backprop.list_scheduling import improve, insert, list_schedule
 from stagewright.solvers.backprop.tabu import tabu_search
 
-SEARCHED = 600_000  # times of operations that tabu search computes
+SEARCHED = 800_000  # times of operations that tabu search computes
 PERTURBED = 10_000  # operations in perturbed schedules, all together
 NOISE = (0.02, 0.05, 0.1, 0.2)  # of the window
 IMPROVED = 3  # of the shortest list schedules
