@@ -63,7 +63,7 @@ def summary(run: Run, outcome: Outcome) -> Simulation:
     return Simulation(
         iteration,
         _timed(run, outcome),
-        {name: iteration - seconds for name, seconds in busy.items()},
+        {name: max(0.0, iteration - seconds) for name, seconds in busy.items()},
         {name: min(iteration, seconds) for name, seconds in slack.items()},
     )
 

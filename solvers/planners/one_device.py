@@ -4,14 +4,16 @@ Oh et al. (EuroSys 2022), section 4.1. Every layer is a stage. The main stream h
 gradients, then the optimizer steps and forwards; microbatches follow each other within a layer.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 
 from stagewright.formulations.backprop.overlap import Streams
+from stagewright.formulations.backprop.streams_bound import two_streams_bound
 from stagewright.formulations.backprop.training import Layers
 from stagewright.formulations.plans.actions import UPDATE, Action, B, F, I, W
 from stagewright.formulations.plans.pipeline import PipelineProblem
@@ -24,17 +26,21 @@ from stagewright.formulations.plans.timing import (
 )
 from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.formulations.schedules.backward_first import earliest_starts, two_stream_starts
-from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import format_seconds
 from stagewright.solvers.backprop.regions import schedule_streams
 from stagewright.solvers.planners.proposal import Proposal, cost_of
 
 MOST_REGIONS = 64  # of equal time
+MOST_TRIED = 600  # sub-streams of the local search
+MOST_PLACES = 16  # of a weight gradient
+ROUNDING = 1e-9  # relative; what is shorter by less is not
 MOST_KERNELS = 128  # with a region each; Algorithm 1 takes cubic time in their number
 
 
 def one_device_proposals(problem: PipelineProblem) -> Iterator[Proposal]:
-    """One stream, two streams in the usual order, then Algorithm 1 on several regionings."""
+    """One stream, two in the usual order, Algorithm 1 on several regionings, and a local search."""
     if len(problem.cluster) > 1:
         raise InputError(
             f"training on a single device, and the cluster has {len(problem.cluster)}: use data "
@@ -100,10 +106,47 @@ class _OneDevice:
         usual = self._two_streams("two streams in the usual order", self.movable, spent)
         yield usual
         spent.append(f"in the usual order {format_seconds(cost_of(self.problem, usual))}")
+        best, least = self.movable, self._end(self.movable)
         for name, ends in self._regionings():
             order = [layer - 1 for layer in schedule_streams(self.streams, ends).order]
-            sub = [s for s in order if s in set(self.movable)]
+            sub = tuple(s for s in order if s in set(self.movable))
             yield self._two_streams(f"two streams, {name}", sub, spent)
+            if self._end(sub) < least:
+                best, least = sub, self._end(sub)
+        for improved in self._climb(best, least):
+            yield self._two_streams("two streams, improved", improved, spent)
+
+    def _climb(self, sub: tuple[int, ...], least: float) -> Iterator[tuple[int, ...]]:
+        """Better sub-streams: one weight gradient at a time goes elsewhere, or to the main one."""
+        floor = two_streams_bound(self.problem) or 0.0
+        tried = unchanged = 0
+        for layer in cycle(self.movable[::-1]):
+            if tried >= MOST_TRIED or unchanged == len(self.movable):
+                return
+            if least <= floor * (1 + ROUNDING):
+                return
+            places = [*self._with(tuple(s for s in sub if s != layer), layer)]
+            found = min(places, key=self._end)
+            end = self._end(found)
+            tried, unchanged = tried + len(places), unchanged + 1
+            if end < least * (1 - ROUNDING):
+                sub, least, unchanged = found, end, 0
+                yield sub
+
+    def _with(self, others: tuple[int, ...], layer: int) -> Iterator[tuple[int, ...]]:
+        """The sub-stream without ``layer``, and with it in every place, or in some of many."""
+        yield others
+        step = max(1, len(others) // MOST_PLACES)
+        for place in range(0, len(others) + 1, step):
+            yield (*others[:place], layer, *others[place:])
+
+    def _end(self, sub: tuple[int, ...]) -> float:
+        """Seconds of the window; inf if the streams wait for each other."""
+        try:
+            starts, _ = self._timed(sub)
+        except InvalidPlan:
+            return math.inf
+        return float(np.nanmax(starts[F] + self.seconds[F]))
 
     def _regionings(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Ends of regions among the main kernels: of equal time, and a region per kernel."""
@@ -139,11 +182,15 @@ class _OneDevice:
 
     def _two_streams(self, name: str, sub: Sequence[int], spent: Sequence[str]) -> Proposal:
         """Weight gradients of layers ``sub``, in this order, in the sub-stream."""
-        every = range(self.problem.microbatches)
-        rows = self._main(sub), [Action(s, W, m) for s, m in product(sub, every)]
-        starts, ends = two_stream_starts(self.problem, self.stages, *rows)
+        starts, ends = self._timed(sub)
         notes = f"{name} ({', '.join(spent)})", *self._notes()
         return Proposal(self.stages, starts, notes=notes, begins="backward", sub_ends=ends)
+
+    def _timed(self, sub: Sequence[int]) -> tuple[Blocks, Floats]:
+        """Starts of all actions, everything as early as possible, and ends in the sub-stream."""
+        every = range(self.problem.microbatches)
+        rows = self._main(sub), [Action(s, W, m) for s, m in product(sub, every)]
+        return two_stream_starts(self.problem, self.stages, *rows)
 
     def _main(self, sub: Sequence[int]) -> list[Action]:
         """The main stream, with the weight gradients that are not of layers ``sub``."""
