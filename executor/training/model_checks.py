@@ -1,6 +1,6 @@
 """Requirements of a plan on the model that it trains."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 
 import torch
@@ -106,6 +106,15 @@ def require_windows(plan: PipelinePlan) -> None:
         if parse_action(one.action).kind is B:
             raise InputError(
                 f"graph needs every backward as I and W, the plan has the whole {one.action}"
+            )
+
+
+def require_capturable_steps(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that count their steps on the host."""
+    for one in optimizers:
+        if any(group.get("capturable") is False for group in one.param_groups):
+            raise InputError(
+                f"graph: {type(one).__name__} counts its steps on the host; give capturable=True"
             )
 
 

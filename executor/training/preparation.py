@@ -18,7 +18,7 @@ from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
 from stagewright.executor.training.losses import Loss
-from stagewright.executor.training.model_checks import require_no_draws
+from stagewright.executor.training.model_checks import require_capturable_steps, require_no_draws
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
 from stagewright.executor.training.stages.stage import StageComputation, StageLayer
@@ -64,6 +64,8 @@ class Preparation:
         }
         if self.captured:
             require_no_draws(self.model.layers, traces[samples])
+            every = (one.optimizer for one in self.weights.values())
+            require_capturable_steps(one for one in every if one is not None)
         self._require_fit(computations)
         boundaries = []
         for s, stage in enumerate(plan.stages[:-1]):

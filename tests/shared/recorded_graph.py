@@ -58,7 +58,8 @@ class Capture(TorchDispatchMode):
         if func in READ_BY_HOST:
             raise HostReads(str(func))
         given = {_place(one) for one in _tensors([args, kwargs])}
-        for one in _tensors([args, kwargs]) if func._schema.is_mutable else ():
+        changes = func._schema.is_mutable or func is aten.native_batch_norm.default
+        for one in _tensors([args, kwargs]) if changes else ():
             if _place(one) not in self._made:
                 memory = one.untyped_storage()
                 self._before.setdefault(_place(one), (memory, memory.clone()))

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
 import training_plans as make  # noqa: E402
-from models import ResidualMLP, vectors  # noqa: E402
+from models import WIDTH, ResidualMLP, vectors  # noqa: E402
 from races import in_two_streams  # noqa: E402
 from recorded_graph import HostReads, RecordedGraphs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -28,10 +28,10 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 MEAN = nn.functional.cross_entropy
 
 
-def plan(text: str, *cuts: int) -> PipelinePlan:
+def plan(text: str, *cuts: int, recompute: Any = "none") -> PipelinePlan:
     order = [parse_action(word) for word in text.split()]
     bounds = [*zip((0, *cuts), (*cuts, 6), strict=True)]
-    stages = [Stage(bound, ("a",)) for bound in bounds]
+    stages = [Stage(bound, ("a",), recompute=recompute) for bound in bounds]
     microbatches = 1 + max(one.microbatch or 0 for one in order)
     return make.plan_in_order(stages, microbatches, {"a": order}, begins="backward")
 
@@ -39,12 +39,21 @@ def plan(text: str, *cuts: int) -> PipelinePlan:
 BY_LAYER = plan(
     "5I0 4I0 5W0 3I0 4W0 2I0 3W0 1I0 2W0 0I0 0W0 0F0 1W0 1F0 2F0 3F0 4F0 5F0", 1, 2, 3, 4, 5
 )
-MICROBATCHED = plan("1I0 1I1 1W1 0I1 0I0 1W0 0W1 0W0 0F0 0F1 1F1 1F0", 3)
+BY_TWO = "1I0 1I1 1W1 0I1 0I0 1W0 0W1 0W0 0F0 0F1 1F1 1F0"
+MICROBATCHED = plan(BY_TWO, 3)
 
 
 def model() -> nn.Module:
     torch.manual_seed(0)
     return ResidualMLP()
+
+
+def normalised() -> nn.Module:
+    """Layers that change their buffers in every forward."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(6)]
+    )
 
 
 def counted(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,10 +73,16 @@ def cpu_for_gpu() -> Iterator[RecordedGraphs]:
 
 
 def train(
-    how: PipelinePlan, *, graph: bool, loss: Any = MEAN, drain: int = 9, slower: int = 9
+    how: PipelinePlan,
+    *,
+    graph: bool,
+    made: Callable[[], nn.Module] = model,
+    loss: Any = MEAN,
+    drain: int = 9,
+    slower: int = 9,
 ) -> tuple[Any, list[Any]]:
     """Parameters and losses; the learning rate changes before step ``slower``."""
-    executor, losses = Executor(how, model(), loss, SGD, graph=graph), []
+    executor, losses = Executor(how, made(), loss, SGD, graph=graph), []
     for i in range(8):
         if i == slower:
             for group in (group for one in executor.optimizers for group in one.param_groups):
@@ -86,6 +101,11 @@ def train(
         pytest.param(in_two_streams(BY_LAYER), {}, 1, 6, id="two streams"),
         pytest.param(MICROBATCHED, {"loss": counted}, 1, 6, id="microbatches, a counting loss"),
         pytest.param(MICROBATCHED, {"loss": cross_entropy}, 1, 6, id="the loss by default"),
+        pytest.param(MICROBATCHED, {"made": normalised}, 1, 6, id="buffers"),
+        *[
+            pytest.param(plan(BY_TWO, 3, recompute=how), {"made": made}, 1, 6, id=how)
+            for how, made in (("full", model), ("layer", normalised))
+        ],
         pytest.param(BY_LAYER, {"drain": 3}, 2, 4, id="drained"),
         pytest.param(BY_LAYER, {"slower": 4}, 2, 6, id="another learning rate"),
     ],
@@ -123,9 +143,11 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
             executor.step(inputs * float("inf"), targets)
 
 
-def refused(how: PipelinePlan, one: Callable[[], nn.Module] = model, **options: Any) -> str:
+def refused(
+    how: PipelinePlan, one: Callable[[], nn.Module] = model, optimizer: Any = SGD, **options: Any
+) -> str:
     with pytest.raises(InputError) as caught:
-        Executor(how, one(), MEAN, SGD, graph=True, **options).step(*vectors(12, 0))
+        Executor(how, one(), MEAN, optimizer, graph=True, **options).step(*vectors(12, 0))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -144,4 +166,6 @@ def test_what_cannot_be_captured_is_refused() -> None:
             plan("0I0 0W0 0F0"),
             lambda: nn.Sequential(nn.Linear(6, 6), *[nn.Dropout() for _ in range(5)]),
         )
+        adam = refused(BY_LAYER, optimizer=partial(torch.optim.Adam, lr=0.1))
     assert "draws random numbers, which every replay would repeat" in message
+    assert adam == "graph: Adam counts its steps on the host; give capturable=True"

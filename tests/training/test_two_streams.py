@@ -6,6 +6,7 @@ do nothing, and that the calls of the interface order all accesses to the same m
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,10 @@ MIXED = one_stream(
     "5B1 5I0 4B0 5W0 4B1 3B1 3B0 2I0 2I1 1I1 1B0 0B0 1W1 0B1 0F0 2W1 2W0 "
     "1F0 0F1 2F0 1F1 3F0 2F1 3F1 4F0 4F1 5F0 5F1"
 )
+
+
+def recomputed(plan: PipelinePlan) -> PipelinePlan:
+    return replace(plan, stages=tuple(replace(one, recompute="full") for one in plan.stages))
 
 
 @st.composite
@@ -139,7 +144,7 @@ def of_the_first_stage(plan: PipelinePlan) -> set[int]:
     return {i for i, one in enumerate(row) if str(one).startswith("0I")}
 
 
-@pytest.mark.parametrize("plan", [DELAYED, LATE, MIXED])
+@pytest.mark.parametrize("plan", [DELAYED, LATE, MIXED, recomputed(DELAYED)])
 def test_no_memory_is_raced_for_and_every_wait_is_needed(plan: PipelinePlan) -> None:
     streamed = in_two_streams(plan)
     assert races(streamed) == []

@@ -8,6 +8,7 @@ that has some of the samples draws for all of them and takes its own.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -154,13 +155,8 @@ class StageComputation:
     def split(self, *, required_from: int | None = None) -> None:
         """Prepare for backwards in two parts.
 
-        A layer that cannot be split keeps a whole one, as a part of I, unless it is required not
-        to: then ``required_from`` is the number of the stage's first layer.
-
-        Raises
-        ------
-        CannotSplit
-            Naming the layer that is required, and the module.
+        A layer that cannot be split keeps a whole one, as a part of I. If ``required_from``, the
+        number of the stage's first layer, is given, CannotSplit names it and the module instead.
         """
         for i, layer in enumerate(self.layers):
             if i in self._pieces:
@@ -240,8 +236,11 @@ class StageComputation:
         return output_gradients
 
     def held(self) -> Iterator[Tensor]:
-        """What forwards in pieces have kept for their backwards."""
+        """What forwards in pieces have kept for their backwards, or to be recomputed."""
         for flight in self._flights.values():
+            yield from chain.from_iterable(flight.inputs)
+            kept = chain.from_iterable(flight.buffers)
+            yield from (one for *_, one in kept if one is not None)
             for saved in flight.saved:
                 assert isinstance(saved, Saved)
                 yield from (*saved.for_inputs, *saved.for_weights)
