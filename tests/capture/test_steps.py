@@ -13,7 +13,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from stagewright.executor.capture.steps.joint import identifier
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step
-from stagewright.graphs.documents.errors import InputError
 
 STEPS = 3
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -45,8 +45,9 @@ IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 class JointGraph:
     """A functional graph, and what its nodes are.
 
-    ``states`` and their ``values`` are by path in the model; ``written`` has the nodes that make the new values of buffers; parameters without a gradient
-    are not in ``gradients``. Every node has its role and, if it is known, its line in ``meta``.
+    ``states`` and their ``values`` are by path in the model. ``written`` has the nodes that make
+    the new values of buffers; parameters without a gradient are not in ``gradients``. Every node
+    has its role and, if it is known, its line in ``meta``.
     """
 
     graph: fx.Graph
@@ -122,9 +123,17 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def _require_stateless(model: nn.Module, values: Sequence[Snapshot]) -> None:
-    """Refuse attributes that every forward changes: the graph would have their first values."""
+    """Refuse attributes that every forward changes: the graph would have their first values.
+
+    Those of torch's own modules are caches, as of the weights that an LSTM passes on.
+    """
     changes = [one.changed(other) for one, other in pairwise(values)]
-    moving = set.intersection(*changes) if changes else set()
+    modules = dict(model.named_modules())
+    moving = {
+        (path, name)
+        for path, name in set.intersection(*changes)
+        if not name or not type(modules[path]).__module__.startswith("torch.")
+    }
     if moving:
         raise InputError(
             f"the forward changes {described(model, min(moving))}: a graph would not change it"
