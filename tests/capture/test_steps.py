@@ -1,20 +1,21 @@
 """A captured step computes what the plain loop computes, and says what it cannot capture."""
 
-import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from models import EXAMPLES, ResidualMLP, TiedTransformer, vectors
+from models import EXAMPLES, ResidualMLP, TiedTransformer, UsedTwice, vectors
+from step_loop import assert_equal_to_loop
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from stagewright.executor.capture.steps.joint import identifier
-from stagewright.executor.capture.steps.step import CapturedStep, capture_step
+from stagewright.executor.capture.steps.step import capture_step
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.step_graph import StepGraph, load_graph, save_graph
 
-STEPS = 3
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.02),
@@ -22,56 +23,23 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, lr=0.01, weight_decay=0.1, betas=(0.8, 0.95)),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
 }
-
-
-def plain_loop(
-    model: nn.Module, batch: tuple[Any, Any], loss: Any, optimizer: Any
-) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Losses and gradients of three steps of ``model``, which is trained."""
-    stepping = optimizer(model.parameters())
-    found = []
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        stepping.zero_grad()
-        value = loss(model(batch[0]), batch[1])
-        value.backward()
-        gradients = {
-            name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
-        }
-        found.append((value.detach(), gradients))
-        stepping.step()
-    return found
-
-
-def assert_equal_to_loop(
-    model: nn.Module,
-    batch: tuple[Any, Any],
-    loss: Any = F.cross_entropy,
-    optimizer: Any = OPTIMIZERS["adamw"],
-    same: Callable[[Tensor, Tensor], bool] = torch.equal,
-) -> CapturedStep:
-    """Losses, gradients, parameters and buffers of three steps are those of the plain loop."""
-    step = capture_step(model, batch, loss=loss, optimizer=optimizer)
-    states = {name: one.clone() for name, one in step.states.items()}
-    twin = copy.deepcopy(model)
-    for number, (value, gradients) in enumerate(plain_loop(twin, batch, loss, optimizer)):
-        torch.manual_seed(number)
-        found, by_name = step.run(states, batch)
-        assert same(found, value)
-        assert by_name.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            assert same(by_name[name], gradient), name
-    for name, one in [*twin.named_parameters(), *twin.named_buffers()]:
-        assert same(states[identifier(name)], one), name
-    return step
+BATCH = vectors(7)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_steps_of_an_optimizer_are_those_of_torch(optimizer: Any, dtype: torch.dtype) -> None:
-    model = ResidualMLP().to(dtype)
-    inputs = vectors(7)[0].to(dtype)
-    assert_equal_to_loop(model, (inputs, torch.arange(7) % 4), optimizer=optimizer)
+    batch = BATCH[0].to(dtype), BATCH[1]
+    assert_equal_to_loop(ResidualMLP().to(dtype), batch, optimizer=optimizer)
+
+
+def test_groups_of_an_optimizer_have_their_own_options() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        groups = [{"params": [first]}, {"params": others, "lr": 0.1, "betas": (0.5, 0.9)}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    assert_equal_to_loop(ResidualMLP(), BATCH, optimizer=make)
 
 
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
@@ -83,3 +51,230 @@ def test_steps_of_an_example_are_those_of_the_loop(example: Any) -> None:
 def test_dropout_draws_what_the_loop_draws(loss: Any) -> None:
     tokens = torch.arange(15).view(3, 5) % 11
     assert_equal_to_loop(TiedTransformer(2, dropout=0.5), (tokens, tokens), loss)
+
+
+class InPlace(nn.Module):
+    """Views, changes of views, a constant, an unused and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.unused = nn.Linear(6, 8)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.shift = torch.arange(8.0)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) + self.shift
+        y[:, ::2] *= 2
+        y.view(-1, 2, 4)[:, 1].add_(self.frozen[:4])
+        return self.head(F.relu_(y) * torch.tensor([1.0, 2, 3, 4] * 2))
+
+
+def test_changes_in_place_are_captured() -> None:
+    model = InPlace()
+    step = assert_equal_to_loop(model, BATCH)
+    assert "unused.weight" not in step.gradients
+    assert torch.equal(model.shift, torch.arange(8.0))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_dropout_between_recurrent_layers(kind: Any, bidirectional: bool) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options = {"num_layers": 3, "dropout": 0.5, "bidirectional": bidirectional}
+            self.layers = kind(6, 4, batch_first=True, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found, last = self.layers(x)
+            last = last[0] if isinstance(last, tuple) else last
+            return found[:, -1, :4] + last.sum(0)
+
+    inputs = torch.randn(7, 3, 6, dtype=torch.float64)
+    same = partial(torch.allclose, rtol=1e-12, atol=1e-15)
+    assert_equal_to_loop(Recurrent().double(), (inputs, BATCH[1]), same=same)
+
+
+def test_fake_models_are_captured_as_real_ones() -> None:
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        fake = capture_step(ResidualMLP(), tuple(map(mode.from_tensor, BATCH)))
+    real = capture_step(ResidualMLP(), BATCH)
+    assert fake.graph == real.graph
+
+
+# The document
+
+
+def captured(model: nn.Module | None = None) -> StepGraph:
+    return capture_step(model or UsedTwice(), BATCH).graph
+
+
+def test_the_document_reads_back_and_names_lines(tmp_path: Any) -> None:
+    graph = captured()
+    save_graph(graph, tmp_path / "graph.json")
+    assert load_graph(tmp_path / "graph.json") == graph
+    assert graph.samples == 7
+    lines = [node.line for node in graph.nodes if node.role in ("forward", "backward")]
+    place = r"(tests/shared/models|stagewright/executor/training/losses)\.py:\d+( \(\S+\))?"
+    assert all(re.fullmatch(place, line) for line in lines if line)
+    assert lines.count(None) <= 3  # the mean of the loss
+    roles = [node.role for node in graph.nodes]
+    assert set(roles) == {"input", "state", "forward", "backward", "update"}
+    assert "backward" not in roles[: roles.index("forward")]
+
+
+def test_state_bytes_are_those_of_model_and_optimizer() -> None:
+    model = UsedTwice()
+    size = sum(one.nbytes for one in model.parameters())
+    graph = captured(model)
+    states = [node for node in graph.nodes if node.role == "state"]
+    assert sum(node.state_bytes for node in states) == 3 * size + 8  # a step, in double precision
+    assert all(node.state_bytes == node.outputs[0].bytes for node in states)
+
+
+def test_what_changes_a_state_is_beside_it_and_after_its_readers() -> None:
+    graph = captured()
+    node = dict(zip(graph.index, graph.nodes, strict=True))
+    base: dict[str, str] = {}
+    for name, one in node.items():
+        shared = bool(one.outputs) and one.outputs[0].shared
+        base[name] = base[one.inputs[0][0]] if shared else name
+        if shared:
+            assert one.beside == one.inputs[0][0]
+    changes = [one for one in graph.nodes if one.operator.endswith("_") and one.role == "update"]
+    assert {base[one.name] for one in changes} == {
+        one.name for one in graph.nodes if one.role == "state"
+    }
+    for change in changes:
+        changed = base[change.name]
+        readers = {
+            one.name
+            for one in graph.nodes[: graph.index[change.name]]
+            if changed in {base[source] for source, _ in one.inputs}
+        }
+        assert readers <= set(change.after) | {source for source, _ in change.inputs}
+
+
+# Refusals
+
+
+class Refused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.calls = 0
+        self.kept = torch.zeros(4)
+
+
+class Branching(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y * 2 if y.sum() > 0 else y  # this line
+
+
+class Selecting(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y[y > 0].sum() + y  # this line
+
+
+class Counting(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+class ChangingInput(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.add_(1))
+
+
+class ChangingParameter(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        return self.layer(x)
+
+
+class ChangingConstant(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.add_(1)
+        return self.layer(x) + self.kept
+
+
+class Replacing(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + self.kept
+        self.kept = y.detach().mean(0)
+        return y
+
+
+class LeavingTorch(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.from_numpy(x.numpy().mean(1, keepdims=True))  # this line
+
+
+class Printing(Refused):
+    def forward(self, x: Tensor) -> Tensor:
+        print(self.layer(x).max().item())  # this line
+        return self.layer(x)
+
+
+class Packed(Refused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_sequence(list(x.unsqueeze(1)))  # this line
+        return self.recurrent(packed)[1][0].sum(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Branching, r"test_steps.py:LINE: reads a value of a tensor \(aten._local_scalar_dense"),
+        (Selecting, r"test_steps.py:LINE: makes a tensor whose shape depends on values"),
+        (Counting, r"the forward changes 'calls' of Counting \(keep it in a buffer\)"),
+        (ChangingInput, r"the forward changes tensor 0 of the mini-batch in place; copy it first"),
+        (ChangingParameter, r"the forward changes the parameter 'layer.weight' in place"),
+        (ChangingConstant, r"neither a parameter nor a buffer; register it as a buffer"),
+        (Replacing, r"neither a parameter nor a buffer; register it as a buffer"),
+        (LeavingTorch, r"test_steps.py:LINE: the step cannot be traced: RuntimeError: .numpy\(\)"),
+        (Printing, r"test_steps.py:LINE: reads a value of a tensor"),
+        (Packed, r"test_steps.py:LINE: makes a tensor whose shape depends on values"),
+    ],
+)
+def test_a_model_that_is_no_graph_is_refused_in_one_line(model: Any, message: str) -> None:
+    with open(__file__) as source:
+        marked = [number for number, text in enumerate(source, 1) if "# this line" in text]
+    first = model.forward.__code__.co_firstlineno
+    line = next((number for number in marked if number > first), 0)
+    with pytest.raises(InputError, match=message.replace("LINE", str(line))) as caught:
+        capture_step(model(), BATCH)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.RMSprop, "RMSprop is not captured; there are SGD, Adam, AdamW"),
+        (partial(torch.optim.Adam, amsgrad=True), "Adam with amsgrad=True is not captured"),
+        (partial(torch.optim.SGD, momentum=0.9, dampening=0.1), "SGD with dampening=0.1 is not"),
+        (partial(torch.optim.AdamW, lr=torch.tensor(0.1)), "AdamW with a tensor as lr is not"),
+    ],
+)
+def test_an_optimizer_that_is_not_known_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        capture_step(ResidualMLP(), BATCH, optimizer=optimizer)
+
+
+def test_other_bad_inputs_are_refused() -> None:
+    with pytest.raises(InputError, match="the model is a int, not a torch module"):
+        capture_step(3, BATCH)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="the loss must be a tensor of one number"):
+        capture_step(ResidualMLP(), BATCH, loss=lambda y, _: y)
+    with pytest.raises(InputError, match="a mini-batch has something other than tensors"):
+        capture_step(ResidualMLP(), (BATCH[0], [1, 2]))

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
 from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -33,6 +34,7 @@ from stagewright.executor.capture.python_state import (
     snapshot,
 )
 from stagewright.executor.capture.steps.lines import lines_marked
+from stagewright.executor.capture.steps.recurrent import LayerByLayer
 from stagewright.executor.capture.steps.refusals import refusing
 from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.graphs.documents.errors import InputError
@@ -68,17 +70,44 @@ class Objective(nn.Module):
         self.loss = loss
         self.spec = spec
         self.after: list[Snapshot] = []
+        self.seconds = _second_names(model)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once: AOTAutograd asks for all names, and would trace each of them."""
+        return super().named_parameters()
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer once."""
+        return super().named_buffers()
 
     def forward(self, *flat: Tensor) -> Tensor:
         """The number that is differentiated: a mean, or a sum over its count."""
         inputs, targets = tree_unflatten(list(flat), self.spec)
         given = inputs if isinstance(inputs, list | tuple) else (inputs,)
-        with lines_marked(self.model):
-            outputs = self.model(*given)
+        with LayerByLayer(), lines_marked(self.model):
+            again = {path: _tensor(self.model, first) for path, first in self.seconds.items()}
+            outputs = functional_call(self.model, again, given)
             total, count = read_loss(self.loss(outputs, targets))
             result = total if count is None else total / count
         self.after.append(snapshot(self.model))
         return result
+
+
+def _second_names(model: nn.Module) -> dict[str, str]:
+    """The first name of parameters and buffers that have several, by the others."""
+    first: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    firsts = {path: first.setdefault(id(one), path) for path, one in named}
+    return {path: one for path, one in firsts.items() if path != one}
+
+
+def _tensor(model: nn.Module, path: str) -> Tensor:
+    owner, _, name = path.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), name)
+    return found
 
 
 def trace_joint(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> JointGraph:
@@ -105,10 +134,9 @@ def trace_joint(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> JointGr
         warnings.simplefilter("ignore")  # anomaly detection, by which AOTAutograd finds lines
         traced = aot_export_joint_with_descriptors(stack, objective, tuple(fakes)).graph_module
     _require_stateless(model, [before, *objective.after])
-    named = _state_of(objective)
-    first: dict[int, str] = {}
-    found = _read(traced, {path: first.setdefault(id(one), path) for path, one in named.items()})
-    found.values |= named
+    found = _read(traced)
+    named = [*objective.named_parameters(), *objective.named_buffers()]
+    found.values |= {state_name(path): one for path, one in named}
     return found
 
 
@@ -140,11 +168,8 @@ def _require_stateless(model: nn.Module, values: Sequence[Snapshot]) -> None:
         )
 
 
-def _read(traced: fx.GraphModule, first: Mapping[str, str]) -> JointGraph:
-    """The traced graph with named placeholders, without tangents and identities.
-
-    ``first`` has for every name of a state the first name of the same tensor.
-    """
+def _read(traced: fx.GraphModule) -> JointGraph:
+    """The traced graph with named placeholders, without tangents and identities."""
     found = JointGraph(fx.Graph())
     new: dict[fx.Node, Any] = {}
     *nodes, output = traced.graph.nodes
@@ -152,7 +177,7 @@ def _read(traced: fx.GraphModule, first: Mapping[str, str]) -> JointGraph:
     loss = next(node for node, what in results if isinstance(what, PlainAOTOutput))
     for node in nodes:
         if node.op == "placeholder":
-            new[node] = _placeholder(found, node, first)
+            new[node] = _placeholder(found, node)
         elif node.op == "get_attr":
             new[node] = _constant(found, node, traced)
         elif node.target in IDENTITIES:
@@ -164,20 +189,11 @@ def _read(traced: fx.GraphModule, first: Mapping[str, str]) -> JointGraph:
             new |= _tangents(found, new[node], nodes)
     for node, what in results:
         if node is not None:
-            _assign(found, new[node], what, first)
+            _assign(found, new[node], what)
     return found
 
 
-def _state_of(objective: Objective) -> dict[str, Tensor]:
-    """Parameters and buffers under each of their names."""
-    named = [
-        *objective.named_parameters(remove_duplicate=False),
-        *objective.named_buffers(remove_duplicate=False),
-    ]
-    return {state_name(path): one for path, one in named}
-
-
-def _placeholder(found: JointGraph, node: fx.Node, first: Mapping[str, str]) -> fx.Node | None:
+def _placeholder(found: JointGraph, node: fx.Node) -> fx.Node | None:
     what: AOTInput = node.meta["desc"]
     if isinstance(what, TangentAOTInput):
         return None
@@ -187,9 +203,7 @@ def _placeholder(found: JointGraph, node: fx.Node, first: Mapping[str, str]) -> 
         made = found.graph.placeholder(f"input_{what.idx}")
         found.inputs.append(made)
     else:
-        path = first[state_name(what.target)]
-        if path in found.states:  # a second name of the same tensor
-            return found.states[path]
+        path = state_name(what.target)
         made = found.graph.placeholder(identifier(path))
         found.states[path] = made
     made.meta["val"] = node.meta["val"]
@@ -210,7 +224,8 @@ def state_name(path: str) -> str:
 def _constant(found: JointGraph, node: fx.Node, traced: fx.GraphModule) -> fx.Node:
     """A tensor that is no parameter or buffer of the model, but found in its code."""
     value = getattr(traced, str(node.target))
-    made = found.graph.placeholder(str(node.target))
+    with found.graph.inserting_before(found.inputs[0]):
+        made = found.graph.placeholder(str(node.target))
     made.meta |= {"val": value, "role": "state"}
     found.states[str(node.target)] = made
     found.values[str(node.target)] = value
@@ -240,30 +255,20 @@ def _mark(made: fx.Node, traced: fx.Node) -> None:
     }
 
 
-def _assign(found: JointGraph, node: fx.Node, what: AOTOutput, first: Mapping[str, str]) -> None:
+def _assign(found: JointGraph, node: fx.Node, what: AOTOutput) -> None:
     """Record what a result of the step is."""
     if isinstance(what, PlainAOTOutput):
         found.loss = node
     elif isinstance(what, GradAOTOutput) and isinstance(what.grad_of, ParamAOTInput):
-        path = first[state_name(what.grad_of.target)]
-        if path in found.gradients:
-            node = _sum(found.graph, found.gradients[path], node)
-        found.gradients[path] = node
+        found.gradients[state_name(what.grad_of.target)] = node
     elif isinstance(what, InputMutationAOTOutput) and isinstance(
         what.mutated_input, BufferAOTInput
     ):
-        found.written[first[state_name(what.mutated_input.target)]] = node
+        found.written[state_name(what.mutated_input.target)] = node
     elif isinstance(what, InputMutationAOTOutput):
         raise InputError(f"the forward changes {_told(what.mutated_input)} in place; copy it first")
     else:
         raise InputError(f"a result of the step cannot be captured: {what.expr()}")
-
-
-def _sum(graph: fx.Graph, one: fx.Node, other: fx.Node) -> fx.Node:
-    """The gradient of a tensor with two names."""
-    made = graph.call_function(aten.add.Tensor, (one, other))
-    made.meta |= one.meta
-    return made
 
 
 def _told(what: AOTInput) -> str:

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 FOREIGN = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
+CALLER = os.path.join(os.path.dirname(__file__), "joint.py")  # of the user's model and loss
 
 
 class _Marking(TorchFunctionMode):
@@ -27,9 +28,8 @@ class _Marking(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         line = _line(sys._getframe(1))
-        if line:
-            module = f" ({self.modules[-1]})" if self.modules and self.modules[-1] else ""
-            fx_traceback.set_stack_trace([line + module])
+        module = f" ({self.modules[-1]})" if self.modules and self.modules[-1] else ""
+        fx_traceback.set_stack_trace([line + module] if line else [])
         return func(*args, **(kwargs or {}))
 
 
@@ -59,6 +59,8 @@ def line_of(trace: TracebackType | None) -> str | None:
     found = None
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
+        if name == CALLER:
+            found = None
         if not name.startswith(FOREIGN):
             found = _spelled(name, trace.tb_lineno)
         trace = trace.tb_next
@@ -66,9 +68,12 @@ def line_of(trace: TracebackType | None) -> str | None:
 
 
 def _line(frame: FrameType | None) -> str | None:
-    while frame is not None and frame.f_code.co_filename.startswith(FOREIGN):
+    """The innermost line of the user's code that a call is made from."""
+    while frame is not None and frame.f_code.co_filename != CALLER:
+        if not frame.f_code.co_filename.startswith(FOREIGN):
+            return _spelled(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
-    return _spelled(frame.f_code.co_filename, frame.f_lineno) if frame else None
+    return None
 
 
 def _spelled(path: str, line: int) -> str:
