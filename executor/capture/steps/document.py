@@ -32,7 +32,7 @@ def _nodes(graph: fx.Graph) -> Iterator[Node]:
             role=node.meta["role"],
             inputs=tuple((one.name, number) for one, number in tensor_inputs(node)),
             outputs=tuple(_output(one, shares) for one in results_of(node)),
-            state_bytes=_bytes(node.meta["val"]) if node.meta["role"] == "state" else 0.0,
+            state_bytes=bytes_of(node.meta["val"]) if node.meta["role"] == "state" else 0.0,
             beside=given[0].name if shares else node.meta.get("beside"),
             after=tuple(_overtaken(node, given, readers[memory[node]])),
             splits=() if shares else splits_of(node),
@@ -100,10 +100,10 @@ def _overtaken(node: fx.Node, given: list[fx.Node], readers: list[fx.Node]) -> l
 def _output(value: Tensor | None, shared: bool) -> Output:
     if value is None:
         return Output(0.0)
-    return Output(_bytes(value), tuple(value.shape), shared)
+    return Output(bytes_of(value), tuple(value.shape), shared)
 
 
-def _bytes(value: Tensor) -> float:
+def bytes_of(value: Tensor) -> float:
     """Bytes of the different elements: an expanded dimension counts once."""
     strides = zip(value.shape, value.stride(), strict=True)
     sizes = [size for size, stride in strides if stride != 0 or size == 0]
