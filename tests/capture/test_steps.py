@@ -12,6 +12,7 @@ from step_loop import assert_equal_to_loop
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from stagewright.executor.capture.steps.optimizers import ADAM
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.step_graph import StepGraph, load_graph, save_graph
@@ -31,6 +32,23 @@ BATCH = vectors(7)
 def test_steps_of_an_optimizer_are_those_of_torch(optimizer: Any, dtype: torch.dtype) -> None:
     batch = BATCH[0].to(dtype), BATCH[1]
     assert_equal_to_loop(ResidualMLP().to(dtype), batch, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.95), (0.5, 0.9999)])
+def test_bias_corrections_are_those_of_torch_for_thousands_of_steps(
+    betas: tuple[float, float],
+) -> None:
+    """To the bit in single precision."""
+    assert ADAM.scalars is not None
+    numbers = range(1, 5001)
+    steps = (torch.tensor(number - 1.0, dtype=torch.float64) for number in numbers)
+    found = torch.stack([torch.stack(ADAM.scalars({"lr": 0.01, "betas": betas}, s)) for s in steps])
+    expected = torch.tensor(
+        [[-0.01 / (1 - betas[0] ** n), (1 - betas[1] ** n) ** 0.5] for n in numbers],
+        dtype=torch.float64,
+    )
+    assert torch.equal(found.float(), expected.float())
+    assert torch.allclose(found, expected, rtol=1e-13, atol=0)
 
 
 def test_groups_of_an_optimizer_have_their_own_options() -> None:

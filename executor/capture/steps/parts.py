@@ -31,6 +31,7 @@ def cut(value: Tensor, axis: int | None, parts: int) -> list[Tensor]:
 def run_part(node: fx.Node, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The outputs of the operator on ``inputs``, in the order of its tensor arguments."""
     left = iter(inputs)
+    args: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(left))
     if node.target is aten.convolution_backward.default and args[3] is not None:
         args = (*args[:3], [args[0].shape[1]], *args[4:])  # the bias has as many as the output

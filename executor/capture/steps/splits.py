@@ -19,7 +19,8 @@ aten = torch.ops.aten
 SUM = 2  # a loss's reduction
 
 Axes = tuple[int | None, ...]
-Found = tuple[Literal["batch", "channel"], dict[int, int], Axes]
+Dimension = Literal["batch", "channel"]
+Found = tuple[Dimension, dict[int, int], Axes]
 """Dimension, axis by the number of the argument that is cut, axes of the outputs."""
 
 
@@ -72,9 +73,10 @@ def _pointwise(values: Any, node: fx.Node) -> Iterator[Found]:
             yield dimension, cut, (axis,)
 
 
-def _dimensions(dims: int) -> tuple[tuple[Literal["batch", "channel"], int], ...]:
+def _dimensions(dims: int) -> list[tuple[Dimension, int]]:
     """Axis 0, and axis 1; of sequences of vectors the last."""
-    return (("batch", 0), ("channel", 2 if dims == 3 else 1))[: min(dims, 2)]
+    axes: list[tuple[Dimension, int]] = [("batch", 0), ("channel", 2 if dims == 3 else 1)]
+    return axes[:dims]
 
 
 def _mm(values: Any, node: fx.Node) -> Iterator[Found]:

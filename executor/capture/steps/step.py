@@ -1,6 +1,6 @@
 """Capture of a whole training step: forward, loss, backward and the optimizer's step."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +22,9 @@ from stagewright.executor.capture.steps.joint import (
 )
 from stagewright.executor.capture.steps.optimizers import Group, Rule, rule_of
 from stagewright.executor.training.losses import Loss, cross_entropy
+from stagewright.executor.training.stages.weights import MakeOptimizer
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.step_graph import StepGraph
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
