@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import unusual
 from models import EXAMPLES, ResidualMLP, TiedTransformer, UsedTwice, vectors
 from step_loop import assert_equal_to_loop
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from unusual import UNUSUAL, InPlace, SettingBuffer
 
 from stagewright.executor.capture.steps.optimizers import ADAM
 from stagewright.executor.capture.steps.step import capture_step
@@ -71,29 +73,22 @@ def test_dropout_draws_what_the_loop_draws(loss: Any) -> None:
     assert_equal_to_loop(TiedTransformer(2, dropout=0.5), (tokens, tokens), loss)
 
 
-class InPlace(nn.Module):
-    """Views, changes of views, a constant, an unused and a frozen parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.unused = nn.Linear(6, 8)
-        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
-        self.shift = torch.arange(8.0)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x) + self.shift
-        y[:, ::2] *= 2
-        y.view(-1, 2, 4)[:, 1].add_(self.frozen[:4])
-        return self.head(F.relu_(y) * torch.tensor([1.0, 2, 3, 4] * 2))
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_forward_is_captured(name: str) -> None:
+    torch.manual_seed(1)
+    assert_equal_to_loop(UNUSUAL[name](), BATCH)
 
 
-def test_changes_in_place_are_captured() -> None:
+def test_a_capture_leaves_the_model_as_it_was() -> None:
     model = InPlace()
-    step = assert_equal_to_loop(model, BATCH)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    step = capture_step(model, BATCH)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert torch.equal(model.shift, torch.arange(4.0))
     assert "unused.weight" not in step.gradients
-    assert torch.equal(model.shift, torch.arange(8.0))
+    counted = SettingBuffer()
+    capture_step(counted, BATCH)
+    assert counted.calls == 0
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -178,97 +173,38 @@ def test_what_changes_a_state_is_beside_it_and_after_its_readers() -> None:
 # Refusals
 
 
-class Refused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-        self.calls = 0
-        self.kept = torch.zeros(4)
-
-
-class Branching(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return y * 2 if y.sum() > 0 else y  # this line
-
-
-class Selecting(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return y[y > 0].sum() + y  # this line
-
-
-class Counting(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.layer(x) * self.calls
-
-
-class ChangingInput(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.add_(1))
-
-
-class ChangingParameter(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.layer.weight.mul_(0.5)
-        return self.layer(x)
-
-
-class ChangingConstant(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept.add_(1)
-        return self.layer(x) + self.kept
-
-
-class Replacing(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x) + self.kept
-        self.kept = y.detach().mean(0)
-        return y
-
-
-class LeavingTorch(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * torch.from_numpy(x.numpy().mean(1, keepdims=True))  # this line
-
-
-class Printing(Refused):
-    def forward(self, x: Tensor) -> Tensor:
-        print(self.layer(x).max().item())  # this line
-        return self.layer(x)
-
-
-class Packed(Refused):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_sequence(list(x.unsqueeze(1)))  # this line
-        return self.recurrent(packed)[1][0].sum(0)
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Branching, r"test_steps.py:LINE: reads a value of a tensor \(aten._local_scalar_dense"),
-        (Selecting, r"test_steps.py:LINE: makes a tensor whose shape depends on values"),
-        (Counting, r"the forward changes 'calls' of Counting \(keep it in a buffer\)"),
-        (ChangingInput, r"the forward changes tensor 0 of the mini-batch in place; copy it first"),
-        (ChangingParameter, r"the forward changes the parameter 'layer.weight' in place"),
-        (ChangingConstant, r"neither a parameter nor a buffer; register it as a buffer"),
-        (Replacing, r"neither a parameter nor a buffer; register it as a buffer"),
-        (LeavingTorch, r"test_steps.py:LINE: the step cannot be traced: RuntimeError: .numpy\(\)"),
-        (Printing, r"test_steps.py:LINE: reads a value of a tensor"),
-        (Packed, r"test_steps.py:LINE: makes a tensor whose shape depends on values"),
+        (
+            unusual.Branching,
+            r"unusual.py:LINE: reads a value of a tensor \(aten._local",
+        ),
+        (unusual.Selecting, r"unusual.py:LINE: makes a tensor whose shape depends on values"),
+        (unusual.Counting, r"the forward changes 'calls' of Counting \(keep it in a buffer\)"),
+        (
+            unusual.ChangingInput,
+            r"the forward changes tensor 0 of the mini-batch in place",
+        ),
+        (unusual.ChangingParameter, r"the forward changes the parameter 'layer.weight' in place"),
+        (unusual.ChangingConstant, r"neither a parameter nor a buffer; register it as a buffer"),
+        (unusual.Replacing, r"neither a parameter nor a buffer; register it as a buffer"),
+        (
+            unusual.LeavingTorch,
+            r"unusual.py:LINE: the step cannot be traced: RuntimeError",
+        ),
+        (unusual.Printing, r"unusual.py:LINE: reads a value of a tensor"),
+        (unusual.Hooked, "parameter 'layer.weight' has a hook on its gradient; remove the hook"),
+        (unusual.Overlapping, "'layer.weight' and 'part' share memory but are different tensors"),
+        (unusual.Sparse, "gradient of 'table.weight' is sparse; make it with sparse=False"),
+        (lambda: nn.LazyLinear(4), "parameter 'weight' has no shape yet; call the model once"),
+        (unusual.Packed, r"unusual.py:LINE: makes a tensor whose shape depends on values"),
     ],
 )
 def test_a_model_that_is_no_graph_is_refused_in_one_line(model: Any, message: str) -> None:
-    with open(__file__) as source:
+    with open(unusual.__file__) as source:
         marked = [number for number, text in enumerate(source, 1) if "# this line" in text]
-    first = model.forward.__code__.co_firstlineno
+    first = getattr(model, "forward", test_other_bad_inputs_are_refused).__code__.co_firstlineno
     line = next((number for number in marked if number > first), 0)
     with pytest.raises(InputError, match=message.replace("LINE", str(line))) as caught:
         capture_step(model(), BATCH)

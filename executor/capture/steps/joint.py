@@ -35,7 +35,11 @@ from stagewright.executor.capture.python_state import (
 )
 from stagewright.executor.capture.steps.lines import lines_marked
 from stagewright.executor.capture.steps.recurrent import LayerByLayer
-from stagewright.executor.capture.steps.refusals import refusing
+from stagewright.executor.capture.steps.refusals import (
+    refusing,
+    require_dense,
+    require_separate_tensors,
+)
 from stagewright.executor.training.losses import Loss, read_loss
 from stagewright.graphs.documents.errors import InputError
 
@@ -86,7 +90,11 @@ class Objective(nn.Module):
         given = inputs if isinstance(inputs, list | tuple) else (inputs,)
         with LayerByLayer(), lines_marked(self.model):
             again = {path: _tensor(self.model, first) for path, first in self.seconds.items()}
+            buffers = dict(self.model.named_buffers())
             outputs = functional_call(self.model, again, given)
+            for path, now in self.model.named_buffers():
+                if now is not buffers[path]:  # set anew instead of changed in place
+                    buffers[path].copy_(now.detach())
             total, count = read_loss(self.loss(outputs, targets))
             result = total if count is None else total / count
         self.after.append(snapshot(self.model))
@@ -124,6 +132,7 @@ def trace_joint(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> JointGr
     flat, spec = tree_flatten(batch)
     if not all(isinstance(one, Tensor) for one in flat):
         raise InputError("a mini-batch has something other than tensors")
+    require_separate_tensors(model)
     objective = Objective(model, loss, spec)
     mode = fake_mode([*model.parameters(), *model.buffers(), *flat])
     fakes = tree_map_only(Tensor, lambda one: _fake(mode, one), flat)
@@ -135,6 +144,7 @@ def trace_joint(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> JointGr
         traced = aot_export_joint_with_descriptors(stack, objective, tuple(fakes)).graph_module
     _require_stateless(model, [before, *objective.after])
     found = _read(traced)
+    require_dense(found.gradients)
     named = [*objective.named_parameters(), *objective.named_buffers()]
     found.values |= {state_name(path): one for path, one in named}
     return found
