@@ -1,4 +1,4 @@
-"""Times of captured operators, and the data-parallel graph carried out."""
+"""Times of captured operators."""
 
 from typing import Any
 
@@ -6,21 +6,18 @@ import pytest
 import torch
 from fastt import MODELS
 from models import ResidualMLP, vectors
-from step_loop import plain_loop
-from torch import Tensor, fx, nn
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.executor.capture.steps.analytic import operation, with_analytic_seconds
 from stagewright.executor.capture.steps.document import operators
-from stagewright.executor.capture.steps.joint import identifier
-from stagewright.executor.capture.steps.parts import run_part
+from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import CapturedStep, capture_step
 from stagewright.executor.measuring.machine import Machine
 from stagewright.executor.measuring.operators import measure_operators
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.data_parallel import data_parallel
-from stagewright.graphs.models.step_graph import StepGraph
 
 DESCENT = torch.optim.SGD
 
@@ -76,49 +73,28 @@ def test_measured_seconds_leave_the_states_as_they_are() -> None:
         assert (node.seconds["cpu"] > 0) == (node.role not in ("state", "input")), node.name
 
 
-# The data-parallel graph
+# Models and mini-batches of factories
 
 
-def carried_out(
-    graph: StepGraph, step: CapturedStep, batch: Any, states: dict[str, Tensor]
-) -> None:
-    """Run the operators of ``graph``, whose replicas have consecutive parts of the batch."""
-    node: dict[str, fx.Node] = {one.name: one for one in operators(step.module.graph)}
-    share = step.graph.samples
-    made: dict[tuple[str, int], Any] = {}
-    for one in graph.nodes:
-        name, _, place = one.name.partition("@")
-        given = [made[source] for source in one.inputs]
-        if one.role == "input":
-            number = int(place) * share
-            made[one.name, 0] = batch[int(name[-1])][number : number + share]
-        elif one.role == "state":
-            made[one.name, 0] = states[one.name]
-        elif one.operator in ("mean", "all_reduce"):
-            mean = torch.stack(given).mean(0)
-            made |= {(one.name, i): mean.clone() for i in range(len(one.outputs))}
-        else:
-            results = enumerate(run_part(node[name], given))
-            made |= {(one.name, i): result for i, result in results}
+def test_a_factory_that_reads_values_makes_a_real_model() -> None:
+    def make() -> nn.Module:
+        widths = torch.linspace(6, 4, 2).int().tolist()
+        return nn.Linear(*widths)
+
+    model, batch = without_values(make, vectors(3))
+    assert not isinstance(next(model.parameters()), FakeTensor)
+    assert capture_step(model, batch).graph == capture_step(nn.Linear(6, 4), vectors(3)).graph
+    model, batch = without_values(ResidualMLP, vectors(3))
+    assert all(isinstance(one, FakeTensor) for one in (*model.parameters(), *batch))
 
 
-@pytest.mark.parametrize("weights", ["shared", "mirrored"])
-def test_replicas_together_take_the_step_of_the_whole_batch(weights: Any) -> None:
-    model = ResidualMLP().double()
-    inputs, targets = vectors(12)
-    batch = inputs.double(), targets
-    step = capture_step(model, (batch[0][:4], targets[:4]), loss=F.cross_entropy)
-    graph = data_parallel(step.graph, 3, weights)
-    mirrored = weights == "mirrored"
-    states = {
-        f"{name}@{i}" if mirrored else name: one.clone()
-        for name, one in step.states.items()
-        for i in range(3 if mirrored else 1)
-    }
-    for _ in range(3):  # as many as the plain loop's
-        carried_out(graph, step, batch, states)
-    plain_loop(model, batch, F.cross_entropy, torch.optim.AdamW)
-    for name, one in model.named_parameters():
-        for place in ("@0", "@1", "@2") if mirrored else ("",):
-            found = states[identifier(name) + place]
-            assert torch.allclose(found, one, rtol=1e-9, atol=1e-12), name
+def test_a_batch_is_repeated_or_cut() -> None:
+    inputs, targets = vectors(3)
+    (first, second), last = resized(((inputs, targets), targets), 5)
+    assert torch.equal(first, inputs[[0, 1, 2, 0, 1]])
+    assert torch.equal(second, last)
+    assert torch.equal(resized((inputs, targets), 2)[0], inputs[:2])
+    with pytest.raises(InputError, match=r"tensors of a mini-batch have \[2, 3\] samples"):
+        resized((inputs, targets[:2]), 5)
+    with pytest.raises(InputError, match="other than tensors with samples in axis 0"):
+        resized((inputs, torch.tensor(3)), 5)

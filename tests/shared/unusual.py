@@ -82,7 +82,7 @@ class WithModuleHook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 4)
-        self.first.register_full_backward_hook(lambda _, given, __: (given[0],))
+        self.last.register_full_backward_hook(lambda _, given, __: (given[0] * 2,))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x))
