@@ -16,16 +16,20 @@ from stagewright.executor.capture.steps.factories import resized, without_values
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.executor.training.losses import cross_entropy
 
+CASES = [
+    *((name, torch.float64) for name in MODELS),
+    *((name, torch.float32) for name in MODELS if name not in RECURRENT),
+]
 
-@pytest.mark.parametrize("name", slow_after(7, MODELS))
-def test_a_step_is_that_of_the_loop(name: str) -> None:
+
+@pytest.mark.parametrize(("name", "dtype"), slow_after(7, CASES))
+def test_a_step_is_that_of_the_loop(name: str, dtype: torch.dtype) -> None:
     """To the bit, dropout and batch norm included."""
     build, (inputs, targets) = MODELS[name]
     torch.manual_seed(5)
-    model = build().double()
     if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
-        inputs = inputs.double()
-    assert_equal_to_loop(model, (inputs, targets), cross_entropy)
+        inputs = inputs.to(dtype)
+    assert_equal_to_loop(build().to(dtype), (inputs, targets), cross_entropy)
 
 
 @pytest.mark.parametrize("name", slow_after(1, RECURRENT))

@@ -80,9 +80,9 @@ def require_separate_tensors(model: nn.Module) -> None:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """First and last byte in the storage."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in sizes)
-    start = tensor.storage_offset()
-    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
+    start = int(tensor.storage_offset())
+    end = start + sum((int(size) - 1) * int(stride) for size, stride in sizes) + 1
+    return start * tensor.itemsize, end * tensor.itemsize
 
 
 def require_dense(gradients: Mapping[str, fx.Node]) -> None:
