@@ -230,5 +230,11 @@ def test_other_bad_inputs_are_refused() -> None:
         capture_step(3, BATCH)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="the loss must be a tensor of one number"):
         capture_step(ResidualMLP(), BATCH, loss=lambda y, _: y)
+    with pytest.raises(InputError, match="Flatten has no parameters to train"):
+        capture_step(nn.Flatten(), BATCH)
+    with pytest.raises(InputError, match=r"a mini-batch is a pair \(inputs, targets\)"):
+        capture_step(ResidualMLP(), BATCH[0])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="first tensor of a mini-batch has no samples in axis 0"):
+        capture_step(ResidualMLP(), (torch.tensor(1.0), BATCH[1]))
     with pytest.raises(InputError, match="a mini-batch has something other than tensors"):
         capture_step(ResidualMLP(), (BATCH[0], [1, 2]))

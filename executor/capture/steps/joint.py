@@ -129,9 +129,13 @@ def trace_joint(model: nn.Module, loss: Loss, batch: tuple[Any, Any]) -> JointGr
     InputError
         If the step depends on values, or changes Python state.
     """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise InputError("a mini-batch is a pair (inputs, targets)")
     flat, spec = tree_flatten(batch)
     if not all(isinstance(one, Tensor) for one in flat):
         raise InputError("a mini-batch has something other than tensors")
+    if not flat or not flat[0].dim():
+        raise InputError("the first tensor of a mini-batch has no samples in axis 0")
     require_separate_tensors(model)
     objective = Objective(model, loss, spec)
     mode = fake_mode([*model.parameters(), *model.buffers(), *flat])

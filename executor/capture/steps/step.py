@@ -54,7 +54,8 @@ class CapturedStep:
         self, states: Mapping[str, Tensor], batch: tuple[Any, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One step, which changes ``states``: the loss, and the gradients by parameter."""
-        loss, *gradients = self.module(*states.values(), *tree_leaves(batch))
+        given = [states[name] for name in self.states]
+        loss, *gradients = self.module(*given, *tree_leaves(batch))
         return loss, dict(zip(self.gradients, gradients, strict=True))
 
 
@@ -83,17 +84,21 @@ def capture_step(
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch module")
     require_no_parameters(loss)
-    stepping = optimizer([one for one in model.parameters() if one.requires_grad])
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if not trained:
+        raise InputError(f"{type(model).__name__} has no parameters to train")
+    stepping = optimizer(trained)
     rule = rule_of(stepping)
     joint = trace_joint(model, loss, batch)
     states = {node.name: joint.values[path].detach() for path, node in joint.states.items()}
     updates = _Updates(joint, rule, states)
     for path, node in joint.written.items():
         updates.write(joint.states[path], node)
-    names = {id(one): path for path, one in reversed([*model.named_parameters()])}
+    names = {id(one): path for path, one in model.named_parameters()}
     for number, group in enumerate(stepping.param_groups):
-        paths = [names[id(one)] for one in group["params"] if names[id(one)] in joint.gradients]
-        updates.step(number, {**group, "params": None}, paths)
+        paths = [names.get(id(one), "") for one in group["params"]]
+        paths = [path for path in paths if path in joint.gradients]
+        updates.step(number, group, paths)
     assert joint.loss is not None
     joint.graph.output((joint.loss, *joint.gradients.values()))
     joint.graph.eliminate_dead_code()
