@@ -67,6 +67,14 @@ class ModelFileAnswer(Answer):
     file: str
 
 
+class GraphFileAnswer(Answer):
+    """A graph file that was written, with its number of operators."""
+
+    name: str
+    operators: int
+    file: str
+
+
 class ClusterFileAnswer(Answer):
     """A cluster file that was written, with its number of devices."""
 

@@ -39,7 +39,7 @@ def capture(model: nn.Module | Sequence[nn.Module]) -> LayeredModel:
         return _require_whole_gradients(_capture_list(list(model)))
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch module or a list")
-    _require_plain_tensors(model)
+    require_plain_tensors(model)
     _require_no_backward_hooks(model)
     graph = trace_twice(model)
     replace_in_place(model, graph)
@@ -53,7 +53,7 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
         if not isinstance(module, nn.Module):
             kind = type(module).__name__
             raise InputError(f"entry {number} of the list of modules is a {kind}, not a module")
-        _require_plain_tensors(module, f"{number}.")
+        require_plain_tensors(module, f"{number}.")
         if is_in_place(first_step(module)):  # there may be a cut before it
             first_step(module).inplace = False
     layers = [CapturedLayer(str(i), Listed(i, module)) for i, module in enumerate(modules)]
@@ -61,7 +61,7 @@ def _capture_list(modules: list[nn.Module]) -> LayeredModel:
     return LayeredModel(tuple(layers), max(1, len(inputs)), returns_one=None)
 
 
-def _require_plain_tensors(model: nn.Module, prefix: str = "") -> None:
+def require_plain_tensors(model: nn.Module, prefix: str = "") -> None:
     """Refuse parameters whose properties their copies would not have."""
     for name, one in model.named_parameters():
         if is_lazy(one):

@@ -103,7 +103,7 @@ def analytic_model(
     cards = [accelerator(kind) for kind in ([device] if isinstance(device, str) else device)]
     if not cards:
         raise InputError("an analytic profile needs at least one device")
-    rates = [_Rates(card, precision, efficiency or Efficiency(), optimizer_state) for card in cards]
+    rates = [Rates(card, precision, efficiency or Efficiency(), optimizer_state) for card in cards]
     works = model.layers(samples, sizes, attention)
     counted = [work.parameters + tied_copies * work.tied_parameters for work in works]
     assumed = [
@@ -122,7 +122,7 @@ def analytic_model(
 
 
 @dataclass(frozen=True, slots=True)
-class _Rates:
+class Rates:
     """The achieved rates of one device at one precision."""
 
     card: Accelerator
@@ -140,10 +140,12 @@ class _Rates:
 
     @property
     def peak_flops(self) -> float:
+        """FLOP/s at this precision."""
         return self.card.fp32_flops if self.precision == "fp32" else self.card.fp16_flops
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of a number at this precision."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -187,13 +189,13 @@ def _assumed(
     return found
 
 
-def _layer(work: LayerWork, parameters: float, samples: int, rates: Sequence[_Rates]) -> Layer:
+def _layer(work: LayerWork, parameters: float, samples: int, rates: Sequence[Rates]) -> Layer:
     parameter_bytes = parameters * rates[0].element_bytes
     costs = tuple(_cost(work, parameter_bytes, samples, rate) for rate in rates)
     return Layer(work.name, parameter_bytes, costs)
 
 
-def _cost(work: LayerWork, parameter_bytes: float, samples: int, rate: _Rates) -> LayerCost:
+def _cost(work: LayerWork, parameter_bytes: float, samples: int, rate: Rates) -> LayerCost:
     times = [(rate.seconds(operation), operation) for operation in work.operations]
     inputs = sum(seconds * operation.input_gradients for seconds, operation in times)
     weights = sum(seconds * operation.weight_gradients for seconds, operation in times)

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -23,12 +23,18 @@ Role = Literal["input", "state", "forward", "backward", "update"]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that an operator makes; ``bytes`` are in memory until its last reader has ended."""
+    """A tensor that an operator makes; ``bytes`` are in memory until its last reader has ended.
+
+    If it is ``shared``, it has no memory itself: it is a view of the operator's first input, or
+    that input changed in place. That memory is in use until the last reader of either has ended.
+    ``bytes`` are then what a copy to another device takes.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     bytes: float
     shape: tuple[int, ...] = ()
+    shared: bool = False
 
     def __post_init__(self) -> None:
         require_amount(self.bytes, "bytes")
@@ -76,6 +82,9 @@ class Node:
         Bytes that stay on its device for the whole run: parameters, buffers, optimizer's state.
     beside
         A node on whose device this one must be: it shares memory with it, or updates its state.
+    after
+        Nodes that must have ended before this one starts, though it reads nothing that they make:
+        they read what it changes in place.
     splits
         The dimensions along which it can be divided without changing the result.
     line
@@ -92,6 +101,7 @@ class Node:
     seconds: dict[str, float] = field(default_factory=dict)
     state_bytes: float = 0.0
     beside: str | None = None
+    after: tuple[str, ...] = ()
     splits: tuple[Split, ...] = ()
     line: str | None = None
 
@@ -146,9 +156,8 @@ class StepGraph:
                     )
             if node.name in known:
                 yield f"two operators are named {node.name!r}"
+            yield from _dangling(node, known)
             known[node.name] = len(node.outputs)
-            if node.beside is not None and node.beside not in known:
-                yield f"operator {node.name!r} is beside {node.beside!r}, which is not before it"
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -161,6 +170,15 @@ class StepGraph:
     def digest(self) -> str:
         """A SHA-256 of everything that a placement depends on."""
         return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
+
+
+def _dangling(node: Node, known: Mapping[str, int]) -> Iterator[str]:
+    """What ``node`` names in ``beside`` and ``after`` that is not before it."""
+    if node.beside is not None and node.beside not in known:
+        yield f"operator {node.name!r} is beside {node.beside!r}, which is not before it"
+    for name in node.after:
+        if name not in known:
+            yield f"operator {node.name!r} is after {name!r}, which is not before it"
 
 
 def load_graph(path: str | os.PathLike[str]) -> StepGraph:

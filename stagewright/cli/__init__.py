@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from stagewright.cli.allocating import allocate, policies, rounds
+from stagewright.cli.capturing import capture
 from stagewright.cli.cloud import cloud
 from stagewright.cli.cluster_running import run_cluster
 from stagewright.cli.comparing import compare
@@ -88,7 +89,7 @@ app = typer.Typer(
 PANELS = {
     "Plan": (plan, check, simulate, show),
     "Scheduling problems": (partition, schedule, jobshop),
-    "Models and clusters": (import_, model, cluster, profile, profile_links),
+    "Models and clusters": (import_, model, cluster, profile, profile_links, capture),
     "Run": (run, compare, export),
     "Clusters and jobs": (allocate, rounds, simulate_cluster, run_cluster, estimate, cloud),
     "About": (planners, policies, doctor),

@@ -14,6 +14,8 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.chain import Chain
+    from stagewright.graphs.models.step_graph import StepGraph
+    from stagewright.service.answers import Answer
 
 MicrobatchSize = Annotated[
     int | None, typer.Option("--microbatch-size", help="Samples in a microbatch.", metavar="B")
@@ -300,22 +302,27 @@ def _servers(
     return uniform_racks(racks, servers, devices, every, **same)
 
 
-def hand_out(document: "Chain | Cluster", output: Path | None, as_json: bool) -> int:
+def hand_out(document: "Chain | Cluster | StepGraph", output: Path | None, as_json: bool) -> int:
     """Print the document, or write it to ``output`` and print a summary."""
     from stagewright.graphs.documents import documents
     from stagewright.graphs.models.chain import Chain
-    from stagewright.service.answers import ClusterFileAnswer, ModelFileAnswer
+    from stagewright.graphs.models.step_graph import StepGraph
+    from stagewright.service.answers import ClusterFileAnswer, GraphFileAnswer, ModelFileAnswer
 
     if output is None:
         print(documents.to_json(document), end="")
         return 0
     documents.write_text(output, documents.to_json(document))
     name, size, file = document.name, len(document), str(output)
-    is_model = isinstance(document, Chain)
-    if not as_json:
-        print_lines(f"{output}: {name}, {size} {'layers' if is_model else 'devices'}")
-    elif is_model:
-        print_answer(ModelFileAnswer(name=name, layers=size, file=file))
+    answer: Answer
+    if isinstance(document, Chain):
+        parts, answer = "layers", ModelFileAnswer(name=name, layers=size, file=file)
+    elif isinstance(document, StepGraph):
+        parts, answer = "operators", GraphFileAnswer(name=name, operators=size, file=file)
     else:
-        print_answer(ClusterFileAnswer(name=name, devices=size, file=file))
+        parts, answer = "devices", ClusterFileAnswer(name=name, devices=size, file=file)
+    if as_json:
+        print_answer(answer)
+    else:
+        print_lines(f"{output}: {name}, {size} {parts}")
     return 0

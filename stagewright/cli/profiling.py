@@ -81,7 +81,7 @@ def profile(
     of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
     stepping = parse_optimizer(optimizer)
     batch = first_batch(load_factory(data, "--data")())
-    with _reporting("profiling") as report:
+    with reporting("profiling") as report:
         report("making the model")
         layered = initialise(make, EVERY_LAYER, device=device, dtype=own)
         chain = measure_layers(
@@ -159,7 +159,7 @@ def _read_sizes(text: str) -> list[int]:
 
 
 @contextmanager
-def _reporting(task: str) -> Iterator[Callable[[str], None]]:
+def reporting(task: str) -> Iterator[Callable[[str], None]]:
     """Show the progress of a measurement on stderr while the body runs, if that is a terminal."""
     from rich.console import Console
     from rich.markup import escape

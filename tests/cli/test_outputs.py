@@ -38,7 +38,7 @@ def test_every_path_of_a_command_is_known_as_read_or_written() -> None:
     assert written == {
         ("plan", "output"), ("show", "html"), ("show", "png"), ("show", "trace"),
         ("import_", "output"), ("model", "output"), ("cluster", "output"),
-        ("profile", "output"), ("profile_links", "output"),
+        ("profile", "output"), ("profile_links", "output"), ("capture", "output"),
         ("schedule", "html"), ("schedule", "png"), ("schedule", "csv"),
         ("run", "checkpoint"), ("run", "save_parameters"), ("run", "trace"),
         ("compare", "png"), ("compare", "corrected"), ("export", "output"),

@@ -50,6 +50,7 @@ def test_a_graph_reads_back_as_written(tmp_path: Path) -> None:
         (lambda n: n[2].update(inputs=[["x", -1], ["w", 0]]), "output -1 of 'x', which has 1"),
         (lambda n: n[1].update(name="w"), "which is missing|two operators are named 'w'"),
         (lambda n: n[3].update(beside="z"), "'u' is beside 'z', which is not before it"),
+        (lambda n: n[3].update(after=["u"]), "'u' is after 'u', which is not before it"),
         (lambda n: n[2].update(seconds={"v100": -1.0}), "'y': seconds on 'v100' must be"),
         (lambda n: n[2]["splits"][0].update(inputs=[0]), "names 1 inputs and 1 outputs, it has 2"),
         (lambda n: n[2]["splits"][0].update(size=1), "size of 2 or more: 1"),

@@ -1,0 +1,1 @@
+"""A whole training step of a module as a graph of operators."""

@@ -1,0 +1,48 @@
+"""The parts of an operator that is divided, on real tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from stagewright.graphs.models.step_graph import Split
+
+aten = torch.ops.aten
+
+
+def run_split(
+    node: fx.Node, split: Split, inputs: Sequence[Tensor], parts: int
+) -> list[Tensor | None]:
+    """The outputs of ``node``, computed in ``parts`` along ``split`` and put together."""
+    pieces = [cut(one, axis, parts) for one, axis in zip(inputs, split.inputs, strict=True)]
+    results = [run_part(node, given) for given in zip(*pieces, strict=True)]
+    return [
+        joined([result[number] for result in results], axis)
+        for number, axis in enumerate(split.outputs)
+    ]
+
+
+def cut(value: Tensor, axis: int | None, parts: int) -> list[Tensor]:
+    """The pieces of an input; all of it for every part if it is not cut."""
+    return [value] * parts if axis is None else list(value.tensor_split(parts, axis))
+
+
+def run_part(node: fx.Node, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """The outputs of the operator on ``inputs``, in the order of its tensor arguments."""
+    left = iter(inputs)
+    args: Any
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(left))
+    if node.target is aten.convolution_backward.default and args[3] is not None:
+        args = (*args[:3], [args[0].shape[1]], *args[4:])  # the bias has as many as the output
+    target: Any = node.target
+    result = target(*args, **kwargs)
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def joined(pieces: Sequence[Tensor | None], axis: int | None) -> Tensor | None:
+    """An output of the whole operator: its parts concatenated, or added."""
+    present = [one for one in pieces if one is not None]
+    if len(present) < len(pieces):
+        return None
+    return torch.stack(present).sum(0) if axis is None else torch.cat(present, axis)

@@ -1,0 +1,192 @@
+"""Capture of a whole training step: forward, loss, backward and the optimizer's step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from stagewright.executor.capture.loss_graph import require_no_parameters
+from stagewright.executor.capture.steps.document import step_graph
+from stagewright.executor.capture.steps.joint import (
+    JointGraph,
+    aten,
+    fake_mode,
+    identifier,
+    trace_joint,
+)
+from stagewright.executor.capture.steps.optimizers import Group, Rule, rule_of
+from stagewright.executor.training.losses import Loss, cross_entropy
+from stagewright.executor.training.stages.weights import MakeOptimizer
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.step_graph import StepGraph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedStep:
+    """A training step as a graph to execute and as a document to plan for.
+
+    Attributes
+    ----------
+    module
+        Takes the states and the tensors of a mini-batch in the order of its placeholders, changes
+        the states in place, and returns the loss and the ``gradients``. Nodes have the names that
+        they have in ``graph``.
+    states
+        The values of the states before the first step, by name of their node; fake if the model is.
+    gradients
+        The parameters' names in the model, in the order in which their gradients are returned.
+    graph
+        The document.
+    """
+
+    module: fx.GraphModule
+    states: Mapping[str, Tensor]
+    gradients: tuple[str, ...]
+    graph: StepGraph
+
+    def run(
+        self, states: Mapping[str, Tensor], batch: tuple[Any, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One step, which changes ``states``: the loss, and the gradients by parameter."""
+        given = [states[name] for name in self.states]
+        loss, *gradients = self.module(*given, *tree_leaves(batch))
+        return loss, dict(zip(self.gradients, gradients, strict=True))
+
+
+def capture_step(
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    *,
+    loss: Loss = cross_entropy,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    name: str = "model",
+) -> CapturedStep:
+    """Capture a step of ``model`` on a mini-batch ``batch``, (inputs, targets).
+
+    The step computes what this loop computes, with the model in the mode that it is in:
+
+        optimizer.zero_grad(); loss(model(inputs), targets).backward(); optimizer.step()
+
+    No values are read: with fake tensors a model of any size is captured without its memory.
+
+    Raises
+    ------
+    InputError
+        If the step cannot be expressed as such a graph: it depends on values, changes Python state
+        or its inputs, or the optimizer is not known.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}, not a torch module")
+    require_no_parameters(loss)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if not trained:
+        raise InputError(f"{type(model).__name__} has no parameters to train")
+    stepping = optimizer(trained)
+    rule = rule_of(stepping)
+    joint = trace_joint(model, loss, batch)
+    states = {node.name: joint.values[path].detach() for path, node in joint.states.items()}
+    updates = _Updates(joint, rule, states)
+    for path, node in joint.written.items():
+        updates.write(joint.states[path], node)
+    names = {id(one): path for path, one in model.named_parameters()}
+    for number, group in enumerate(stepping.param_groups):
+        paths = [names.get(id(one), "") for one in group["params"]]
+        paths = [path for path in paths if path in joint.gradients]
+        updates.step(number, group, paths)
+    assert joint.loss is not None
+    joint.graph.output((joint.loss, *joint.gradients.values()))
+    joint.graph.eliminate_dead_code()
+    module = fx.GraphModule(nn.Module(), joint.graph)
+    return CapturedStep(
+        module,
+        states,
+        tuple(joint.gradients),
+        step_graph(name, module.graph, len(tree_leaves(batch)[0])),
+    )
+
+
+class _Updates:
+    """Appends the updates of states to a joint graph."""
+
+    def __init__(self, joint: JointGraph, rule: Rule, states: dict[str, Tensor]) -> None:
+        self.joint, self.rule, self.states = joint, rule, states
+        self.traced: dict[Any, fx.Graph] = {}
+        self.mode = fake_mode([node.meta["val"] for node in joint.states.values()])
+
+    def write(self, state: fx.Node, value: fx.Node) -> None:
+        """Copy a buffer's new value into it."""
+        made = self.joint.graph.call_function(aten.copy_.default, (state, value))
+        made.meta |= {"val": state.meta["val"], "role": "update", "line": value.meta.get("line")}
+
+    def step(self, number: int, group: Group, paths: list[str]) -> None:
+        """Append the optimizer's step for the parameters ``paths`` of one of its groups."""
+        scalars = self._scalars(number, group)
+        for path in paths:
+            parameter, gradient = self.joint.states[path], self.joint.gradients[path]
+            slots = [
+                self._state(f"{path}.{slot}", torch.zeros_like(self.states[parameter.name]))
+                for slot in self.rule.slots(group)
+            ]
+            self._append(
+                partial(_update, self.rule, group, len(slots)),
+                [parameter, gradient, *slots, *scalars],
+                (number, *(_layout(one) for one in (parameter, gradient))),
+                beside=parameter,
+            )
+            for slot in slots:
+                slot.meta["beside"] = parameter.name
+
+    def _scalars(self, number: int, group: Group) -> list[fx.Node]:
+        """The scalars of a group, and the step that they depend on."""
+        if self.rule.scalars is None:
+            return []
+        step = self._state(f"optimizer.{number}.step", torch.zeros((), dtype=torch.float64))
+        return self._append(partial(self.rule.scalars, group), [step], number)
+
+    def _state(self, path: str, value: Tensor) -> fx.Node:
+        with self.joint.graph.inserting_before(self.joint.inputs[0]):
+            made = self.joint.graph.placeholder(identifier(path))
+        fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
+        made.meta |= {"val": fake, "role": "state"}
+        self.joint.states[path] = made
+        self.states[made.name] = value
+        return made
+
+    def _append(
+        self, function: Any, given: list[fx.Node], layout: Any, beside: fx.Node | None = None
+    ) -> list[fx.Node]:
+        """Append what ``function`` does; it is traced once for every layout of its tensors."""
+        if layout not in self.traced:
+            values = [node.meta["val"].detach() for node in given]
+            with torch.no_grad():
+                self.traced[layout] = make_fx(function)(*values).graph
+        placed: dict[fx.Node, Any] = {}
+        left = iter(given)
+        for node in self.traced[layout].nodes:
+            if node.op == "placeholder":
+                placed[node] = next(left)
+            elif node.op == "output":
+                return [placed[one] for one in node.args[0] or ()]
+            else:
+                placed[node] = self.joint.graph.node_copy(node, placed.__getitem__)
+                placed[node].meta = {"val": node.meta["val"], "role": "update"}
+                if beside is not None:
+                    placed[node].meta["beside"] = beside.name
+        raise AssertionError("a graph ends with its output")
+
+
+def _update(
+    rule: Rule, group: Group, slots: int, parameter: Tensor, gradient: Tensor, *others: Tensor
+) -> None:
+    rule.update(group, parameter, gradient, list(others[:slots]), list(others[slots:]))
+
+
+def _layout(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape), value.stride(), value.dtype

@@ -1,0 +1,177 @@
+"""Data parallelism as a graph of operators: the deployment that FastT's search starts from.
+
+FastT (Middleware 2020), section 5.2: the model's graph replicated once per device, or, where a
+replica does not fit on a device, the graph of the model itself.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.step_graph import Node, StepGraph
+
+Weights = Literal["shared", "mirrored"]
+
+Input = tuple[str, int]
+
+
+def data_parallel(share: StepGraph, replicas: int, weights: Weights = "shared") -> StepGraph:
+    """The step of ``replicas`` copies of the model, each on the samples of ``share``.
+
+    The loss of the mini-batch is the mean of the replicas' losses, so the gradients are averaged,
+    by one operator per gradient. Nodes of replica r are called ``NAME@r``. Statistics of batch norm
+    are those of each replica's samples, as in every framework.
+
+    Parameters
+    ----------
+    share
+        The step of one replica, captured or measured with its part of the mini-batch: times do not
+        scale with the samples.
+    weights
+        ``shared``: one copy of the states, which all replicas read and one update changes (in-graph
+        replication, as FastT's); buffers take the values of replica 0. An operator ``mean`` reads
+        all gradients. ``mirrored``: every replica has its states and its update, and an operator
+        ``all_reduce`` returns the mean to each of them.
+
+    Raises
+    ------
+    InputError
+        If there is not at least one replica.
+    """
+    if replicas < 1:
+        raise InputError(f"replicas must be at least 1, got {replicas}")
+    if replicas == 1:
+        return share
+    copied = _Replication(share, replicas, weights)
+    return replace(
+        share,
+        source=f"{share.source}; {replicas} replicas with {weights} weights",
+        samples=share.samples * replicas,
+        nodes=tuple(copied.nodes()),
+    )
+
+
+def start_graph(
+    whole: StepGraph, share: StepGraph, replicas: int, memory_bytes: float
+) -> StepGraph:
+    """Data parallelism if a replica fits into ``memory_bytes``, else the graph of the model.
+
+    ``whole`` has the mini-batch, ``share`` a replica's part of it.
+
+    Raises
+    ------
+    InputError
+        If the two are not about the same mini-batch.
+    """
+    if share.samples * replicas != whole.samples:
+        raise InputError(
+            f"{replicas} replicas of {share.samples} samples are not the {whole.samples} samples "
+            f"of {whole.name!r}"
+        )
+    return data_parallel(share, replicas) if peak_bytes(share) <= memory_bytes else whole
+
+
+def peak_bytes(graph: StepGraph) -> float:
+    """Memory on one device that runs the operators in the order of the document."""
+    holder: dict[Input, Input] = {}  # the output whose memory an output is in
+    readers: Counter[Input] = Counter()
+    for node in graph.nodes:
+        for number, output in enumerate(node.outputs):
+            one = (node.name, number)
+            holder[one] = holder[node.inputs[0]] if output.shared else one
+        readers.update(holder[one] for one in node.inputs)
+    size = {
+        (node.name, number): output.bytes
+        for node in graph.nodes
+        for number, output in enumerate(node.outputs)
+        if not output.shared and node.role != "state"
+    }
+    used = sum(node.state_bytes for node in graph.nodes)
+    peak = used
+    for node in graph.nodes:
+        made = [(node.name, number) for number in range(len(node.outputs))]
+        used += sum(size.get(one, 0.0) for one in made)
+        peak = max(peak, used)
+        readers.subtract(holder[one] for one in node.inputs)
+        ended = {holder[one] for one in (*node.inputs, *made)}
+        used -= sum(size.pop(one, 0.0) for one in ended if not readers[one])
+    return peak
+
+
+@dataclass(slots=True)
+class _Replication:
+    """Names of the copies, and the gradients that are averaged."""
+
+    share: StepGraph
+    replicas: int
+    weights: Weights
+    once: set[str] = field(default_factory=set)
+    averaged: dict[Input, str] = field(default_factory=dict)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node after those that it reads: copies next to each other."""
+        role = {node.name: node.role for node in self.share.nodes}
+        for node in self.share.nodes:
+            if self._is_single(node):
+                self.once.add(node.name)
+            if node.role == "update":
+                for one in dict.fromkeys(node.inputs):
+                    if role[one[0]] == "backward" and one not in self.averaged:
+                        yield self._average(one, node)
+            copies = (0,) if node.name in self.once else range(self.replicas)
+            yield from (self._copy(node, number) for number in copies)
+
+    def _is_single(self, node: Node) -> bool:
+        """Shared states, their views and what changes them."""
+        if self.weights == "mirrored":
+            return False
+        view = node.beside is not None and all(name in self.once for name, _ in node.inputs)
+        return node.role in ("state", "update") or (view and node.beside in self.once)
+
+    def _copy(self, node: Node, number: int) -> Node:
+        averaged = self.averaged if node.role == "update" else {}
+        return replace(
+            node,
+            name=self._name(node.name, number),
+            inputs=tuple(
+                (averaged[one], number if self.weights == "mirrored" else 0)
+                if one in averaged
+                else (self._name(one[0], number), one[1])
+                for one in node.inputs
+            ),
+            beside=None if node.beside is None else self._name(node.beside, number),
+            after=tuple(copy for name in node.after for copy in self._readers(name, node, number)),
+        )
+
+    def _readers(self, name: str, node: Node, number: int) -> list[str]:
+        """The copies of ``name`` that read what copy ``number`` of ``node`` changes."""
+        if node.name in self.once and name not in self.once:
+            return [self._name(name, other) for other in range(self.replicas)]
+        return [self._name(name, number)]
+
+    def _name(self, name: str, number: int) -> str:
+        return name if name in self.once else f"{name}@{number}"
+
+    def _average(self, gradient: Input, reader: Node) -> Node:
+        """The operator that averages a gradient; moving a tensor takes as long as for its reader.
+
+        It reads one tensor per replica, and writes one, or one per replica.
+        """
+        source, number = gradient
+        output = replace(self.share.nodes[self.share.index[source]].outputs[number], shared=False)
+        name = f"{source}.{number}@mean"
+        self.averaged[gradient] = name
+        mirrored = self.weights == "mirrored"
+        written = self.replicas if mirrored else 1
+        moved = (self.replicas + written) / (len(reader.inputs) + len(reader.outputs))
+        return Node(
+            name=name,
+            operator="all_reduce" if mirrored else "mean",
+            role="backward",
+            inputs=tuple((self._name(source, i), number) for i in range(self.replicas)),
+            outputs=(output,) * written,
+            seconds={kind: moved * seconds for kind, seconds in reader.seconds.items()},
+            line=self.share.nodes[self.share.index[source]].line,
+        )

@@ -1,0 +1,89 @@
+"""``capture``: a training step as a graph of operators."""
+
+from typing import Annotated
+
+import typer
+
+from stagewright.cli.console import JsonFlag, LossFunction, Optimizer, OutputFile
+from stagewright.cli.inputs import hand_out
+from stagewright.cli.profiling import reporting
+from stagewright.graphs.documents.errors import InputError
+
+
+def capture(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Function that returns an iterable of mini-batches (inputs, targets), of which "
+            "the first is used.",
+            metavar="PACKAGE:FACTORY",
+            show_default=False,
+        ),
+    ],
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Samples; default: those of the data's mini-batch.", min=1),
+    ] = None,
+    device_kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Compute times on these devices, e.g. v100; no memory is needed.",
+            metavar="D,D,...",
+        ),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure times on this machine's CPU.")
+    ] = False,
+    rounds: Annotated[
+        int, typer.Option(help="Repetitions, of which the median is taken.", min=1)
+    ] = 9,
+    threads: Annotated[int, typer.Option(help="Threads that compute.", min=1)] = 1,
+    loss: LossFunction = None,
+    optimizer: Optimizer = "adamw",
+    output: OutputFile = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Capture a training step of a torch module as a graph of operators."""
+    from stagewright.executor.training.ranks.launch import require_torch
+
+    if measure == (device_kind is not None):
+        raise InputError("give --device-kind, for computed times, or --measure")
+    require_torch()
+    import torch
+
+    from stagewright.cli.factories import load_factory
+    from stagewright.cli.running import parse_optimizer
+    from stagewright.executor.capture.steps.analytic import with_analytic_seconds
+    from stagewright.executor.capture.steps.factories import resized, without_values
+    from stagewright.executor.capture.steps.step import capture_step
+    from stagewright.executor.measuring.machine import Machine
+    from stagewright.executor.measuring.operators import measure_operators
+    from stagewright.executor.measuring.profiling import first_batch
+    from stagewright.executor.training.losses import cross_entropy
+    from stagewright.graphs.machines.devices import accelerator
+
+    kinds = [accelerator(kind).name for kind in device_kind.split(",")] if device_kind else []
+    make = load_factory(model, "MODEL")
+    of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
+    given = first_batch(load_factory(data, "--data")())
+    given = given if batch is None else resized(given, batch)
+    stepping = parse_optimizer(optimizer)
+    with reporting("capture") as report:
+        report("making the model")
+        torch.manual_seed(0)
+        module, tensors = (make(), given) if measure else without_values(make, given)
+        report("tracing a step")
+        name = model.rpartition(":")[2]
+        step = capture_step(module, tensors, loss=of_outputs, optimizer=stepping, name=name)
+        if measure:
+            machine = Machine(torch.device("cpu"), threads, "cpu")
+            graph = measure_operators(step, given, machine, rounds=rounds, on_progress=report)
+        else:
+            graph = with_analytic_seconds(step, kinds)
+    return hand_out(graph, output, as_json)

@@ -1,0 +1,100 @@
+"""Times of captured operators."""
+
+from typing import Any
+
+import pytest
+import torch
+from fastt import MODELS
+from models import ResidualMLP, vectors
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.flop_counter import FlopCounterMode
+
+from stagewright.executor.capture.steps.analytic import operation, with_analytic_seconds
+from stagewright.executor.capture.steps.document import operators
+from stagewright.executor.capture.steps.factories import resized, without_values
+from stagewright.executor.capture.steps.step import CapturedStep, capture_step
+from stagewright.executor.measuring.machine import Machine
+from stagewright.executor.measuring.operators import measure_operators
+from stagewright.graphs.documents.errors import InputError
+
+DESCENT = torch.optim.SGD
+
+
+def works(step: CapturedStep) -> dict[str, Any]:
+    return {node.name: operation(node, 4) for node in operators(step.module.graph)}
+
+
+@pytest.mark.parametrize("name", ["vgg", "bert"])
+def test_flops_are_those_that_torch_counts_in_the_loop(name: str) -> None:
+    build, batch = MODELS[name]
+    model = build()
+    step = capture_step(model, batch, optimizer=DESCENT)
+    with FlopCounterMode(display=False) as counter:
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+    assert sum(one.flops for one in works(step).values()) == counter.get_total_flops()
+
+
+def test_seconds_of_known_operators() -> None:
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.ReLU())
+    batch = torch.randn(16, 64), torch.randint(32, (16,))
+    step = capture_step(model, batch, optimizer=DESCENT)
+    found = {node.name: node for node in with_analytic_seconds(step, ["V100", "k80"]).nodes}
+    moved = 4 * (16 * 64 + 64 * 32 + 16 * 32)
+    assert works(step)["mm"].flops == 2 * 16 * 64 * 32
+    bounds = 2 * 16 * 64 * 32 / (15.7e12 * 0.5), moved / (900e9 * 0.75)
+    assert found["mm"].seconds["v100"] == pytest.approx(max(bounds))
+    assert found["relu"].seconds["k80"] == pytest.approx(4 * 2 * 16 * 32 / (240e9 * 0.75))
+    free = [one.name for one in found.values() if one.seconds["v100"] == 0]
+    assert free == [
+        one.name
+        for one in found.values()
+        if one.role in ("state", "input") or one.operator in ("aten.t", "aten.view")
+    ]
+    with pytest.raises(InputError, match="device 'abacus' is not known"):
+        with_analytic_seconds(step, ["abacus"])
+
+
+def test_a_look_up_reads_rows_and_not_the_table() -> None:
+    model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten())
+    batch = torch.randint(1000, (4, 2)), torch.randint(16, (4,))
+    found = works(capture_step(model, batch, optimizer=DESCENT))
+    assert found["embedding"].moved * 4 == 2 * 4 * 2 * 8 * 4 + 4 * 2 * 8
+
+
+def test_measured_seconds_leave_the_states_as_they_are() -> None:
+    step = capture_step(ResidualMLP(), vectors(8))
+    before = {name: one.clone() for name, one in step.states.items()}
+    graph = measure_operators(step, vectors(8), Machine(torch.device("cpu"), 1, "cpu"), rounds=2)
+    assert all(torch.equal(step.states[name], one) for name, one in before.items())
+    assert graph.source.startswith("measured: ")
+    for node in graph.nodes:
+        assert (node.seconds["cpu"] > 0) == (node.role not in ("state", "input")), node.name
+
+
+# Models and mini-batches of factories
+
+
+def test_a_factory_that_reads_values_makes_a_real_model() -> None:
+    def make() -> nn.Module:
+        widths = torch.linspace(6, 4, 2).int().tolist()
+        return nn.Linear(*widths)
+
+    model, batch = without_values(make, vectors(3))
+    assert not isinstance(next(model.parameters()), FakeTensor)
+    assert capture_step(model, batch).graph == capture_step(nn.Linear(6, 4), vectors(3)).graph
+    model, batch = without_values(ResidualMLP, vectors(3))
+    assert all(isinstance(one, FakeTensor) for one in (*model.parameters(), *batch))
+
+
+def test_a_batch_is_repeated_or_cut() -> None:
+    inputs, targets = vectors(3)
+    (first, second), last = resized(((inputs, targets), targets), 5)
+    assert torch.equal(first, inputs[[0, 1, 2, 0, 1]])
+    assert torch.equal(second, last)
+    assert torch.equal(resized((inputs, targets), 2)[0], inputs[:2])
+    with pytest.raises(InputError, match=r"tensors of a mini-batch have \[2, 3\] samples"):
+        resized((inputs, targets[:2]), 5)
+    with pytest.raises(InputError, match="other than tensors with samples in axis 0"):
+        resized((inputs, torch.tensor(3)), 5)

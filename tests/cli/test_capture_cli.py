@@ -1,0 +1,63 @@
+"""``stagewright capture``: a step's graph from the command line."""
+
+from pathlib import Path
+
+import pytest
+from commands import answered, answered_json, refused
+
+from stagewright.graphs.models.step_graph import load_graph
+
+LENET = ("capture", "examples.fastt.vision:lenet", "--data", "examples.fastt.vision:digits")
+
+
+def test_capture_computes_times_for_devices(tmp_path: Path) -> None:
+    file = tmp_path / "graph.json"
+    options = ("--batch", 6, "--device-kind", "v100,P100", "-o", file)
+    assert answered_json(*LENET, *options) == {
+        "name": "lenet",
+        "operators": 162,
+        "file": str(file),
+    }
+    graph = load_graph(file)
+    assert graph.samples == 6
+    assert graph.source.startswith("analytic: v100")
+    for node in graph.nodes:
+        assert node.seconds.keys() == {"v100", "p100"}
+        assert node.seconds["v100"] <= node.seconds["p100"]
+
+
+def test_capture_measures_on_this_machine(tmp_path: Path) -> None:
+    file = tmp_path / "graph.json"
+    line = answered(*LENET, "--measure", "--rounds", 1, "--optimizer", "sgd:lr=0.1", "-o", file)
+    assert line == f"{file}: lenet, 65 operators\n"
+    graph = load_graph(file)
+    assert graph.samples == 2
+    assert all(node.seconds["cpu"] > 0 for node in graph.nodes if node.role == "backward")
+
+
+def test_the_document_is_printed_without_an_output() -> None:
+    assert '"format": "stagewright-graph"' in answered(*LENET, "--device-kind", "v100")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give --device-kind, for computed times, or --measure"),
+        (("--device-kind", "v100", "--measure"), "give --device-kind, for computed times, or"),
+        (("--device-kind", "abacus"), "device 'abacus' is not known"),
+        (("--device-kind", "v100", "--batch", 0), "'--batch'"),
+        (("--device-kind", "v100", "--optimizer", "rprop"), "Rprop is not captured; there are"),
+        (("--device-kind", "v100", "--loss", "math:sqrt"), "--loss: 'math:sqrt' raised TypeError"),
+    ],
+)
+def test_capture_refuses_in_one_line(options: tuple[object, ...], message: str) -> None:
+    assert message in refused(*LENET, *options)
+
+
+def test_capture_names_what_does_not_fit_together() -> None:
+    wrong = ("capture", "examples.fastt.vision:vgg19", "--data", "examples.fastt.vision:digits")
+    line = refused(*wrong, "--device-kind", "v100")
+    assert line.startswith("examples/fastt/vision.py:")
+    assert "to have 3 channels, but got 1 channels" in line
+    missing = ("capture", "examples.fastt.vision:lenet5", "--data", "examples.fastt.vision:digits")
+    assert "has no 'lenet5'" in refused(*missing, "--device-kind", "v100")

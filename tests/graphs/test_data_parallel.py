@@ -1,0 +1,86 @@
+"""The data-parallel graph of a step, and the memory that decides whether it is the start."""
+
+from typing import Any
+
+import pytest
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.data_parallel import data_parallel, peak_bytes, start_graph
+from stagewright.graphs.models.step_graph import Node, Output, StepGraph
+
+W = Node("w", "state", "state", outputs=(Output(400.0, (10, 10)),), state_bytes=400.0)
+B = Node("b", "state", "state", outputs=(Output(8.0, (2,)),), state_bytes=8.0)
+VIEW = Node("t", "aten.t", "forward", (("w", 0),), (Output(400.0, (10, 10), True),), beside="w")
+X = Node("x", "input", "input", outputs=(Output(80.0, (2, 10)),))
+Y = Node("y", "aten.mm", "forward", (("x", 0), ("t", 0)), (Output(80.0, (2, 10)),), {"v": 2.0})
+S = Node("s", "aten.sum", "forward", (("y", 0),), (Output(8.0, (2,)), Output(4.0)), {"v": 1.0})
+G = Node("g", "aten.mm", "backward", (("x", 0), ("y", 0)), (Output(400.0, (10, 10)),), {"v": 2.0})
+H = Node("h", "aten.t", "backward", (("g", 0),), (Output(400.0, (10, 10), True),), beside="g")
+U = Node(
+    "u",
+    "aten.add_",
+    "update",
+    (("w", 0), ("h", 0)),
+    (Output(400.0, (10, 10), True),),
+    {"v": 3.0},
+    beside="w",
+    after=("t", "y"),
+)
+C = Node("c", "aten.copy_", "update", (("b", 0), ("s", 0)), (Output(8.0, (2,), True),), beside="b")
+SHARE = StepGraph("small", "test", 2, (W, B, VIEW, X, Y, S, G, H, U, C))
+
+
+def named(graph: StepGraph) -> dict[str, Node]:
+    return {node.name: node for node in graph.nodes}
+
+
+def test_shared_weights_are_read_by_all_and_updated_once() -> None:
+    graph = data_parallel(SHARE, 3)
+    node = named(graph)
+    assert graph.samples == 6
+    assert set(node) == {
+        *("w", "b", "t", "u", "c", "h.0@mean"),
+        *(f"{name}@{i}" for name in "xysgh" for i in range(3)),
+    }
+    assert node["y@2"].inputs == (("x@2", 0), ("t", 0))
+    assert node["h.0@mean"].inputs == (("h@0", 0), ("h@1", 0), ("h@2", 0))
+    assert node["h.0@mean"].outputs == (Output(400.0, (10, 10)),)
+    assert node["h.0@mean"].seconds == {"v": 4.0}  # four tensors; the update moves three in 3 s
+    assert node["u"].inputs == (("w", 0), ("h.0@mean", 0))
+    assert node["u"].after == ("t", "y@0", "y@1", "y@2")
+    assert node["h@1"].beside == "g@1"
+    assert node["c"].inputs == (("b", 0), ("s@0", 0))
+
+
+def test_mirrored_weights_are_updated_by_every_replica() -> None:
+    node = named(data_parallel(SHARE, 2, "mirrored"))
+    assert len(node) == 2 * len(SHARE) + 1
+    assert node["h.0@mean"].operator == "all_reduce"
+    assert len(node["h.0@mean"].outputs) == 2
+    assert node["h.0@mean"].seconds == {"v": 4.0}
+    assert node["u@1"].inputs == (("w@1", 0), ("h.0@mean", 1))
+    assert node["u@1"].after == ("t@1", "y@1")
+    assert node["c@1"].inputs == (("b@1", 0), ("s@1", 0))
+    assert sum(one.state_bytes for one in node.values()) == 2 * 408
+
+
+@pytest.mark.parametrize("weights", ["shared", "mirrored"])
+def test_one_replica_is_the_graph_itself(weights: Any) -> None:
+    assert data_parallel(SHARE, 1, weights) is SHARE
+    with pytest.raises(InputError, match="replicas must be at least 1, got 0"):
+        data_parallel(SHARE, 0, weights)
+
+
+def test_peak_memory_counts_what_is_still_read() -> None:
+    """States 408; x 80; y 80; s 8 + 4, of which 8 is read later; g 400, x and y end there."""
+    assert peak_bytes(SHARE) == 408 + 80 + 80 + 8 + 400
+    alone = StepGraph("alone", "test", 2, (X, Y.__class__("z", "f", "forward", (("x", 0),))))
+    assert peak_bytes(alone) == 80
+
+
+def test_the_start_is_data_parallel_if_a_replica_fits() -> None:
+    whole = StepGraph("small", "test", 4, SHARE.nodes)
+    assert start_graph(whole, SHARE, 2, 976.0) == data_parallel(SHARE, 2)
+    assert start_graph(whole, SHARE, 2, 975.0) is whole
+    with pytest.raises(InputError, match="3 replicas of 2 samples are not the 4 samples of"):
+        start_graph(whole, SHARE, 3, 1e9)
