@@ -47,7 +47,7 @@ def insert(
     if lookahead is None:
         lookahead = np.zeros((0, 0))
     is_done, device, start, sent_start = _insert(
-        arrays, order, devices, _sources(problem) & (devices == ANY), lookahead, held
+        arrays, order, devices, sources(problem) & (devices == ANY), lookahead, held
     )
     return timetable(problem, device, start, sent_start) if is_done else None
 
@@ -78,7 +78,7 @@ def timetable(
     )
 
 
-def _sources(problem: OperatorProblem) -> Bools:
+def sources(problem: OperatorProblem) -> Bools:
     """Operators that take no time anywhere and read nothing."""
     first, _ = problem.inputs
     timeless: Bools = (problem.seconds == 0).all(axis=1) & (np.diff(first) == 0)
