@@ -1,0 +1,1 @@
+"""Placement and order of the operators of a training step."""

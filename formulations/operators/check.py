@@ -1,0 +1,182 @@
+"""Check a plan of operators from the definitions, independent of all planners."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.operators.bounds import CP_SAT, LOAD, priced_load, static_bounds
+from stagewright.formulations.operators.plan import (
+    OperatorBound,
+    OperatorCertificate,
+    OperatorPlan,
+    digest_of,
+)
+from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.operators.splitting import split_graph
+from stagewright.formulations.operators.step import operator_problem
+from stagewright.formulations.plans.envelope import relative_gap
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.models.step_graph import StepGraph
+
+BOUND_ROUNDING = 1e-6  # relative; a bound further above the cost is a bug
+
+
+def check(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> tuple[Violation, ...]:
+    """The first broken rule of the timetable, or all faults of the certificate; none if valid."""
+    try:
+        cost = require_valid(graph, cluster, plan)
+    except InvalidPlan as error:
+        return (Violation("rules", "plan", str(error)),)
+    if plan.certificate is None:
+        return ()
+    problem = problem_of(graph, cluster, plan)
+    return tuple(
+        Violation("certificate", f"certificate.{place}", message)
+        for place, message in faults(problem, plan.certificate, cost)
+    )
+
+
+def require_valid(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> float:
+    """The plan's seconds, recomputed; raises InvalidPlan with the first broken rule."""
+    if not plan.answers(digest_of(graph, cluster, plan.contention)):
+        raise InvalidPlan("the plan answers another graph, cluster or contention")
+    problem = problem_of(graph, cluster, plan)
+    if plan.unmeasured != problem.unmeasured:
+        raise InvalidPlan(
+            f"unmeasured lists {len(plan.unmeasured)} operators, there are "
+            f"{len(problem.unmeasured)}"
+        )
+    return problem.evaluate(timetable_of(problem, plan))
+
+
+def problem_of(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> OperatorProblem:
+    """The problem after the plan's splits; raises InvalidPlan if one does not fit."""
+    try:
+        split = split_graph(graph, plan.splits)
+    except InputError as error:
+        raise InvalidPlan(str(error)) from None
+    return operator_problem(split, cluster, plan.contention)
+
+
+def timetable_of(problem: OperatorProblem, plan: OperatorPlan) -> Timetable:
+    """The times in a plan; raises InvalidPlan if it does not list every operator once."""
+    index = {name: i for i, name in enumerate(problem.names)}
+    device = {name: d for d, name in enumerate(problem.devices)}
+    rows = sorted((_find(index, one.operator, "operator"), one) for one in plan.operators)
+    if [i for i, _ in rows] != [*range(len(index))]:
+        raise InvalidPlan(f"the plan lists {len(rows)} operators, not each of {len(index)} once")
+    tensors = {
+        (int(maker), int(number)): t
+        for t, (maker, number) in enumerate(zip(problem.maker, problem.output, strict=True))
+    }
+    sent = []
+    for one in plan.transfers:
+        pair = (_find(index, one.operator, "operator"), one.output)
+        if pair not in tensors:
+            raise InvalidPlan(f"operator {one.operator!r} has no output {one.output}")
+        sent.append(tensors[pair])
+    return Timetable(
+        device=np.array([_find(device, one.device, "device") for _, one in rows], dtype=np.int64),
+        start=np.array([one.start_seconds for _, one in rows], dtype=float),
+        finish=np.array([one.finish_seconds for _, one in rows], dtype=float),
+        sent=np.array(sent, dtype=np.int64),
+        target=np.array(
+            [_find(device, one.device, "device") for one in plan.transfers], dtype=np.int64
+        ),
+        sent_start=np.array([one.start_seconds for one in plan.transfers], dtype=float),
+        sent_finish=np.array([one.finish_seconds for one in plan.transfers], dtype=float),
+    )
+
+
+def _find(index: dict[str, int], name: str, what: str) -> int:
+    if name not in index:
+        raise InvalidPlan(f"there is no {what} {name!r}")
+    return index[name]
+
+
+def certificate(cost: float, bounds: Sequence[OperatorBound]) -> OperatorCertificate:
+    """The certificate of a plan of ``cost`` seconds; raises InvalidPlan if a bound exceeds it."""
+    for bound in bounds:
+        if bound.seconds > cost * (1 + BOUND_ROUNDING):
+            raise InvalidPlan(
+                f"the cost of {cost} s is below {bound.seconds} s, a bound by {bound.proved_by}"
+            )
+    best, widest = best_of(bounds), best_of([one for one in bounds if one.plans == "any splits"])
+    return OperatorCertificate(
+        cost_seconds=cost,
+        bound_seconds=best.seconds,
+        gap=relative_gap(cost, min(cost, best.seconds)),
+        proved_by=best.proved_by,
+        any_splits_seconds=widest.seconds,
+        any_splits_gap=relative_gap(cost, min(cost, widest.seconds)),
+        any_splits_proved_by=widest.proved_by,
+        bounds=tuple(bounds),
+    )
+
+
+def best_of(bounds: Sequence[OperatorBound]) -> OperatorBound:
+    """The largest bound, the first of equal ones."""
+    return max(bounds, key=lambda bound: bound.seconds)
+
+
+def faults(
+    problem: OperatorProblem, stated: OperatorCertificate, cost: float
+) -> Iterator[tuple[str, str]]:
+    """Place and message of what does not follow from the bounds, or is refuted.
+
+    Bounds by an argument are computed again; those by a solver are taken as stated.
+    """
+    if not abs(stated.cost_seconds - cost) <= RELATIVE_TOLERANCE * cost:
+        yield "cost_seconds", f"says {stated.cost_seconds}, the operators give {cost}"
+    if not any(bound.plans == "any splits" for bound in stated.bounds):
+        yield "bounds", "has none on plans with any splits"
+        return
+    refuted = [*_refuted(problem, stated, cost)]
+    yield from refuted
+    if not refuted:
+        yield from _headline_faults(stated, certificate(cost, stated.bounds))
+
+
+def _refuted(
+    problem: OperatorProblem, stated: OperatorCertificate, cost: float
+) -> Iterator[tuple[str, str]]:
+    for i, bound in enumerate(stated.bounds):
+        right = _recomputed(problem, bound)
+        if right is not None and bound.seconds > right * (1 + RELATIVE_TOLERANCE):
+            yield f"bounds[{i}]", f"{bound.seconds} s by {bound.proved_by}, which gives {right} s"
+        elif bound.seconds > cost * (1 + BOUND_ROUNDING):
+            yield f"bounds[{i}]", f"{bound.seconds} s is above the cost of {cost} s"
+
+
+def _headline_faults(
+    stated: OperatorCertificate, ours: OperatorCertificate
+) -> Iterator[tuple[str, str]]:
+    for prefix in ("", "any_splits_"):
+        seconds = "bound_seconds" if not prefix else "any_splits_seconds"
+        for name in (seconds, f"{prefix}proved_by"):
+            if getattr(stated, name) != getattr(ours, name):
+                yield name, f"says {getattr(stated, name)}, the bounds give {getattr(ours, name)}"
+        gaps = getattr(stated, f"{prefix}gap"), getattr(ours, f"{prefix}gap")
+        if not abs(gaps[0] - gaps[1]) <= RELATIVE_TOLERANCE:
+            yield f"{prefix}gap", f"says {gaps[0]}, the bounds give {gaps[1]}"
+
+
+def _recomputed(problem: OperatorProblem, bound: OperatorBound) -> float | None:
+    """What the argument of a bound gives; None for a solver's.
+
+    The load is the only argument on plans with any splits.
+    """
+    if bound.proved_by == LOAD:
+        if len(bound.prices) != len(problem.devices):
+            return 0.0
+        return priced_load(problem, bound.prices)
+    if bound.plans == "any splits":
+        return 0.0
+    if bound.proved_by == CP_SAT:
+        return None
+    uniform = np.ones(len(problem.devices))
+    named = {one.proved_by: one.seconds for one in static_bounds(problem, uniform)}
+    return named.get(bound.proved_by, 0.0)

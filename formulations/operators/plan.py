@@ -1,0 +1,161 @@
+"""A placement and order of operators as a JSON document."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from stagewright.formulations.operators.problem import Contention
+from stagewright.formulations.plans.envelope import Claim, Envelope
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.models.step_graph import StepGraph
+
+FORMAT: Literal["stagewright-operators"] = "stagewright-operators"
+VERSION: Literal[1] = 1
+
+Plans = Literal["these splits", "any splits"]
+"""Every placement and order of the graph with the plan's splits; or with any choice of splits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """An operator of the graph that is divided into ``parts`` along a dimension."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    operator: str
+    dimension: Literal["batch", "channel"]
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedOperator:
+    """When and where an operator runs."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    operator: str
+    device: str
+    start_seconds: float
+    finish_seconds: float
+
+    def __post_init__(self) -> None:
+        require_amount(self.start_seconds, f"operator {self.operator!r}: start_seconds")
+        require_amount(self.finish_seconds, f"operator {self.operator!r}: finish_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """When an output of an operator goes to another ``device``."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    operator: str
+    output: int
+    device: str
+    start_seconds: float
+    finish_seconds: float
+
+    def __post_init__(self) -> None:
+        place = f"transfer of {self.operator!r} to {self.device!r}: "
+        require_amount(self.start_seconds, place + "start_seconds")
+        require_amount(self.finish_seconds, place + "finish_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorBound:
+    """A lower bound on the time of all ``plans`` with the contention of this one.
+
+    ``prices``, one per device, are what the bound by load is computed from.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    seconds: float
+    proved_by: str
+    plans: Plans
+    prices: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_amount(self.seconds, f"bound by {self.proved_by!r}: seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCertificate:
+    """The plan's time, the best of ``bounds`` and the relative gap between the two.
+
+    ``any_splits_seconds`` is the best bound on plans with any splits.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    cost_seconds: float
+    bound_seconds: float
+    gap: float
+    proved_by: str
+    any_splits_seconds: float
+    any_splits_gap: float
+    any_splits_proved_by: str
+    bounds: tuple[OperatorBound, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorPlan(Envelope):
+    """Device, start and finish of every operator and every transfer.
+
+    ``operators`` are those of the graph after ``splits``, in the order of their starts.
+    ``unmeasured`` took 0 seconds on some device because nothing else is known of them. ``digest``
+    identifies graph, cluster and contention.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    planner: str
+    contention: Contention
+    operators: tuple[PlacedOperator, ...]
+    transfers: tuple[Transfer, ...]
+    splits: tuple[SplitChoice, ...] = ()
+    certificate: OperatorCertificate | None = None
+    unmeasured: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: Literal["operators"] = "operators"
+    format: Literal["stagewright-operators"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.operators:
+            raise InputError("a plan places at least one operator")
+
+    @property
+    def made_by(self) -> str:
+        """The planner."""
+        return self.planner
+
+    @property
+    def claim(self) -> Claim | None:
+        """The plan's seconds and the best bound on them."""
+        stated = self.certificate
+        if stated is None:
+            return None
+        return Claim(stated.cost_seconds, stated.bound_seconds, stated.proved_by)
+
+
+def digest_of(graph: StepGraph, cluster: Cluster, contention: Contention) -> str:
+    """Identifies what a plan answers."""
+    text = graph.digest() + cluster.digest() + contention
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_operator_plan(path: str | os.PathLike[str]) -> OperatorPlan:
+    """Read a plan; raises InputError, with one line, if it is not valid."""
+    return documents.read(OperatorPlan, path, FORMAT, VERSION)
+
+
+def save_operator_plan(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
+    """Write a plan atomically."""
+    documents.write(OperatorPlan, plan, path)

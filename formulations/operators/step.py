@@ -1,0 +1,73 @@
+"""The problem of a training step: a graph of operators on a cluster."""
+
+import numpy as np
+
+from stagewright.formulations.operators.problem import Contention, OperatorProblem
+from stagewright.graphs.documents.arrays import Ints
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.models.step_graph import StepGraph
+
+WITHOUT_TIME = ("input", "state")  # roles of what is not computed
+
+
+def operator_problem(
+    graph: StepGraph, cluster: Cluster, contention: Contention = "none"
+) -> OperatorProblem:
+    """Placement and order of the operators of ``graph`` on the devices of ``cluster``."""
+    tensors = [
+        (i, number, output, node.role == "state")
+        for i, node in enumerate(graph.nodes)
+        for number, output in enumerate(node.outputs)
+    ]
+    readers = _readers(graph)
+    rows = [sorted(readers.get((i, number), ())) for i, number, *_ in tensors]
+    kinds = [device.kind for device in cluster.devices]
+    size = len(cluster)
+    sent = np.array([output.bytes for _, _, output, _ in tensors], dtype=float)
+    in_state = np.array([is_state for *_, is_state in tensors], dtype=bool)
+    return OperatorProblem(
+        names=tuple(node.name for node in graph.nodes),
+        devices=tuple(device.name for device in cluster.devices),
+        seconds=np.array(
+            [[node.seconds.get(kind, 0.0) for kind in kinds] for node in graph.nodes], dtype=float
+        ),
+        maker=np.array([i for i, *_ in tensors], dtype=np.int64),
+        output=np.array([number for _, number, *_ in tensors], dtype=np.int64),
+        first_reader=np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64),
+        reader=np.array([j for row in rows for j in row], dtype=np.int64),
+        sent_bytes=sent,
+        held_bytes=np.where(in_state, 0.0, sent),
+        latency=np.where(np.eye(size, dtype=bool), 0.0, cluster.latency),
+        seconds_per_byte=np.where(np.eye(size, dtype=bool), 0.0, 1.0 / cluster.bandwidth),
+        state_bytes=np.array([node.state_bytes for node in graph.nodes], dtype=float),
+        memory=np.array([device.memory_bytes for device in cluster.devices], dtype=float),
+        group=_groups(graph),
+        contention=contention,
+        unmeasured=tuple(
+            node.name
+            for node in graph.nodes
+            if node.role not in WITHOUT_TIME and not node.seconds.keys() >= {*kinds}
+        ),
+    )
+
+
+def _readers(graph: StepGraph) -> dict[tuple[int, int], set[int]]:
+    """The operators that read each (operator, number of its output)."""
+    readers: dict[tuple[int, int], set[int]] = {}
+    for j, node in enumerate(graph.nodes):
+        for name, number in node.inputs:
+            readers.setdefault((graph.index[name], number), set()).add(j)
+    return readers
+
+
+def _groups(graph: StepGraph) -> Ints:
+    """The number of each operator's group; ``beside`` names an operator before it."""
+    group: list[int] = []
+    count = 0
+    for node in graph.nodes:
+        if node.beside is None:
+            group.append(count)
+            count += 1
+        else:
+            group.append(group[graph.index[node.beside]])
+    return np.array(group, dtype=np.int64)

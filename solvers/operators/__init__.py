@@ -1,0 +1,1 @@
+"""Placement and order of operators: list schedules, searches, bounds, optima."""

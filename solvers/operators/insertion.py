@@ -1,0 +1,291 @@
+"""List scheduling with insertion: operators in a given order take the earliest idle time that fits.
+
+The kernel of DPOS and its peers. Busy times of a device or a pair of devices are kept as maximal
+blocks, so that the search for idle time passes over gaps only.
+"""
+
+import numpy as np
+from numba import njit
+
+from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.solvers.operators.arrays import Arrays, arrays_of
+from stagewright.solvers.pipelines.compiled import inner
+
+ROUNDING = 1e-12  # relative: of sums of bytes
+ANY = -1  # device of an operator that is free to choose
+
+
+def insert(
+    problem: OperatorProblem,
+    order: Ints,
+    devices: Ints,
+    *,
+    lookahead: Floats | None = None,
+    held: float | None = 1.0,
+) -> Timetable | None:
+    """The timetable of a list, or None if an operator fits in no device's memory.
+
+    Parameters
+    ----------
+    order
+        All operators, each after those that it reads from.
+    devices
+        The device of each operator, or ``ANY``: the one where it ends first. A device whose memory
+        is full is not taken, even if it is given.
+    lookahead
+        Seconds that are added to the end of each operator on each device when a device is chosen.
+    held
+        The share of tensors and copies that counts as in memory for the whole step, next to the
+        state. With 1 nothing can exceed the memory at any time. None: memory is not looked at.
+
+    Sources without time, such as parameters, are placed with the first of their readers.
+    """
+    arrays = arrays_of(problem)
+    if held is None:
+        arrays, held = arrays._replace(memory=np.full(len(problem.devices), np.inf)), 0.0
+    if lookahead is None:
+        lookahead = np.zeros((0, 0))
+    is_done, device, start, sent_start = _insert(
+        arrays, order, devices, sources(problem) & (devices == ANY), lookahead, held
+    )
+    return timetable(problem, device, start, sent_start) if is_done else None
+
+
+def by_devices(problem: OperatorProblem, order: Ints, devices: Ints) -> Timetable:
+    """The timetable of a list whose devices are all given; memory is not looked at."""
+    found = insert(problem, order, devices, held=None)
+    if found is None or (found.device != devices).any():
+        raise AssertionError("operators with a given device are never moved")
+    return found
+
+
+def timetable(
+    problem: OperatorProblem, device: Ints, start: Floats, sent_start: Floats
+) -> Timetable:
+    """The timetable of starts; ``sent_start`` has shape (T, m), NaN where nothing is sent."""
+    sent, target = np.nonzero(~np.isnan(sent_start))
+    begin = sent_start[sent, target]
+    runs = problem.transfer_seconds(sent, device[problem.maker[sent]], target)
+    return Timetable(
+        device=device,
+        start=start,
+        finish=start + problem.seconds[np.arange(len(device)), device],
+        sent=sent,
+        target=target,
+        sent_start=begin,
+        sent_finish=begin + runs,
+    )
+
+
+def sources(problem: OperatorProblem) -> Bools:
+    """Operators that take no time anywhere and read nothing."""
+    first, _ = problem.inputs
+    timeless: Bools = (problem.seconds == 0).all(axis=1) & (np.diff(first) == 0)
+    return timeless
+
+
+@inner
+def earliest(begin: Floats, end: Floats, used: int, ready: float, seconds: float) -> float:
+    """The earliest start from ``ready`` on in idle time of at least ``seconds``."""
+    if seconds == 0.0:
+        return ready
+    start = ready
+    at = np.searchsorted(end[:used], ready, side="right")
+    while at < used and begin[at] < start + seconds:
+        start = max(start, end[at])
+        at += 1
+    return start
+
+
+@inner
+def occupy(begin: Floats, end: Floats, used: int, start: float, finish: float) -> int:
+    """Mark idle time as busy; return the number of blocks."""
+    if finish <= start:
+        return used
+    at = np.searchsorted(begin[:used], start, side="right")
+    joins_left = at > 0 and end[at - 1] == start
+    joins_right = at < used and begin[at] == finish
+    if joins_left and joins_right:
+        end[at - 1] = end[at]
+        begin[at : used - 1] = begin[at + 1 : used].copy()
+        end[at : used - 1] = end[at + 1 : used].copy()
+        return used - 1
+    if joins_left:
+        end[at - 1] = finish
+        return used
+    if joins_right:
+        begin[at] = start
+        return used
+    for k in range(used, at, -1):
+        begin[k], end[k] = begin[k - 1], end[k - 1]
+    begin[at], end[at] = start, finish
+    return used + 1
+
+
+@njit(cache=True, error_model="numpy")
+def _insert(  # noqa: C901 - one pass over operators
+    a: Arrays, order: Ints, fixed: Ints, is_source: Bools, lookahead: Floats, held: float
+) -> tuple[bool, Ints, Floats, Floats]:
+    """(every operator is placed, device, start, start of transfers)."""
+    n, m = a.seconds.shape
+    tensors = len(a.maker)
+    device = np.full(n, ANY)
+    start = np.zeros(n)
+    there = np.full((tensors, m), np.inf)  # when a tensor is on a device
+    sent_start = np.full((tensors, m), np.nan)
+    home = np.full(len(a.group_bytes), ANY)
+    taken = np.zeros(m)
+    begin, end, used = np.empty((m, n)), np.empty((m, n)), np.zeros(m, np.int64)
+    links, size = (m * m, tensors) if a.exclusive else (0, 0)
+    link_begin, link_end = np.empty((links, size)), np.empty((links, size))
+    link_used = np.zeros(links, np.int64)
+    for i in order:
+        group = a.group[i]
+        if is_source[i] and home[group] == ANY:
+            continue
+        best, best_cost, best_start = ANY, np.inf, 0.0
+        for turn in range(2):
+            for d in range(m):
+                if home[group] != ANY and d != home[group]:
+                    continue
+                if turn == 0 and home[group] == ANY and fixed[i] != ANY and d != fixed[i]:
+                    continue
+                need = _need(a, i, d, device, home, there, held)
+                if taken[d] + need > a.memory[d] * (1 + ROUNDING):
+                    continue
+                ready = _ready(a, i, d, device, start, there, link_begin, link_end, link_used)
+                begins = earliest(begin[d], end[d], used[d], ready, a.seconds[i, d])
+                cost = begins + a.seconds[i, d]
+                if len(lookahead):
+                    cost += lookahead[i, d]
+                if cost < best_cost:
+                    best, best_cost, best_start = d, cost, begins
+            if best != ANY or fixed[i] == ANY:
+                break  # else the given device is full: take another one
+        if best == ANY:
+            return False, device, start, sent_start
+        d = best
+        taken[d] += _need(a, i, d, device, home, there, held)
+        for e in range(a.first_input[i], a.first_input[i + 1]):
+            source = a.maker[a.input[e]]
+            if device[source] == ANY:
+                device[source] = d
+                home[a.group[source]] = d
+                for t in range(a.first_output[source], a.first_output[source + 1]):
+                    there[t, d] = 0.0
+        if a.exclusive:
+            best_start = _send_in_turn(
+                a, i, d, device, start, there, sent_start, link_begin, link_end, link_used
+            )
+            best_start = earliest(begin[d], end[d], used[d], best_start, a.seconds[i, d])
+        else:
+            for e in range(a.first_input[i], a.first_input[i + 1]):
+                t = a.input[e]
+                if there[t, d] == np.inf:
+                    j = a.maker[t]
+                    sent_start[t, d] = start[j] + a.seconds[j, device[j]]
+                    there[t, d] = sent_start[t, d] + _transfer(a, t, device[j], d)
+        finish = best_start + a.seconds[i, d]
+        used[d] = occupy(begin[d], end[d], used[d], best_start, finish)
+        device[i], start[i], home[group] = d, best_start, d
+        for t in range(a.first_output[i], a.first_output[i + 1]):
+            there[t, d] = finish
+    for i in range(n):  # sources that nothing reads
+        if device[i] == ANY:
+            d = home[a.group[i]]
+            if d == ANY:
+                d = int(np.argmax(a.memory - taken))
+                taken[d] += a.group_bytes[a.group[i]]
+                if taken[d] > a.memory[d] * (1 + ROUNDING):
+                    return False, device, start, sent_start
+                home[a.group[i]] = d
+            device[i] = d
+    return True, device, start, sent_start
+
+
+@inner
+def _transfer(a: Arrays, t: int, source: int, target: int) -> float:
+    return float(a.latency[source, target] + a.sent_bytes[t] * a.seconds_per_byte[source, target])
+
+
+@inner
+def _need(a: Arrays, i: int, d: int, device: Ints, home: Ints, there: Floats, held: float) -> float:
+    """Bytes that operator i adds on device d: its state, its tensors, and copies of its inputs."""
+    need = a.group_bytes[a.group[i]] if home[a.group[i]] == ANY else 0.0
+    for t in range(a.first_output[i], a.first_output[i + 1]):
+        need += held * a.held_bytes[t]
+    for e in range(a.first_input[i], a.first_input[i + 1]):
+        t = a.input[e]
+        source = a.maker[t]
+        if device[source] == ANY:  # a source that comes along
+            if home[a.group[source]] == ANY and a.group[source] != a.group[i]:
+                need += a.group_bytes[a.group[source]]
+            for other in range(a.first_output[source], a.first_output[source + 1]):
+                need += held * a.held_bytes[other]
+        elif there[t, d] == np.inf:
+            need += held * a.sent_bytes[t]
+    return need
+
+
+@inner
+def _ready(
+    a: Arrays,
+    i: int,
+    d: int,
+    device: Ints,
+    start: Floats,
+    there: Floats,
+    link_begin: Floats,
+    link_end: Floats,
+    link_used: Ints,
+) -> float:
+    """When all inputs of operator i can be on device d; each transfer as if it were alone."""
+    ready = 0.0
+    for e in range(a.first_input[i], a.first_input[i + 1]):
+        t = a.input[e]
+        j = a.maker[t]
+        if device[j] == ANY:
+            continue
+        at = there[t, d]
+        if at == np.inf:
+            at = start[j] + a.seconds[j, device[j]]
+            runs = _transfer(a, t, device[j], d)
+            if a.exclusive:
+                k = device[j] * len(a.memory) + d
+                at = earliest(link_begin[k], link_end[k], link_used[k], at, runs)
+            at += runs
+        ready = max(ready, at)
+    return ready
+
+
+@inner
+def _send_in_turn(
+    a: Arrays,
+    i: int,
+    d: int,
+    device: Ints,
+    start: Floats,
+    there: Floats,
+    sent_start: Floats,
+    link_begin: Floats,
+    link_end: Floats,
+    link_used: Ints,
+) -> float:
+    """Send the inputs of operator i to device d, the first that is made first; when all are."""
+    own = a.input[a.first_input[i] : a.first_input[i + 1]]
+    made = np.empty(len(own))
+    for e in range(len(own)):
+        j = a.maker[own[e]]
+        made[e] = start[j] + a.seconds[j, device[j]]
+    ready = 0.0
+    for e in np.argsort(made, kind="mergesort"):
+        t = own[e]
+        if there[t, d] == np.inf:
+            source = device[a.maker[t]]
+            k, runs = source * len(a.memory) + d, _transfer(a, t, source, d)
+            begins = earliest(link_begin[k], link_end[k], link_used[k], made[e], runs)
+            link_used[k] = occupy(link_begin[k], link_end[k], link_used[k], begins, begins + runs)
+            sent_start[t, d], there[t, d] = begins, begins + runs
+        ready = max(ready, there[t, d])
+    return ready

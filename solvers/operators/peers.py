@@ -1,0 +1,100 @@
+"""Published list schedulers on the same kernel: HEFT, CPOP, PEFT.
+
+Topcuoglu, Hariri and Wu, IEEE Trans. Parallel Distrib. Syst. 2002; Arabnejad and Barbosa, ibid.
+2014. None of them limits memory; here a device whose memory is full is passed over, as in DPOS.
+"""
+
+import heapq
+
+import numpy as np
+from numba import njit
+
+from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.solvers.operators.arrays import Arrays, arrays_of
+from stagewright.solvers.operators.dpos import by_rank
+from stagewright.solvers.operators.insertion import ANY, insert
+from stagewright.solvers.operators.ranks import downward, followers, transfers, upward
+
+EQUAL = 1e-9  # relative: priorities of the operators on a critical path of CPOP
+
+
+def heft(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+    """Heterogeneous earliest finish time: by mean upward ranks, where each ends first."""
+    order = by_rank(mean_ranks(problem))
+    return insert(problem, order, np.full(len(order), ANY), held=held)
+
+
+def mean_ranks(problem: OperatorProblem) -> Floats:
+    """rank_u with the mean times over devices and pairs of devices."""
+    found: Floats = upward(
+        arrays_of(problem), problem.seconds.mean(axis=1), transfers(problem, np.mean)
+    )
+    return found
+
+
+def cpop(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+    """Critical path on a processor: the path on the device that is fastest for all of it."""
+    seconds, mean = problem.seconds.mean(axis=1), transfers(problem, np.mean)
+    arrays = arrays_of(problem)
+    priority = upward(arrays, seconds, mean) + downward(arrays, seconds, mean)
+    path = _critical(problem, priority)
+    devices = np.full(len(seconds), ANY)
+    devices[path] = int(np.argmin(problem.seconds[path].sum(axis=0)))
+    return insert(problem, ready_order(problem, priority), devices, held=held)
+
+
+def _critical(problem: OperatorProblem, priority: Floats) -> list[int]:
+    """From an entry always on to a follower of the largest priority, which stays the same."""
+    first, _ = problem.inputs
+    entries = np.flatnonzero(np.diff(first) == 0)
+    path = [int(entries[np.argmax(priority[entries])])]
+    least = priority[path[0]] * (1 - EQUAL)
+    while len(after := followers(problem, path[-1])):
+        best = int(after[np.argmax(priority[after])])
+        if priority[best] < least:
+            break
+        path.append(best)
+    return path
+
+
+def peft(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
+    """Predict earliest finish time: devices by a table of optimistic costs to the end."""
+    table = optimistic_costs(arrays_of(problem), transfers(problem, np.mean))
+    order = ready_order(problem, table.mean(axis=1))
+    return insert(problem, order, np.full(len(order), ANY), lookahead=table, held=held)
+
+
+@njit(cache=True)
+def optimistic_costs(arrays: Arrays, transfer: Floats) -> Floats:
+    """Least seconds after each operator on each device to the end (equation 5), shape (n, m)."""
+    n, m = arrays.seconds.shape
+    table = np.zeros((n, m))
+    for i in range(n - 1, -1, -1):
+        for t in range(arrays.first_output[i], arrays.first_output[i + 1]):
+            for e in range(arrays.first_reader[t], arrays.first_reader[t + 1]):
+                j = arrays.reader[e]
+                costs = table[j] + arrays.seconds[j]
+                away = costs.min() + transfer[t]
+                for d in range(m):
+                    table[i, d] = max(table[i, d], min(costs[d], away))
+    return table
+
+
+def ready_order(problem: OperatorProblem, priority: Floats) -> Ints:
+    """Of the operators whose makers are listed always the one of the largest priority."""
+    maker, reader, _ = problem.edges
+    waits = np.bincount(reader, minlength=len(priority)).tolist()
+    order: list[int] = []
+    ready = [(-priority[i], i) for i, count in enumerate(waits) if count == 0]
+    heapq.heapify(ready)
+    first = np.searchsorted(maker, np.arange(len(waits) + 1)).tolist()
+    readers = reader.tolist()
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(i)
+        for j in readers[first[i] : first[i + 1]]:
+            waits[j] -= 1
+            if waits[j] == 0:
+                heapq.heappush(ready, (-priority[j], j))
+    return np.array(order)

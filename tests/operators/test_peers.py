@@ -1,0 +1,141 @@
+"""DPOS and its peers: published results, rules, theorems, relations."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from operator_instances import SHAPES, built, cases, random_problem
+from operator_oracle import Case, shortest
+from profiles import examples
+
+from stagewright.formulations.operators.bounds import critical_path
+from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.operators.arrays import arrays_of
+from stagewright.solvers.operators.baselines import expert, m_topo, min_cut, single
+from stagewright.solvers.operators.dpos import critical_devices, dpos
+from stagewright.solvers.operators.greedy import favourite_children, m_etf, m_sct
+from stagewright.solvers.operators.peers import cpop, heft, mean_ranks, peft
+from stagewright.solvers.operators.ranks import transfers, upward
+
+METHODS = (dpos, heft, cpop, peft, m_etf, m_sct, m_topo, min_cut, single)
+
+# Figure 2 of Topcuoglu et al.: a 10-task graph, its times on 3 processors, its transfers.
+TIMES = [
+    [14, 16, 9], [13, 19, 18], [11, 13, 19], [13, 8, 17], [12, 13, 10],
+    [13, 16, 9], [7, 15, 11], [5, 11, 14], [18, 12, 20], [21, 7, 16],
+]  # fmt: skip
+EDGES = [
+    (1, 2, 18), (1, 3, 12), (1, 4, 9), (1, 5, 11), (1, 6, 14), (2, 8, 19), (2, 9, 16), (3, 7, 23),
+    (4, 8, 27), (4, 9, 23), (5, 9, 13), (6, 8, 15), (7, 10, 17), (8, 10, 11), (9, 10, 13),
+]  # fmt: skip
+
+
+def published():
+    """Each transfer is a tensor with one reader."""
+    apart = [[int(i != j) for j in range(3)] for i in range(3)]
+    tensors = [(i - 1, wait, 0, [j - 1]) for i, j, wait in EDGES]
+    return built(Case(TIMES, tensors, [[0] * 3] * 3, apart))
+
+
+def test_the_graph_of_heft():
+    """Table 1 (ranks) and figure 3: HEFT 80, CPOP 86."""
+    problem = published()
+    ranks = [108, 77, 80, 80, 69, 63.333, 42.667, 35.667, 44.333, 14.667]
+    assert mean_ranks(problem).tolist() == pytest.approx(ranks, abs=1e-3)
+    assert problem.evaluate(heft(problem)) == 80
+    assert problem.evaluate(cpop(problem)) == 86
+
+
+@examples(150)
+@given(cases())
+def test_every_method_keeps_the_rules(case):
+    problem = built(case)
+    optimum = shortest(case)
+    for method in METHODS:
+        assert problem.evaluate(method(problem)) >= optimum, method.__name__
+
+
+@examples(100)
+@given(cases(most=4, devices=2, contention="exclusive", memory=True))
+def test_what_methods_with_memory_find_fits(case):
+    problem = built(case)
+    for method in (dpos, heft, cpop, peft, m_etf, m_sct):
+        found = method(problem)
+        if found is not None:
+            problem.evaluate(found)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_larger_graphs_and_twice_the_times(method, shape):
+    problem = random_problem(120, 4, 3, 1.0, shape, "exclusive", kinds=2)
+    twice = replace(
+        problem, seconds=2 * problem.seconds, seconds_per_byte=2 * problem.seconds_per_byte
+    )
+    found = problem.evaluate(method(problem))
+    assert twice.evaluate(method(twice)) == pytest.approx(2 * found)
+
+
+def c_max(problem):
+    """C_max: the most transfer time along any chain."""
+    arrays = arrays_of(problem)
+    return upward(arrays, np.zeros(len(problem.names)), transfers(problem, np.max)).max()
+
+
+@examples(300)
+@given(cases(most=6, devices=3, identical=True))
+def test_etf_keeps_its_theorem(case):
+    """Hwang et al. 1989, in the form that its proof gives; without groups."""
+    problem = replace(built(case), group=np.arange(case.n))
+    m, load = case.m, problem.seconds[:, 0].sum()
+    most = load / m + (1 - 1 / m) * critical_path(problem) + c_max(problem)
+    assert m_etf(problem).end <= most * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_etf_keeps_its_theorem_on_larger_graphs(shape):
+    for seed in range(5):
+        for ratio in (0, 0.1, 1):
+            problem = random_problem(60, 3, seed, ratio, shape)
+            load = problem.seconds[:, 0].sum()
+            most = load / 3 + 2 / 3 * critical_path(problem) + c_max(problem)
+            assert m_etf(problem).end <= most * (1 + 1e-9)
+
+
+def test_critical_path_devices_change_when_memory_is_full():
+    """State 4, 4, 4 on a path; devices of 9 and 5 bytes, the second one is faster."""
+    case = Case(
+        [[2, 1]] * 3, [(0, 0, 0, [1]), (1, 0, 0, [2])], [[0, 0], [0, 0]], [[0, 1], [1, 0]],
+        "none", [4, 4, 4], [9, 5],
+    )  # fmt: skip
+    problem = built(case)
+    assert critical_devices(problem, np.arange(3), 1.0).tolist() == [1, 0, 0]
+    assert dpos(problem).device.tolist() == [1, 0, 0]
+    assert dpos(replace(problem, memory=np.array([9.0, 3]))) is None
+
+
+def test_a_favourite_child_stays_on_its_device():
+    """a's tensor for b is large, c is small: m-SCT keeps the device for b."""
+    case = Case(
+        [[2, 2], [5, 5], [1, 1]],
+        [(0, 9, 0, [1]), (0, 1, 0, [2])],
+        [[0, 0], [0, 0]],
+        [[0, 1], [1, 0]],
+    )
+    problem = built(case)
+    assert favourite_children(problem)[0] == 1
+    found = m_sct(problem)
+    assert found.device[0] == found.device[1]
+    assert found.end == 7
+
+
+def test_expert_placements():
+    problem = published()
+    devices = {name: "d1" for name in problem.names}
+    assert problem.evaluate(expert(problem, devices)) == sum(row[1] for row in TIMES)
+    with pytest.raises(InputError, match="'o3' must be one of d0, d1, d2, got 'gpu'"):
+        expert(problem, devices | {"o3": "gpu"})
+    apart = replace(problem, group=np.array([0, 0, *range(1, 9)]))
+    with pytest.raises(InputError, match="'o1' must be on the device of 'o0'"):
+        expert(apart, devices | {"o1": "d0"})
