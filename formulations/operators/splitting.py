@@ -53,7 +53,7 @@ def _split(graph: StepGraph, choice: SplitChoice) -> StepGraph:
         *_parts(node, split, choice.parts),
         *_joins(node, split, choice.parts),
     ]
-    later = (_read_joins(other, node.name) for other in graph.nodes[at + 1 :])
+    later = (_read_joins(other, node.name, choice.parts) for other in graph.nodes[at + 1 :])
     return replace(graph, nodes=(*graph.nodes[:at], *made, *later))
 
 
@@ -75,6 +75,7 @@ def _cuts(node: Node, split: Split, graph: StepGraph, parts: int) -> list[Node]:
             node.role,
             (node.inputs[k],),
             (Output(_output(graph, node.inputs[k]).bytes / parts),) * parts,
+            after=node.after,
         )
         for k, axis in enumerate(split.inputs)
         if axis is not None
@@ -104,6 +105,7 @@ def _parts(node: Node, split: Split, parts: int) -> list[Node]:
             outputs,
             {kind: seconds / parts for kind, seconds in node.seconds.items()},
             line=node.line,
+            after=node.after,
         )
         for part in range(parts)
     ]
@@ -123,9 +125,12 @@ def _joins(node: Node, split: Split, parts: int) -> list[Node]:
     ]
 
 
-def _read_joins(other: Node, name: str) -> Node:
+def _read_joins(other: Node, name: str, parts: int) -> Node:
+    """``other`` with the joins in place of the outputs of ``name``, and after all its parts."""
     inputs = tuple(
         (f"{name}/join{number}", 0) if source == name else (source, number)
         for source, number in other.inputs
     )
-    return replace(other, inputs=inputs)
+    every = tuple(f"{name}/{part}" for part in range(parts))
+    after = (every if one == name else (one,) for one in other.after)
+    return replace(other, inputs=inputs, after=tuple(one for each in after for one in each))

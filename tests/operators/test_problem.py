@@ -9,13 +9,16 @@ from operator_instances import SHAPES, built, cases, random_problem
 from operator_oracle import Case, shortest
 from profiles import examples
 
+from stagewright.formulations.operators.plan import SplitChoice
 from stagewright.formulations.operators.problem import Timetable
 from stagewright.formulations.operators.rules import peaks
+from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
-from stagewright.graphs.models.step_graph import Node, Output, StepGraph
+from stagewright.graphs.models.step_graph import Node, Output, Split, StepGraph
 from stagewright.solvers.operators.dpos import dpos
+from stagewright.solvers.operators.insertion import by_devices
 
 APART = [[0, 1], [1, 0]]
 # a (2 s) makes 3 bytes that b (1 s) and c (4 s) read; c and d (1 s) are a group.
@@ -204,3 +207,38 @@ def test_parameters_are_placed_with_their_first_reader():
     found = dpos(problem)
     assert found.device[0] == found.device[3] == found.device[4] != found.device[2]
     assert problem.evaluate(found) == 9
+
+
+VIEW = Node("v", "t", "forward", (("y", 0),), (Output(40.0, shared=True),), {"a": 0.0})
+LAST = Node("z", "mm", "forward", (("v", 0), ("w", 0)), (Output(8.0),), {"a": 4.0})
+SAFE = replace(UPDATE, after=("z", "y"))
+
+
+def test_what_must_come_after_is_waited_for():
+    """The update of w waits for its last reader, with a message if that is elsewhere."""
+    cluster = uniform_servers(1, 2, Link(1e8, 1e-3), kind="a")
+    graph = StepGraph("small", "test", 8, (WEIGHT, DATA, PRODUCT, VIEW, LAST, SAFE))
+    problem = operator_problem(graph, cluster)
+    assert problem.held_bytes.tolist() == [0, 320, 80, 0, 80, 8, 0]  # the view is all of y
+    assert problem.sent_bytes.tolist() == [400, 320, 80, 0, 40, 8, 0]
+    free = operator_problem(replace(graph, nodes=(*graph.nodes[:-1], UPDATE)), cluster)
+    home = np.array([0, 0, 0, 1, 1, 0])
+    order = np.arange(6)
+    waits, overlaps = (by_devices(one, order, home) for one in (problem, free))
+    end = problem.evaluate(waits)
+    assert waits.start[5] == pytest.approx(waits.finish[4] + 1e-3)
+    assert end == pytest.approx(waits.finish[4] + 1e-3 + 0.5)
+    assert overlaps.start[5] < overlaps.finish[4]
+    with pytest.raises(InvalidPlan):
+        problem.evaluate(overlaps)
+
+
+def test_parts_keep_what_comes_before_and_after():
+    both = replace(PRODUCT, splits=(Split("batch", 8, (0, None, None), (0,)),), after=("x",))
+    graph = StepGraph("small", "test", 8, (WEIGHT, DATA, both, replace(UPDATE, after=("y",))))
+    made = split_graph(graph, [SplitChoice("y", "batch", 2)])
+    after = {node.name: node.after for node in made.nodes}
+    assert after == {
+        "w": (), "x": (), "y/cut0": ("x",), "y/0": ("x",), "y/1": ("x",), "y/join0": (),
+        "u": ("y/0", "y/1"),
+    }  # fmt: skip
