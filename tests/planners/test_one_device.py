@@ -180,5 +180,5 @@ def test_both_streams_are_drawn():
     assert {block.label for block in main.blocks} == set("01234")
     threads = json.loads(chrome_trace(found.plan))["traceEvents"]
     assert {one["args"]["name"] for one in threads if one["name"] == "thread_name"} == {*names}
-    assert "numbers are stages" in page(found.plan)
+    assert "numbers: stages" in page(found.plan)
     assert 0 <= found.plan.predicted.bubble < 1
