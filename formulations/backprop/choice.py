@@ -39,10 +39,12 @@ class OutOfOrder:
             known = ", ".join(get_args(Training))
             raise InputError(f"training must be one of {known}, got {self.training!r}")
         if self.reversed_layers is not None and self.training != "data":
-            raise InputError("k is for data parallelism: pipelines have groups of layers")
+            raise InputError("k is for data parallelism: give training 'data', or no k")
         if self.group is not None:
             if self.training != "pipeline":
-                raise InputError("groups of layers are for pipelines: data parallelism has k")
+                raise InputError(
+                    "groups of layers are for pipelines: give training 'pipeline', or no group"
+                )
             require_count(self.group, "group", MAX_LAYERS)
         k = self.reversed_layers
         if k is not None and not (isinstance(k, int) and 0 <= k <= MAX_LAYERS):

@@ -59,8 +59,8 @@ def _broken_streams(plan: PipelinePlan) -> Iterator[Violation]:
             yield Violation(
                 "stream",
                 f"{one.action} on {one.device}",
-                "is in the sub-stream: only weight gradients can be, in a schedule that begins "
-                "with the backwards",
+                "is in the sub-stream: only weight gradients can be, and only in a schedule "
+                "that begins with the backwards",
             )
     if plan.uses_two_streams:
         yield from _broken_shared_streams(plan)

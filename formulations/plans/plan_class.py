@@ -29,6 +29,7 @@ REPLICATION: tuple[Replication, ...] = get_args(Replication)
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 SCHEDULES: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 SHARING: tuple[Sharing, ...] = get_args(Sharing)
+SINGLE_STREAM = "one stream on every device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,10 @@ class PlanClass:
     def schedule_phrase(self) -> str:
         """The schedules of given stages that belong to the class."""
         kind = f"{self.schedules[0]} schedule" if len(self.schedules) == 1 else "schedule"
-        limits = "" if self.split_backward else " with whole backwards"
-        return f"every {kind} of these stages{limits}"
+        limits = [] if self.split_backward else ["whole backwards"]
+        if self.streams == 1 and "backward-first" in self.schedules:
+            limits.append(SINGLE_STREAM)
+        return f"every {kind} of these stages" + (f" with {', '.join(limits)}" if limits else "")
 
     def __str__(self) -> str:
         return self.phrase("every")
@@ -181,7 +184,7 @@ def _require_choice(
 def _limits(plans: PlanClass) -> Iterator[str]:
     yield from _device_limits(plans)
     if plans.streams == 1 and "backward-first" in plans.schedules:
-        yield "one stream on every device"
+        yield SINGLE_STREAM
     if not plans.split_backward:
         yield "whole backwards"
     yield from _memory_limits(plans)

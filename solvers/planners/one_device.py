@@ -32,6 +32,7 @@ from stagewright.graphs.documents.units import format_seconds
 from stagewright.solvers.backprop.regions import schedule_streams
 from stagewright.solvers.planners.proposal import Proposal, cost_of
 
+ROUNDING = 1e-12  # relative; a proposal that is better by less is not
 MOST_REGIONS = 64  # of equal time
 MOST_TRIED = 600  # sub-streams of the local search
 MOST_PLACES = 16  # of a weight gradient
@@ -99,12 +100,14 @@ class _OneDevice:
     def proposals(self) -> Iterator[Proposal]:
         """Each with the costs of those before it in its notes."""
         one = self._one_stream()
-        yield one
         if not (self.problem.knows_shares and self.movable):
+            yield one
             return
         spent = [f"one stream takes {format_seconds(cost_of(self.problem, one))}"]
         usual = self._two_streams("two streams in the usual order", self.movable, spent)
-        yield usual
+        # The faster one first: what comes first may be all that is priced within the limits.
+        faster = cost_of(self.problem, usual) < cost_of(self.problem, one) * (1 - ROUNDING)
+        yield from (usual, one) if faster else (one, usual)
         spent.append(f"in the usual order {format_seconds(cost_of(self.problem, usual))}")
         best, least = self.movable, self._end(self.movable)
         for name, ends in self._regionings():
@@ -171,7 +174,7 @@ class _OneDevice:
         if not self.movable:
             note = "no weight gradient has a time of its own"
         elif self.problem.knows_shares:
-            note = "one stream; two streams in the orders tried are no faster"
+            note = "one stream; two streams in the usual order are no faster, or do not fit"
         else:
             note = (
                 "one stream: streams overlap only where kernels leave a share of the device; give "

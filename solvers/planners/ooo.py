@@ -32,11 +32,9 @@ from stagewright.solvers.backprop.data_parallel import reverse_search
 from stagewright.solvers.backprop.exact import best_list_schedule
 from stagewright.solvers.backprop.list_scheduling import list_schedule
 from stagewright.solvers.backprop.pipelines import modulo_devices
-from stagewright.solvers.planners.one_device import one_device_proposals
+from stagewright.solvers.planners.one_device import ROUNDING, one_device_proposals
 from stagewright.solvers.planners.planner import Options, SearchPlanner
 from stagewright.solvers.planners.proposal import Choices, NoPlan, Proposal, cost_of
-
-ROUNDING = 1e-12  # relative; a proposal that is better by less is not
 
 
 def plan_ooo(
@@ -176,7 +174,7 @@ class _Setting:
             return
         if asked.training == "data":
             found = reverse_search(common, count)
-            yield f"reverse first {found.k} of {found.tried} tried", found.timetable
+            yield f"reverse first {found.k}, the best of {found.tried} tried", found.timetable
         else:
             yield "fast-forward", list_schedule(common, fast_forward(common))
         source, timetable = best_list_schedule(common)
