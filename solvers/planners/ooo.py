@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from stagewright.formulations.backprop.choice import OutOfOrder
 from stagewright.formulations.backprop.of_stages import common_problem, splits, stage_bounds
 from stagewright.formulations.backprop.orders import fast_forward, reverse_first_k
 from stagewright.formulations.backprop.problem import BackpropProblem, Timetable
-from stagewright.formulations.checking.peaks import memory_exceeded
+from stagewright.formulations.checking.peaks import memory_exceeded, peaks
 from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
 from stagewright.formulations.plans.actions import Action, ActionKind, B, F, I, W
@@ -50,10 +51,10 @@ def plan_ooo(
     """
     asked, began = choices.out_of_order or OutOfOrder(), monotonic()
     best: Proposal | None = None
-    cost, refusal = math.inf, NoPlan("the time limit came before any plan was found")
+    cost, short = math.inf, _Shortage(math.inf, "the time limit came before any plan was found")
     for found in _proposals(problem, asked):
-        if isinstance(found, NoPlan):
-            refusal = found
+        if isinstance(found, _Shortage):
+            short = min(short, found)
             continue
         seconds = cost_of(problem, found)
         if seconds < cost * (1 - ROUNDING):
@@ -62,25 +63,39 @@ def plan_ooo(
             on_progress(Progress(monotonic() - began, cost, 0.0, made))
         if limits.left(monotonic() - began) <= 0:
             break
-    return best or refusal
+    return best or NoPlan(short.reason)
 
 
-def _proposals(problem: PipelineProblem, asked: OutOfOrder) -> Iterator[Proposal | NoPlan]:
+class _Shortage(NamedTuple):
+    """The most bytes that a device lacks, and which one does."""
+
+    bytes: float
+    reason: str
+
+
+def _proposals(problem: PipelineProblem, asked: OutOfOrder) -> Iterator[Proposal | _Shortage]:
     """Proposals that fit in memory; for those that do not, why."""
     if asked.training == "single":
         for found in one_device_proposals(problem):
-            short = _shortage(problem, found)
-            yield NoPlan(short) if short else found
+            yield _shortage(problem, found) or found
         return
     for setting in _settings(problem, asked):
         yield from setting.proposals(asked)
 
 
-def _shortage(problem: PipelineProblem, found: Proposal) -> str:
-    """Which device lacks memory, if one does."""
+def _shortage(problem: PipelineProblem, found: Proposal) -> _Shortage | None:
+    """What the proposal lacks of memory, if it does."""
     plan = assemble(problem, "ooo", found.stages, found.starts, begins=found.begins)
-    short = next(iter(memory_exceeded(read_times(problem, plan))), None)
-    return "" if short is None else f"{short.place} {short.message}"
+    times = read_times(problem, plan)
+    short = next(iter(memory_exceeded(times)), None)
+    if short is None:
+        return None
+    memory = problem.memory_bytes
+    most = max(
+        static + held - float(memory[problem.cluster.index[name]])
+        for name, static, held in peaks(times)
+    )
+    return _Shortage(most, f"{short.place} {short.message}")
 
 
 def _settings(problem: PipelineProblem, asked: OutOfOrder) -> Iterator["_Setting"]:
@@ -132,33 +147,39 @@ class _Setting:
         """The common problem of the stages."""
         return common_problem(self.problem, self.stages)
 
-    def proposals(self, asked: OutOfOrder) -> Iterator[Proposal | NoPlan]:
+    def proposals(self, asked: OutOfOrder) -> Iterator[Proposal | _Shortage]:
         """The plans of the timetables that fit in memory; if none does, with fewer delays."""
         shortages = []
         for name, timetable in self.timetables(asked):
             found = self.proposal(name, timetable)
-            shortages.append(_shortage(self.problem, found))
-            if not shortages[-1]:
+            short = _shortage(self.problem, found)
+            if short is None:
                 yield found
-        if not all(shortages):
+            else:
+                shortages.append(short)
+        if not shortages:
             return
         k = asked.reversed_layers
         most = len(self.stages) if k is None else k
         fits = self.most_reversed(most if asked.training == "data" else 0)
-        if fits is None:
-            yield NoPlan(shortages[0])
+        if isinstance(fits, _Shortage):
+            yield min(fits, *shortages)
         elif k is None:
             yield fits[1]
         else:
-            yield NoPlan(f"with k = {k}, {shortages[0]}; the largest k that fits is {fits[0]}")
+            short = shortages[0]
+            reason = f"with k = {k}, {short.reason}; the largest k that fits is {fits[0]}"
+            yield _Shortage(short.bytes, reason)
 
-    def most_reversed(self, most: int) -> tuple[int, Proposal] | None:
+    def most_reversed(self, most: int) -> tuple[int, Proposal] | _Shortage:
         """Reverse first-k scheduling with the largest k up to ``most`` that fits in memory."""
         least = self.reversed(0)
-        if _shortage(self.problem, least):
-            return None
+        short = _shortage(self.problem, least)
+        if short is not None:
+            return short
         found = ((k, self.reversed(k)) for k in range(most, 0, -1))
-        return next((one for one in found if not _shortage(self.problem, one[1])), (0, least))
+        fit = (one for one in found if _shortage(self.problem, one[1]) is None)
+        return next(fit, (0, least))
 
     def reversed(self, k: int) -> Proposal:
         """The plan of reverse first-k scheduling."""
