@@ -33,6 +33,9 @@ from stagewright.solvers.backprop.regions import schedule_streams
 from stagewright.solvers.planners.proposal import Proposal, cost_of
 
 ROUNDING = 1e-12  # relative; a proposal that is better by less is not
+Sub = tuple[Action, ...]
+"""Weight gradients in the order of the sub-stream."""
+
 MOST_REGIONS = 64  # of equal time
 MOST_TRIED = 600  # sub-streams of the local search
 MOST_PLACES = 16  # of a weight gradient
@@ -92,10 +95,15 @@ class _OneDevice:
         )
 
     @cached_property
-    def movable(self) -> tuple[int, ...]:
-        """The layers whose weight gradients take time, the last one first."""
+    def movable(self) -> Sub:
+        """The weight gradients that take time, of the last layer first."""
         seconds = np.nan_to_num(self.seconds[W][:, 0])
-        return tuple(s for s in reversed(range(len(self.stages))) if seconds[s] > 0)
+        layers = (s for s in reversed(range(len(self.stages))) if seconds[s] > 0)
+        return tuple(Action(s, W, m) for s, m in product(layers, self.microbatches))
+
+    @property
+    def microbatches(self) -> range:
+        return range(self.problem.microbatches)
 
     def proposals(self) -> Iterator[Proposal]:
         """Each with the costs of those before it in its notes."""
@@ -112,23 +120,24 @@ class _OneDevice:
         best, least = self.movable, self._end(self.movable)
         for name, ends in self._regionings():
             order = [layer - 1 for layer in schedule_streams(self.streams, ends).order]
-            sub = tuple(s for s in order if s in set(self.movable))
+            every = (Action(s, W, m) for s, m in product(order, self.microbatches))
+            sub = tuple(one for one in every if one in set(self.movable))
             yield self._two_streams(f"two streams, {name}", sub, spent)
             if self._end(sub) < least:
                 best, least = sub, self._end(sub)
         for improved in self._climb(best, least):
             yield self._two_streams("two streams, improved", improved, spent)
 
-    def _climb(self, sub: tuple[int, ...], least: float) -> Iterator[tuple[int, ...]]:
+    def _climb(self, sub: Sub, least: float) -> Iterator[Sub]:
         """Better sub-streams: one weight gradient at a time goes elsewhere, or to the main one."""
         floor = two_streams_bound(self.problem) or 0.0
         tried = unchanged = 0
-        for layer in cycle(self.movable[::-1]):
+        for moved in cycle(self.movable[::-1]):
             if tried >= MOST_TRIED or unchanged == len(self.movable):
                 return
             if least <= floor * (1 + ROUNDING):
                 return
-            places = [*self._with(tuple(s for s in sub if s != layer), layer)]
+            places = [*self._with(tuple(one for one in sub if one != moved), moved)]
             found = min(places, key=self._end)
             end = self._end(found)
             tried, unchanged = tried + len(places), unchanged + 1
@@ -136,14 +145,14 @@ class _OneDevice:
                 sub, least, unchanged = found, end, 0
                 yield sub
 
-    def _with(self, others: tuple[int, ...], layer: int) -> Iterator[tuple[int, ...]]:
-        """The sub-stream without ``layer``, and with it in every place, or in some of many."""
+    def _with(self, others: Sub, moved: Action) -> Iterator[Sub]:
+        """The sub-stream without ``moved``, and with it in every place, or in some of many."""
         yield others
         step = max(1, len(others) // MOST_PLACES)
         for place in range(0, len(others) + 1, step):
-            yield (*others[:place], layer, *others[place:])
+            yield (*others[:place], moved, *others[place:])
 
-    def _end(self, sub: tuple[int, ...]) -> float:
+    def _end(self, sub: Sub) -> float:
         """Seconds of the window; inf if the streams wait for each other."""
         try:
             starts, _ = self._timed(sub)
@@ -183,28 +192,26 @@ class _OneDevice:
             )
         return Proposal(self.stages, starts, notes=(note, *self._notes()), begins="backward")
 
-    def _two_streams(self, name: str, sub: Sequence[int], spent: Sequence[str]) -> Proposal:
-        """Weight gradients of layers ``sub``, in this order, in the sub-stream."""
+    def _two_streams(self, name: str, sub: Sub, spent: Sequence[str]) -> Proposal:
+        """Weight gradients ``sub``, in this order, in the sub-stream."""
         starts, ends = self._timed(sub)
         notes = f"{name} ({', '.join(spent)})", *self._notes()
         return Proposal(self.stages, starts, notes=notes, begins="backward", sub_ends=ends)
 
-    def _timed(self, sub: Sequence[int]) -> tuple[Blocks, Floats]:
+    def _timed(self, sub: Sub) -> tuple[Blocks, Floats]:
         """Starts of all actions, everything as early as possible, and ends in the sub-stream."""
-        every = range(self.problem.microbatches)
-        rows = self._main(sub), [Action(s, W, m) for s, m in product(sub, every)]
-        return two_stream_starts(self.problem, self.stages, *rows)
+        return two_stream_starts(self.problem, self.stages, self._main(sub), sub)
 
-    def _main(self, sub: Sequence[int]) -> list[Action]:
-        """The main stream, with the weight gradients that are not of layers ``sub``."""
-        beside, row, every = set(sub), list[Action](), range(self.problem.microbatches)
-        for s in reversed(range(len(self.stages))):
-            parts = ((I,) if s in beside else (I, W)) if self.splits[s] else (B,)
-            row += [Action(s, kind, m) for m, kind in product(every, parts)]
+    def _main(self, sub: Sub) -> list[Action]:
+        """The main stream, with the weight gradients that are not in ``sub``."""
+        beside, row = set(sub), list[Action]()
+        for s, m in product(reversed(range(len(self.stages))), self.microbatches):
+            parts = (I, W) if self.splits[s] else (B,)
+            row += [one for kind in parts if (one := Action(s, kind, m)) not in beside]
         updated = updated_stages(self.problem, self.stages, FLUSH)
         for s in range(len(self.stages)):
             row += [Action(s, UPDATE)] if s in updated else []
-            row += [Action(s, F, m) for m in every]
+            row += [Action(s, F, m) for m in self.microbatches]
         return row
 
     def _notes(self) -> Iterator[str]:
