@@ -44,6 +44,7 @@ from stagewright.executor.programs.shares import rows
 from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
+from stagewright.executor.training.interpreter.streams import OneStream
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.stage import Gradients, Seed, StageComputation, Tensors
@@ -217,6 +218,8 @@ def empty_interpreter(rank: int, kind: type[InterpreterKind]) -> InterpreterKind
         scale=1.0,
         seed=0,
         joint=Joint(None, frozenset(), sum_tied=lambda: None, squares=lambda: 0.0),
+        streams=OneStream(),
+        captured=False,
     )
 
 
