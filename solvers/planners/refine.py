@@ -51,7 +51,10 @@ def refine(
     if search.steps == 0:
         return known
     notes = (*known.notes, f"stages refined in {search.steps} steps")
-    return replace(search.made(), bounds=known.bounds, notes=notes)
+    made = search.made()
+    same = made.stages == known.stages
+    bounds = tuple(one for one in known.bounds if same or one.scope == "problem")
+    return replace(made, bounds=bounds, notes=notes)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -19,6 +20,8 @@ from stagewright.formulations.pipelines.grouped_stages import choices_of
 from stagewright.formulations.pipelines.spp import makespan_problem
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Bound
+from stagewright.formulations.plans.plan_class import EVERY_FINITE
 from stagewright.formulations.plans.structure import Structure
 from stagewright.graphs.machines.cluster import Device, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -45,11 +48,17 @@ def test_never_worse_and_every_reported_plan_is_valid(name, data):
     else:  # any sharing, replication, split backwards, memory mode
         known = plan_general(problem, Limits(0.1), silent, Choices("auto", True))
     assume(isinstance(known, Proposal))
+    of_problem, of_stages = (
+        Bound(0.0, "no argument", scope, EVERY_FINITE) for scope in ("problem", "schedule")
+    )
+    known = replace(known, bounds=(of_problem, of_stages))
     steps: list[Progress] = []
     refined = refine(problem, known, Limits(1.0), steps.append)
     costs = [cost_of(problem, known), *(step.objective for step in steps)]
     assert costs == sorted(costs, reverse=True)
     assert cost_of(problem, refined) == pytest.approx(costs[-1])
+    assert of_problem in refined.bounds
+    assert (of_stages in refined.bounds) == (refined.stages == known.stages)
     for one in (refined, *(step.best() for step in steps)):
         assert check(problem, assemble(problem, "refined", one.stages, one.starts)) == ()
 

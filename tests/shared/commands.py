@@ -39,7 +39,7 @@ def run(*arguments: object) -> Result:
 def answered(*arguments: object, code: int = 0) -> str:
     """Stdout of a run that ends with ``code`` and complains of nothing."""
     result = run(*arguments)
-    assert result.exit_code == code, result.stderr or result.exception
+    assert result.exit_code == code, (result.output, result.exception)
     assert result.stderr == ""
     return result.stdout
 
