@@ -10,7 +10,7 @@ from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.operators.arrays import Arrays
-from stagewright.solvers.operators.insertion import earliest, occupy
+from stagewright.solvers.operators.insertion import earliest, members_of, occupy
 from stagewright.solvers.pipelines.compiled import inner
 
 PENALTY = 2.0  # of a plan's time, for memory exceeded by the whole of a device's memory
@@ -42,7 +42,7 @@ def anneal(  # noqa: C901 - one loop over moves
         place[order[k]] = k
     free, finish, cause = np.zeros((n + 1, m)), np.zeros(n), np.full(n, -1)
     other_free, other_finish, other_cause = free.copy(), finish.copy(), cause.copy()
-    members, first_member = _members(a.group, len(home))
+    members, first_member = members_of(a.group, len(home))
     end = _times(a, order, home, tails, 0, np.inf, free, finish, cause)
     excess = _excess(a, home, finish) if limited else 0.0
     now = end * (1 + PENALTY * excess)
@@ -101,20 +101,6 @@ def anneal(  # noqa: C901 - one loop over moves
         else:
             other_order[:], other_home[:], other_place[:] = order, home, place
     return best_order, best_home
-
-
-@inner
-def _members(group: Ints, count: int) -> tuple[Ints, Ints]:
-    """Operators by group, and the place of the first of each group."""
-    first = np.zeros(count + 1, np.int64)
-    for g in group:
-        first[g + 1] += 1
-    first = np.cumsum(first)
-    members, at = np.empty(len(group), np.int64), first.copy()
-    for i in range(len(group)):
-        members[at[group[i]]] = i
-        at[group[i]] += 1
-    return members, first
 
 
 @inner
