@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
-from operator_instances import SHAPES, built, cases, random_problem
+from operator_instances import built, cases
 from operator_oracle import Case, shortest
 from profiles import examples
 
+from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.operators import exact
