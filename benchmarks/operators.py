@@ -24,7 +24,7 @@ from stagewright.solvers.operators.exact import EVALUATIONS, solve_exactly
 from stagewright.solvers.operators.peers import cpop, heft, peft
 from stagewright.solvers.operators.search import METHODS, SLOW, best_list_schedule, search
 
-LIMITS = Limits(seconds=10, threads=1, seed=0)
+LIMITS = Limits(seconds=8, threads=1, seed=0)
 DEVICES = 3
 SEEDS = 3
 SIZES = (30, 45, 60)  # operators, by seed

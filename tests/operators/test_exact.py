@@ -11,6 +11,7 @@ from profiles import examples
 
 from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.ticks import exact_unit
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.operators import exact
 from stagewright.solvers.operators.dpos import dpos
@@ -124,6 +125,13 @@ def test_twice_the_times_cost_twice_and_one_more_device_never_hurts():
     )
     assert solved(twice).cost == pytest.approx(2 * cost, rel=1e-6)
     assert solved(random_problem(12, 3, 4, 1.0, "layered")).cost <= cost * (1 + 1e-6)
+
+
+def test_hundreds_of_times_without_a_common_unit():
+    """The least common multiple of the denominators of their ratios is larger than any float."""
+    times = np.random.default_rng(0).uniform(1, 10, 500)
+    assert exact_unit(times, float(times.sum())) is None
+    assert exact_unit(times.round(), float(times.sum())) == 1
 
 
 def test_infeasible_is_an_answer():
