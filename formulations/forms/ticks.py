@@ -39,10 +39,13 @@ def in_ticks(times: Floats, unit: float) -> Floats:
 
 
 def _common_unit(times: Floats) -> float:
-    """The largest unit of which all ``times`` are multiples, estimated from their ratios."""
+    """The largest unit of which all ``times`` are multiples, estimated from their ratios.
+
+    Where it would be too small to be used, some other one that is.
+    """
     least = float(times.min())
     ratios = [Fraction(time / least).limit_denominator(MAX_DENOMINATOR) for time in times.tolist()]
-    return least / math.lcm(*(ratio.denominator for ratio in ratios))
+    return least / min(math.lcm(*(ratio.denominator for ratio in ratios)), 2 * MAX_TICKS)
 
 
 def are_multiples(times: Floats, unit: float) -> bool:

@@ -140,9 +140,10 @@ def _insert(  # noqa: C901 - one pass over operators
     links, size = (m * m, tensors) if a.exclusive else (0, 0)
     link_begin, link_end = np.empty((links, size)), np.empty((links, size))
     link_used = np.zeros(links, np.int64)
+    members, first_member = members_of(a.group, len(home))
     for i in order:
         group = a.group[i]
-        if is_source[i] and home[group] == ANY:
+        if device[i] != ANY or (is_source[i] and home[group] == ANY):
             continue
         best, best_cost, best_start = ANY, np.inf, 0.0
         for turn in range(2):
@@ -151,7 +152,7 @@ def _insert(  # noqa: C901 - one pass over operators
                     continue
                 if turn == 0 and home[group] == ANY and fixed[i] != ANY and d != fixed[i]:
                     continue
-                need = _need(a, i, d, device, home, there, held)
+                need = _need(a, i, d, is_source, members, first_member, device, home, there, held)
                 if taken[d] + need > a.memory[d] * (1 + ROUNDING):
                     continue
                 ready = _ready(a, i, d, device, start, there, link_begin, link_end, link_used)
@@ -166,14 +167,14 @@ def _insert(  # noqa: C901 - one pass over operators
         if best == ANY:
             return False, device, start, sent_start
         d = best
-        taken[d] += _need(a, i, d, device, home, there, held)
+        taken[d] += _need(a, i, d, is_source, members, first_member, device, home, there, held)
+        device[i] = d
+        _settle(a, group, d, is_source, members, first_member, device, home, there)
         for e in range(a.first_input[i], a.first_input[i + 1]):
             source = a.maker[a.input[e]]
             if device[source] == ANY:
-                device[source] = d
-                home[a.group[source]] = d
-                for t in range(a.first_output[source], a.first_output[source + 1]):
-                    there[t, d] = 0.0
+                g = a.group[source]
+                _settle(a, g, d, is_source, members, first_member, device, home, there)
         if a.exclusive:
             best_start = _send_in_turn(
                 a, i, d, device, start, there, sent_start, link_begin, link_end, link_used
@@ -188,7 +189,7 @@ def _insert(  # noqa: C901 - one pass over operators
                     there[t, d] = sent_start[t, d] + _transfer(a, t, device[j], d)
         finish = best_start + a.seconds[i, d]
         used[d] = occupy(begin[d], end[d], used[d], best_start, finish)
-        device[i], start[i], home[group] = d, best_start, d
+        start[i] = best_start
         for t in range(a.first_output[i], a.first_output[i + 1]):
             there[t, d] = finish
     for i in range(n):  # sources that nothing reads
@@ -205,27 +206,90 @@ def _insert(  # noqa: C901 - one pass over operators
 
 
 @inner
+def members_of(group: Ints, count: int) -> tuple[Ints, Ints]:
+    """Operators by group, and the place of the first of each group."""
+    first = np.zeros(count + 1, np.int64)
+    for g in group:
+        first[g + 1] += 1
+    first = np.cumsum(first)
+    members, at = np.empty(len(group), np.int64), first.copy()
+    for i in range(len(group)):
+        members[at[group[i]]] = i
+        at[group[i]] += 1
+    return members, first
+
+
+@inner
+def _settle(
+    a: Arrays,
+    group: int,
+    d: int,
+    is_source: Bools,
+    members: Ints,
+    first_member: Ints,
+    device: Ints,
+    home: Ints,
+    there: Floats,
+) -> None:
+    """A group is on device d from now on, and so are those of its sources that wait."""
+    if home[group] != ANY:
+        return
+    home[group] = d
+    for k in range(first_member[group], first_member[group + 1]):
+        i = members[k]
+        if is_source[i] and device[i] == ANY:
+            device[i] = d
+            for t in range(a.first_output[i], a.first_output[i + 1]):
+                there[t, d] = 0.0
+
+
+@inner
 def _transfer(a: Arrays, t: int, source: int, target: int) -> float:
     return float(a.latency[source, target] + a.sent_bytes[t] * a.seconds_per_byte[source, target])
 
 
 @inner
-def _need(a: Arrays, i: int, d: int, device: Ints, home: Ints, there: Floats, held: float) -> float:
+def _need(
+    a: Arrays,
+    i: int,
+    d: int,
+    is_source: Bools,
+    members: Ints,
+    first_member: Ints,
+    device: Ints,
+    home: Ints,
+    there: Floats,
+    held: float,
+) -> float:
     """Bytes that operator i adds on device d: its state, its tensors, and copies of its inputs."""
-    need = a.group_bytes[a.group[i]] if home[a.group[i]] == ANY else 0.0
+    need, group = 0.0, a.group[i]
+    if home[group] == ANY:
+        need += _group_need(a, group, is_source, members, first_member, held)
     for t in range(a.first_output[i], a.first_output[i + 1]):
         need += held * a.held_bytes[t]
     for e in range(a.first_input[i], a.first_input[i + 1]):
         t = a.input[e]
         source = a.maker[t]
-        if device[source] == ANY:  # a source that comes along
-            if home[a.group[source]] == ANY and a.group[source] != a.group[i]:
-                need += a.group_bytes[a.group[source]]
-            for other in range(a.first_output[source], a.first_output[source + 1]):
-                need += held * a.held_bytes[other]
-        elif there[t, d] == np.inf:
-            need += held * a.sent_bytes[t]
+        if device[source] != ANY:
+            if there[t, d] == np.inf:
+                need += held * a.sent_bytes[t]
+        elif a.group[source] != group:
+            need += _group_need(a, a.group[source], is_source, members, first_member, held)
     return need
+
+
+@inner
+def _group_need(
+    a: Arrays, group: int, is_source: Bools, members: Ints, first_member: Ints, held: float
+) -> float:
+    """Bytes of a group that gets its device: its state, and the tensors of its sources."""
+    need = a.group_bytes[group]
+    for k in range(first_member[group], first_member[group + 1]):
+        i = members[k]
+        if is_source[i]:
+            for t in range(a.first_output[i], a.first_output[i + 1]):
+                need += held * a.held_bytes[t]
+    return float(need)
 
 
 @inner

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_instances import SHAPES, built, cases, random_problem
+from operator_instances import built, cases
 from operator_oracle import Case, shortest
 from profiles import examples
 
+from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.operators import bounds
 from stagewright.formulations.operators.bounds import (
     CRITICAL_PATH,

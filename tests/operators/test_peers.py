@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
-from operator_instances import SHAPES, built, cases, random_problem
+from operator_instances import built, cases
 from operator_oracle import Case, shortest
 from profiles import examples
 
+from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.operators.bounds import critical_path
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.operators.arrays import arrays_of
@@ -139,3 +140,34 @@ def test_expert_placements():
     apart = replace(problem, group=np.array([0, 0, *range(1, 9)]))
     with pytest.raises(InputError, match="'o1' must be on the device of 'o0'"):
         expert(apart, devices | {"o1": "d0"})
+
+
+def blocked(stages):
+    """A chain of 10 s and 1 s operators; after each 10 s one a leaf of the rank of what is left.
+
+    The leaf reads 1 byte. Where the chain runs it can start after the 1 s operator, elsewhere 2 s
+    after the 10 s one: algorithm 1 puts it in front of the next operator of the chain, which
+    cannot leave its critical-path device.
+    """
+    seconds, tensors = [], []
+    for stage in range(stages - 1):
+        long = 3 * stage
+        seconds += [10, 1, 13 * (stages - 1 - stage) - 2]
+        tensors += [(long, 0, 0, [long + 1]), (long, 1, 0, [long + 2])]
+        tensors += [(long + 1, 0, 0, [long + 3])]
+    seconds.append(10)
+    apart = [[2 * (i != j) for j in range(stages)] for i in range(stages)]
+    none = [[0] * stages for _ in range(stages)]
+    return Case([[one] * stages for one in seconds], tensors, none, apart)
+
+
+def test_theorem_1_does_not_hold():
+    """w_DPOS <= 2 w_opt + C_max fails on identical devices with any amount of memory."""
+    for stages, expected in ((4, 43 + 37 + 24 + 11), (20, 2651)):
+        problem = built(blocked(stages))
+        ideal = replace(problem, seconds_per_byte=0 * problem.seconds_per_byte)
+        optimum = ideal.evaluate(heft(ideal))
+        assert optimum == critical_path(problem) == 13 * stages - 5  # hence no list is shorter
+        assert c_max(problem) == 2
+        assert problem.evaluate(dpos(problem)) == expected > 2 * optimum + c_max(problem)
+        assert problem.evaluate(heft(problem)) == optimum + 1

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
-from operator_instances import SHAPES, built, cases, random_problem
+from operator_instances import built, cases
 from operator_oracle import Case, shortest
 from profiles import examples
 
+from benchmarks.operator_graphs import SHAPES, random_problem
 from stagewright.formulations.operators.plan import SplitChoice
 from stagewright.formulations.operators.problem import Timetable
 from stagewright.formulations.operators.rules import peaks

@@ -1,0 +1,147 @@
+"""Search for placements and orders: the best list schedule, then simulated annealing."""
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+
+from stagewright.formulations.forms.answers import Limits
+from stagewright.formulations.operators.bounds import windows
+from stagewright.formulations.operators.problem import OperatorProblem, Timetable
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Ints
+from stagewright.graphs.documents.errors import InvalidPlan
+from stagewright.solvers.operators.arrays import arrays_of
+from stagewright.solvers.operators.baselines import m_topo, single
+from stagewright.solvers.operators.dpos import dpos
+from stagewright.solvers.operators.greedy import m_etf, m_sct
+from stagewright.solvers.operators.insertion import by_devices
+from stagewright.solvers.operators.peers import cpop, heft, peft
+from stagewright.solvers.operators.search_kernels import FIRST, anneal
+
+Method = Callable[[OperatorProblem], Timetable | None]
+
+HELD = (1.0, 0.5, 0.0)  # shares of tensors that count as in memory all the time
+ROUNDS = 8  # the first from the best list schedule, each other one from the best so far
+SMALL = 2000  # operators up to which the slow greedy schedulers are among the first
+
+
+def first_of(method: Callable[[OperatorProblem, float], Timetable | None]) -> Method:
+    """``method`` with the shares of ``HELD``; the shortest timetable that keeps the memory."""
+
+    def run(problem: OperatorProblem) -> Timetable | None:
+        found = [method(problem, held) for held in HELD[: 1 if is_roomy(problem) else None]]
+        return shortest(problem, found)
+
+    return run
+
+
+METHODS: dict[str, Method] = {
+    "dpos": first_of(dpos),
+    "heft": first_of(heft),
+    "cpop": first_of(cpop),
+    "peft": first_of(peft),
+    "m-etf": first_of(m_etf),
+    "m-sct": first_of(m_sct),
+    "m-topo": m_topo,
+    "single": single,
+}
+SLOW = ("m-etf", "m-sct")
+
+
+def shortest(
+    problem: OperatorProblem, found: list[Timetable | None] | tuple[Timetable | None, ...]
+) -> Timetable | None:
+    """The shortest of those that keep the memory; None if there is none."""
+    for one in sorted((one for one in found if one is not None), key=lambda one: one.end):
+        if fits(problem, one):
+            return one
+    return None
+
+
+def fits(problem: OperatorProblem, timetable: Timetable) -> bool:
+    """Whether it keeps the memory; every other rule it must keep."""
+    try:
+        problem.evaluate(timetable)
+    except InvalidPlan as error:
+        if "in memory" in str(error):
+            return False
+        raise
+    return True
+
+
+def best_list_schedule(problem: OperatorProblem) -> tuple[str, Timetable | None]:
+    """The shortest timetable of all methods, and the name of its method."""
+    named = {
+        name: method(problem)
+        for name, method in METHODS.items()
+        if name not in SLOW or len(problem.names) <= SMALL
+    }
+    best = shortest(problem, [*named.values()])
+    return next((name for name, one in named.items() if one is best), "none"), best
+
+
+def search(
+    problem: OperatorProblem,
+    evaluations: int,
+    limits: Limits,
+    start: Timetable | None = None,
+    lower: float = 0.0,
+) -> Timetable | None:
+    """The best timetable of ``evaluations`` moves; None if nothing fits in memory.
+
+    Never longer than ``start``, which without memory limits is the best list schedule by default.
+    Deterministic by seed and evaluations, unless the limits end it first. It also ends when
+    ``lower``, a proved bound, is reached.
+    """
+    began = perf_counter()
+    if start is None:
+        _, start = best_list_schedule(problem)
+    best = start
+    seed = single(problem) if start is None else start
+    order, home = seed.order, _homes(problem, seed.device)
+    arrays, (_, tails), limited = arrays_of(problem), windows(problem), not is_roomy(problem)
+    for number in range(ROUNDS):
+        if limits.left(perf_counter() - began) == 0:
+            break
+        if best is not None and best.end <= lower * (1 + RELATIVE_TOLERANCE):
+            break
+        order, home = anneal(
+            arrays,
+            _topological(problem, order),
+            home,
+            tails,
+            evaluations // ROUNDS,
+            np.random.default_rng((limits.seed, number)),
+            limited,
+            FIRST / (1 + number // 2),
+        )
+        best = shortest(problem, [best, by_devices(problem, order, home[problem.group])])
+        if best is not None:
+            order, home = best.order, _homes(problem, best.device)
+    return best
+
+
+def _topological(problem: OperatorProblem, order: Ints) -> Ints:
+    """``order`` where operators of the same start that take no time follow their makers."""
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    maker, reader, _ = problem.edges
+    if (place[maker] < place[reader]).all():
+        return order
+    rank = place.tolist()
+    for i, j in sorted(zip(maker.tolist(), reader.tolist(), strict=True), key=lambda e: e[1]):
+        rank[j] = max(rank[j], rank[i])
+    return np.lexsort((np.arange(len(order)), np.array(rank)))
+
+
+def _homes(problem: OperatorProblem, device: Ints) -> Ints:
+    home = np.zeros(len(problem.group_bytes), dtype=np.int64)
+    home[problem.group] = device
+    return home
+
+
+def is_roomy(problem: OperatorProblem) -> bool:
+    """Whether every device holds everything at once."""
+    total = problem.state_bytes.sum() + problem.sent_bytes.sum() + problem.held_bytes.sum()
+    return bool(total <= problem.memory.min())
