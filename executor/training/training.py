@@ -133,7 +133,7 @@ def train(
         next(batches)
     for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
-        batch = _pair(next(batches))
+        batch = pair(next(batches))
         start = time.perf_counter()
         losses = _step(executor, batch, to_the_end=_is_due(task, step))
         history.seconds.append(time.perf_counter() - start)
@@ -179,7 +179,8 @@ def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
             yield batch
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def pair(batch: Any) -> tuple[Any, Any]:
+    """A mini-batch as (inputs, targets); raises InputError if it is no pair."""
     if not (isinstance(batch, list | tuple) and len(batch) == 2):
         raise InputError(f"the data must be pairs (inputs, targets), got {type(batch).__name__}")
     inputs, targets = batch  # torch's loaders make lists of what was a tuple
