@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_infeasible():
 
 
 def test_unknown_planners_are_refused():
-    with pytest.raises(InputError, match="unknown planner 'magic'; there are dpos, heft"):
+    with pytest.raises(InputError, match="unknown planner 'magic'; there are fastt, os-dpos"):
         plan_operators(step(), CLUSTER, "magic")
 
 
