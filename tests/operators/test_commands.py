@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused
 
+import stagewright
 from stagewright.formulations.operators.check import check
 from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
@@ -118,6 +119,24 @@ def test_a_plan_of_another_graph_is_refused(plan):
     save_graph(replace(GRAPH, name="other"), "other.json")
     line = refused("check", "plan.json", "--model", "other.json", "--cluster", "cluster.json")
     assert "made for fork on 1x2" in line
+
+
+def test_from_python(place):
+    found = stagewright.place(GRAPH, CLUSTER, time_limit=1)
+    assert found.cost_seconds == pytest.approx(6e-3)
+    assert found.plan == load_after(found.plan)
+    assert stagewright.check_placement(found.plan, GRAPH, CLUSTER) == ()
+    with pytest.raises(stagewright.InputError, match="time_limit must be a positive number"):
+        stagewright.place(GRAPH, CLUSTER, time_limit=0)
+    with pytest.raises(stagewright.InputError, match="contention"):
+        stagewright.place(GRAPH, CLUSTER, contention="some")
+    with pytest.raises(stagewright.InputError, match="graph must be"):
+        stagewright.place(analytic_model("vgg19"), CLUSTER)
+
+
+def load_after(plan):
+    stagewright.save_operator_plan(plan, "python.json")
+    return stagewright.load_operator_plan("python.json")
 
 
 def test_drawings(plan):
