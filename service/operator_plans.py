@@ -91,10 +91,11 @@ def place(request: PlaceRequest, stop: StopToken | None = None) -> PlaceAnswer:
     Raises
     ------
     InputError
-        If there is no such planner.
+        If there is no such planner, or the graph has no time on a kind of device of the cluster.
     """
     from stagewright.solvers.operators.planning import plan_operators
 
+    _require_times(request.graph, request.cluster)
     began = monotonic()
     found = plan_operators(
         request.graph, request.cluster, request.planner, request.contention, request.limits(stop)
@@ -115,6 +116,17 @@ def place(request: PlaceRequest, stop: StopToken | None = None) -> PlaceAnswer:
         wall_seconds=monotonic() - began,
         plan=found.plan,
     )
+
+
+def _require_times(graph: StepGraph, cluster: Cluster) -> None:
+    """Refuse a kind of device of which nothing is known: every plan on it would take no time."""
+    known = {kind for node in graph.nodes for kind in node.seconds}
+    for device in cluster.devices:
+        if device.kind not in known:
+            raise InputError(
+                f"graph {graph.name!r} has no times on {device.kind!r}, as {device.name} is; it "
+                f"has them on {', '.join(sorted(known)) or 'no kind of device'}"
+            )
 
 
 def check(request: CheckPlacementRequest) -> PlacementCheckAnswer:

@@ -73,8 +73,9 @@ def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version:
 
 def format_of(path: str | os.PathLike[str]) -> str | None:
     """The format that the document at ``path`` says it has; None if it says none."""
+    text = read_text(path)
     try:
-        data = from_json(read_text(path))
+        data = from_json(text)
     except ValueError:
         return None
     found = data.get("format") if isinstance(data, dict) else None

@@ -101,8 +101,10 @@ def _find(
     graph: StepGraph, cluster: Cluster, planner: str, contention: Contention, limits: Limits
 ) -> _Found:
     problem = operator_problem(graph, cluster, contention)
-    reason = shortage(problem)
-    if reason is not None:
+    short = shortage(problem)
+    if short is not None:
+        line = graph.nodes[graph.index[short.operator]].line if short.operator else None
+        reason = ": ".join(filter(None, (line, short.reason)))
         return _Found(problem, None, (), Status.INFEASIBLE, reason=reason)
     if planner == FASTT:
         began = perf_counter()

@@ -23,7 +23,9 @@ GRAPH = StepGraph(
     8,
     (
         Node("x", "placeholder", "input", outputs=(SENT,)),
-        Node("a", "mm", "forward", (("x", 0),), (SENT,), {"v100": 4e-3}),
+        Node(
+            "a", "mm", "forward", (("x", 0),), (SENT,), {"v100": 4e-3}, line="model.py:7 in layer"
+        ),
         Node("b", "mm", "forward", (("x", 0),), (SENT,), {"v100": 4e-3}),
         Node("c", "add", "backward", (("a", 0), ("b", 0)), (), {"v100": 1e-3}),
     ),
@@ -82,10 +84,18 @@ def test_exclusive_transfers(place):
     assert found["contention"] == "exclusive"
 
 
-def test_what_does_not_fit_is_answered_no(place):
+def test_what_does_not_fit_is_answered_no_with_its_line(place):
     save_cluster(uniform_servers(1, 2, Link(1e9), kind="v100", memory_bytes=1e6), "small.json")
     text = answered("plan", "--model", "graph.json", "--cluster", "small.json", code=1)
     assert "fastt: infeasible" in text
+    assert "model.py:7 in layer: operator 'a' needs 2 MB, the largest device has 1 MB" in text
+
+
+def test_a_kind_of_device_without_times_is_refused(place):
+    save_cluster(uniform_servers(1, 2, Link(1e9), kind="p100", memory_bytes=1e9), "other.json")
+    line = refused("plan", "--model", "graph.json", "--cluster", "other.json")
+    assert line == "graph 'fork' has no times on 'p100', as s0g0 is; it has them on v100"
+    assert "absent.json: No such file" in refused("plan", "--model", "absent.json", *FILES[2:])
 
 
 @pytest.mark.parametrize(
