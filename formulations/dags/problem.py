@@ -101,8 +101,8 @@ class DagProblem:
         )
         return total + sum(cut)
 
-    def evaluate(self, sets: "Sequence[PlacedSet]") -> float:
-        """Check every rule and return the largest load, in seconds.
+    def evaluate(self, sets: "Sequence[PlacedSet]", contiguous: bool = True) -> float:
+        """Check every rule, that of contiguity if it is asked for; the largest load, in seconds.
 
         Raises
         ------
@@ -118,11 +118,15 @@ class DagProblem:
             missing = next(i for i in range(len(self.names)) if i not in home)
             raise InvalidPlan(f"{self.names[missing]} is in no set")
         self._require_devices(sets)
+        if contiguous:
+            self._require_contiguous(home)
+        return max(self.load(one.parts, one.pool) for one in sets)
+
+    def _require_contiguous(self, home: dict[int, int]) -> None:
         quotient = nx.DiGraph((home[a], home[b]) for a, b in self.edges if home[a] != home[b])
         if not nx.is_directed_acyclic_graph(quotient):
             cycle = nx.find_cycle(quotient)
             raise InvalidPlan(f"sets {cycle[0][0]} and {cycle[0][1]} are not contiguous")
-        return max(self.load(one.parts, one.pool) for one in sets)
 
     def _require_devices(self, sets: "Sequence[PlacedSet]") -> None:
         used = [0] * len(self.pools)

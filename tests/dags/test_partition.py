@@ -20,6 +20,7 @@ from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.importers.dnn_partitioning import read_workload
 from stagewright.solvers.dags import partition as solver
 from stagewright.solvers.dags.downsets import downsets
+from stagewright.solvers.dags.free import free_partition
 from stagewright.solvers.dags.merging import expand, merge
 from stagewright.solvers.dags.partition import partition
 
@@ -59,12 +60,12 @@ def problems(draw, most=6):
     )
 
 
-def least(problem):
-    """The least largest load, by every assignment of parts to ordered places."""
+def least(problem, contiguous=True):
+    """The least largest load, by every assignment of parts to devices."""
     devices = [k for k, pool in enumerate(problem.pools) for _ in range(pool.count)]
     n, best = len(problem.names), inf
     for home in product(range(len(devices)), repeat=n):
-        if not _is_ordered(problem, home):
+        if contiguous and not _is_ordered(problem, home):
             continue
         worst = 0.0
         for d, k in enumerate(devices):
@@ -107,6 +108,21 @@ def test_equals_every_assignment(problem):
     assert found.cost == pytest.approx(right)
     assert problem.evaluate(found.sets) == found.cost
     assert found.gap == pytest.approx(0, abs=1e-8)
+
+
+@examples(60)
+@given(problem=problems(5))
+def test_free_partitions_equal_every_assignment(problem):
+    right = least(problem, contiguous=False)
+    found = free_partition(problem, partition(problem, LIMITS), LIMITS)
+    if right == inf:
+        assert found.status is Status.INFEASIBLE
+        return
+    assert found.status is Status.OPTIMAL
+    assert found.cost == pytest.approx(right)
+    assert problem.evaluate(found.sets, contiguous=False) == found.cost
+    alone = replace(partition(problem, LIMITS), sets=None, cost=None)
+    assert free_partition(problem, alone, LIMITS).cost == pytest.approx(right)
 
 
 @examples(150)
@@ -276,3 +292,14 @@ def test_the_published_optima(name):
         assert found.cost * 1e3 == pytest.approx(PUBLISHED[name], rel=1e-5)
     else:
         assert found.cost * 1e3 == pytest.approx(51.5519, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DOWNSETS.exists(), reason="the published inputs are absent")
+def test_the_published_optimum_of_partitions_that_need_not_be_contiguous():
+    problem = dag_problem(read_workload(DOWNSETS / "OperatorGraphs_bert_l-3_inference.json"))
+    found = free_partition(problem, partition(problem, LIMITS), Limits(120, threads=2))
+    assert found.status is Status.OPTIMAL
+    assert found.cost * 1e3 == pytest.approx(21.9084, rel=1e-5)
+    with pytest.raises(InvalidPlan, match="are not contiguous"):
+        problem.evaluate(found.sets)
