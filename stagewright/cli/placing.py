@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stagewright.formulations.forms.answers import Limits
     from stagewright.service.operator_plans import PlacementSummary
 
+OPTIMAL_GAP = 1e-9  # relative
 MOST_SPLITS = 20  # that are printed
 
 
@@ -76,7 +77,9 @@ def place(
     if answer.plan is not None:
         print_placement(answer)
     reason = f": {answer.reason}" if answer.reason else ""
-    print_lines(f"{answer.planner}: {answer.status} after {answer.wall_seconds:.2f} s{reason}")
+    whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
+    of = " with whole operators" if whole else ""
+    print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
     if output is not None and answer.plan is not None:
         print_lines(f"{output} is written")
     return 0 if answer.plan is not None else 1

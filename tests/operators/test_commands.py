@@ -58,6 +58,11 @@ def test_a_graph_is_planned_and_checked(place):
     assert "valid, 6 ms per step" in answered("check", "plan.json", *FILES)
 
 
+def test_what_is_optimal_with_whole_operators_only_says_so(place):
+    text = answered("plan", *FILES, "--planner", "search", "--time-limit", 1)
+    assert "search: optimal with whole operators after" in text
+
+
 def test_json_has_the_certificate_and_the_devices(place):
     found = answered_json("plan", *FILES, "--planner", "search", "--time-limit", 1)
     assert found["status"] == "optimal"
