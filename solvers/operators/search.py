@@ -10,12 +10,12 @@ from stagewright.formulations.operators.bounds import windows
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
-from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.baselines import m_topo, single
 from stagewright.solvers.operators.dpos import dpos
 from stagewright.solvers.operators.greedy import m_etf, m_sct
 from stagewright.solvers.operators.insertion import by_devices
+from stagewright.solvers.operators.memory import keeps_memory
 from stagewright.solvers.operators.peers import cpop, heft, peft
 from stagewright.solvers.operators.search_kernels import FIRST, anneal
 
@@ -53,21 +53,11 @@ def shortest(
     problem: OperatorProblem, found: list[Timetable | None] | tuple[Timetable | None, ...]
 ) -> Timetable | None:
     """The shortest of those that keep the memory; None if there is none."""
+    arrays = arrays_of(problem)
     for one in sorted((one for one in found if one is not None), key=lambda one: one.end):
-        if fits(problem, one):
+        if keeps_memory(arrays, one):
             return one
     return None
-
-
-def fits(problem: OperatorProblem, timetable: Timetable) -> bool:
-    """Whether it keeps the memory; every other rule it must keep."""
-    try:
-        problem.evaluate(timetable)
-    except InvalidPlan as error:
-        if "in memory" in str(error):
-            return False
-        raise
-    return True
 
 
 def best_list_schedule(problem: OperatorProblem) -> tuple[str, Timetable | None]:

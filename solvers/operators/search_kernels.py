@@ -10,7 +10,7 @@ from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.operators.arrays import Arrays
-from stagewright.solvers.operators.insertion import earliest, members_of, occupy
+from stagewright.solvers.operators.insertion_kernel import earliest, members_of, occupy
 from stagewright.solvers.pipelines.compiled import inner
 
 PENALTY = 2.0  # of a plan's time, for memory exceeded by the whole of a device's memory
