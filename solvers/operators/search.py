@@ -15,13 +15,16 @@ from stagewright.solvers.operators.baselines import m_topo, single
 from stagewright.solvers.operators.dpos import dpos
 from stagewright.solvers.operators.greedy import m_etf, m_sct
 from stagewright.solvers.operators.insertion import by_devices
-from stagewright.solvers.operators.memory import keeps_memory
+from stagewright.solvers.operators.memory import keeps_memory, peaks
 from stagewright.solvers.operators.peers import cpop, heft, peft
-from stagewright.solvers.operators.search_kernels import FIRST, anneal
+from stagewright.solvers.operators.search_kernels import anneal
 
 Method = Callable[[OperatorProblem], Timetable | None]
 
 HELD = (1.0, 0.5, 0.0)  # shares of tensors that count as in memory all the time
+FIRST, SPREAD = 0.2, 6.0  # temperature as a share of the time: the less of both, over operators
+WORK = 300_000_000  # operators in all moves
+HALF = 0.5  # of the memory: with less in use, moves do not look at it
 ROUNDS = 8  # the first from the best list schedule, each other one from the best so far
 SMALL = 2000  # operators up to which the slow greedy schedulers are among the first
 
@@ -81,7 +84,8 @@ def search(
     """The best timetable of ``evaluations`` moves; None if nothing fits in memory.
 
     Never longer than ``start``, which without memory limits is the best list schedule by default.
-    Deterministic by seed and evaluations, unless the limits end it first. It also ends when
+    Of large graphs there are fewer moves, all of them nearer to the start. Deterministic by seed
+    and evaluations, unless the limits end it first. It also ends when
     ``lower``, a proved bound, is reached.
     """
     began = perf_counter()
@@ -90,7 +94,10 @@ def search(
     best = start
     seed = single(problem) if start is None else start
     order, home = seed.order, _homes(problem, seed.device)
-    arrays, (_, tails), limited = arrays_of(problem), windows(problem), not is_roomy(problem)
+    arrays, (_, tails) = arrays_of(problem), windows(problem)
+    limited = start is None or bool((peaks(arrays, start) > HALF * problem.memory).any())
+    n = len(problem.names)
+    moves, first = min(evaluations, WORK // n) // ROUNDS, min(FIRST, SPREAD / n)
     for number in range(ROUNDS):
         if limits.left(perf_counter() - began) == 0:
             break
@@ -101,12 +108,14 @@ def search(
             _topological(problem, order),
             home,
             tails,
-            evaluations // ROUNDS,
+            moves,
             np.random.default_rng((limits.seed, number)),
             limited,
-            FIRST / (1 + number // 2),
+            first / (1 + number // 2),
         )
-        best = shortest(problem, [best, by_devices(problem, order, home[problem.group])])
+        found = by_devices(problem, order, home[problem.group])
+        limited = limited or not keeps_memory(arrays, found)
+        best = shortest(problem, [best, found])
         if best is not None:
             order, home = best.order, _homes(problem, best.device)
     return best
