@@ -172,12 +172,12 @@ def weak_table(quick: bool) -> Table:
         problem = operator_problem(graph, cluster(size))
         base = checked(problem, from_queues(problem, replicated(problem), fifo))
         found = os_dpos(graph, cluster(size))
-        listed = checked(found.problem, found.timetable)
+        listed = None if found.timetable is None else checked(found.problem, found.timetable)
         bound = 1e3 * max(one.seconds for one in bounds_of(found.problem))
         printed, fastt = WEAK[model][min(4, 1 + [*SERVERS].index(size))]
         rows.append(
-            (model, size, base, listed, percent(base / listed - 1), percent(fastt / printed - 1),
-             percent(max(0.0, 1 - bound / listed)))
+            (model, size, base, listed, listed and percent(base / listed - 1),
+             percent(fastt / printed - 1), listed and percent(max(0.0, 1 - bound / listed)))
         )  # fmt: skip
     columns = (
         "model", "devices", "data parallel, ms", "OS-DPOS, ms", "OS-DPOS faster by",

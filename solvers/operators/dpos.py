@@ -78,5 +78,5 @@ def _path_bytes(arrays: Arrays, path: Ints, held: float) -> Floats:
     _, first = np.unique(arrays.group[path], return_index=True)
     state = np.zeros(len(path))
     state[first] = arrays.group_bytes[arrays.group[path[first]]]
-    need: Floats = state + held * made[path]
+    need: Floats = state + max(0.0, held) * made[path]
     return need

@@ -34,7 +34,9 @@ def insert(
         Seconds that are added to the end of each operator on each device when a device is chosen.
     held
         The share of tensors and copies that counts as in memory for the whole step, next to the
-        state. With 1 nothing can exceed the memory at any time. None: memory is not looked at.
+        state. With 1 nothing can exceed the memory at any time. Below 0: a tensor counts until all
+        its readers are listed, which is another order than that in time, so that only the share
+        -``held`` of the memory is used. None: memory is not looked at.
 
     Sources without time, such as parameters, are placed with the first of their readers.
     """

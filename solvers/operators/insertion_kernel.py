@@ -91,6 +91,9 @@ def place(  # noqa: C901 - one pass over operators
     """The fields of a listing."""
     n, m = a.seconds.shape
     is_full = known.length > 0 and known.is_full
+    is_freed, memory = held < 0.0, a.memory * (-held if held < 0.0 else 1.0)
+    held = 1.0 if is_freed else held
+    left = a.first_reader[1:] - a.first_reader[:-1]  # readers that are not listed
     tensors = len(a.maker)
     device = np.full(n, ANY)
     start = np.zeros(n)
@@ -118,7 +121,7 @@ def place(  # noqa: C901 - one pass over operators
                 if turn == 0 and home[group] == ANY and fixed[i] != ANY and d != fixed[i]:
                     continue
                 need = _need(a, i, d, is_source, members, first_member, device, home, there, held)
-                if taken[d] + need > a.memory[d] * (1 + ROUNDING):
+                if taken[d] + need > memory[d] * (1 + ROUNDING):
                     is_full = True
                     continue
                 ready = _ready(a, i, d, device, start, there, link_begin, link_end, link_used)
@@ -158,19 +161,34 @@ def place(  # noqa: C901 - one pass over operators
         start[i] = best_start
         for t in range(a.first_output[i], a.first_output[i + 1]):
             there[t, d] = finish
+        if is_freed:
+            for e in range(a.first_input[i], a.first_input[i + 1]):
+                left[a.input[e]] -= 1
+                _free(a, a.input[e], left, device, there, taken)
+            for t in range(a.first_output[i], a.first_output[i + 1]):
+                _free(a, t, left, device, there, taken)
         if len(cutoff.tails) and finish + cutoff.tails[i] > cutoff.most:
             return False, k + 1, is_full, device, start, sent_start
     for i in range(n):  # sources that nothing reads
         if device[i] == ANY:
             d = home[a.group[i]]
             if d == ANY:
-                d = int(np.argmax(a.memory - taken))
+                d = int(np.argmax(memory - taken))
                 taken[d] += a.group_bytes[a.group[i]]
-                if taken[d] > a.memory[d] * (1 + ROUNDING):
+                if taken[d] > memory[d] * (1 + ROUNDING):
                     return False, n, True, device, start, sent_start
                 home[a.group[i]] = d
             device[i] = d
     return True, n, is_full, device, start, sent_start
+
+
+@inner
+def _free(a: Arrays, t: int, left: Ints, device: Ints, there: Floats, taken: Floats) -> None:
+    """A tensor without readers to come, and its copies, leave the memory."""
+    if left[t] == 0:
+        for d in range(len(taken)):
+            if there[t, d] < np.inf:
+                taken[d] -= a.held_bytes[t] if d == device[a.maker[t]] else a.sent_bytes[t]
 
 
 @inner

@@ -24,7 +24,7 @@ from stagewright.solvers.operators.insertion import NEVER, NOTHING, Listing, lis
 from stagewright.solvers.operators.insertion_kernel import ANY, Cutoff, Known
 from stagewright.solvers.operators.memory import keeps_memory
 from stagewright.solvers.operators.ranks import upward
-from stagewright.solvers.operators.search import HELD
+from stagewright.solvers.operators.search import FREED, SHARES
 
 ROUNDING = 1e-9  # relative: of sums of times
 
@@ -41,7 +41,7 @@ class SplitResult:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Algorithm 1 on ``arrays``, with each share of ``HELD`` as far as it was necessary."""
+    """Algorithm 1 on ``arrays``, with each of ``ways`` to count memory as far as necessary."""
 
     arrays: Arrays
     order: Ints
@@ -55,6 +55,7 @@ class _Search:
     """The best run so far and the splits that it has."""
 
     places: Places
+    ways: tuple[float, ...]
     best: _Run
     splits: list[SplitChoice] = field(default_factory=list)
     tried: int = 1
@@ -63,16 +64,19 @@ class _Search:
 def os_dpos(graph: StepGraph, cluster: Cluster, contention: Contention = "none") -> SplitResult:
     """The splits of algorithm 2, which stops at the first operator that is better left whole.
 
-    The critical path is that of the first placement and is not computed again. Operators that
-    cannot be split are passed over.
+    Memory is counted for all lists as for the first one. The critical path is that of the first
+    placement and is not computed again. Operators that cannot be split are passed over.
     """
     problem = operator_problem(graph, cluster, contention)
-    first = _run(arrays_of(problem))  # line 3
-    if first.timetable is None:
+    for ways in (SHARES, FREED):
+        first = _run(arrays_of(problem), ways)  # line 3
+        if first.timetable is not None:
+            break
+    else:
         return SplitResult((), problem, None, 1)
     path = placed_critical_path(problem, first.timetable)  # line 4
     work = problem.seconds[path, first.timetable.device[path]]
-    state = _Search(Places(graph), first)
+    state = _Search(Places(graph), ways, first)
     for i in path[np.argsort(-work, kind="stable")].tolist():  # lines 5 and 7
         choices = choices_of(graph, graph.nodes[i], len(cluster))
         if choices and not _improve(state, choices):
@@ -87,7 +91,8 @@ def _improve(state: _Search, choices: list[SplitChoice]) -> bool:
     least, chosen = state.best, None
     for choice in choices:
         division = state.places.division(state.best.arrays, choice)
-        found = _run(divided(state.best.arrays, division), least, state.best, division)
+        arrays = divided(state.best.arrays, division)
+        found = _run(arrays, state.ways, least, state.best, division)
         state.tried += 1
         if found.timetable is not None:
             least, chosen = found, (choice, division)
@@ -101,6 +106,7 @@ def _improve(state: _Search, choices: list[SplitChoice]) -> bool:
 
 def _run(
     arrays: Arrays,
+    ways: tuple[float, ...],
     least: _Run | None = None,
     before: _Run | None = None,
     division: Division | None = None,
@@ -114,16 +120,17 @@ def _run(
     if least is not None and least.timetable is not None:
         most = least.timetable.end
         fastest = arrays.seconds.min(axis=1)
-        ways = upward(arrays, fastest, np.zeros(len(arrays.maker)))
-        if ways.max() > most * (1 + ROUNDING):
+        lengths = upward(arrays, fastest, np.zeros(len(arrays.maker)))
+        if lengths.max() > most * (1 + ROUNDING):
             return _Run(arrays, order)
-        cutoff = Cutoff(most * (1 + ROUNDING), ways - fastest)
+        cutoff = Cutoff(most * (1 + ROUNDING), lengths - fastest)
     best: Timetable | None = None
     devices: list[Ints] = []
     listings: list[Listing] = []
-    for number, held in enumerate(HELD):
+    for number, held in enumerate(ways):
         devices.append(given_devices(arrays, path, held))
-        if number and not listings[-1].is_full and (devices[-1] == devices[-2]).all():
+        is_less = number > 0 and held >= 0
+        if is_less and not listings[-1].is_full and (devices[-1] == devices[-2]).all():
             listings.append(listings[-1])  # less memory in use changes nothing
             continue
         known = NOTHING

@@ -21,7 +21,8 @@ from stagewright.solvers.operators.search_kernels import anneal
 
 Method = Callable[[OperatorProblem], Timetable | None]
 
-HELD = (1.0, 0.5, 0.0)  # shares of tensors that count as in memory all the time
+SHARES = (1.0, 0.5, 0.0)  # of tensors that count as in memory all the time
+FREED = (-1.0, -0.8, -0.6)  # where that finds nothing: shares of the memory, see ``insert``
 FIRST, SPREAD = 0.2, 6.0  # temperature as a share of the time: the less of both, over operators
 WORK = 300_000_000  # operators in all moves
 HALF = 0.5  # of the memory: with less in use, moves do not look at it
@@ -29,23 +30,32 @@ ROUNDS = 8  # the first from the best list schedule, each other one from the bes
 SMALL = 2000  # operators up to which the slow greedy schedulers are among the first
 
 
-def first_of(method: Callable[[OperatorProblem, float], Timetable | None]) -> Method:
-    """``method`` with the shares of ``HELD``; the shortest timetable that keeps the memory."""
+def first_of(
+    method: Callable[[OperatorProblem, float], Timetable | None], *ways: tuple[float, ...]
+) -> Method:
+    """``method`` with each of the first ``ways`` to count memory, else each of the next.
+
+    The shortest timetable that keeps the memory.
+    """
 
     def run(problem: OperatorProblem) -> Timetable | None:
-        found = [method(problem, held) for held in HELD[: 1 if is_roomy(problem) else None]]
-        return shortest(problem, found)
+        for some in ways:
+            held = some[: 1 if is_roomy(problem) else None]
+            found = shortest(problem, [method(problem, one) for one in held])
+            if found is not None:
+                return found
+        return None
 
     return run
 
 
 METHODS: dict[str, Method] = {
-    "dpos": first_of(dpos),
-    "heft": first_of(heft),
-    "cpop": first_of(cpop),
-    "peft": first_of(peft),
-    "m-etf": first_of(m_etf),
-    "m-sct": first_of(m_sct),
+    "dpos": first_of(dpos, SHARES, FREED),
+    "heft": first_of(heft, SHARES, FREED),
+    "cpop": first_of(cpop, SHARES, FREED),
+    "peft": first_of(peft, SHARES, FREED),
+    "m-etf": first_of(m_etf, SHARES),
+    "m-sct": first_of(m_sct, SHARES),
     "m-topo": m_topo,
     "single": single,
 }
