@@ -15,7 +15,7 @@ from stagewright.solvers.operators.exact_model import Model
 from stagewright.solvers.operators.search import best_list_schedule, search, shortest
 
 MOST = 60  # operators
-EVALUATIONS = 400_000  # of the search before
+EVALUATIONS = 800_000  # of the search before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
