@@ -19,6 +19,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.clusters.allocation_plan import load_allocation, save_allocation
+    from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
     from stagewright.formulations.plans.plan import load_plan, save_plan
     from stagewright.front.clusters import (
         allocate,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         run_cluster,
         simulate_cluster,
     )
+    from stagewright.front.operators import check_placement, place
     from stagewright.front.pipelines import (
         check,
         check_proofs,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     )
     from stagewright.graphs.machines.cluster import load_cluster, save_cluster
     from stagewright.graphs.models.chain import load_model, save_model
+    from stagewright.graphs.models.step_graph import load_graph, save_graph
     from stagewright.graphs.workloads.jobs import load_workload
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
@@ -49,6 +52,7 @@ __all__ = [
     "InputError",
     "allocate",
     "check",
+    "check_placement",
     "check_proofs",
     "cloud",
     "compare",
@@ -57,19 +61,24 @@ __all__ = [
     "jobshop",
     "load_allocation",
     "load_cluster",
+    "load_graph",
     "load_market",
     "load_model",
+    "load_operator_plan",
     "load_plan",
     "load_trace",
     "load_workload",
     "parse_pool",
     "partition",
+    "place",
     "plan",
     "rounds",
     "run_cluster",
     "save_allocation",
     "save_cluster",
+    "save_graph",
     "save_model",
+    "save_operator_plan",
     "save_plan",
     "schedule",
     "simulate",
@@ -80,16 +89,19 @@ __all__ = [
 _LAZY = {
     "stagewright.executor.programs.trace": ("load_trace",),
     "stagewright.formulations.clusters.allocation_plan": ("load_allocation", "save_allocation"),
+    "stagewright.formulations.operators.plan": ("load_operator_plan", "save_operator_plan"),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
     "stagewright.front.clusters": (
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
+    "stagewright.front.operators": ("check_placement", "place"),
     "stagewright.front.pipelines": (
         "check", "check_proofs", "compare", "compare_schedules", "jobshop", "partition", "plan",
         "schedule", "simulate",
     ),
     "stagewright.graphs.machines.cluster": ("load_cluster", "save_cluster"),
     "stagewright.graphs.models.chain": ("load_model", "save_model"),
+    "stagewright.graphs.models.step_graph": ("load_graph", "save_graph"),
     "stagewright.graphs.workloads.jobs": ("load_workload",),
     "stagewright.graphs.workloads.pool": ("parse_pool",),
     "stagewright.graphs.workloads.prices": ("load_market",),

@@ -19,7 +19,7 @@ from stagewright.executor.drawing.timeline import device_count, notes, shorten_d
 from stagewright.formulations.checking.certificates import headlines
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
-from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -96,8 +96,9 @@ def embed(figure: "Figure", buttons: bool = False) -> str:
 
 def _subtitle(plan: PipelinePlan) -> str:
     return (
-        f"planner {plan.planner} · {len(plan.stages)} stages on {device_count(plan)} devices · "
-        f"{plan.microbatches} microbatches"
+        f"planner {plan.planner} · {counted(len(plan.stages), 'stage', 'stages')} on "
+        f"{counted(device_count(plan), 'device', 'devices')} · "
+        f"{counted(plan.microbatches, 'microbatch', 'microbatches')}"
     )
 
 

@@ -24,7 +24,7 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
-from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 Numbers = Literal["microbatches", "stages", "stage.microbatch"]
 """What the number on a computation is."""
@@ -207,7 +207,8 @@ def _continues(before: tuple[str, str], after: tuple[str, str]) -> bool:
 def headline(plan: PipelinePlan) -> str:
     """Model, cluster, planner and the proved figures in one line."""
     parts = [f"{plan.model} on {plan.cluster}", f"{plan.planner}"]
-    parts.append(f"{len(plan.stages)} stages, {plan.microbatches} microbatches")
+    stages = counted(len(plan.stages), "stage", "stages")
+    parts.append(f"{stages}, {counted(plan.microbatches, 'microbatch', 'microbatches')}")
     if plan.certificate is not None:
         parts.append(f"{format_seconds(plan.certificate.cost_seconds)} per iteration")
     if plan.is_backward_first:

@@ -4,12 +4,14 @@ Memory and contention are not used: all bounds hold with and without them.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.formulations.operators.plan import OperatorBound
 from stagewright.formulations.operators.problem import OperatorProblem
 from stagewright.graphs.documents.arrays import Floats, Ints
+from stagewright.graphs.documents.units import format_bytes
 
 CRITICAL_PATH = "critical path"
 UNAVOIDABLE = "critical path with unavoidable transfers"
@@ -181,18 +183,28 @@ def _root(parts: Floats, m: int) -> Floats:
     return found
 
 
-def shortage(problem: OperatorProblem) -> str | None:
+class Shortage(NamedTuple):
+    """Why nothing fits in memory; ``operator`` is that which fits nowhere, if it is one."""
+
+    reason: str
+    operator: str | None = None
+
+
+def shortage(problem: OperatorProblem) -> Shortage | None:
     """Why no plan fits in memory, if one of these reasons holds."""
     total, room = float(problem.state_bytes.sum()), float(problem.memory.sum())
     if total > room * (1 + ROUNDING):
-        return f"the state is {total:g} bytes, all devices together have {room:g}"
+        sizes = f"{format_bytes(total)}, all devices together have {format_bytes(room)}"
+        return Shortage(f"the state is {sizes}")
     running = problem.group_bytes[problem.group] + _working_bytes(problem)
     runs = problem.seconds.min(axis=1) > 0
     most = float(problem.memory.max())
     needs = np.where(runs, running, problem.group_bytes[problem.group])
     i = int(np.argmax(needs))
     if needs[i] > most * (1 + ROUNDING):
-        return f"{problem.names[i]} needs {needs[i]:g} bytes, the largest device has {most:g}"
+        name = problem.names[i]
+        sizes = f"{format_bytes(float(needs[i]))}, the largest device has {format_bytes(most)}"
+        return Shortage(f"operator {name!r} needs {sizes}", name)
     return None
 
 

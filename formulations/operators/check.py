@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stagewright.formulations.checking.violations import Violation
+from stagewright.formulations.operators import rules
 from stagewright.formulations.operators.bounds import CP_SAT, LOAD, priced_load, static_bounds
+from stagewright.formulations.operators.critical import critical_chain
 from stagewright.formulations.operators.plan import (
     OperatorBound,
     OperatorCertificate,
@@ -25,18 +27,46 @@ BOUND_ROUNDING = 1e-6  # relative; a bound further above the cost is a bug
 
 
 def check(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> tuple[Violation, ...]:
-    """The first broken rule of the timetable, or all faults of the certificate; none if valid."""
+    """The first broken rule of the timetable, or all other faults of the plan; none if valid."""
     try:
         cost = require_valid(graph, cluster, plan)
     except InvalidPlan as error:
         return (Violation("rules", "plan", str(error)),)
-    if plan.certificate is None:
-        return ()
     problem = problem_of(graph, cluster, plan)
-    return tuple(
-        Violation("certificate", f"certificate.{place}", message)
-        for place, message in faults(problem, plan.certificate, cost)
+    stated = () if plan.certificate is None else faults(problem, plan.certificate, cost)
+    return (
+        *(
+            Violation("prediction", place, message)
+            for place, message in _wrong_predictions(graph, problem, plan)
+        ),
+        *(Violation("certificate", f"certificate.{place}", message) for place, message in stated),
     )
+
+
+def expected(
+    problem: OperatorProblem, timetable: Timetable
+) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The critical operators of a valid timetable, and the peak memory of each device."""
+    critical = tuple(problem.names[i] for i in critical_chain(problem, timetable))
+    return critical, dict(zip(problem.devices, rules.peaks(problem, timetable), strict=True))
+
+
+def _wrong_predictions(
+    graph: StepGraph, problem: OperatorProblem, plan: OperatorPlan
+) -> Iterator[tuple[str, str]]:
+    critical, peaks = expected(problem, timetable_of(problem, plan))
+    if plan.critical != critical:
+        yield "critical", f"lists {len(plan.critical)} operators, not the chain of {len(critical)}"
+    for device, peak in peaks.items():
+        said = plan.peak_memory_bytes.get(device)
+        if said is None or abs(said - peak) > RELATIVE_TOLERANCE * peak:
+            yield f"peak_memory_bytes.{device}", f"says {said}, the tensors there give {peak:g}"
+    for device in plan.peak_memory_bytes.keys() - peaks.keys():
+        yield f"peak_memory_bytes.{device}", "there is no such device"
+    roles = {node.name: node.role for node in split_graph(graph, plan.splits).nodes}
+    for one in plan.operators:
+        if one.role != roles[one.operator]:
+            yield f"operator {one.operator!r}", f"is {roles[one.operator]}, not {one.role}"
 
 
 def require_valid(graph: StepGraph, cluster: Cluster, plan: OperatorPlan) -> float:

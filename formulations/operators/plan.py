@@ -13,7 +13,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.models.step_graph import Role, StepGraph
 
 FORMAT: Literal["stagewright-operators"] = "stagewright-operators"
 VERSION: Literal[1] = 1
@@ -40,6 +40,7 @@ class PlacedOperator:
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     operator: str
+    role: Role
     device: str
     start_seconds: float
     finish_seconds: float
@@ -108,17 +109,23 @@ class OperatorCertificate:
 class OperatorPlan(Envelope):
     """Device, start and finish of every operator and every transfer.
 
-    ``operators`` are those of the graph after ``splits``, in the order of their starts.
-    ``unmeasured`` took 0 seconds on some device because nothing else is known of them. ``digest``
-    identifies graph, cluster and contention.
+    ``model`` and ``cluster`` are the names of what was planned. ``operators`` are those of the
+    graph after ``splits``, in the order of their starts. ``critical`` is the chain of those that
+    waited for each other up to the last one (:mod:`critical`), ``peak_memory_bytes`` the most that
+    is in each device's memory. ``unmeasured`` took 0 seconds on some device because nothing else is
+    known of them. ``digest`` identifies graph, cluster and contention.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
+    model: str
+    cluster: str
     planner: str
     contention: Contention
     operators: tuple[PlacedOperator, ...]
     transfers: tuple[Transfer, ...]
+    critical: tuple[str, ...]
+    peak_memory_bytes: dict[str, float]
     splits: tuple[SplitChoice, ...] = ()
     certificate: OperatorCertificate | None = None
     unmeasured: tuple[str, ...] = ()
@@ -143,6 +150,32 @@ class OperatorPlan(Envelope):
         if stated is None:
             return None
         return Claim(stated.cost_seconds, stated.bound_seconds, stated.proved_by)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLoad:
+    """What a device does in a step: seconds of its operators, and the most bytes in its memory."""
+
+    device: str
+    operators: int
+    busy_seconds: float
+    peak_memory_bytes: float
+
+
+def loads_of(plan: OperatorPlan) -> tuple[DeviceLoad, ...]:
+    """The load of every device of the cluster."""
+    placed: dict[str, list[PlacedOperator]] = {device: [] for device in plan.peak_memory_bytes}
+    for one in plan.operators:
+        placed.setdefault(one.device, []).append(one)
+    return tuple(
+        DeviceLoad(
+            device,
+            len(its),
+            sum(one.finish_seconds - one.start_seconds for one in its),
+            plan.peak_memory_bytes.get(device, 0.0),
+        )
+        for device, its in placed.items()
+    )
 
 
 def digest_of(graph: StepGraph, cluster: Cluster, contention: Contention) -> str:

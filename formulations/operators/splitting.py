@@ -61,8 +61,10 @@ def _reason(graph: StepGraph, node: Node) -> str | None:
     """Why a node cannot be split."""
     if node.state_bytes or node.beside is not None:
         return "has a state or a fixed device, so it cannot be split"
-    if any(other.beside == node.name for other in graph.nodes):
+    if node.name in graph.hosts:
         return "has another one beside it, so it cannot be split"
+    if any(output.shared for output in node.outputs):
+        return "has an output in the memory of its input, so it cannot be split"
     return None
 
 

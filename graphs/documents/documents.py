@@ -71,6 +71,17 @@ def read(kind: type[T], path: str | os.PathLike[str], format_name: str, version:
     return parse(kind, read_text(path), str(path), format_name, version)
 
 
+def format_of(path: str | os.PathLike[str]) -> str | None:
+    """The format that the document at ``path`` says it has; None if it says none."""
+    text = read_text(path)
+    try:
+        data = from_json(text)
+    except ValueError:
+        return None
+    found = data.get("format") if isinstance(data, dict) else None
+    return found if isinstance(found, str) else None
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of the file at ``path``; unreadable files raise InputError in one line."""
     name = file_name(path)

@@ -57,6 +57,11 @@ def parse_bandwidth(text: str) -> float:
     return value
 
 
+def counted(number: int, one: str, several: str) -> str:
+    """``1 stage``, ``2 stages``."""
+    return f"{number} {one if number == 1 else several}"
+
+
 def parse_share(value: str | float, name: str) -> float:
     """A share of a whole from ``1%``, ``0.01`` or a number.
 

@@ -30,9 +30,12 @@ class _Record(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
 
 
-class _Node(_Record):
+class WorkloadNode(_Record):
+    """An operator: milliseconds on an accelerator and on a processor, and bytes."""
+
     id: int
     fpga_latency: _Amount
+    cpu_latency: _Amount = 0.0
     size: _Amount
     is_backward_node: bool = False
     supported_on_fpga: bool = True
@@ -41,20 +44,27 @@ class _Node(_Record):
 
     @property
     def label(self) -> str:
+        """The name, or the number."""
         return self.name or f"node{self.id}"
 
 
-class _Edge(_Record):
+class WorkloadEdge(_Record):
+    """The bytes that flow between two operators; ``cost`` in milliseconds to send them."""
+
     source_id: int
     dest_id: int
     size: _Amount
+    cost: _Amount = 0.0
 
 
-class _Workload(_Record):
-    nodes: list[_Node]
-    edges: list[_Edge]
+class Workload(_Record):
+    """Operators, the edges between them, and the devices that they are divided among."""
+
+    nodes: list[WorkloadNode]
+    edges: list[WorkloadEdge]
     max_devices: int = Field(alias="maxFPGAs")
     max_bytes: _Amount = Field(alias="maxSizePerFPGA")
+    max_hosts: int = Field(alias="maxCPUs", default=0)
 
 
 def read_dnn_partitioning(
@@ -105,7 +115,7 @@ def dnn_partitioning_graph(
     InputError
         One line with the file and the field, node or edge.
     """
-    workload = _read(path)
+    workload = read_workload(path)
     readers = _weight_readers(workload)
     title = name or Path(path).name.removesuffix(".json")
     try:
@@ -123,9 +133,16 @@ def dnn_partitioning_graph(
         raise InputError(f"{path}: {error}") from None
 
 
-def _read(path: str | os.PathLike[str]) -> _Workload:
+def read_workload(path: str | os.PathLike[str]) -> Workload:
+    """The workload as it is written.
+
+    Raises
+    ------
+    InputError
+        One line with the file and the field, node or edge.
+    """
     try:
-        workload = _Workload.model_validate_json(documents.read_text(path))
+        workload = Workload.model_validate_json(documents.read_text(path))
     except ValidationError as error:
         raise InputError(f"{path}: {documents.first_problem(error)}") from None
     ids = {node.id for node in workload.nodes}
@@ -141,12 +158,12 @@ def _read(path: str | os.PathLike[str]) -> _Workload:
     return workload
 
 
-def _forward(workload: _Workload) -> dict[int, _Node]:
+def _forward(workload: Workload) -> dict[int, WorkloadNode]:
     return {node.id: node for node in workload.nodes if not node.is_backward_node}
 
 
 def _forward_edges(
-    workload: _Workload, without: dict[int, int] | None = None
+    workload: Workload, without: dict[int, int] | None = None
 ) -> tuple[tuple[str, str], ...]:
     """Edges between forward nodes, by label, except those that leave the nodes ``without``."""
     nodes = _forward(workload)
@@ -158,7 +175,7 @@ def _forward_edges(
     )
 
 
-def _weight_readers(workload: _Workload) -> dict[int, int]:
+def _weight_readers(workload: Workload) -> dict[int, int]:
     """The id of each weight's first forward reader, by the weight's id."""
     nodes, targets = _forward(workload), {edge.dest_id for edge in workload.edges}
     readers: dict[int, int] = {}
@@ -171,7 +188,7 @@ def _weight_readers(workload: _Workload) -> dict[int, int]:
     return readers
 
 
-def _operators(workload: _Workload, readers: dict[int, int]) -> tuple[Operator, ...]:
+def _operators(workload: Workload, readers: dict[int, int]) -> tuple[Operator, ...]:
     nodes = _forward(workload)
     training = len(nodes) < len(workload.nodes)
     backward_ms = _backward_milliseconds(workload, readers)
@@ -197,7 +214,7 @@ def _operators(workload: _Workload, readers: dict[int, int]) -> tuple[Operator, 
     return tuple(operators)
 
 
-def _output_bytes(workload: _Workload) -> dict[int, float]:
+def _output_bytes(workload: Workload) -> dict[int, float]:
     """The largest edge that leaves each forward node.
 
     For the last operators, whose output no forward node reads, the largest edge into a backward
@@ -218,7 +235,7 @@ def _output_bytes(workload: _Workload) -> dict[int, float]:
     }
 
 
-def _backward_milliseconds(workload: _Workload, readers: dict[int, int]) -> dict[int, float]:
+def _backward_milliseconds(workload: Workload, readers: dict[int, int]) -> dict[int, float]:
     """Backward time per forward operator, which add up to the time of all backward nodes."""
     nodes = _forward(workload)
     classes: dict[int | None, set[int]] = defaultdict(set)
@@ -236,8 +253,8 @@ def _backward_milliseconds(workload: _Workload, readers: dict[int, int]) -> dict
 
 
 def _classes_of_backward_nodes(
-    workload: _Workload, known: set[int | None]
-) -> list[tuple[_Node, int | None]]:
+    workload: Workload, known: set[int | None]
+) -> list[tuple[WorkloadNode, int | None]]:
     """The class of each backward node if it is ``known``, else that of the nearest node."""
     backward = {node.id: node for node in workload.nodes if node.is_backward_node}
     graph = nx.Graph()

@@ -167,6 +167,11 @@ class StepGraph:
         """The position of every operator."""
         return {node.name: i for i, node in enumerate(self.nodes)}
 
+    @cached_property
+    def hosts(self) -> frozenset[str]:
+        """The operators that others are beside."""
+        return frozenset(node.beside for node in self.nodes if node.beside is not None)
+
     def digest(self) -> str:
         """A SHA-256 of everything that a placement depends on."""
         return hashlib.sha256(documents.to_json(self).encode()).hexdigest()

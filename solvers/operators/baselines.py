@@ -8,6 +8,7 @@ import numpy as np
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.errors import InputError
+from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.dpos import by_rank
 from stagewright.solvers.operators.insertion import by_devices
 from stagewright.solvers.operators.peers import mean_ranks
@@ -61,7 +62,7 @@ def min_cut(problem: OperatorProblem) -> Timetable:
     groups, readers = len(problem.group_bytes), problem.edges
     graph = nx.Graph()
     graph.add_nodes_from(range(groups))
-    wait = transfers(problem, np.mean)
+    wait = transfers(arrays_of(problem), np.mean)
     for i, j, t in zip(*(column.tolist() for column in readers), strict=True):
         a, b = int(problem.group[i]), int(problem.group[j])
         if a != b:

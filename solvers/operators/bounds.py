@@ -20,20 +20,28 @@ def bounds_of(problem: OperatorProblem) -> tuple[OperatorBound, ...]:
 def load_prices(problem: OperatorProblem) -> Floats:
     """Prices of the devices, which sum to 1, for the largest cost of all work.
 
-    Devices with the same times form a kind and have the same price. Any prices give a bound, so
-    that a solve that fails costs quality only.
+    Devices with the same times form a kind and have the same price.
     """
-    m = len(problem.devices)
     seconds, kind, count = np.unique(
         problem.seconds, axis=1, return_inverse=True, return_counts=True
     )
+    return np.asarray(best_prices(seconds, count.astype(float))[kind.ravel()], dtype=float)
+
+
+def best_prices(seconds: Floats, count: Floats) -> Floats:
+    """Prices of a device of each kind for the largest cost of all work; all devices' sum to 1.
+
+    ``seconds`` of operators on a device of each kind, shape (n, kinds), and the ``count`` of
+    devices of each. Any prices give a bound, so that a solve that fails costs quality only.
+    """
+    equal = np.full(len(count), 1 / count.sum())
     if len(count) == 1:
-        return np.full(m, 1 / m)
-    answer = solve(_dual(seconds, count.astype(float)))
+        return equal
+    answer = solve(_dual(seconds, count))
     if answer.status is not Status.OPTIMAL or answer.values is None:
-        return np.full(m, 1 / m)
+        return equal
     price = np.maximum(0.0, answer.values[-len(count) :])
-    return np.asarray(price[kind.ravel()] / (price @ count), dtype=float)
+    return np.asarray(price / (price @ count), dtype=float)
 
 
 def _dual(seconds: Floats, count: Floats) -> LinearProgram:

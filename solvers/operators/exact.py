@@ -15,7 +15,7 @@ from stagewright.solvers.operators.exact_model import Model
 from stagewright.solvers.operators.search import best_list_schedule, search, shortest
 
 MOST = 60  # operators
-EVALUATIONS = 400_000  # of the search before
+EVALUATIONS = 800_000  # of the search before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +50,9 @@ def solve_exactly(problem: OperatorProblem, limits: Limits) -> OperatorResult:
     """
     began = perf_counter()
     bounds = bounds_of(problem)
-    reason = shortage(problem)
-    if reason is not None:
-        return _result(None, bounds, Status.INFEASIBLE, "none", began, reason)
+    short = shortage(problem)
+    if short is not None:
+        return _result(None, bounds, Status.INFEASIBLE, "none", began, short.reason)
     lower = max(bound.seconds for bound in bounds)
     source, best = best_list_schedule(problem)
     found = search(problem, EVALUATIONS, limits, best, lower)

@@ -17,6 +17,7 @@ from stagewright.formulations.operators.bounds import windows
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.backends.cpsat import run_model
+from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.insertion import by_devices, timetable
 from stagewright.solvers.operators.search import is_roomy
 
@@ -84,10 +85,11 @@ class Model:
             return by_devices(self.problem, order, device)
         sent_start = np.full((len(self.problem.maker), m), np.nan)
         rows = values[n + groups * m :].reshape(-1, 2)
-        for pair, (begin, is_sent) in zip(self.sent, rows.tolist(), strict=True):
+        for pair, (sent, is_sent) in zip(self.sent, rows.tolist(), strict=True):
             if is_sent:
-                sent_start[pair] = begin * self.unit
-        return timetable(self.problem, device, (start * self.unit).astype(float), sent_start)
+                sent_start[pair] = sent * self.unit
+        begin = (start * self.unit).astype(float)
+        return timetable(arrays_of(self.problem), device, begin, sent_start)
 
     def _place_and_start(self) -> None:
         """One device per group, and one operator at a time on it."""

@@ -20,7 +20,8 @@ from stagewright.formulations.operators.problem import OperatorProblem, Timetabl
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.backends.backend import solve
 from stagewright.solvers.operators.arrays import Arrays, arrays_of
-from stagewright.solvers.operators.insertion import ANY, ROUNDING, by_devices, sources
+from stagewright.solvers.operators.insertion import by_devices, sources
+from stagewright.solvers.operators.insertion_kernel import ANY, ROUNDING
 from stagewright.solvers.operators.ranks import transfers
 from stagewright.solvers.pipelines.compiled import inner
 
@@ -39,8 +40,9 @@ def m_sct(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
 
 def _greedy(problem: OperatorProblem, favourite: Ints, held: float) -> Timetable | None:
     """Devices and order by the kernel; its times without insertion only improve by it."""
+    arrays = arrays_of(problem)
     is_done, device, order = _earliest_first(
-        arrays_of(problem), sources(problem), favourite, transfers(problem, np.max), held
+        arrays, sources(arrays), favourite, transfers(arrays, np.max), held
     )
     return by_devices(problem, order, device) if is_done else None
 
@@ -54,7 +56,7 @@ def favourite_children(problem: OperatorProblem) -> Ints:
     maker, reader, tensor = problem.edges
     pairs, number = np.unique(np.stack([maker, reader]), axis=1, return_inverse=True)
     waits = np.zeros(pairs.shape[1])
-    np.maximum.at(waits, number.ravel(), transfers(problem, np.max)[tensor])
+    np.maximum.at(waits, number.ravel(), transfers(arrays_of(problem), np.max)[tensor])
     favourite = np.full(len(problem.names), NONE)
     if pairs.size:
         answer = solve(_relaxation(problem, pairs, waits))

@@ -1,6 +1,12 @@
-"""OS-DPOS, DPOS with operator splitting (FastT, section 5.2, algorithm 2)."""
+"""OS-DPOS, DPOS with operator splitting (FastT, section 5.2, algorithm 2).
 
-from dataclasses import dataclass
+Line 8 runs algorithm 1 for every way to divide an operator. What it gives is computed without most
+of the work: the arrays are divided in place of the document; the list is the same up to some
+operator, and so are the devices and times before it; and a list ends when it cannot be shorter than
+the best one. The answer is that of algorithm 2.
+"""
+
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,7 +17,16 @@ from stagewright.formulations.operators.step import operator_problem
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.step_graph import StepGraph
-from stagewright.solvers.operators.search import METHODS
+from stagewright.solvers.operators.arrays import Arrays, arrays_of
+from stagewright.solvers.operators.dividing import Division, Places, divided
+from stagewright.solvers.operators.dpos import given_devices, priorities
+from stagewright.solvers.operators.insertion import NEVER, NOTHING, Listing, listed, timetable
+from stagewright.solvers.operators.insertion_kernel import ANY, Cutoff, Known
+from stagewright.solvers.operators.memory import keeps_memory
+from stagewright.solvers.operators.ranks import upward
+from stagewright.solvers.operators.search import FREED, SHARES
+
+ROUNDING = 1e-9  # relative: of sums of times
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,36 +39,131 @@ class SplitResult:
     tried: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Algorithm 1 on ``arrays``, with each of ``ways`` to count memory as far as necessary."""
+
+    arrays: Arrays
+    order: Ints
+    devices: tuple[Ints, ...] = ()
+    listings: tuple[Listing, ...] = ()
+    timetable: Timetable | None = None
+
+
+@dataclass(slots=True)
+class _Search:
+    """The best run so far and the splits that it has."""
+
+    places: Places
+    ways: tuple[float, ...]
+    best: _Run
+    splits: list[SplitChoice] = field(default_factory=list)
+    tried: int = 1
+
+
 def os_dpos(graph: StepGraph, cluster: Cluster, contention: Contention = "none") -> SplitResult:
     """The splits of algorithm 2, which stops at the first operator that is better left whole.
 
-    The critical path is that of the first placement and is not computed again. Operators that
-    cannot be split are passed over.
+    Memory is counted for all lists as for the first one. The critical path is that of the first
+    placement and is not computed again. Operators that cannot be split are passed over.
     """
-    method = METHODS["dpos"]
     problem = operator_problem(graph, cluster, contention)
-    found = method(problem)  # line 3
-    best = SplitResult((), problem, found, 1)
-    if found is None:
-        return best
-    path = placed_critical_path(problem, found)  # line 4
-    work = problem.seconds[path, found.device[path]]
-    current, tried = graph, 1
+    for ways in (SHARES, FREED):
+        first = _run(arrays_of(problem), ways)  # line 3
+        if first.timetable is not None:
+            break
+    else:
+        return SplitResult((), problem, None, 1)
+    path = placed_critical_path(problem, first.timetable)  # line 4
+    work = problem.seconds[path, first.timetable.device[path]]
+    state = _Search(Places(graph), ways, first)
     for i in path[np.argsort(-work, kind="stable")].tolist():  # lines 5 and 7
-        node = current.nodes[current.index[problem.names[i]]]
-        choices = choices_of(current, node, len(cluster))
-        least = best
-        for choice in choices:  # line 8
-            other = operator_problem(split_graph(current, [choice]), cluster, contention)
-            listed = method(other)
-            tried += 1
-            if listed is not None and (least.timetable is None or listed.end < least.timetable.end):
-                least = SplitResult((*best.splits, choice), other, listed, tried)
-        if choices and least is best:
+        choices = choices_of(graph, graph.nodes[i], len(cluster))
+        if choices and not _improve(state, choices):
             break  # line 12
-        if least is not best:
-            best, current = least, split_graph(current, least.splits[-1:])  # line 10
-    return SplitResult(best.splits, best.problem, best.timetable, tried)
+    if state.splits:
+        problem = operator_problem(split_graph(graph, state.splits), cluster, contention)
+    return SplitResult(tuple(state.splits), problem, state.best.timetable, state.tried)
+
+
+def _improve(state: _Search, choices: list[SplitChoice]) -> bool:
+    """Divide one operator in the best of its ways, if that is faster (lines 8 to 10)."""
+    least, chosen = state.best, None
+    for choice in choices:
+        division = state.places.division(state.best.arrays, choice)
+        arrays = divided(state.best.arrays, division)
+        found = _run(arrays, state.ways, least, state.best, division)
+        state.tried += 1
+        if found.timetable is not None:
+            least, chosen = found, (choice, division)
+    if chosen is None:
+        return False
+    state.best = least
+    state.splits.append(chosen[0])
+    state.places.divide(chosen[0].operator, chosen[1])
+    return True
+
+
+def _run(
+    arrays: Arrays,
+    ways: tuple[float, ...],
+    least: _Run | None = None,
+    before: _Run | None = None,
+    division: Division | None = None,
+) -> _Run:
+    """Algorithm 1 on ``arrays``; no timetable if it is not shorter than that of ``least``.
+
+    ``before`` is the run on the arrays before the ``division``.
+    """
+    order, path = priorities(arrays)
+    most, cutoff = np.inf, NEVER
+    if least is not None and least.timetable is not None:
+        most = least.timetable.end
+        fastest = arrays.seconds.min(axis=1)
+        lengths = upward(arrays, fastest, np.zeros(len(arrays.maker)))
+        if lengths.max() > most * (1 + ROUNDING):
+            return _Run(arrays, order)
+        cutoff = Cutoff(most * (1 + ROUNDING), lengths - fastest)
+    best: Timetable | None = None
+    devices: list[Ints] = []
+    listings: list[Listing] = []
+    for number, held in enumerate(ways):
+        devices.append(given_devices(arrays, path, held))
+        is_less = number > 0 and held >= 0
+        if is_less and not listings[-1].is_full and (devices[-1] == devices[-2]).all():
+            listings.append(listings[-1])  # less memory in use changes nothing
+            continue
+        known = NOTHING
+        if before is not None and division is not None:
+            known = _known(before, number, division, order, devices[-1])
+        found = listed(arrays, order, devices[-1], held, known=known, cutoff=cutoff)
+        listings.append(found)
+        if found.is_done:
+            one = timetable(arrays, found.device, found.start, found.sent_start)
+            if one.end < most and keeps_memory(arrays, one):
+                best, most = one, one.end
+                cutoff = Cutoff(most * (1 + ROUNDING), cutoff.tails)
+    return _Run(arrays, order, tuple(devices), tuple(listings), best)
+
+
+def _known(before: _Run, number: int, division: Division, order: Ints, devices: Ints) -> Known:
+    """What a list before the division says about the beginning of the list after it."""
+    old, at = before.listings[number], division.at
+    place = np.arange(len(before.order))
+    place[at + 1 :] += division.more
+    place[at] = ANY
+    listed_before = before.order[: old.done]
+    same = (place[listed_before] == order[: old.done]) & (
+        before.devices[number][listed_before] == devices[order[: old.done]]
+    )
+    count = len(same) if same.all() else int(np.argmin(same))
+    new = np.zeros(division.more, dtype=np.int64)
+    return Known(
+        count,
+        old.is_full,
+        np.concatenate([old.device[: at + 1], new, old.device[at + 1 :]]),
+        np.concatenate([old.start[: at + 1], new.astype(float), old.start[at + 1 :]]),
+    )
 
 
 def placed_critical_path(problem: OperatorProblem, timetable: Timetable) -> Ints:

@@ -13,7 +13,8 @@ from stagewright.formulations.operators.problem import OperatorProblem, Timetabl
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.operators.arrays import Arrays, arrays_of
 from stagewright.solvers.operators.dpos import by_rank
-from stagewright.solvers.operators.insertion import ANY, insert
+from stagewright.solvers.operators.insertion import insert
+from stagewright.solvers.operators.insertion_kernel import ANY
 from stagewright.solvers.operators.ranks import downward, followers, transfers, upward
 
 EQUAL = 1e-9  # relative: priorities of the operators on a critical path of CPOP
@@ -27,16 +28,15 @@ def heft(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
 
 def mean_ranks(problem: OperatorProblem) -> Floats:
     """rank_u with the mean times over devices and pairs of devices."""
-    found: Floats = upward(
-        arrays_of(problem), problem.seconds.mean(axis=1), transfers(problem, np.mean)
-    )
+    arrays = arrays_of(problem)
+    found: Floats = upward(arrays, problem.seconds.mean(axis=1), transfers(arrays, np.mean))
     return found
 
 
 def cpop(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
     """Critical path on a processor: the path on the device that is fastest for all of it."""
-    seconds, mean = problem.seconds.mean(axis=1), transfers(problem, np.mean)
     arrays = arrays_of(problem)
+    seconds, mean = problem.seconds.mean(axis=1), transfers(arrays, np.mean)
     priority = upward(arrays, seconds, mean) + downward(arrays, seconds, mean)
     path = _critical(problem, priority)
     devices = np.full(len(seconds), ANY)
@@ -60,7 +60,8 @@ def _critical(problem: OperatorProblem, priority: Floats) -> list[int]:
 
 def peft(problem: OperatorProblem, held: float = 1.0) -> Timetable | None:
     """Predict earliest finish time: devices by a table of optimistic costs to the end."""
-    table = optimistic_costs(arrays_of(problem), transfers(problem, np.mean))
+    arrays = arrays_of(problem)
+    table = optimistic_costs(arrays, transfers(arrays, np.mean))
     order = ready_order(problem, table.mean(axis=1))
     return insert(problem, order, np.full(len(order), ANY), lookahead=table, held=held)
 

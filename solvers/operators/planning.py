@@ -1,10 +1,11 @@
 """Plan the operators of a step: a method, or search and optimum; checked and certified."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.operators.bounds import shortage
-from stagewright.formulations.operators.check import certificate, require_valid
+from stagewright.formulations.operators.check import certificate, expected, require_valid
 from stagewright.formulations.operators.plan import (
     OperatorBound,
     OperatorPlan,
@@ -14,17 +15,17 @@ from stagewright.formulations.operators.plan import (
     digest_of,
 )
 from stagewright.formulations.operators.problem import Contention, OperatorProblem, Timetable
+from stagewright.formulations.operators.splitting import split_graph
 from stagewright.formulations.operators.step import operator_problem
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.step_graph import StepGraph
 from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.exact import solve_exactly
+from stagewright.solvers.operators.names import FASTT, PLANNERS, SEARCHING, SPLITTING
 from stagewright.solvers.operators.os_dpos import os_dpos
 from stagewright.solvers.operators.search import METHODS
-
-SPLITTING, SEARCHING = "os-dpos", "search"
-PLANNERS = (*METHODS, SPLITTING, SEARCHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,14 @@ class _Found:
 def plan_operators(
     graph: StepGraph,
     cluster: Cluster,
-    planner: str = SEARCHING,
+    planner: str = FASTT,
     contention: Contention = "none",
     limits: Limits | None = None,
 ) -> PlannedOperators:
-    """The plan of one of ``PLANNERS``; ``search`` is never longer than the methods without splits.
+    """The plan of one of ``PLANNERS``; ``fastt`` is never longer than any other.
+
+    A plan is optimal if it reaches a bound on what its planner may choose: with whole operators for
+    all but ``fastt`` and ``os-dpos``, which may split.
 
     Raises
     ------
@@ -64,32 +68,49 @@ def plan_operators(
     """
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
-    found = _find(graph, cluster, planner, contention, limits or Limits())
-    if found.timetable is None:
-        return PlannedOperators(None, found.status, found.reason)
-    cost = found.problem.evaluate(found.timetable)
+    limits = limits or Limits()
+    found = _find(graph, cluster, planner, contention, limits)
     problem, timetable = found.problem, found.timetable
+    if timetable is None:
+        return PlannedOperators(None, found.status, found.reason)
+    cost = problem.evaluate(timetable)
+    critical, peaks = expected(problem, timetable)
+    stated = certificate(cost, found.bounds)
     plan = OperatorPlan(
         digest=digest_of(graph, cluster, contention),
+        model=graph.name,
+        cluster=cluster.name,
         planner=planner,
         contention=contention,
-        operators=_placed(problem, timetable),
+        operators=_placed(split_graph(graph, found.splits), problem, timetable),
         transfers=_transfers(problem, timetable),
+        critical=critical,
+        peak_memory_bytes=peaks,
         splits=found.splits,
-        certificate=certificate(cost, found.bounds),
+        certificate=stated,
         unmeasured=problem.unmeasured,
     )
     require_valid(graph, cluster, plan)
-    return PlannedOperators(plan, found.status)
+    gap = stated.any_splits_gap if planner in (FASTT, SPLITTING) else stated.gap
+    if gap <= RELATIVE_TOLERANCE:
+        return PlannedOperators(plan, Status.OPTIMAL)
+    return PlannedOperators(plan, limits.status(found=True))
 
 
 def _find(
     graph: StepGraph, cluster: Cluster, planner: str, contention: Contention, limits: Limits
 ) -> _Found:
     problem = operator_problem(graph, cluster, contention)
-    reason = shortage(problem)
-    if reason is not None:
+    short = shortage(problem)
+    if short is not None:
+        line = graph.nodes[graph.index[short.operator]].line if short.operator else None
+        reason = ": ".join(filter(None, (line, short.reason)))
         return _Found(problem, None, (), Status.INFEASIBLE, reason=reason)
+    if planner == FASTT:
+        began = perf_counter()
+        divided = _find(graph, cluster, SPLITTING, contention, limits)
+        left = replace(limits, seconds=limits.left(perf_counter() - began))
+        return _better(divided, _find(graph, cluster, SEARCHING, contention, left))
     if planner == SEARCHING:
         result = solve_exactly(problem, limits)
         return _Found(problem, result.timetable, result.bounds, result.status, reason=result.reason)
@@ -104,10 +125,21 @@ def _find(
     return _Found(problem, timetable, bounds_of(problem), status, splits, reason)
 
 
-def _placed(problem: OperatorProblem, timetable: Timetable) -> tuple[PlacedOperator, ...]:
+def _better(split: _Found, whole: _Found) -> _Found:
+    """The shorter one; ``whole`` if they are equally long."""
+    if split.timetable is None:
+        return whole
+    is_shorter = whole.timetable is None or split.timetable.end < whole.timetable.end
+    return split if is_shorter else whole
+
+
+def _placed(
+    graph: StepGraph, problem: OperatorProblem, timetable: Timetable
+) -> tuple[PlacedOperator, ...]:
     return tuple(
         PlacedOperator(
             problem.names[i],
+            graph.nodes[i].role,
             problem.devices[timetable.device[i]],
             float(timetable.start[i]),
             float(timetable.finish[i]),

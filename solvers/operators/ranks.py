@@ -10,18 +10,18 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.operators.arrays import Arrays
 
 
-def transfers(problem: OperatorProblem, statistic: Any) -> Floats:
+def transfers(arrays: Arrays, statistic: Any) -> Floats:
     """``statistic`` (np.max, np.mean) of each tensor's times over all pairs of devices, (T,)."""
-    apart = ~np.eye(len(problem.devices), dtype=bool)
+    apart = ~np.eye(len(arrays.memory), dtype=bool)
     if not apart.any():
-        return np.zeros(len(problem.maker))
-    pairs = np.array([problem.latency[apart], problem.seconds_per_byte[apart]])
+        return np.zeros(len(arrays.maker))
+    pairs = np.array([arrays.latency[apart], arrays.seconds_per_byte[apart]])
     if statistic is np.mean:
         latency, rate = pairs.mean(axis=1)
-        mean: Floats = latency + problem.sent_bytes * rate
+        mean: Floats = latency + arrays.sent_bytes * rate
         return mean
     links = np.unique(pairs, axis=1)
-    found: Floats = statistic(links[0] + np.multiply.outer(problem.sent_bytes, links[1]), axis=1)
+    found: Floats = statistic(links[0] + np.multiply.outer(arrays.sent_bytes, links[1]), axis=1)
     return found
 
 
@@ -48,6 +48,25 @@ def downward(arrays: Arrays, seconds: Floats, transfer: Floats) -> Floats:
             i = arrays.maker[t]
             ranks[j] = max(ranks[j], ranks[i] + seconds[i] + transfer[t])
     return ranks
+
+
+@njit(cache=True)
+def longest_path(arrays: Arrays, ranks: Floats) -> Ints:
+    """From the operator of the largest rank always on to the reader of the largest rank."""
+    path, length = np.empty(len(ranks), np.int64), 1
+    path[0] = np.argmax(ranks)
+    while True:
+        i, best = path[length - 1], -1
+        begin = arrays.first_reader[arrays.first_output[i]]
+        end = arrays.first_reader[arrays.first_output[i + 1]]
+        for e in range(begin, end):
+            j = arrays.reader[e]
+            if best < 0 or ranks[j] > ranks[best] or (ranks[j] == ranks[best] and j < best):
+                best = j
+        if best < 0:
+            return path[:length].copy()
+        path[length] = best
+        length += 1
 
 
 def followers(problem: OperatorProblem, i: int) -> Ints:

@@ -10,39 +10,53 @@ from stagewright.formulations.operators.bounds import windows
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
-from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.baselines import m_topo, single
 from stagewright.solvers.operators.dpos import dpos
 from stagewright.solvers.operators.greedy import m_etf, m_sct
 from stagewright.solvers.operators.insertion import by_devices
+from stagewright.solvers.operators.memory import keeps_memory, peaks
 from stagewright.solvers.operators.peers import cpop, heft, peft
-from stagewright.solvers.operators.search_kernels import FIRST, anneal
+from stagewright.solvers.operators.search_kernels import anneal
 
 Method = Callable[[OperatorProblem], Timetable | None]
 
-HELD = (1.0, 0.5, 0.0)  # shares of tensors that count as in memory all the time
+SHARES = (1.0, 0.5, 0.0)  # of tensors that count as in memory all the time
+FREED = (-1.0, -0.8, -0.6)  # where that finds nothing: shares of the memory, see ``insert``
+FEW = 60  # operators up to which a search goes far from its start
+FIRST, SPREAD = 0.5, 6.0  # temperatures as shares of the time: of few operators; of others, over n
+WORK = 300_000_000  # operators in all moves
+HALF = 0.5  # of the memory: with less in use, moves do not look at it
 ROUNDS = 8  # the first from the best list schedule, each other one from the best so far
 SMALL = 2000  # operators up to which the slow greedy schedulers are among the first
 
 
-def first_of(method: Callable[[OperatorProblem, float], Timetable | None]) -> Method:
-    """``method`` with the shares of ``HELD``; the shortest timetable that keeps the memory."""
+def first_of(
+    method: Callable[[OperatorProblem, float], Timetable | None], *ways: tuple[float, ...]
+) -> Method:
+    """``method`` with each of the first ``ways`` to count memory, else each of the next.
+
+    The shortest timetable that keeps the memory.
+    """
 
     def run(problem: OperatorProblem) -> Timetable | None:
-        found = [method(problem, held) for held in HELD[: 1 if is_roomy(problem) else None]]
-        return shortest(problem, found)
+        for some in ways:
+            held = some[: 1 if is_roomy(problem) else None]
+            found = shortest(problem, [method(problem, one) for one in held])
+            if found is not None:
+                return found
+        return None
 
     return run
 
 
 METHODS: dict[str, Method] = {
-    "dpos": first_of(dpos),
-    "heft": first_of(heft),
-    "cpop": first_of(cpop),
-    "peft": first_of(peft),
-    "m-etf": first_of(m_etf),
-    "m-sct": first_of(m_sct),
+    "dpos": first_of(dpos, SHARES, FREED),
+    "heft": first_of(heft, SHARES, FREED),
+    "cpop": first_of(cpop, SHARES, FREED),
+    "peft": first_of(peft, SHARES, FREED),
+    "m-etf": first_of(m_etf, SHARES),
+    "m-sct": first_of(m_sct, SHARES),
     "m-topo": m_topo,
     "single": single,
 }
@@ -53,21 +67,11 @@ def shortest(
     problem: OperatorProblem, found: list[Timetable | None] | tuple[Timetable | None, ...]
 ) -> Timetable | None:
     """The shortest of those that keep the memory; None if there is none."""
+    arrays = arrays_of(problem)
     for one in sorted((one for one in found if one is not None), key=lambda one: one.end):
-        if fits(problem, one):
+        if keeps_memory(arrays, one):
             return one
     return None
-
-
-def fits(problem: OperatorProblem, timetable: Timetable) -> bool:
-    """Whether it keeps the memory; every other rule it must keep."""
-    try:
-        problem.evaluate(timetable)
-    except InvalidPlan as error:
-        if "in memory" in str(error):
-            return False
-        raise
-    return True
 
 
 def best_list_schedule(problem: OperatorProblem) -> tuple[str, Timetable | None]:
@@ -91,7 +95,8 @@ def search(
     """The best timetable of ``evaluations`` moves; None if nothing fits in memory.
 
     Never longer than ``start``, which without memory limits is the best list schedule by default.
-    Deterministic by seed and evaluations, unless the limits end it first. It also ends when
+    Of large graphs there are fewer moves, all of them nearer to the start. Deterministic by seed
+    and evaluations, unless the limits end it first. It also ends when
     ``lower``, a proved bound, is reached.
     """
     began = perf_counter()
@@ -100,7 +105,10 @@ def search(
     best = start
     seed = single(problem) if start is None else start
     order, home = seed.order, _homes(problem, seed.device)
-    arrays, (_, tails), limited = arrays_of(problem), windows(problem), not is_roomy(problem)
+    arrays, (_, tails) = arrays_of(problem), windows(problem)
+    limited = start is None or bool((peaks(arrays, start) > HALF * problem.memory).any())
+    n = len(problem.names)
+    moves, first = min(evaluations, WORK // n) // ROUNDS, FIRST if n <= FEW else SPREAD / n
     for number in range(ROUNDS):
         if limits.left(perf_counter() - began) == 0:
             break
@@ -111,12 +119,14 @@ def search(
             _topological(problem, order),
             home,
             tails,
-            evaluations // ROUNDS,
+            moves,
             np.random.default_rng((limits.seed, number)),
             limited,
-            FIRST / (1 + number // 2),
+            first / (1 + number // 2),
         )
-        best = shortest(problem, [best, by_devices(problem, order, home[problem.group])])
+        found = by_devices(problem, order, home[problem.group])
+        limited = limited or not keeps_memory(arrays, found)
+        best = shortest(problem, [best, found])
         if best is not None:
             order, home = best.order, _homes(problem, best.device)
     return best

@@ -10,11 +10,11 @@ from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.solvers.operators.arrays import Arrays
-from stagewright.solvers.operators.insertion import earliest, members_of, occupy
+from stagewright.solvers.operators.insertion_kernel import earliest, members_of, occupy
 from stagewright.solvers.pipelines.compiled import inner
 
 PENALTY = 2.0  # of a plan's time, for memory exceeded by the whole of a device's memory
-FIRST, LAST = 0.2, 0.0005  # temperatures, as shares of the time at the start
+COOLING = 400.0  # the temperature at the start over that at the end
 WALK = 0.6  # chance that a walk of moved operators goes on
 CRITICAL = 0.7  # share of moves of operators on the critical chain
 
@@ -51,7 +51,7 @@ def anneal(  # noqa: C901 - one loop over moves
     other_order, other_home, other_place = order.copy(), home.copy(), place.copy()
     scale = max(end, 1e-300)
     for turn in range(budget):
-        heat = scale * first * (LAST / FIRST) ** (turn / budget)
+        heat = scale * first * COOLING ** (-turn / budget)
         most = now - heat * np.log(1.0 - random.random())
         if length == 0:
             length = _critical(finish, cause, chain)

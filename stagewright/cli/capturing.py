@@ -1,5 +1,6 @@
 """``capture``: a training step as a graph of operators."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -8,6 +9,13 @@ from stagewright.cli.console import JsonFlag, LossFunction, Optimizer, OutputFil
 from stagewright.cli.inputs import hand_out
 from stagewright.cli.profiling import reporting
 from stagewright.graphs.documents.errors import InputError
+
+
+class Weights(StrEnum):
+    """Who has the weights that replicas train."""
+
+    SHARED = "shared"
+    MIRRORED = "mirrored"
 
 
 def capture(
@@ -29,6 +37,23 @@ def capture(
     batch: Annotated[
         int | None,
         typer.Option(help="Samples; default: those of the data's mini-batch.", min=1),
+    ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            help="Copies of the model that train on as many mini-batches and average their "
+            "gradients: data parallelism, from which placements start.",
+            min=1,
+            metavar="N",
+        ),
+    ] = 1,
+    weights: Annotated[
+        Weights | None,
+        typer.Option(
+            help="With --replicas: one copy of the weights, which all replicas read (shared, the "
+            "default), or a copy and an update each (mirrored).",
+            case_sensitive=False,
+        ),
     ] = None,
     device_kind: Annotated[
         str | None,
@@ -54,6 +79,8 @@ def capture(
 
     if measure == (device_kind is not None):
         raise InputError("give --device-kind, for computed times, or --measure")
+    if weights is not None and replicas == 1:
+        raise InputError("--weights goes with --replicas")
     require_torch()
     import torch
 
@@ -67,6 +94,7 @@ def capture(
     from stagewright.executor.measuring.profiling import first_batch
     from stagewright.executor.training.losses import cross_entropy
     from stagewright.graphs.machines.devices import accelerator
+    from stagewright.graphs.models.data_parallel import data_parallel
 
     kinds = [accelerator(kind).name for kind in device_kind.split(",")] if device_kind else []
     make = load_factory(model, "MODEL")
@@ -86,4 +114,5 @@ def capture(
             graph = measure_operators(step, given, machine, rounds=rounds, on_progress=report)
         else:
             graph = with_analytic_seconds(step, kinds)
-    return hand_out(graph, output, as_json)
+    of_replicas = data_parallel(graph, replicas, "shared" if weights is None else weights.value)
+    return hand_out(of_replicas, output, as_json)

@@ -57,10 +57,10 @@ def import_(
         bool, typer.Option("--contract", help="Merge branches, so that layers are cut points.")
     ] = False,
     split_backward: Annotated[
-        float | None,
+        str | None,
         typer.Option(
             help="Share of the input gradient in backwards that are given as a whole; an "
-            "assumption, which the model file states.",
+            "assumption, which the model file states; such as 50% or 0.5.",
             metavar="SHARE",
         ),
     ] = None,
@@ -103,10 +103,12 @@ def _read_profile(
     )
 
 
-def _with_parts(chain: "Chain", share: float) -> "Chain":
+def _with_parts(chain: "Chain", text: str) -> "Chain":
     """The chain with both parts of every backward; says what was assumed."""
+    from stagewright.graphs.documents.units import parse_share
     from stagewright.graphs.models.splitting import split_backwards
 
+    share = parse_share(text, "--split-backward")
     try:
         split, changed = split_backwards(chain, share)
     except InputError as error:
@@ -305,6 +307,7 @@ def _servers(
 def hand_out(document: "Chain | Cluster | StepGraph", output: Path | None, as_json: bool) -> int:
     """Print the document, or write it to ``output`` and print a summary."""
     from stagewright.graphs.documents import documents
+    from stagewright.graphs.documents.units import counted
     from stagewright.graphs.models.chain import Chain
     from stagewright.graphs.models.step_graph import StepGraph
     from stagewright.service.answers import ClusterFileAnswer, GraphFileAnswer, ModelFileAnswer
@@ -316,13 +319,13 @@ def hand_out(document: "Chain | Cluster | StepGraph", output: Path | None, as_js
     name, size, file = document.name, len(document), str(output)
     answer: Answer
     if isinstance(document, Chain):
-        parts, answer = "layers", ModelFileAnswer(name=name, layers=size, file=file)
+        part, answer = "layer", ModelFileAnswer(name=name, layers=size, file=file)
     elif isinstance(document, StepGraph):
-        parts, answer = "operators", GraphFileAnswer(name=name, operators=size, file=file)
+        part, answer = "operator", GraphFileAnswer(name=name, operators=size, file=file)
     else:
-        parts, answer = "devices", ClusterFileAnswer(name=name, devices=size, file=file)
+        part, answer = "device", ClusterFileAnswer(name=name, devices=size, file=file)
     if as_json:
         print_answer(answer)
     else:
-        print_lines(f"{output}: {name}, {size} {parts}")
+        print_lines(f"{output}: {name}, {counted(size, part, f'{part}s')}")
     return 0

@@ -1,5 +1,6 @@
 """``plan`` and ``planners``: from a model and a cluster to a certified plan."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,14 @@ from stagewright.cli.schedule_options import read_replicas
 from stagewright.cli.schedules import Placement
 from stagewright.graphs.documents.errors import InputError
 
+
+class Contention(StrEnum):
+    """Whether transfers between two devices wait for each other."""
+
+    NONE = "none"
+    EXCLUSIVE = "exclusive"
+
+
 if TYPE_CHECKING:
     from stagewright.formulations.backprop.choice import OutOfOrder
     from stagewright.formulations.schedules.choice import ScheduleChoice
@@ -39,9 +48,15 @@ if TYPE_CHECKING:
 def plan(
     model: ModelFile,
     cluster: ClusterFile,
-    microbatches: Annotated[int, typer.Option(help="Microbatches in an iteration.")],
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help="Microbatches in an iteration; needed for a model of layers."),
+    ] = None,
     planner: Annotated[
-        str, typer.Option(help="One of those that `stagewright planners` lists.")
+        str,
+        typer.Option(
+            help="One of those that `stagewright planners` lists; auto is fastt for a graph."
+        ),
     ] = "auto",
     memory_limit: MemoryLimit = None,
     period: Annotated[
@@ -143,6 +158,14 @@ def plan(
             metavar="SHARE",
         ),
     ] = None,
+    contention: Annotated[
+        Contention | None,
+        typer.Option(
+            help="Of a graph: transfers between two devices do not wait for each other (none, the "
+            "default), or are one at a time in each direction (exclusive).",
+            case_sensitive=False,
+        ),
+    ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
@@ -160,9 +183,12 @@ def plan(
 ) -> int:
     """Plan a model on a cluster; exit code 1 if there is no plan, or none was found in time.
 
+    A model is a file of layers, or a graph of operators that `stagewright capture` writes.
+
     Ctrl-C (or SIGTERM) ends the search and keeps the best plan found so far; a second one ends
     immediately.
     """
+    from stagewright.cli.placing import is_graph, place, refuse_options
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.graphs.documents.units import parse_bytes, parse_share
     from stagewright.graphs.machines.cluster import load_cluster
@@ -170,6 +196,21 @@ def plan(
     from stagewright.service.pipeline_requests import PlanRequest
 
     limits = read_limits(time_limit, threads, seed)
+    if is_graph(model):
+        given = {
+            "--microbatches": microbatches, "--memory-limit": memory_limit, "--period": period,
+            "--group-size": group_size, "--backend": backend, "--recompute": recompute,
+            "--offload": offload, "--gap": gap, "--order": order, "--chunks": chunks,
+            "--replicas": replicas, "--placement": placement, "--training": training,
+            "--k": reversed_layers, "--group": group, "--share": share, "--from": start,
+        }  # fmt: skip
+        refuse_options(given, f"is for models of layers; {model} is a graph of operators")
+        chosen = None if contention is None else contention.value
+        return place((model, cluster), planner, chosen, limits, output, as_json)
+    refuse_options({"--contention": contention}, "is for graphs of operators")
+    if microbatches is None:
+        raise InputError("--microbatches is missing; write for example --microbatches 8")
+    _require_layers(planner, model)
     request = ask(
         PlanRequest,
         {"memory_limit_bytes": "--memory-limit", "period_seconds": "--period"},
@@ -211,6 +252,17 @@ def plan(
         if output is not None and answer.plan is not None:
             print_lines(f"{output} is written")
     return 1 if answer.plan is None else 0
+
+
+def _require_layers(planner: str, model: Path) -> None:
+    """Refuse a planner of operators for a model of layers."""
+    from stagewright.solvers.operators.names import PLANNERS as OF_OPERATORS
+
+    if planner in OF_OPERATORS:
+        raise InputError(
+            f"planner {planner!r} places graphs of operators; {model} has layers, `stagewright "
+            "capture` makes a graph"
+        )
 
 
 def _read_order(
@@ -290,15 +342,20 @@ def _print_result(chain: "Chain", result: "Result") -> None:
 
 def planners(as_json: JsonFlag = False) -> int:
     """List the planners."""
+    from stagewright.solvers.operators.names import PLANNERS as OF_OPERATORS
     from stagewright.solvers.planning import PLANNERS
 
+    rows = [(one.name, one.summary, one.source) for one in PLANNERS.values()]
+    placing = [(name, one.summary, one.source) for name, one in OF_OPERATORS.items()]
     if as_json:
-        listed = [
-            {"name": one.name, "summary": one.summary, "source": one.source}
-            for one in PLANNERS.values()
+        named = [
+            {"name": name, "model": model, "summary": summary, "source": source}
+            for model, listed in (("layers", rows), ("operators", placing))
+            for name, summary, source in listed
         ]
-        print_json({"planners": listed})
+        print_json({"planners": named})
     else:
-        rows = [(one.name, one.summary, one.source) for one in PLANNERS.values()]
-        print_table(("<planner", "<what it does", "<source"), rows)
+        head = ("<planner", "<what it does", "<source")
+        print_table(head, rows)
+        print_table(head, placing, "of graphs of operators")
     return 0

@@ -47,9 +47,14 @@ def check(
     as_json: JsonFlag = False,
 ) -> int:
     """Check a plan against all rules and verify its bounds; exit code 1 if one fails."""
+    from stagewright.cli.placing import check_placement, is_placement
     from stagewright.service.pipeline_requests import CheckRequest
     from stagewright.service.plans import check as check_plan
 
+    if is_placement(plan):
+        if proofs:
+            raise InputError("--proofs is for plans of pipelines: no search is behind these bounds")
+        return check_placement(plan, model, cluster, as_json)
     limits = read_limits(time_limit, threads, 0)
     request = ask(
         CheckRequest,
@@ -147,6 +152,10 @@ def show(
     as_json: JsonFlag = False,
 ) -> int:
     """Draw a plan, or print its summary if no file is given."""
+    from stagewright.cli.placing import is_placement, show_placement
+
+    if is_placement(plan):
+        return show_placement(plan, html, png, trace, as_json)
     from stagewright.executor.drawing.chart import write_png
     from stagewright.executor.drawing.chrome import write_trace
     from stagewright.executor.drawing.page import write_html

@@ -233,6 +233,7 @@ def test_operators_along_an_axis(shape: list[int], data: Any) -> None:
     check(lambda x, y: aten._softmax_backward_data.default(x, y, axis, double), x, y)
     check(lambda x, y: aten._log_softmax_backward_data.default(x, y, axis, double), x, y)
     check(lambda x, y: aten.cat.default([x, y], axis), x, y)
+    check(lambda none, x, y: aten.cat.default([none, x, y], axis), drawn(0), x, y)
     check(lambda x: aten.sum.dim_IntList(x, axes, keeps), x)
     check(lambda x: aten.mean.dim(x, axes, keeps), x)
     check(aten.clone.default, x)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from commands import answered, answered_json, refused
 
+from stagewright.graphs.models.data_parallel import data_parallel
 from stagewright.graphs.models.step_graph import load_graph
 
 LENET = ("capture", "examples.fastt.vision:lenet", "--data", "examples.fastt.vision:digits")
@@ -24,6 +25,19 @@ def test_capture_computes_times_for_devices(tmp_path: Path) -> None:
     for node in graph.nodes:
         assert node.seconds.keys() == {"v100", "p100"}
         assert node.seconds["v100"] <= node.seconds["p100"]
+
+
+def test_capture_of_replicas(tmp_path: Path) -> None:
+    one = tmp_path / "one.json"
+    options = (*LENET, "--batch", 4, "--device-kind", "v100")
+    answered(*options, "-o", one)
+    for weights, extra in (("shared", 0), ("mirrored", 1)):
+        file = tmp_path / f"{weights}.json"
+        answered(*options, "--replicas", 2, "--weights", weights, "-o", file)
+        graph, whole = load_graph(file), load_graph(one)
+        assert graph == data_parallel(whole, 2, weights)
+        states = [node for node in graph.nodes if node.role == "state"]
+        assert len(states) == sum(node.role == "state" for node in whole.nodes) * (1 + extra)
 
 
 def test_capture_measures_on_this_machine(tmp_path: Path) -> None:
@@ -46,6 +60,7 @@ def test_the_document_is_printed_without_an_output() -> None:
         (("--device-kind", "v100", "--measure"), "give --device-kind, for computed times, or"),
         (("--device-kind", "abacus"), "device 'abacus' is not known"),
         (("--device-kind", "v100", "--batch", 0), "'--batch'"),
+        (("--device-kind", "v100", "--weights", "shared"), "--weights goes with --replicas"),
         (("--device-kind", "v100", "--optimizer", "rprop"), "Rprop is not captured; there are"),
         (("--device-kind", "v100", "--loss", "math:sqrt"), "--loss: 'math:sqrt' raised TypeError"),
     ],

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -43,6 +44,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     return built
+
+
+def test_every_package_is_named() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = {name.replace(".", "/") for name in project["tool"]["setuptools"]["packages"]}
+    assert {str(Path(path).parent) for path in modules() if path.endswith(".py")} == named
 
 
 @pytest.mark.slow

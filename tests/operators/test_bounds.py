@@ -15,6 +15,7 @@ from stagewright.formulations.operators.bounds import (
     INTERVALS,
     LOAD,
     UNAVOIDABLE,
+    Shortage,
     priced_load,
     shortage,
 )
@@ -110,8 +111,10 @@ def test_fewer_ends_of_intervals_give_a_weaker_bound(monkeypatch):
 
 def test_shortages_are_named():
     case = Case([[1, 1], [1, 1]], [(0, 2, 2, [1])], [[0, 0], [0, 0]], APART, "none", [5, 5], [6, 3])
-    assert shortage(built(case)) == "the state is 10 bytes, all devices together have 9"
+    assert shortage(built(case)).reason == "the state is 10 B, all devices together have 9 B"
     case.memory = [6, 6]
-    assert shortage(built(case)) == "o0 needs 7 bytes, the largest device has 6"
+    assert shortage(built(case)) == Shortage(
+        "operator 'o0' needs 7 B, the largest device has 6 B", "o0"
+    )
     case.memory = [7, 7]
     assert shortage(built(case)) is None

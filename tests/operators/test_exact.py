@@ -138,7 +138,7 @@ def test_infeasible_is_an_answer():
     case = Case([[1], [1]], [], [[0]], [[0]], "none", [5, 5], [9])
     found = solve_exactly(built(case), LIMITS)
     assert (found.status, found.cost, found.gap) == (Status.INFEASIBLE, None, None)
-    assert found.reason == "the state is 10 bytes, all devices together have 9"
+    assert found.reason == "the state is 10 B, all devices together have 9 B"
 
 
 def test_a_bound_above_the_cost_is_refused(monkeypatch):

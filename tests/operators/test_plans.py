@@ -197,11 +197,11 @@ def test_what_does_not_fit_is_infeasible():
     for planner in ("search", "dpos"):
         found = plan_operators(graph, small, planner)
         assert (found.plan, found.status) == (None, Status.INFEASIBLE)
-        assert found.reason == "the state is 3e+06 bytes, all devices together have 2e+06"
+        assert found.reason == "the state is 3 MB, all devices together have 2 MB"
 
 
 def test_unknown_planners_are_refused():
-    with pytest.raises(InputError, match="unknown planner 'magic'; there are dpos, heft"):
+    with pytest.raises(InputError, match="unknown planner 'magic'; there are fastt, os-dpos"):
         plan_operators(step(), CLUSTER, "magic")
 
 

@@ -40,18 +40,24 @@ def splits_of(node: fx.Node) -> tuple[Split, ...]:
 
 
 def _inputs(values: Any, cut: dict[int, int]) -> Axes:
-    """The axis of every tensor; tensors of a list are cut alike."""
+    """The axis of every tensor; tensors of a list are cut alike, but for empty ones of one axis."""
     axes: list[int | None] = []
     for number, value in enumerate(values):
         tensors = [one for one in tree_flatten(value)[0] if isinstance(one, Tensor)]
-        axes += [cut.get(number)] * len(tensors)
+        axes += [cut.get(number) if _is_cut(value, one) else None for one in tensors]
     return tuple(axes)
+
+
+def _is_cut(value: Any, tensor: Tensor) -> bool:
+    """Whether a tensor of an argument is cut; ``cat`` takes empty ones of one axis among others."""
+    return not isinstance(value, list | tuple) or tensor.shape != (0,)
 
 
 def _size(values: Any, cut: dict[int, int]) -> int:
     number, axis = next(iter(cut.items()), (0, 0))
-    value = values[number][0] if isinstance(values[number], list | tuple) else values[number]
-    return int(value.shape[axis]) if cut else 0
+    given = values[number] if isinstance(values[number], list | tuple) else [values[number]]
+    sizes = [int(one.shape[axis]) for one in given if _is_cut(values[number], one)] if cut else []
+    return sizes[0] if sizes else 0
 
 
 def _is_pointwise(node: fx.Node) -> bool:

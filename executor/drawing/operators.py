@@ -1,0 +1,311 @@
+"""Drawings of a placement of operators: a row for each device and for what it sends."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from stagewright.executor.drawing.chart import (
+    DOTS_PER_INCH,
+    MAX_HEIGHT_INCHES,
+    MAX_OUTLINED_BLOCKS,
+    WIDTH_INCHES,
+    save,
+)
+from stagewright.executor.drawing.figures import MAX_FIGURE_PIXELS, ROW_PIXELS, new_figure
+from stagewright.executor.drawing.page import embed, render
+from stagewright.executor.drawing.timeline import time_unit
+from stagewright.formulations.operators.plan import OperatorPlan, loads_of
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from plotly.graph_objects import Figure
+
+TEMPLATE = "operators.html.jinja"
+TRANSFER, CRITICAL = "transfer", "critical path"
+COLOURS = {  # as those of pipelines: forward, backward, optimizer step, activations sent
+    "input": "#9aa7b5",
+    "state": "#9aa7b5",
+    "forward": "#4d8fd1",
+    "backward": "#2a9d78",
+    "update": "#5c5c5c",
+    TRANSFER: "#f0b94a",
+    CRITICAL: "#b02a30",
+}
+HEIGHT = {"device": 0.82, "sends": 0.46}  # of the space between two rows
+STRIP = 0.12  # height of the mark of the critical path, at the foot of a row
+MOST_ROWS = 96  # with more, what devices send is left out
+MOST_BARS = 30_000  # of a page; the shortest are left out
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """An operator or a transfer in time (seconds)."""
+
+    name: str
+    kind: str
+    start: float
+    finish: float
+    critical: bool
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.finish - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The bars of a device, or of what it ``sends``."""
+
+    name: str
+    group: str
+    bars: tuple[Bar, ...]
+
+
+def lanes(plan: OperatorPlan, most: int | None = MOST_ROWS) -> tuple[Lane, ...]:
+    """Per device its operators, then its transfers to others; bars without length are left out.
+
+    With more than ``most`` rows (None: never) transfers have none.
+    """
+    computed: dict[str, list[Bar]] = defaultdict(list)
+    sent: dict[str, list[Bar]] = defaultdict(list)
+    home = {one.operator: one.device for one in plan.operators}
+    chain = set(plan.critical)
+    crossed = {(one, home[other]) for one, other in pairwise(plan.critical)}
+    for one in plan.operators:
+        bar = Bar(one.operator, one.role, one.start_seconds, one.finish_seconds,
+                  one.operator in chain)  # fmt: skip
+        computed[one.device].append(bar)
+    for it in plan.transfers:
+        critical = (it.operator, it.device) in crossed
+        name = f"{it.operator} to {it.device}"
+        bar = Bar(name, TRANSFER, it.start_seconds, it.finish_seconds, critical)
+        sent[home[it.operator]].append(bar)
+    rows = []
+    for device in plan.peak_memory_bytes:
+        rows.append(Lane(device, "device", _lasting(computed[device])))
+        if sent[device]:
+            rows.append(Lane(f"{device} sends", "sends", _lasting(sent[device])))
+    if most is not None and len(rows) > most:
+        rows = [row for row in rows if row.group == "device"]
+    return tuple(rows)
+
+
+def _lasting(bars: list[Bar]) -> tuple[Bar, ...]:
+    return tuple(sorted((bar for bar in bars if bar.seconds > 0), key=lambda bar: bar.start))
+
+
+def headline(plan: OperatorPlan) -> str:
+    """Model, cluster, planner and the proved figures in one line."""
+    parts = [f"{plan.model} on {plan.cluster}", plan.planner, f"{len(plan.operators)} operators"]
+    if plan.certificate is not None:
+        parts.append(f"{format_seconds(plan.certificate.cost_seconds)} per step")
+        parts.append(f"gap {plan.certificate.gap:.2%} with these splits")
+    return " · ".join(parts)
+
+
+def end_of(plan: OperatorPlan) -> float:
+    """The end of the last operator, in seconds."""
+    return max(one.finish_seconds for one in plan.operators)
+
+
+def write_png(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
+    """Draw the placement and write it to ``path`` atomically."""
+    documents.write_bytes(path, png(plan))
+
+
+def png(plan: OperatorPlan) -> bytes:
+    """The placement as a PNG; the critical path is marked at the foot of the rows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = lanes(plan)
+    height = min(MAX_HEIGHT_INCHES, 1.7 + 0.3 * len(rows))
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    unit, scale = time_unit(end_of(plan))
+    for y, row in enumerate(rows):
+        _draw_lane(axes, y, row, scale)
+    if plan.certificate is not None:
+        bound = plan.certificate.bound_seconds * scale
+        axes.axvline(bound, color=COLOURS[CRITICAL], lw=1.2, ls="--")
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, end_of(plan) * scale * 1.005 or 1.0)
+    axes.set_xlabel(f"time in {unit}")
+    axes.set_title(headline(plan), fontsize=11, loc="left")
+    axes.tick_params(length=0)
+    axes.grid(axis="x", color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    _draw_legend(axes, plan, rows)
+    return save(figure)
+
+
+def _draw_lane(axes: "Axes", y: int, row: Lane, scale: float) -> None:
+    height, marked = HEIGHT[row.group], [bar for bar in row.bars if bar.critical]
+    outline = 0.4 if len(row.bars) <= MAX_OUTLINED_BLOCKS else 0
+    for bars, foot, its, width, colours in (
+        (row.bars, y - height / 2, height, outline, [COLOURS[bar.kind] for bar in row.bars]),
+        (marked, y + height / 2 - STRIP, STRIP, 0, COLOURS[CRITICAL]),
+    ):
+        spans = [(bar.start * scale, bar.seconds * scale) for bar in bars]
+        axes.broken_barh(
+            spans, (foot, its), facecolors=colours, edgecolors="white", linewidth=width
+        )
+
+
+def _draw_legend(axes: "Axes", plan: OperatorPlan, rows: tuple[Lane, ...]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = [
+        Patch(color=COLOURS[kind], label=kind) for kind in (*_kinds(rows), CRITICAL)
+    ]
+    if plan.certificate is not None:
+        line = Line2D([], [], color=COLOURS[CRITICAL], ls="--", label="proved lower bound")
+        handles.append(line)
+    axes.figure.legend(
+        handles=handles, loc="outside lower center", ncols=7, frameon=False, fontsize=8
+    )
+
+
+def _kinds(rows: tuple[Lane, ...]) -> list[str]:
+    found = {bar.kind for row in rows for bar in row.bars}
+    return [kind for kind in COLOURS if kind in found]
+
+
+def write_html(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
+    """Write a page, which works offline, to ``path`` atomically."""
+    documents.write_text(path, page(plan))
+
+
+def page(plan: OperatorPlan) -> str:
+    """The page's HTML: timeline, bounds, devices and splits."""
+    rows, devices = lanes(plan), loads_of(plan)
+    bars = sum(len(row.bars) for row in rows)
+    note = f"; the {MOST_BARS} longest of {bars} bars" if bars > MOST_BARS else ""
+    return render(
+        TEMPLATE,
+        title=f"{plan.model} on {plan.cluster}",
+        subtitle=f"planner {plan.planner} · {len(plan.operators)} operators on "
+        f"{len(devices)} devices · {len(plan.transfers)} transfers",
+        facts=list(_facts(plan)),
+        shown=f"One training step{note}",
+        timeline=embed(_figure(plan, rows), buttons=True),
+        bounds=_bounds(plan),
+        devices=devices,
+        cost=end_of(plan) or 1.0,
+        splits=plan.splits,
+        unmeasured=len(plan.unmeasured),
+    )
+
+
+def _facts(plan: OperatorPlan) -> Iterator[tuple[str, str]]:
+    yield format_seconds(end_of(plan)), "per step"
+    if plan.certificate is not None:
+        stated = plan.certificate
+        yield format_seconds(stated.bound_seconds), f"bound, by {stated.proved_by}"
+        yield f"{stated.gap:.2%}", "gap, over plans with these splits"
+        yield f"{stated.any_splits_gap:.2%}", "gap, over plans with any splits"
+    peak = max(plan.peak_memory_bytes.values(), default=0.0)
+    yield format_bytes(peak), "peak memory of a device"
+
+
+def _bounds(plan: OperatorPlan) -> list[dict[str, Any]]:
+    """The cost and the bounds, from the largest; ``percent`` is relative to the cost."""
+    if plan.certificate is None:
+        return []
+    cost = plan.certificate.cost_seconds
+    ordered = sorted(plan.certificate.bounds, key=lambda one: -one.seconds)
+    found = [("this plan", "", cost), *((b.proved_by, b.plans, b.seconds) for b in ordered)]
+    return [
+        {
+            "proved_by": who,
+            "plans": plans,
+            "seconds": seconds,
+            "percent": f"{100 * min(1.0, seconds / (cost or 1.0)):.2f}",
+        }
+        for who, plans, seconds in found
+    ]
+
+
+def _figure(plan: OperatorPlan, rows: tuple[Lane, ...]) -> "Figure":
+    """The timeline, with one trace of bars per kind."""
+    from plotly.graph_objects import Bar as Bars
+
+    unit, scale = time_unit(end_of(plan))
+    figure = new_figure("timeline", min(MAX_FIGURE_PIXELS, 120 + ROW_PIXELS * len(rows)))
+    placed = [(y, row, bar) for y, row in enumerate(rows) for bar in row.bars]
+    placed = sorted(placed, key=lambda one: -one[2].seconds)[:MOST_BARS]
+    for kind in (*_kinds(rows), CRITICAL):
+        strip = kind == CRITICAL
+        its = [one for one in placed if (one[2].critical if strip else one[2].kind == kind)]
+        if not its:
+            continue
+        heights = [HEIGHT[row.group] for _, row, _ in its]
+        figure.add_trace(
+            Bars(
+                name=kind,
+                orientation="h",
+                y=[y for y, _, _ in its],
+                x=[bar.seconds * scale for _, _, bar in its],
+                base=[bar.start * scale for _, _, bar in its],
+                width=[STRIP] * len(its) if strip else heights,
+                offset=[h / 2 - STRIP if strip else -h / 2 for h in heights],
+                marker={"color": COLOURS[kind], "line": {"width": 0}},
+                hovertext=[_hover(row, bar, unit, scale) for _, row, bar in its],
+                hoverinfo="text",
+            )
+        )
+    figure.update_layout(barmode="overlay", bargap=0, hovermode="closest")
+    figure.update_xaxes(title=f"time in {unit}", range=[0, end_of(plan) * scale * 1.01 or 1.0])
+    figure.update_yaxes(
+        tickvals=list(range(len(rows))),
+        ticktext=[row.name for row in rows],
+        range=[len(rows) - 0.4, -0.6],
+        fixedrange=True,
+        showgrid=False,
+        zeroline=False,
+    )
+    return figure
+
+
+def _hover(row: Lane, bar: Bar, unit: str, scale: float) -> str:
+    times = f"{bar.start * scale:.4g} to {bar.finish * scale:.4g} {unit}"
+    critical = ", on the critical path" if bar.critical else ""
+    return f"{bar.name}<br>{bar.kind}{critical}<br>{row.name}<br>{times}"
+
+
+def write_trace(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
+    """Write a trace in Chrome's event format, which Perfetto reads, to ``path`` atomically."""
+    documents.write_text(path, chrome_trace(plan))
+
+
+def chrome_trace(plan: OperatorPlan) -> str:
+    """The placement in Chrome's trace event format; times in microseconds."""
+    processes = {"device": (1, "devices"), "sends": (2, "transfers")}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        for pid, name in processes.values()
+    ]
+    for tid, row in enumerate(lanes(plan, None)):
+        place = {"pid": processes[row.group][0], "tid": tid}
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": row.name}})
+        events += [
+            {"ph": "X", "name": bar.name, "cat": bar.kind, **place, "ts": bar.start * 1e6,
+             "dur": bar.seconds * 1e6, "args": {"critical": bar.critical}}
+            for bar in row.bars
+        ]  # fmt: skip
+    other = {"model": plan.model, "cluster": plan.cluster, "planner": plan.planner}
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, separators=(",", ":")
+    )

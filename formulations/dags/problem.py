@@ -1,0 +1,153 @@
+"""Throughput-optimal partition of an operator graph (Tarnawski et al., NeurIPS 2020).
+
+The rules:
+
+- Every part, of one or several operators that must be together, is in exactly one set; a device
+  has at most one set.
+- The sets are contiguous: there is an order of them in which no edge goes back. A pipeline runs
+  through them in that order, and the backward of a part is where its forward is.
+- The load of a set is the time of its parts on its device and, on devices that pay for transfers,
+  the time of every tensor of which some but not all parts are in the set: its maker sends it once,
+  and each other set that reads it receives it once.
+- The parts of a set fit in the memory of its device.
+- The cost is the largest load: the time between two samples that leave the full pipeline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
+from stagewright.graphs.documents.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Equal devices: their number, the bytes of each, and whether transfers take their time."""
+
+    name: str
+    count: int
+    memory: float
+    pays_transfers: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What one part makes and others read; ``seconds`` to send or to receive it."""
+
+    parts: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class DagProblem:
+    """Divide n parts among the devices of some pools; minimise the largest load.
+
+    Attributes
+    ----------
+    names
+        Of the parts.
+    edges
+        (a, b): the set of part a is not after that of part b; acyclic.
+    seconds
+        Time of each part on a device of each pool, shape (n, pools).
+    bytes
+        Of each part, shape (n,).
+    """
+
+    names: tuple[str, ...]
+    edges: tuple[tuple[int, int], ...]
+    seconds: Floats
+    bytes: Floats
+    tensors: tuple[Tensor, ...]
+    pools: tuple[Pool, ...]
+
+    def __post_init__(self) -> None:
+        n, pools = len(self.names), len(self.pools)
+        if not n or not any(pool.count for pool in self.pools):
+            raise InputError("there must be a part and a device")
+        for name, shape in (("seconds", (n, pools)), ("bytes", (n,))):
+            values = getattr(self, name)
+            if values.shape != shape:
+                raise InputError(f"{name} must have the shape {shape}, got {values.shape}")
+            if not (np.isfinite(values).all() and (values >= 0).all()):
+                raise InputError(f"{name} must be finite and not negative")
+        self._require_graph()
+
+    def _require_graph(self) -> None:
+        n = len(self.names)
+        for parts in (*self.edges, *(tensor.parts for tensor in self.tensors)):
+            if not all(0 <= part < n for part in parts) or len(set(parts)) < len(parts):
+                raise InputError(f"edges and tensors must be of different parts below {n}: {parts}")
+        if any(not 0 <= tensor.seconds < np.inf for tensor in self.tensors):
+            raise InputError("a tensor's seconds must be finite and not negative")
+        graph = nx.DiGraph(self.edges)
+        if not nx.is_directed_acyclic_graph(graph):
+            cycle = " -> ".join(self.names[a] for a, _ in nx.find_cycle(graph))
+            raise InputError(f"the parts form a cycle: {cycle}")
+
+    def load(self, parts: Sequence[int], pool: int) -> float:
+        """The load of a set of ``parts`` on a device of a pool, in seconds."""
+        own = set(parts)
+        total = float(sum(self.seconds[part, pool] for part in own))
+        if not self.pools[pool].pays_transfers:
+            return total
+        cut = (
+            one.seconds for one in self.tensors if 0 < len(own & set(one.parts)) < len(one.parts)
+        )
+        return total + sum(cut)
+
+    def evaluate(self, sets: "Sequence[PlacedSet]", contiguous: bool = True) -> float:
+        """Check every rule, that of contiguity if it is asked for; the largest load, in seconds.
+
+        Raises
+        ------
+        InvalidPlan
+            If a rule is broken; the message names the first one.
+        """
+        home: dict[int, int] = {}
+        for number, one in enumerate(sets):
+            for part in one.parts:
+                if home.setdefault(part, number) != number:
+                    raise InvalidPlan(f"{self.names[part]} is in two sets")
+        if home.keys() != set(range(len(self.names))):
+            missing = next(i for i in range(len(self.names)) if i not in home)
+            raise InvalidPlan(f"{self.names[missing]} is in no set")
+        self._require_devices(sets)
+        if contiguous:
+            self._require_contiguous(home)
+        return max(self.load(one.parts, one.pool) for one in sets)
+
+    def _require_contiguous(self, home: dict[int, int]) -> None:
+        quotient = nx.DiGraph((home[a], home[b]) for a, b in self.edges if home[a] != home[b])
+        if not nx.is_directed_acyclic_graph(quotient):
+            cycle = nx.find_cycle(quotient)
+            raise InvalidPlan(f"sets {cycle[0][0]} and {cycle[0][1]} are not contiguous")
+
+    def _require_devices(self, sets: "Sequence[PlacedSet]") -> None:
+        used = [0] * len(self.pools)
+        for number, one in enumerate(sets):
+            if not 0 <= one.pool < len(self.pools):
+                raise InvalidPlan(f"set {number}: there is no pool {one.pool}")
+            pool = self.pools[one.pool]
+            used[one.pool] += 1
+            if used[one.pool] > pool.count:
+                raise InvalidPlan(f"there are only {pool.count} devices {pool.name}")
+            held = float(sum(self.bytes[part] for part in one.parts))
+            if held > pool.memory * (1 + RELATIVE_TOLERANCE):
+                raise InvalidPlan(
+                    f"set {number}: {format_bytes(held)} on a device {pool.name} of "
+                    f"{format_bytes(pool.memory)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSet:
+    """The parts on one device of a pool, ascending."""
+
+    pool: int
+    parts: tuple[int, ...]

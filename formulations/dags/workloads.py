@@ -1,0 +1,103 @@
+"""The partition problem of a workload: what must be together becomes one part."""
+
+from collections import defaultdict
+
+import networkx as nx
+import numpy as np
+
+from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
+from stagewright.graphs.importers.dnn_partitioning import Workload
+
+
+def dag_problem(workload: Workload, *, hosts: bool = True) -> DagProblem:
+    """Parts are the nodes that every partition has together.
+
+    Nodes of a colour class are on one device, forward and backward. So are those that contiguous
+    sets cannot separate: what lies on a path between two of them. A backward node of a class
+    without forward nodes may be anywhere as long as the backward sets are contiguous, in the
+    reverse order; backward nodes with one follow from the forward ones.
+
+    ``hosts``: whether processors are devices too, which no transfer takes time of, as the published
+    program counts them.
+    """
+    nodes = {node.id: node for node in workload.nodes}
+    home, parts = _together(workload)
+    seconds = np.zeros((len(parts), 2))
+    held = np.zeros(len(parts))
+    for id_, part in home.items():
+        seconds[part] += np.array((nodes[id_].fpga_latency, nodes[id_].cpu_latency)) / 1e3
+        held[part] += nodes[id_].size
+    made: dict[int, set[int]] = defaultdict(set)
+    cost: dict[int, float] = defaultdict(float)
+    for edge in workload.edges:
+        made[edge.source_id].add(home[edge.dest_id])
+        cost[edge.source_id] = max(cost[edge.source_id], edge.cost)
+    tensors = []
+    for source, readers in made.items():
+        members = tuple(sorted(readers | {home[source]}))
+        if len(members) > 1 and cost[source] > 0:
+            tensors.append(Tensor(members, cost[source] / 1e3))
+    pools = [Pool("accelerator", workload.max_devices, workload.max_bytes)]
+    pools.append(Pool("host", workload.max_hosts if hosts else 0, np.inf, pays_transfers=False))
+    return DagProblem(
+        names=tuple(parts),
+        edges=tuple(sorted({(home[a], home[b]) for a, b in _order(workload)} - _loops(len(parts)))),
+        seconds=seconds,
+        bytes=held,
+        tensors=tuple(tensors),
+        pools=tuple(pools),
+    )
+
+
+def _loops(n: int) -> set[tuple[int, int]]:
+    return {(i, i) for i in range(n)}
+
+
+def _together(workload: Workload) -> tuple[dict[int, int], list[str]]:
+    """The part of every node, and the names of the parts, in a topological order."""
+    graph: nx.DiGraph[int] = nx.DiGraph(_order(workload))
+    graph.add_nodes_from(node.id for node in workload.nodes)
+    for members in _classes(workload).values():
+        nx.add_cycle(graph, members)
+    condensed = nx.condensation(graph)
+    labels = {node.id: node.label for node in workload.nodes}
+    order = nx.lexicographical_topological_sort(
+        condensed, key=lambda part: min(condensed.nodes[part]["members"])
+    )
+    home: dict[int, int] = {}
+    names = []
+    for number, part in enumerate(order):
+        members = sorted(condensed.nodes[part]["members"])
+        home |= dict.fromkeys(members, number)
+        names.append(labels[members[0]])
+    return home, names
+
+
+def _classes(workload: Workload) -> dict[int, list[int]]:
+    """The nodes of every colour class."""
+    classes: dict[int, list[int]] = defaultdict(list)
+    for node in workload.nodes:
+        if node.color_class is not None:
+            classes[node.color_class].append(node.id)
+    return classes
+
+
+def _order(workload: Workload) -> list[tuple[int, int]]:
+    """(a, b): the set of node a is not after that of b."""
+    backward = {node.id for node in workload.nodes if node.is_backward_node}
+    forward_classes = {node.color_class for node in workload.nodes if not node.is_backward_node} - {
+        None
+    }
+    free = {
+        node.id
+        for node in workload.nodes
+        if node.is_backward_node and node.color_class not in forward_classes
+    }
+    pairs = []
+    for edge in workload.edges:
+        ends = (edge.source_id, edge.dest_id)
+        if not backward.intersection(ends):
+            pairs.append(ends)
+        elif backward.issuperset(ends) and free.intersection(ends):
+            pairs.append(ends[::-1])
+    return pairs

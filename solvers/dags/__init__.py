@@ -1,0 +1,1 @@
+"""Operator graphs divided into contiguous sets, one per device."""

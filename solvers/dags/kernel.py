@@ -1,0 +1,125 @@
+"""The dynamic program over pairs of downsets, compiled."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from stagewright.graphs.documents.arrays import Floats, Ints
+
+MOST_DEPTH = 4096  # parts
+
+
+class Lattice(NamedTuple):
+    """Downsets and what their parts add up to.
+
+    ``first``, ``node``, ``target`` are those of :class:`~downsets.Downsets`. ``seconds[k, i]`` are
+    those of the parts of downset i on a device of pool k, ``held[i]`` their bytes and ``work[i]``
+    their priced work. The tensors of part v are ``tensor[of[v]:of[v + 1]]``; ``cost`` and ``size``
+    of a tensor are its seconds and its number of parts.
+    """
+
+    first: Ints
+    node: Ints
+    target: Ints
+    seconds: Floats
+    held: Floats
+    work: Floats
+    of: Ints
+    tensor: Ints
+    cost: Floats
+    size: Ints
+
+
+class Machines(NamedTuple):
+    """Pools k, and states s: how many devices of each pool have a set.
+
+    ``larger[s, k]`` is the state with one more device of pool k, -1 if there is none. ``left[s]``
+    is the most priced work per second of load of the devices that are left.
+    """
+
+    memory: Floats
+    pays: Ints
+    larger: Ints
+    left: Floats
+
+
+@njit(cache=True, error_model="numpy")
+def extend(  # noqa: C901 - one walk over the lattice
+    a: Lattice, m: Machines, begin: int, end: int, most: float, best: Floats, came: Ints
+) -> tuple[int, float]:
+    """Extend the partitions of downsets ``begin`` to ``end`` by one set each.
+
+    ``best[s, i]`` is the least largest load of a partition of downset i with the devices of state
+    s, and ``came[s, i]`` the downset before its last set. Partitions whose largest load is not
+    below ``most`` are left out, which falls to the cost of every partition of all parts that is
+    found; the number of pairs that were looked at, and ``most``, are returned.
+
+    A set is walked by adding parts in ascending order, so that every larger downset is met once.
+    """
+    states, pools = m.larger.shape
+    last = len(a.first) - 2
+    whole = a.work[last]
+    inside = np.zeros(len(a.cost), dtype=np.int64)
+    at = np.zeros(MOST_DEPTH, dtype=np.int64)
+    added = np.zeros(MOST_DEPTH, dtype=np.int64)
+    edge = np.zeros(MOST_DEPTH, dtype=np.int64)
+    pairs = 0
+    for i in range(begin, end):
+        open_ = False
+        for s in range(states):
+            if best[s, i] < most and whole - a.work[i] < m.left[s] * most:
+                open_ = True
+        if not open_:
+            continue
+        depth, at[0], added[0], edge[0], sent = 0, i, -1, a.first[i], 0.0
+        while depth >= 0:
+            here = at[depth]
+            if edge[depth] == a.first[here + 1]:
+                v = added[depth]
+                if v >= 0:
+                    for q in range(a.of[v], a.of[v + 1]):
+                        t = a.tensor[q]
+                        if inside[t] < a.size[t]:
+                            sent -= a.cost[t]
+                        inside[t] -= 1
+                        if inside[t] > 0:
+                            sent += a.cost[t]
+                depth -= 1
+                continue
+            v, j = a.node[edge[depth]], a.target[edge[depth]]
+            edge[depth] += 1
+            if v < added[depth]:
+                continue
+            fits = False
+            for k in range(pools):
+                light = a.seconds[k, j] - a.seconds[k, i] < most
+                fits |= light and a.held[j] - a.held[i] <= m.memory[k]
+            if not fits:
+                continue
+            for q in range(a.of[v], a.of[v + 1]):
+                t = a.tensor[q]
+                if inside[t] > 0:
+                    sent -= a.cost[t]
+                inside[t] += 1
+                if inside[t] < a.size[t]:
+                    sent += a.cost[t]
+            depth += 1
+            at[depth], added[depth], edge[depth] = j, v, a.first[j]
+            pairs += 1
+            rest = whole - a.work[j]
+            for k in range(pools):
+                load = a.seconds[k, j] - a.seconds[k, i] + (sent if m.pays[k] else 0.0)
+                if load >= most or a.held[j] - a.held[i] > m.memory[k]:
+                    continue
+                for s in range(states):
+                    larger = m.larger[s, k]
+                    if larger < 0 or rest > m.left[larger] * most:
+                        continue
+                    cost = max(best[s, i], load)
+                    if cost < best[larger, j] and cost < most:
+                        best[larger, j] = cost
+                        came[larger, j] = i
+                        if j == last:
+                            most = cost
+    return pairs, most

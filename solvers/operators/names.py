@@ -1,0 +1,35 @@
+"""The planners of operators: what they do, and where they come from."""
+
+from typing import NamedTuple
+
+FASTT, SPLITTING, SEARCHING = "fastt", "os-dpos", "search"
+
+
+class Described(NamedTuple):
+    """What a planner does, and its source."""
+
+    summary: str
+    source: str
+
+
+TOPCUOGLU = "Topcuoglu et al., TPDS 2002"
+BAECHI = "Jeon et al., Baechi, SoCC 2020"
+
+PLANNERS: dict[str, Described] = {
+    FASTT: Described("the better of os-dpos and search", "after Yi et al., FastT, 2020"),
+    SPLITTING: Described("DPOS with operators of the critical path split", "FastT, algorithm 2"),
+    SEARCHING: Described(
+        "the best list schedule, annealing, CP-SAT up to 60 operators; whole operators only",
+        "Stagewright",
+    ),
+    "dpos": Described("critical path on its devices, the rest by insertion", "FastT, algorithm 1"),
+    "heft": Described("earliest end by insertion, longest path to the end first", TOPCUOGLU),
+    "cpop": Described("the critical path on one device", TOPCUOGLU),
+    "peft": Described(
+        "looks ahead by a table of optimistic costs", "Arabnejad, Barbosa, TPDS 2014"
+    ),
+    "m-etf": Described("earliest start first, within the memory", BAECHI),
+    "m-sct": Described("m-etf with favourite children by a linear program", BAECHI),
+    "m-topo": Described("topological order cut into equal memory", BAECHI),
+    "single": Described("the fastest device that holds everything", "baseline"),
+}

@@ -1,0 +1,190 @@
+"""Plans of operators: what ``plan``, ``check`` and ``show`` do with a graph or a plan of one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.cli.console import (
+    ask,
+    percent,
+    print_answer,
+    print_json,
+    print_lines,
+    print_table,
+    progress,
+)
+from stagewright.cli.interrupts import interruptible
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stagewright.formulations.forms.answers import Limits
+    from stagewright.service.operator_plans import PlacementSummary
+
+OPTIMAL_GAP = 1e-9  # relative
+MOST_SPLITS = 20  # that are printed
+
+
+def is_graph(model: Path) -> bool:
+    """Whether the file is a graph of operators."""
+    from stagewright.graphs.documents.documents import format_of
+    from stagewright.graphs.models.step_graph import FORMAT
+
+    return format_of(model) == FORMAT
+
+
+def is_placement(plan: Path) -> bool:
+    """Whether the file is a plan of operators."""
+    from stagewright.formulations.operators.plan import FORMAT
+    from stagewright.graphs.documents.documents import format_of
+
+    return format_of(plan) == FORMAT
+
+
+def place(
+    files: tuple[Path, Path],
+    planner: str,
+    contention: str | None,
+    limits: "Limits",
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Place the operators of a graph on a cluster; 1 if there is no plan, or none was found."""
+    from stagewright.formulations.operators.plan import save_operator_plan
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.models.step_graph import load_graph
+    from stagewright.service.operator_plans import PlaceRequest
+    from stagewright.service.operator_plans import place as answer_of
+
+    graph, cluster = load_graph(files[0]), load_cluster(files[1])
+    request = ask(
+        PlaceRequest,
+        graph=graph,
+        cluster=cluster,
+        planner="fastt" if planner == "auto" else planner,
+        contention=contention or "none",
+        time_limit=limits.seconds,
+        threads=limits.threads,
+        seed=limits.seed,
+    )
+    with interruptible() as stop, progress("placing operators", stop):
+        answer = answer_of(request, stop)
+    if output is not None and answer.plan is not None:
+        save_operator_plan(answer.plan, output)
+    if as_json:
+        print_answer(answer)
+        return 0 if answer.plan is not None else 1
+    if answer.plan is not None:
+        print_placement(answer)
+    reason = f": {answer.reason}" if answer.reason else ""
+    whole = answer.status == "optimal" and (answer.any_splits_gap or 0.0) > OPTIMAL_GAP
+    of = " with whole operators" if whole else ""
+    print_lines(f"{answer.planner}: {answer.status}{of} after {answer.wall_seconds:.2f} s{reason}")
+    if output is not None and answer.plan is not None:
+        print_lines(f"{output} is written")
+    return 0 if answer.plan is not None else 1
+
+
+def refuse_options(given: "Mapping[str, Any]", why: str) -> None:
+    """Refuse the first option of ``given`` that has a value."""
+    for option, value in given.items():
+        if value is not None:
+            raise InputError(f"{option} {why}")
+
+
+def check_placement(plan: Path, model: Path, cluster: Path, as_json: bool) -> int:
+    """Check a plan of operators; 1 if it breaks a rule."""
+    from stagewright.formulations.operators.plan import load_operator_plan
+    from stagewright.graphs.documents.units import format_seconds
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.models.step_graph import load_graph
+    from stagewright.service.operator_plans import CheckPlacementRequest
+    from stagewright.service.operator_plans import check as check_plan
+
+    documents = load_operator_plan(plan), load_graph(model), load_cluster(cluster)
+    fields = dict(zip(("plan", "graph", "cluster"), documents, strict=True))
+    with progress("checking"):
+        answer = check_plan(ask(CheckPlacementRequest, **fields))
+    if as_json:
+        print_answer(answer)
+    elif answer.cost_seconds is not None:
+        print_lines(f"{plan}: valid, {format_seconds(answer.cost_seconds)} per step")
+    else:
+        rows = [(one.rule, one.place, one.message) for one in answer.violations]
+        rules = f"{len(rows)} broken rule{'s' if len(rows) > 1 else ''}"
+        print_table(("<rule", "<place", "<what was found"), rows, f"{plan}: {rules}")
+    return 1 if answer.violations else 0
+
+
+def show_placement(
+    plan: Path, html: Path | None, png: Path | None, trace: Path | None, as_json: bool
+) -> int:
+    """Draw a plan of operators, or print its summary."""
+    from stagewright.executor.drawing.operators import write_html, write_png, write_trace
+    from stagewright.formulations.operators.plan import load_operator_plan
+    from stagewright.service.operator_plans import summary
+
+    placed = load_operator_plan(plan)
+    writers = ((html, write_html), (png, write_png), (trace, write_trace))
+    wanted = [(path, write) for path, write in writers if path is not None]
+    with progress("drawing"):
+        for path, write in wanted:
+            write(placed, path)
+    if as_json:
+        print_json(summary(placed).json_object() | {"files": [str(path) for path, _ in wanted]})
+    elif wanted:
+        print_lines(*(f"{path} is written" for path, _ in wanted))
+    else:
+        print_placement(summary(placed))
+    return 0
+
+
+def print_placement(placed: "PlacementSummary") -> None:
+    """Print the devices of a placement, its splits and its certificate."""
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    cost = placed.cost_seconds or 0.0
+    parts = [f"{placed.model} on {placed.cluster}", placed.planner]
+    parts.append(f"{placed.operators} operators, {placed.transfers} transfers")
+    if placed.cost_seconds is not None:
+        parts += [f"{format_seconds(cost)} per step", f"gap {percent(placed.gap)}"]
+    print_lines(" · ".join(parts))
+    rows = [
+        (
+            one.device, str(one.operators), format_seconds(one.busy_seconds),
+            percent(one.busy_seconds / cost if cost else None), format_bytes(one.peak_memory_bytes),
+        )
+        for one in placed.devices
+    ]  # fmt: skip
+    print_table(("<device", "operators", "computes", "busy", "peak memory"), rows)
+    if placed.splits:
+        head = ("<split operator", "<dimension", "parts")
+        shown = placed.splits[:MOST_SPLITS]
+        print_table(head, [(one["operator"], one["dimension"], str(one["parts"])) for one in shown])
+        if len(placed.splits) > len(shown):
+            print_lines(f"and {len(placed.splits) - len(shown)} more splits")
+    print_lines(*_certificate_lines(placed))
+
+
+def _certificate_lines(placed: "PlacementSummary") -> list[str]:
+    from stagewright.graphs.documents.units import format_seconds
+
+    if placed.cost_seconds is None:
+        return []
+    assert placed.bound_seconds is not None
+    assert placed.any_splits_seconds is not None
+    whole = "these splits" if placed.splits else "whole operators"
+    lines = [
+        f"cost   {format_seconds(placed.cost_seconds)} per step; transfers "
+        + ("wait for each other" if placed.contention == "exclusive" else "do not wait"),
+        f"bound  {format_seconds(placed.bound_seconds)} for {whole}, gap {percent(placed.gap)}, "
+        f"proved by {placed.proved_by}",
+        f"       {format_seconds(placed.any_splits_seconds)} for any splits, gap "
+        f"{percent(placed.any_splits_gap)}, proved by {placed.any_splits_proved_by}",
+    ]
+    if placed.unmeasured:
+        lines.append(
+            f"       {placed.unmeasured} operators have not been measured on some device and take "
+            "no time there"
+        )
+    return lines

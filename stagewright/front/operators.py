@@ -1,0 +1,76 @@
+"""Placements of operators, for users of Python."""
+
+from typing import TYPE_CHECKING
+
+from stagewright.formulations.forms.answers import StopToken
+from stagewright.service.operator_plans import CheckPlacementRequest, PlaceRequest
+
+if TYPE_CHECKING:
+    from stagewright.formulations.checking.violations import Violation
+    from stagewright.formulations.operators.plan import OperatorPlan
+    from stagewright.formulations.operators.problem import Contention
+    from stagewright.graphs.machines.cluster import Cluster
+    from stagewright.graphs.models.step_graph import StepGraph
+    from stagewright.service.operator_plans import PlaceAnswer
+
+
+def place(
+    graph: "StepGraph",
+    cluster: "Cluster",
+    planner: str = "fastt",
+    time_limit: float = 10.0,
+    *,
+    contention: "Contention" = "none",
+    threads: int = 1,
+    seed: int = 0,
+    stop: StopToken | None = None,
+) -> "PlaceAnswer":
+    """Place the operators of a training step on ``cluster``, and order and split them.
+
+    Parameters
+    ----------
+    graph, cluster
+        See :func:`load_graph`, of what ``stagewright capture`` writes, and :func:`load_cluster`.
+    planner
+        ``fastt`` or another that ``stagewright planners`` lists for graphs.
+    time_limit
+        Seconds of the search; list schedules and OS-DPOS are not cut short.
+    contention
+        ``none``: transfers never wait for each other; ``exclusive``: a directed pair of devices
+        carries one at a time.
+    threads, seed
+        Of the search; with one thread a run is reproducible.
+    stop
+        Ends the search once it is set; the answer is then the best plan so far.
+
+    Returns
+    -------
+    PlaceAnswer
+        ``plan`` (None if nothing fits, or nothing was found), status, seconds, bounds and gaps.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid, with the reason in one line.
+    """
+    from stagewright.service.operator_plans import place as answer
+
+    request = PlaceRequest.of(
+        graph=graph,
+        cluster=cluster,
+        planner=planner,
+        contention=contention,
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
+    )
+    return answer(request, stop)
+
+
+def check_placement(
+    plan: "OperatorPlan", graph: "StepGraph", cluster: "Cluster"
+) -> "tuple[Violation, ...]":
+    """The first broken rule, or every other fault, of ``plan`` for ``graph`` on ``cluster``."""
+    from stagewright.service.operator_plans import check as answer
+
+    return answer(CheckPlacementRequest.of(plan=plan, graph=graph, cluster=cluster)).found
