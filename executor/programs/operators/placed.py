@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from stagewright.formulations.operators.plan import OperatorPlan
+from stagewright.formulations.operators.plan import OperatorPlan, SplitChoice
 from stagewright.formulations.operators.splitting import split_graph
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.models.step_graph import Node, StepGraph
+from stagewright.graphs.models.step_graph import Node, Split, StepGraph
 
 Value = tuple[int, int]
 """Number of an operator and of its output; the one after its last output says that it has ended."""
@@ -18,12 +18,14 @@ class PlacedGraph:
     """The operators of a plan by their number there, and the values that they read.
 
     Rank r is ``devices[r]``: the devices in the order in which the plan starts to use them.
+    ``divided`` are the split and the number of parts of every operator that the plan divides.
     """
 
     plan: OperatorPlan
     devices: tuple[str, ...]
     nodes: tuple[Node, ...]
     rank: tuple[int, ...]
+    divided: dict[str, tuple[Split, int]]
 
     @cached_property
     def number(self) -> dict[str, int]:
@@ -77,6 +79,11 @@ class PlacedGraph:
         return self.nodes[value[0]].role == "state" and value != self.end(value[0])
 
 
+def devices_of(plan: OperatorPlan) -> tuple[str, ...]:
+    """The devices that run operators, in the order in which the plan starts to use them."""
+    return tuple(dict.fromkeys(one.device for one in plan.operators))
+
+
 def place_graph(plan: OperatorPlan, graph: StepGraph) -> PlacedGraph:
     """The operators of ``graph``, divided and placed by ``plan``.
 
@@ -97,11 +104,17 @@ def place_graph(plan: OperatorPlan, graph: StepGraph) -> PlacedGraph:
     if missing or len(names) != len(split):
         reason = f"does not place {min(missing)!r}" if missing else "places an operator twice"
         raise InvalidPlan(f"the plan {reason}; it is of another graph than {graph.name!r}")
-    devices = tuple(dict.fromkeys(one.device for one in plan.operators))
+    devices = devices_of(plan)
     ranks = {name: rank for rank, name in enumerate(devices)}
     return PlacedGraph(
         plan,
         devices,
         tuple(split.nodes[split.index[name]] for name in names),
         tuple(ranks[one.device] for one in plan.operators),
+        {one.operator: (_split(graph, one), one.parts) for one in plan.splits},
     )
+
+
+def _split(graph: StepGraph, choice: SplitChoice) -> Split:
+    splits = graph.nodes[graph.index[choice.operator]].splits
+    return next(one for one in splits if one.dimension == choice.dimension)

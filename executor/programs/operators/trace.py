@@ -91,7 +91,9 @@ def with_times(plan: OperatorPlan, step: TracedStep) -> OperatorPlan:
             raise InputError(f"step {step.step}: {one.action} is no action of the plan's operators")
         name = plan.operators[action.stage].operator
         if action.kind is RUN:
-            operators[action.stage] = PlacedOperator(name, one.device, *times)
+            operators[action.stage] = replace(
+                plan.operators[action.stage], start_seconds=times[0], finish_seconds=times[1]
+            )
         else:
             assert action.microbatch is not None
             assert one.targets is not None

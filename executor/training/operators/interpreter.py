@@ -34,7 +34,7 @@ class OperatorInterpreter:
     states
         The values of this rank's states by the numbers of their operators; they are changed.
     kept
-        Values that a step returns, by name; those of other ranks are left out.
+        Values of single numbers that this rank makes and a step returns.
     """
 
     def __init__(
@@ -44,20 +44,19 @@ class OperatorInterpreter:
         row: Row,
         operations: Operations,
         states: Mapping[int, Tensor],
-        kept: Mapping[str, Value],
+        kept: Sequence[Value],
         seed: int,
     ) -> None:
         self._place, self._placed, self._states, self._seed = place, placed, states, seed
         self._operations = operations
-        self._names: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
-        for name, (n, output) in kept.items():
-            self._names[n].append((name, output))
+        self._kept = kept
+        self._keepers = {n for n, _ in kept}
         self._layouts = self._sent_layouts(row)
         self._values: dict[Value, Tensor | None] = {}
         self._arrivals: dict[Value, Arrival] = {}
         self._sent: defaultdict[Value, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
         self._inputs: Mapping[int, Tensor] = {}
-        self._results: dict[str, Tensor] = {}
+        self._results: dict[Value, Tensor] = {}
         self._step = 0
         self._watchers = Watchers(place, len(row) + 1)
         tags = {one: i for side in by_peer(row).values() for i, one in enumerate(side)}
@@ -72,8 +71,8 @@ class OperatorInterpreter:
 
     def run(
         self, inputs: Mapping[int, Tensor], step: int, records: list[RankAction] | None = None
-    ) -> dict[str, Tensor]:
-        """One step on the mini-batch's tensors by operator: the values that are kept.
+    ) -> list[float]:
+        """One step on the mini-batch's tensors by operator: the numbers that are kept.
 
         The times of instructions are added to ``records``, in seconds of this process's clock.
 
@@ -94,7 +93,7 @@ class OperatorInterpreter:
                     self._explain(error, one)
                     raise
         self._values.clear()  # only states are left
-        return self._results
+        return [self._results[value].item() for value in self._kept]
 
     def _explain(self, error: RuntimeError | MemoryError, one: Instruction) -> None:
         if is_lack_of_memory(error):
@@ -144,10 +143,10 @@ class OperatorInterpreter:
         self._values.update(zip(made, values, strict=False))
         if len(made) > len(self._placed.nodes[n].outputs):
             self._values[self._placed.end(n)] = END.room(self._place.device)
-        for name, output in self._names.get(n, ()):
-            found = values[output]
-            assert found is not None
-            self._results[name] = found
+        if n in self._keepers:
+            self._results.update(
+                ((n, output), one) for output, one in enumerate(values) if one is not None
+            )
 
     def _send(self, value: Value, layout: Layout, peer: int, tag: int) -> None:
         one, group = self._values[value], self._place.group

@@ -1,7 +1,5 @@
-"""Whether a model still captures to the graph that was planned."""
+"""Whether a model still captures to the graph that was planned, and which replica reads what."""
 
-from collections.abc import Iterator
-from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -9,94 +7,86 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stagewright.executor.capture.steps.document import selected
 from stagewright.executor.capture.steps.step import CapturedStep
-from stagewright.executor.programs.operators.placed import PlacedGraph, Value
-from stagewright.graphs.documents.errors import InputError
+from stagewright.executor.programs.operators.placed import PlacedGraph, Value, place_graph
+from stagewright.formulations.operators.plan import OperatorPlan
+from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.models.data_parallel import data_parallel
-from stagewright.graphs.models.step_graph import Node, StepGraph
-
-SAME = ("name", "operator", "role", "inputs", "outputs", "state_bytes", "beside", "after", "splits")
 
 
-def replicas_of(graph: StepGraph) -> int:
-    """The replicas of the model in a graph; see ``graphs.models.data_parallel``."""
-    inputs = [node.name for node in graph.nodes if node.role == "input"]
-    marked = [int(name.partition("@")[2]) for name in inputs if "@" in name]
-    return max(marked, default=0) + 1
+def replicas_of(plan: OperatorPlan) -> int:
+    """The replicas of the model that a plan trains; see ``graphs.models.data_parallel``."""
+    inputs = [one.operator for one in plan.operators if one.role == "input"]
+    return max(replica_of(name) for name in inputs) + 1 if inputs else 1
 
 
-def share_of(batch: tuple[Any, Any], graph: StepGraph, number: int = 0) -> tuple[Any, Any]:
-    """The mini-batch of replica ``number``.
+def replica_of(name: str) -> int:
+    """The replica of the operator ``name``."""
+    return int(name.partition("@")[2] or 0)
+
+
+def share_of(batch: tuple[Any, Any], replicas: int, number: int) -> tuple[Any, Any]:
+    """The samples of replica ``number`` in a mini-batch.
 
     Raises
     ------
     InputError
-        If the mini-batch has not the samples of the graph.
+        If a tensor's samples cannot be divided among the replicas.
     """
-    replicas = replicas_of(graph)
+    if replicas == 1:
+        return batch
     for one in tree_leaves(batch):
-        if not isinstance(one, Tensor) or not one.dim() or len(one) != graph.samples:
+        if not isinstance(one, Tensor) or not one.dim() or len(one) % replicas:
             found = f"{len(one)}" if isinstance(one, Tensor) and one.dim() else "no"
             raise InputError(
-                f"the graph is of mini-batches of {graph.samples} samples, the data have one with "
-                f"{found} samples in a tensor"
+                f"a tensor of the mini-batch has {found} samples, which {replicas} replicas "
+                "cannot share equally"
             )
-    size = graph.samples // replicas
-    rows = slice(number * size, (number + 1) * size)
-    found_share: tuple[Any, Any] = tree_map_only(Tensor, lambda one: one[rows], batch)
+
+    def rows(one: Tensor) -> Tensor:
+        size = len(one) // replicas
+        return one[number * size : (number + 1) * size]
+
+    found_share: tuple[Any, Any] = tree_map_only(Tensor, rows, batch)
     return found_share
 
 
-def require_same_graph(step: CapturedStep, graph: StepGraph) -> None:
-    """Refuse a model that does not capture to ``graph``; times and lines may differ."""
-    replicas = replicas_of(graph)
-    mirrored = any(node.role == "state" and "@" in node.name for node in graph.nodes)
-    captured = data_parallel(step.graph, replicas, "mirrored" if mirrored else "shared")
-    for here, there in zip_longest(captured.nodes, graph.nodes):
-        if _identity(here) != _identity(there):
-            raise InputError(
-                f"the model no longer captures to graph {graph.name!r}: {_shown(here)} where the "
-                f"graph has {_shown(there)}; capture and plan it again"
-            )
+def planned_graph(plan: OperatorPlan, step: CapturedStep) -> PlacedGraph:
+    """The captured step of one replica as the graph that was planned.
+
+    Raises
+    ------
+    InputError
+        If it is another graph; times and lines may differ.
+    InvalidPlan
+        If the plan does not place every operator once.
+    """
+    mirrored = any(one.role == "state" and "@" in one.operator for one in plan.operators)
+    weights = "mirrored" if mirrored else "shared"
+    graph = data_parallel(step.graph, replicas_of(plan), weights)  # type: ignore[arg-type]
+    if graph.structure() == plan.structure:
+        return place_graph(plan, graph)
+    try:
+        place_graph(plan, graph)
+        fault = "shapes, types or orders differ"
+    except InvalidPlan as error:
+        fault = str(error)
+    raise InputError(
+        f"model, mini-batch, loss and optimizer are not those of {plan.model!r} as it was planned "
+        f"({fault}); capture and plan them, or give the same"
+    )
 
 
-def _identity(node: Node | None) -> tuple[Any, ...] | None:
-    return None if node is None else tuple(getattr(node, name) for name in SAME)
-
-
-def _shown(node: Node | None) -> str:
-    if node is None:
-        return "nothing"
-    shapes = ", ".join(str(list(output.shape)) for output in node.outputs)
-    return f"{node.name!r} ({node.operator}, {shapes or 'no output'})"
-
-
-def losses(step: CapturedStep, placed: PlacedGraph, replicas: int) -> dict[str, Value]:
-    """The values of the replicas' losses, by the replica's number."""
-    (name, number), *_ = _results(step)
-    return {str(r): _value(placed, name, number, r) for r in range(replicas)}
-
-
-def gradients(step: CapturedStep, placed: PlacedGraph) -> dict[str, Value]:
-    """The values of the parameters' gradients, by path."""
-    _, *results = _results(step)
-    return {
-        path: _value(placed, name, number, 0)
-        for path, (name, number) in zip(step.gradients, results, strict=True)
-    }
-
-
-def _results(step: CapturedStep) -> Iterator[tuple[str, int]]:
+def losses(step: CapturedStep, placed: PlacedGraph) -> list[Value]:
+    """The values of the replicas' losses."""
     *_, output = step.module.graph.nodes
-    for one in output.args[0]:
-        node, number = selected(one)
-        yield node.name, number
+    node, number = selected(output.args[0][0])
+    return [
+        _value(placed, node.name, number, replica) for replica in range(replicas_of(placed.plan))
+    ]
 
 
 def _value(placed: PlacedGraph, name: str, number: int, replica: int) -> Value:
-    """An output of the captured graph in the placed one: averaged, copied or joined."""
-    mean = f"{name}.{number}@mean"
-    if mean in placed.number:
-        return placed.number[mean], 0
+    """An output of the captured graph in the placed one: copied or joined."""
     for one in (f"{name}@{replica}", name):
         if one in placed.number:
             return placed.number[one], number

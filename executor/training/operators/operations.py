@@ -1,6 +1,6 @@
 """The operators of a placed graph on real tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -13,8 +13,6 @@ from stagewright.executor.capture.steps.parts import cut, joined, run_part
 from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.training.operators.layouts import END, Layout
-from stagewright.formulations.operators.plan import SplitChoice
-from stagewright.graphs.models.step_graph import Split
 
 Values = list[Tensor | None]
 Operation = Callable[[Sequence[Tensor]], Values]
@@ -27,14 +25,10 @@ class Operations:
     ----------
     step
         The captured step whose nodes they are; copies of replicas are called ``NAME@r``.
-    splits
-        Of the operators that are divided.
     """
 
-    def __init__(
-        self, placed: PlacedGraph, step: CapturedStep, splits: Mapping[str, tuple[Split, int]]
-    ) -> None:
-        self._placed, self._splits = placed, splits
+    def __init__(self, placed: PlacedGraph, step: CapturedStep) -> None:
+        self._placed = placed
         self._captured = {node.name: node for node in operators(step.module.graph)}
         values = (node.meta["val"] for node in step.module.graph.nodes if "val" in node.meta)
         self._mode = next(one.fake_mode for one in values if isinstance(one, FakeTensor))
@@ -48,11 +42,11 @@ class Operations:
         """What operator ``n`` computes from its inputs."""
         node = self._placed.nodes[n]
         whole, _, part = node.name.partition("/")
-        if whole not in self._splits or not part:
+        if whole not in self._placed.divided or not part:
             if node.operator in ("mean", "all_reduce"):
                 return partial(_mean, copies=len(node.outputs))
             return partial(run_part, self.captured(node.name))
-        split, parts = self._splits[whole]
+        split, parts = self._placed.divided[whole]
         if node.operator == "cut":
             axis = split.inputs[int(part.removeprefix("cut"))]
             return lambda inputs: list(cut(inputs[0], axis, parts))
@@ -96,16 +90,3 @@ class Operations:
 def _mean(inputs: Sequence[Tensor], copies: int) -> Values:
     """The mean of the replicas' gradients, added up in their order."""
     return [reduce(torch.add, inputs) / len(inputs)] * copies
-
-
-def splits_of(
-    choices: Sequence[SplitChoice], found: Mapping[str, Sequence[Split]]
-) -> dict[str, tuple[Split, int]]:
-    """The split and number of parts of every operator that is divided."""
-    return {
-        one.operator: (
-            next(split for split in found[one.operator] if split.dimension == one.dimension),
-            one.parts,
-        )
-        for one in choices
-    }
