@@ -81,7 +81,7 @@ def scheduled_operators(plan: OperatorPlan) -> tuple[ScheduledAction, ...]:
 def with_times(plan: OperatorPlan, step: TracedStep) -> OperatorPlan:
     """``plan`` with the times of a traced step, to be drawn next to it; without its certificate.
 
-    Operators keep their places in the plan, as their numbers are.
+    Operators keep their places in the plan, as their numbers are; inputs and states take no time.
     """
     operators: dict[int, PlacedOperator] = {}
     transfers: list[Transfer] = []
@@ -90,6 +90,8 @@ def with_times(plan: OperatorPlan, step: TracedStep) -> OperatorPlan:
         if action.kind not in (RUN, SEND) or action.stage >= len(plan.operators):
             raise InputError(f"step {step.step}: {one.action} is no action of the plan's operators")
         name = plan.operators[action.stage].operator
+        if action.kind is RUN and plan.operators[action.stage].role in ("input", "state"):
+            continue
         if action.kind is RUN:
             operators[action.stage] = replace(
                 plan.operators[action.stage], start_seconds=times[0], finish_seconds=times[1]
