@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stagewright.executor.capture.steps.factories import share_of
 from stagewright.executor.capture.steps.step import capture_step
 from stagewright.executor.programs.operators.lower import lower_operators
 from stagewright.executor.programs.operators.placed import devices_of
@@ -21,7 +22,6 @@ from stagewright.executor.training.operators.matching import (
     losses,
     planned_graph,
     replicas_of,
-    share_of,
 )
 from stagewright.executor.training.operators.operations import Operations
 from stagewright.executor.training.operators.share import Inputs, States

@@ -1,10 +1,5 @@
 """Whether a model still captures to the graph that was planned, and which replica reads what."""
 
-from typing import Any
-
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
-
 from stagewright.executor.capture.steps.document import selected
 from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value, place_graph
@@ -22,32 +17,6 @@ def replicas_of(plan: OperatorPlan) -> int:
 def replica_of(name: str) -> int:
     """The replica of the operator ``name``."""
     return int(name.partition("@")[2] or 0)
-
-
-def share_of(batch: tuple[Any, Any], replicas: int, number: int) -> tuple[Any, Any]:
-    """The samples of replica ``number`` in a mini-batch.
-
-    Raises
-    ------
-    InputError
-        If a tensor's samples cannot be divided among the replicas.
-    """
-    if replicas == 1:
-        return batch
-    for one in tree_leaves(batch):
-        if not isinstance(one, Tensor) or not one.dim() or len(one) % replicas:
-            found = f"{len(one)}" if isinstance(one, Tensor) and one.dim() else "no"
-            raise InputError(
-                f"a tensor of the mini-batch has {found} samples, which {replicas} replicas "
-                "cannot share equally"
-            )
-
-    def rows(one: Tensor) -> Tensor:
-        size = len(one) // replicas
-        return one[number * size : (number + 1) * size]
-
-    found_share: tuple[Any, Any] = tree_map_only(Tensor, rows, batch)
-    return found_share
 
 
 def planned_graph(plan: OperatorPlan, step: CapturedStep) -> PlacedGraph:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from stagewright.executor.capture.steps.factories import share_of
 from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.executor.programs.operators.placed import PlacedGraph
-from stagewright.executor.training.operators.matching import replica_of, replicas_of, share_of
+from stagewright.executor.training.operators.matching import replica_of, replicas_of
 from stagewright.executor.training.ranks.rank import Place
 from stagewright.graphs.documents.errors import InputError
 
