@@ -7,6 +7,7 @@ from stagewright.service.answers import CARRIED, Answer, Finite
 
 if TYPE_CHECKING:
     from stagewright.executor.measuring.compare import Comparison
+    from stagewright.executor.measuring.pairs import Pair
     from stagewright.executor.simulation.results import Simulation
     from stagewright.formulations.checking.proofs import Verdict
     from stagewright.formulations.checking.violations import Violation
@@ -152,6 +153,11 @@ class PairAnswer(Answer):
     predicted: Finite
     measured: Finite
     ratio: Finite
+
+
+def fields_of(pair: "Pair") -> dict[str, float | None]:
+    """The fields of a :class:`PairAnswer`."""
+    return {"predicted": pair.predicted, "measured": pair.measured, "ratio": pair.ratio}
 
 
 class IterationAnswer(PairAnswer):

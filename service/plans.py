@@ -20,6 +20,7 @@ from stagewright.service.pipeline_answers import (
     StageComparisonAnswer,
     VerdictAnswer,
     ViolationAnswer,
+    fields_of,
 )
 from stagewright.service.pipeline_requests import CheckRequest, CompareRequest, SimulateRequest
 
@@ -150,27 +151,27 @@ def compare(request: CompareRequest) -> CompareAnswer:
         dtype=run.dtype,
         steps=found.steps,
         iteration_seconds=IterationAnswer(
-            **_pair(found.iteration_seconds), least=found.least_seconds, most=found.most_seconds
+            **fields_of(found.iteration_seconds),
+            least=found.least_seconds,
+            most=found.most_seconds,
         ),
         period_seconds=period
-        and PeriodAnswer(**_pair(period.seconds), microbatches=period.microbatches),
-        update_seconds=PairAnswer(**_pair(found.update_seconds)),
+        and PeriodAnswer(**fields_of(period.seconds), microbatches=period.microbatches),
+        update_seconds=PairAnswer(**fields_of(found.update_seconds)),
         kinds={
-            one.kind.value: KindAnswer(count=one.count, seconds=PairAnswer(**_pair(one.seconds)))
+            one.kind.value: KindAnswer(
+                count=one.count, seconds=PairAnswer(**fields_of(one.seconds))
+            )
             for one in found.kinds
         },
         stages=tuple(
             StageComparisonAnswer(
                 devices=one.devices,
-                forward_seconds=PairAnswer(**_pair(one.forward_seconds)),
-                backward_seconds=PairAnswer(**_pair(one.backward_seconds)),
-                busy=PairAnswer(**_pair(one.busy)),
+                forward_seconds=PairAnswer(**fields_of(one.forward_seconds)),
+                backward_seconds=PairAnswer(**fields_of(one.backward_seconds)),
+                busy=PairAnswer(**fields_of(one.busy)),
             )
             for one in found.stages
         ),
         comparison=found,
     )
-
-
-def _pair(pair: Any) -> dict[str, float | None]:
-    return {"predicted": pair.predicted, "measured": pair.measured, "ratio": pair.ratio}

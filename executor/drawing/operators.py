@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -122,32 +122,52 @@ def write_png(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
 
 def png(plan: OperatorPlan) -> bytes:
     """The placement as a PNG; the critical path is marked at the foot of the rows."""
+    return stacked_png((plan,), (headline(plan),))
+
+
+def write_stacked_png(
+    plans: Sequence[OperatorPlan], titles: Sequence[str], path: str | os.PathLike[str]
+) -> None:
+    """Draw placements one above the other and write them to ``path`` atomically."""
+    documents.write_bytes(path, stacked_png(plans, titles))
+
+
+def stacked_png(plans: Sequence[OperatorPlan], titles: Sequence[str]) -> bytes:
+    """A PNG of placements one above the other on one time axis: predicted over measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = lanes(plan)
-    height = min(MAX_HEIGHT_INCHES, 1.7 + 0.3 * len(rows))
+    drawn = [lanes(plan) for plan in plans]
+    heights = [1.0 + 0.3 * len(rows) for rows in drawn]
+    height = min(MAX_HEIGHT_INCHES, 0.7 + sum(heights))
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    unit, scale = time_unit(end_of(plan))
-    for y, row in enumerate(rows):
-        _draw_lane(axes, y, row, scale)
-    if plan.certificate is not None:
-        bound = plan.certificate.bound_seconds * scale
-        axes.axvline(bound, color=COLOURS[CRITICAL], lw=1.2, ls="--")
+    column = figure.subplots(len(plans), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    last = max(end_of(plan) for plan in plans)
+    unit, scale = time_unit(last)
+    for axes, plan, rows, title in zip(column, plans, drawn, titles, strict=True):
+        for y, row in enumerate(rows):
+            _draw_lane(axes, y, row, scale)
+        if plan.certificate is not None:
+            bound = plan.certificate.bound_seconds * scale
+            axes.axvline(bound, color=COLOURS[CRITICAL], lw=1.2, ls="--")
+        axes.set_xlim(0, last * scale * 1.005 or 1.0)
+        axes.set_title(title, fontsize=11, loc="left")
+        _dress(axes, rows, unit)
+    _draw_legend(column[-1], plans, [row for rows in drawn for row in rows])
+    return save(figure)
+
+
+def _dress(axes: "Axes", rows: Sequence[Lane], unit: str) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, end_of(plan) * scale * 1.005 or 1.0)
     axes.set_xlabel(f"time in {unit}")
-    axes.set_title(headline(plan), fontsize=11, loc="left")
     axes.tick_params(length=0)
     axes.grid(axis="x", color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    _draw_legend(axes, plan, rows)
-    return save(figure)
+    axes.label_outer()
 
 
 def _draw_lane(axes: "Axes", y: int, row: Lane, scale: float) -> None:
@@ -163,14 +183,14 @@ def _draw_lane(axes: "Axes", y: int, row: Lane, scale: float) -> None:
         )
 
 
-def _draw_legend(axes: "Axes", plan: OperatorPlan, rows: tuple[Lane, ...]) -> None:
+def _draw_legend(axes: "Axes", plans: Sequence[OperatorPlan], rows: Sequence[Lane]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles: list[Patch | Line2D] = [
         Patch(color=COLOURS[kind], label=kind) for kind in (*_kinds(rows), CRITICAL)
     ]
-    if plan.certificate is not None:
+    if any(plan.certificate is not None for plan in plans):
         line = Line2D([], [], color=COLOURS[CRITICAL], ls="--", label="proved lower bound")
         handles.append(line)
     axes.figure.legend(
@@ -178,7 +198,7 @@ def _draw_legend(axes: "Axes", plan: OperatorPlan, rows: tuple[Lane, ...]) -> No
     )
 
 
-def _kinds(rows: tuple[Lane, ...]) -> list[str]:
+def _kinds(rows: Sequence[Lane]) -> list[str]:
     found = {bar.kind for row in rows for bar in row.bars}
     return [kind for kind in COLOURS if kind in found]
 

@@ -18,9 +18,10 @@ from stagewright.executor.measuring.pairs import (
     Entry,
     Pair,
     StageTimes,
-    _counted,
     _end_of_run,
     _iterations,
+    counted_steps,
+    median_step,
     pair_actions,
     pair_entries,
     require_same_plan,
@@ -107,7 +108,7 @@ def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
         If the trace is of another plan, or its runs are too short to measure the period.
     """
     entries = pair_entries(plan, trace)
-    steps, period = _counted(trace.steps), None
+    steps, period = counted_steps(trace.steps), None
     measured = [step.iteration_seconds for step in steps]
     count, seconds = len(steps), float(np.median(measured))
     if isinstance(plan.schedule, PeriodicSchedule):
@@ -130,15 +131,13 @@ def compare(plan: PipelinePlan, trace: Trace) -> Comparison:
 def measured_plan(plan: PipelinePlan, trace: Trace) -> PipelinePlan:
     """``plan`` with the schedule of the counted step of median time, to be drawn next to it.
 
-    For an even number of steps it is the faster of the two in the middle. For a periodic plan it is
-    the end of the longest run: as many of the last microbatches as are drawn of the plan.
+    For a periodic plan it is the end of the longest run: as many of the last microbatches as are
+    drawn of the plan.
     """
     require_same_plan(plan, trace)
     if isinstance(plan.schedule, PeriodicSchedule):
         return _end_of_run(plan, max(trace.steps, key=lambda step: step.iterations or 0))
-    steps = sorted(_counted(trace.steps), key=lambda step: step.iteration_seconds)
-    median = steps[(len(steps) - 1) // 2]
-    schedule = replace(plan.schedule, actions=median.actions)
+    schedule = replace(plan.schedule, actions=median_step(trace).actions)
     return replace(plan, schedule=schedule, predicted=None, certificate=None)
 
 

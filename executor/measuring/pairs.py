@@ -57,8 +57,15 @@ class Pair:
         return Pair(self.predicted / count, self.measured / count)
 
 
-def _counted(steps: Sequence[T]) -> Sequence[T]:
+def counted_steps(steps: Sequence[T]) -> Sequence[T]:
+    """All but the first, which is a warm-up, if there are at least three."""
     return steps[1:] if len(steps) > 2 else steps
+
+
+def median_step(trace: Trace) -> TracedStep:
+    """The counted step of median time; for an even number the faster of the two in the middle."""
+    steps = sorted(counted_steps(trace.steps), key=lambda step: step.iteration_seconds)
+    return steps[(len(steps) - 1) // 2]
 
 
 def _planned(plan: PipelinePlan, actions: Iterable[ScheduledAction]) -> Iterable[ScheduledAction]:
@@ -91,8 +98,8 @@ def pair_entries(plan: PipelinePlan, trace: Trace) -> dict[Entry, Pair]:
 def _iterations(plan: PipelinePlan, trace: Trace) -> Sequence[Sequence[ScheduledAction]]:
     """The actions of each counted iteration, with microbatches numbered from 0."""
     if not plan.is_periodic:
-        return [step.actions for step in _counted(trace.steps)]
-    return _counted(list(joined.from_iterable(_cut(plan, step) for step in trace.steps)))
+        return [step.actions for step in counted_steps(trace.steps)]
+    return counted_steps(list(joined.from_iterable(_cut(plan, step) for step in trace.steps)))
 
 
 def _cut(plan: PipelinePlan, run: TracedStep) -> Iterable[Sequence[ScheduledAction]]:

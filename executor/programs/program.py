@@ -13,8 +13,12 @@ from stagewright.formulations.plans.actions import VERSIONED, Action, ActionKind
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
 
-SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
-RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.SEND_OUTPUT)
+RECEIVES = (
+    ActionKind.RECEIVE_FORWARD,
+    ActionKind.RECEIVE_BACKWARD,
+    ActionKind.RECEIVE_OUTPUT,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,8 @@ def received(action: Action) -> Action:
     >>> str(received(parse_action("2SEND_F0"))), str(received(parse_action("2SEND_B0")))
     ('3RECV_F0', '1RECV_B0')
     """
+    if action.kind is ActionKind.SEND_OUTPUT:
+        return replace(action, kind=ActionKind.RECEIVE_OUTPUT)
     if action.kind is ActionKind.SEND_FORWARD:
         return Action(action.stage + 1, ActionKind.RECEIVE_FORWARD, action.microbatch)
     return Action(action.stage - 1, ActionKind.RECEIVE_BACKWARD, action.microbatch)

@@ -22,7 +22,7 @@ from stagewright.executor.programs.program import (
     Program,
     plan_devices,
 )
-from stagewright.executor.programs.verify_progress import Progress
+from stagewright.executor.programs.verify_progress import PipelineProgress
 from stagewright.executor.programs.verify_streams import require_streams
 from stagewright.executor.programs.verify_transfers import require_same_sides, require_transfers
 from stagewright.executor.programs.verify_updates import (
@@ -73,7 +73,7 @@ def verify(
         if isinstance(program, Program):
             require_updates_at_end(part, families)
         require_transfers(work, part)
-        Progress(work, part).to_the_end()
+        PipelineProgress(work, part).to_the_end()
         at_first_stage = versions_at_first_stage(part)
         for rank, row in enumerate(part.rows):
             require_versions(work, rank, row, at_first_stage)

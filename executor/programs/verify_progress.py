@@ -1,6 +1,5 @@
-"""Proof that every rank reaches the end of its row; otherwise the cycle of waiting ranks."""
+"""Proof that every rank of a pipeline's program reaches the end of its row."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from stagewright.executor.programs.program import (
@@ -10,8 +9,8 @@ from stagewright.executor.programs.program import (
     stages_on,
     transfers,
 )
-from stagewright.executor.programs.verify_transfers import by_peer
-from stagewright.executor.programs.work import InvalidProgram, Work
+from stagewright.executor.programs.progress import Progress
+from stagewright.executor.programs.work import Work
 from stagewright.formulations.plans.actions import Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -20,49 +19,13 @@ SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 REDUCE, UPDATE = ActionKind.REDUCE, ActionKind.UPDATE
 
 
-AROUND = 3  # instructions shown on either side of the place where a rank hangs
-
-
-class Progress:
-    """The program run without data: a rank proceeds as soon as what it waits for has happened.
-
-    Sends, receives and all-reduces are only posted. Those of a pair of ranks complete in order,
-    each when both have posted it, as on a NCCL stream: the weakest guarantee of all backends.
-    """
+class PipelineProgress(Progress):
+    """What the instructions of a pipeline's program wait for."""
 
     def __init__(self, work: Work, program: Program) -> None:
-        self.work, self.plan, self.program = work, work.plan, program
+        super().__init__(program)
+        self.work, self.plan = work, work.plan
         self.rank = {name: r for r, name in enumerate(program.devices)}
-        self.at = [0] * len(program.rows)
-        self.done: list[Counter[Action]] = [Counter() for _ in program.rows]
-        self.posted: Counter[tuple[int, int]] = Counter()
-        self.turn = {
-            (rank, one): i
-            for rank, row in enumerate(program.rows)
-            for side in by_peer(row).values()
-            for i, one in enumerate(side)
-        }
-
-    def to_the_end(self) -> None:
-        """Raise InvalidProgram if a rank does not reach the end of its row."""
-        waiting = list(range(len(self.at)))
-        while waiting:
-            moved = [rank for rank in waiting if self._advance(rank)]
-            waiting = [r for r in waiting if self.at[r] < len(self.program.rows[r])]
-            if waiting and not moved:
-                raise InvalidProgram(self._deadlock(waiting))
-
-    def _advance(self, rank: int) -> bool:
-        row, before = self.program.rows[rank], self.at[rank]
-        while self.at[rank] < len(row):
-            one = row[self.at[rank]]
-            if next(self._awaited(rank, one.action), None) is not None:
-                break
-            self.done[rank][one.action] += 1
-            if one.peer is not None:
-                self.posted[rank, one.peer] += 1
-            self.at[rank] += 1
-        return self.at[rank] > before
 
     def _awaited(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
         """What the action still waits for: the rank that must do it, and its name."""
@@ -101,10 +64,7 @@ class Progress:
         for sender in senders:
             peer = self.rank[sender]
             receive = Instruction(there, peer)
-            if not self.done[rank][there] or self.posted[rank, peer] <= self.turn[rank, receive]:
-                yield rank, str(receive)
-            elif self.posted[peer, rank] <= self.turn[rank, receive]:
-                yield peer, str(Instruction(send, rank))
+            yield from self._unfinished(rank, receive, Instruction(send, rank))
 
     def _reductions(self, rank: int, s: int) -> Iterator[tuple[int, str]]:
         for other, name in self.work.brings(s):
@@ -136,31 +96,3 @@ class Progress:
             for name in self.plan.stages[s].devices:
                 if self.done[self.rank[name]][Action(s, REDUCE)] < min(begun):
                     yield self.rank[name], f"{s}{REDUCE}"
-
-    def _deadlock(self, waiting: list[int]) -> str:
-        needs = {
-            rank: next(self._awaited(rank, self.program.rows[rank][self.at[rank]].action))
-            for rank in waiting
-        }
-        path = [waiting[0]]
-        while needs[path[-1]][0] not in path:
-            path.append(needs[path[-1]][0])
-        cycle = path[path.index(needs[path[-1]][0]) :]
-        steps = " ".join(
-            f"rank {rank} at {self.program.rows[rank][self.at[rank]]} waits for {needs[rank][1]} "
-            f"of rank {needs[rank][0]};"
-            for rank in cycle
-        )
-        rows = "; ".join(f"rank {rank}: {self._place(rank)}" for rank in waiting)
-        return f"deadlock: {steps} rows: {rows}"
-
-    def _place(self, rank: int) -> str:
-        row, at = self.program.rows[rank], self.at[rank]
-        shown = [
-            f">>{one}<<" if i == at else str(one)
-            for i, one in enumerate(row)
-            if abs(i - at) <= AROUND
-        ]
-        head = ["..."] if at > AROUND else []
-        tail = ["..."] if at + AROUND + 1 < len(row) else []
-        return ",".join([*head, *shown, *tail])

@@ -21,8 +21,8 @@ def require_transfers(work: Work, program: Program) -> None:
     """Every pair of ranks does all its transfers, once each, in the same order on both sides."""
     wanted = _wanted_transfers(work, program)
     for a, b, here, there in require_same_sides(program):
-        _require_once(a, b, here, wanted[a, b])
-        _require_once(b, a, there, wanted[b, a])
+        require_once(a, b, here, wanted[a, b])
+        require_once(b, a, there, wanted[b, a])
 
 
 def require_same_sides(
@@ -65,7 +65,8 @@ def by_peer(row: Iterable[Instruction]) -> dict[int, list[Instruction]]:
     return found
 
 
-def _require_once(a: int, b: int, side: Sequence[Instruction], wanted: Counter[Action]) -> None:
+def require_once(a: int, b: int, side: Sequence[Instruction], wanted: Counter[Action]) -> None:
+    """Rank a, whose transfers with rank b are ``side``, sends every wanted value once."""
     found = Counter(one.action for one in side if one.action.kind in SENDS)
     for action in sorted(found | wanted):
         if found[action] != wanted[action]:

@@ -12,7 +12,13 @@ from stagewright.executor.programs.program import (
     stages_on,
 )
 from stagewright.executor.programs.work import InvalidProgram, Work
-from stagewright.formulations.plans.actions import COMPUTE, VERSIONED, Action, ActionKind
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    OF_OPERATORS,
+    VERSIONED,
+    Action,
+    ActionKind,
+)
 from stagewright.formulations.plans.plan import PipelinePlan
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -41,6 +47,8 @@ def require_computations(work: Work, program: Program, rank: int, row: Row) -> N
 def _require_belongs(work: Work, device: str, rank: int, action: Action) -> None:
     """The stage of ``action``, and its microbatch, are the rank's."""
     plan, s, m = work.plan, action.stage, action.microbatch
+    if action.kind in OF_OPERATORS:
+        raise InvalidProgram(f"rank {rank}: {action} belongs to programs of placed operators")
     if not 0 <= s < len(plan.stages):
         raise InvalidProgram(f"rank {rank}: {action}: there are only {len(plan.stages)} stages")
     runners = plan.stages[s].devices

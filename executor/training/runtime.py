@@ -156,6 +156,11 @@ class Executor:
         return len(self._rank.devices)
 
     @property
+    def reporter(self) -> int:
+        """A rank that knows the losses."""
+        return self._rank.first(len(self.plan.stages) - 1)
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of this rank's stages."""
         every = (weights.optimizer for weights in self._weights.values())

@@ -7,9 +7,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from stagewright.executor.programs.trace import RankAction, Trace, traced_step
+from stagewright.executor.programs.trace import RankAction, Trace, TracedStep, traced_step
 from stagewright.executor.training.ranks.collectives import gathered
-from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.ranks.rank import Place, Rank
 from stagewright.executor.training.recording import MEETINGS, Recording, meet, records_since
 from stagewright.graphs.documents.errors import InputError
 
@@ -93,12 +93,19 @@ class TraceRecorder:
             )
             for i, own in enumerate(self._done)
         )
-        return Trace(
-            digest=plan.digest,
-            model=plan.model,
-            machine=f"{platform.node()}, {os.cpu_count()} CPUs, {rank.device.type}",
-            backend="none" if rank.group is None else dist.get_backend(rank.group),
-            world_size=len(rank.devices),
-            dtype=str(self._dtype).removeprefix("torch."),
-            steps=steps,
-        )
+        return trace_of(rank, plan.digest, plan.model, self._dtype, steps)
+
+
+def trace_of(
+    place: Place, digest: str, model: str, dtype: torch.dtype, steps: tuple[TracedStep, ...]
+) -> Trace:
+    """The trace of a run on this machine."""
+    return Trace(
+        digest=digest,
+        model=model,
+        machine=f"{platform.node()}, {os.cpu_count()} CPUs, {place.device.type}",
+        backend="none" if place.group is None else dist.get_backend(place.group),
+        world_size=len(place.devices),
+        dtype=str(dtype).removeprefix("torch."),
+        steps=steps,
+    )

@@ -4,6 +4,7 @@ import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from stagewright.executor.programs.operators.placed import devices_of
 from stagewright.executor.programs.program import plan_devices
 from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.checkpoint import Header
 from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import require_capturable, require_clip_norm
+from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
 from stagewright.executor.training.stages.initialise import Model
+from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 
+AnyExecutor = Executor | OperatorExecutor
 Report = Callable[[int, float, float], None]
 
 
@@ -46,12 +51,13 @@ class Task:
     """A training run, the same on every rank.
 
     ``data`` makes one pass over the mini-batches; the loss is cross-entropy if it is None;
-    ``clip_norm`` is the most that the norm of all gradients may be; ``steps`` counts those of an
-    earlier run that is resumed. A checkpoint is written to the folder ``checkpoints`` every
-    ``checkpoint_every`` steps and at the end. ``graph`` as in `Executor`.
+    ``clip_norm`` is the most that the norm of all gradients may be; ``dtype`` is the type of a
+    pipeline's parameters; ``steps`` counts those of an earlier run that is resumed. A checkpoint is
+    written to the folder ``checkpoints`` every ``checkpoint_every`` steps and at the end. ``graph``
+    as in `Executor`.
     """
 
-    plan: PipelinePlan
+    plan: PipelinePlan | OperatorPlan
     model: Callable[[], Model]
     data: Callable[[], Iterable[Any]]
     loss: Loss | None
@@ -59,7 +65,7 @@ class Task:
     clip_norm: float | None
     steps: int
     seed: int
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     timeout_seconds: float
     checkpoints: Path | None
     checkpoint_every: int
@@ -71,14 +77,59 @@ class Task:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise InputError(f"the seed must be from 0 to {2**31 - 1}, got {self.seed}")
+        if isinstance(self.plan, OperatorPlan):
+            self._require_captured()
+            return
         require_clip_norm(self.plan, self.clip_norm)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             require_capturable(self.plan, device, traced=self.trace is not None)
 
+    def _require_captured(self) -> None:
+        """A plan of operators carries out the step that was captured, and nothing else."""
+        for name, given in (
+            ("clip_norm", self.clip_norm is not None),
+            ("dtype", self.dtype is not None),
+            ("graph", self.graph),
+        ):
+            if given:
+                raise InputError(
+                    f"{name} is for pipelines; a plan of operators runs the step that was captured"
+                )
+
     def header(self, steps: int) -> Header:
         """The header of a checkpoint after ``steps``."""
-        return Header(steps, self.plan.weights, self.optimizer.name)
+        plan = self.plan
+        weights = "flush" if isinstance(plan, OperatorPlan) else plan.weights
+        return Header(steps, weights, self.optimizer.name)
+
+    def executor(self, batch: tuple[Any, Any], device: torch.device) -> AnyExecutor:
+        """Make the executor of this rank; ``batch`` is the first mini-batch."""
+        loss, trace = self.loss or cross_entropy, self.trace is not None
+        if isinstance(self.plan, OperatorPlan):
+            return OperatorExecutor(
+                self.plan,
+                self.model,
+                batch,
+                loss,
+                self.optimizer,
+                seed=self.seed,
+                device=device,
+                trace=trace,
+            )
+        return Executor(
+            self.plan,
+            self.model,
+            loss,
+            self.optimizer,
+            clip_norm=self.clip_norm,
+            seed=self.seed,
+            dtype=self.dtype or torch.float32,
+            device=device,
+            timeout_seconds=self.timeout_seconds,
+            trace=trace,
+            graph=self.graph,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +153,7 @@ def train(
     as soon as it does; ``tell``, on the first rank, with notes for the user. Every rank returns
     the same losses and times.
     """
-    devices = plan_devices(task.plan)
+    devices = devices_of_any(task.plan)
     if len(devices) != member.world_size:
         raise InputError(
             f"the plan needs {len(devices)} ranks (devices {', '.join(devices)}), "
@@ -110,30 +161,20 @@ def train(
         )
     told = tell if member.rank == 0 else lambda _: None
     path = checkpoint.find(task.checkpoints, task.resume, task.header(task.steps), told)
-    executor = Executor(
-        task.plan,
-        task.model,
-        task.loss or cross_entropy,
-        task.optimizer,
-        clip_norm=task.clip_norm,
-        seed=task.seed,
-        dtype=task.dtype,
-        device=member.device,
-        timeout_seconds=task.timeout_seconds,
-        trace=task.trace is not None,
-        graph=task.graph,
-    )
+    batches = mini_batches(task.data, task.seed)
+    ahead = next(batches)
+    executor = task.executor(pair(ahead), member.device)
     if path is not None:
         _resume(executor, path)
-    reporter = devices.index(task.plan.stages[-1].devices[0])
+    reporter = executor.reporter
     history = TrainingHistory()
-    batches = mini_batches(task.data, task.seed)
+    batches = chain([ahead], batches)
     first = executor.steps_done
     for _ in range(first):
         next(batches)
     for step in range(first + 1, task.steps + 1):
         member.place = f"at step {step}"
-        batch = _pair(next(batches))
+        batch = pair(next(batches))
         start = time.perf_counter()
         losses = _step(executor, batch, to_the_end=_is_due(task, step))
         history.seconds.append(time.perf_counter() - start)
@@ -146,6 +187,11 @@ def train(
     seen = [history]
     dist.broadcast_object_list(seen, src=reporter)
     return seen[0]
+
+
+def devices_of_any(plan: PipelinePlan | OperatorPlan) -> tuple[str, ...]:
+    """The devices of a plan, in the order of the ranks."""
+    return devices_of(plan) if isinstance(plan, OperatorPlan) else plan_devices(plan)
 
 
 def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
@@ -179,20 +225,21 @@ def mini_batches(data: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
             yield batch
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def pair(batch: Any) -> tuple[Any, Any]:
+    """A mini-batch as (inputs, targets); raises InputError if it is no pair."""
     if not (isinstance(batch, list | tuple) and len(batch) == 2):
         raise InputError(f"the data must be pairs (inputs, targets), got {type(batch).__name__}")
     inputs, targets = batch  # torch's loaders make lists of what was a tuple
     return tuple(inputs) if isinstance(inputs, list) else inputs, targets
 
 
-def _resume(executor: Executor, path: Path) -> None:
+def _resume(executor: AnyExecutor, path: Path) -> None:
     checkpoint.require_same_model(path, executor.state())
     keys = executor.wanted(checkpoint.read_kinds(path))
     executor.load_state(checkpoint.read(path, keys), checkpoint.read_header(path).steps)
 
 
-def _step(executor: Executor, batch: tuple[Any, Any], *, to_the_end: bool) -> list[float]:
+def _step(executor: AnyExecutor, batch: tuple[Any, Any], *, to_the_end: bool) -> list[float]:
     """Do a step, ``to_the_end`` with the mini-batches in flight; the losses known then."""
     loss = executor.step(*batch)
     losses = [] if loss is None else [loss]
@@ -204,12 +251,12 @@ def _is_due(task: Task, step: int) -> bool:
     return step % task.checkpoint_every == 0 or step == task.steps
 
 
-def _save(task: Task, executor: Executor, step: int) -> None:
+def _save(task: Task, executor: AnyExecutor, step: int) -> None:
     if task.checkpoints is not None and _is_due(task, step):
         checkpoint.save(task.checkpoints, executor.state(), task.header(step))
 
 
-def _write_results(task: Task, executor: Executor) -> None:
+def _write_results(task: Task, executor: AnyExecutor) -> None:
     if task.parameters is not None:
         parameters = executor.parameters_on_first_rank()
         if parameters is not None:

@@ -54,6 +54,8 @@ def expected(
 def _wrong_predictions(
     graph: StepGraph, problem: OperatorProblem, plan: OperatorPlan
 ) -> Iterator[tuple[str, str]]:
+    if plan.structure != graph.structure():
+        yield "structure", "is that of another graph"
     critical, peaks = expected(problem, timetable_of(problem, plan))
     if plan.critical != critical:
         yield "critical", f"lists {len(plan.critical)} operators, not the chain of {len(critical)}"

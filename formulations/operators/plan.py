@@ -113,11 +113,13 @@ class OperatorPlan(Envelope):
     graph after ``splits``, in the order of their starts. ``critical`` is the chain of those that
     waited for each other up to the last one (:mod:`critical`), ``peak_memory_bytes`` the most that
     is in each device's memory. ``unmeasured`` took 0 seconds on some device because nothing else is
-    known of them. ``digest`` identifies graph, cluster and contention.
+    known of them. ``digest`` identifies graph, cluster and contention; ``structure`` is that of the
+    graph, by which a run knows that a model is the one that was planned.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
+    structure: str
     model: str
     cluster: str
     planner: str

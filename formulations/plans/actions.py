@@ -6,6 +6,9 @@ to stage 3, ``3RECV_F0`` receives it there; ``3SEND_B0`` sends stage 3's input g
 stage 2; ``2REDUCE_GRAD`` is stage 2's all-reduce. Not in torch's format are ``2UPDATE``, the
 optimizer step, and the switches between versions of a stage's weights: ``2STASH0`` keeps version 0
 when the next update makes another, ``2USE0`` makes the stage compute with it, ``2DROP0`` frees it.
+
+Programs of placed operators have an operator's number in place of the stage, and that of its output
+in place of the microbatch: ``12RUN``, ``12SEND_O0``, ``12RECV_O0``, ``12FREE0``.
 """
 
 import re
@@ -31,6 +34,10 @@ class ActionKind(StrEnum):
     STASH = "STASH"
     USE = "USE"
     DROP = "DROP"
+    RUN = "RUN"
+    SEND_OUTPUT = "SEND_O"
+    RECEIVE_OUTPUT = "RECV_O"
+    FREE = "FREE"
 
 
 # The field's short names, for modules of formulas.
@@ -50,14 +57,22 @@ COMPUTE = (
 ON_DEVICE = (*COMPUTE, ActionKind.UPDATE)
 """What keeps a device busy."""
 
-BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
+BARE = (ActionKind.REDUCE, ActionKind.UPDATE, ActionKind.RUN)
 """Actions done once per iteration, not per microbatch."""
 
-PLANNED = (*COMPUTE, ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, *BARE)
+PLANNED = (*COMPUTE, ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, REDUCE, UPDATE)
 """The kinds of action in a plan's schedule; the others occur only in programs."""
 
 VERSIONED = (ActionKind.STASH, ActionKind.USE, ActionKind.DROP)
 """Actions with a version of the weights in place of a microbatch."""
+
+OF_OPERATORS = (
+    ActionKind.RUN,
+    ActionKind.SEND_OUTPUT,
+    ActionKind.RECEIVE_OUTPUT,
+    ActionKind.FREE,
+)
+"""Actions of programs of placed operators."""
 
 # One spelling per action: no leading zeros, ASCII digits only, numbers of bounded length.
 _NUMBER = r"0|[1-9][0-9]{0,8}"
@@ -85,7 +100,8 @@ class Action:
     """One action: stage, kind, and microbatch.
 
     ``microbatch`` is None for an all-reduce and an update, and the version of the weights for
-    ``STASH``, ``USE`` and ``DROP``.
+    ``STASH``, ``USE`` and ``DROP``. Of placed operators ``stage`` is the operator's number, and
+    ``microbatch`` that of an output.
     """
 
     stage: int

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -175,6 +175,11 @@ class StepGraph:
     def digest(self) -> str:
         """A SHA-256 of everything that a placement depends on."""
         return hashlib.sha256(documents.to_json(self).encode()).hexdigest()
+
+    def structure(self) -> str:
+        """A SHA-256 of what is computed, whatever it is called and however long it takes."""
+        nodes = tuple(replace(node, seconds={}, line=None) for node in self.nodes)
+        return replace(self, name="", source="", nodes=nodes).digest()
 
 
 def _dangling(node: Node, known: Mapping[str, int]) -> Iterator[str]:

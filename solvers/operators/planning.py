@@ -78,6 +78,7 @@ def plan_operators(
     stated = certificate(cost, found.bounds)
     plan = OperatorPlan(
         digest=digest_of(graph, cluster, contention),
+        structure=graph.structure(),
         model=graph.name,
         cluster=cluster.name,
         planner=planner,

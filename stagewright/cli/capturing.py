@@ -36,13 +36,13 @@ def capture(
     ],
     batch: Annotated[
         int | None,
-        typer.Option(help="Samples; default: those of the data's mini-batch.", min=1),
+        typer.Option(help="Samples of a mini-batch; default: those of the data's.", min=1),
     ] = None,
     replicas: Annotated[
         int,
         typer.Option(
-            help="Copies of the model that train on as many mini-batches and average their "
-            "gradients: data parallelism, from which placements start.",
+            help="Copies of the model that train on equal parts of the mini-batch and average "
+            "their gradients: data parallelism, from which placements start.",
             min=1,
             metavar="N",
         ),
@@ -87,7 +87,7 @@ def capture(
     from stagewright.cli.factories import load_factory
     from stagewright.cli.running import parse_optimizer
     from stagewright.executor.capture.steps.analytic import with_analytic_seconds
-    from stagewright.executor.capture.steps.factories import resized, without_values
+    from stagewright.executor.capture.steps.factories import resized, share_of, without_values
     from stagewright.executor.capture.steps.step import capture_step
     from stagewright.executor.measuring.machine import Machine
     from stagewright.executor.measuring.operators import measure_operators
@@ -101,6 +101,7 @@ def capture(
     of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
     given = first_batch(load_factory(data, "--data")())
     given = given if batch is None else resized(given, batch)
+    given = share_of(given, replicas, 0)
     stepping = parse_optimizer(optimizer)
     with reporting("capture") as report:
         report("making the model")

@@ -46,6 +46,7 @@ def compare(
     as_json: JsonFlag = False,
 ) -> int:
     """Compare a plan's predictions with the measurements of a run of it."""
+    from stagewright.cli.placing import compare_placement, is_placement, refuse_options
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.plans.plan import load_plan
     from stagewright.service.pipeline_requests import CompareRequest
@@ -53,6 +54,9 @@ def compare(
 
     if (model is None) != (corrected is None):
         raise InputError("give --model and --corrected together: what to correct, where to write")
+    if is_placement(plan):
+        refuse_options({"--corrected": corrected}, "is for pipelines, this is a plan of operators")
+        return compare_placement(plan, trace, png, as_json)
     planned, run = load_plan(plan), load_trace(trace)
     answer = answer_of(ask(CompareRequest, plan=planned, trace=run))
     comparison = answer.comparison
@@ -89,11 +93,12 @@ def _draw(planned: "PipelinePlan", run: "Trace", comparison: "Comparison", png: 
     if comparison.period is not None:
         period = format_seconds(comparison.period.seconds.measured)
         pace = f"period {period}, the last {measured.microbatches} microbatches of a run"
-    titles = f"predicted: {headline(planned)}", f"measured: {_run_line(run)} · {pace}"
+    titles = f"predicted: {headline(planned)}", f"measured: {run_line(run)} · {pace}"
     write_stacked_png((planned, measured), titles, png)
 
 
-def _run_line(run: "Trace") -> str:
+def run_line(run: "Trace") -> str:
+    """Ranks, machine, backend and type of a run."""
     ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
     return f"{ranks} on {run.machine}, {run.backend}, {run.dtype}"
 
@@ -103,19 +108,19 @@ def _print_comparison(comparison: "Comparison", run: "Trace") -> None:
     from stagewright.graphs.documents.units import format_seconds
 
     kinds = [
-        (one.kind.value, str(one.count), *_cells(one.seconds), _ratio(one.seconds))
+        (one.kind.value, str(one.count), *cells(one.seconds), ratio(one.seconds))
         for one in comparison.kinds
     ]
     stages = [
         (
             str(one.stage), shorten_devices(one.devices),
-            *_cells(one.forward_seconds), _ratio(one.forward_seconds),
-            *_cells(one.backward_seconds), _ratio(one.backward_seconds),
+            *cells(one.forward_seconds), ratio(one.forward_seconds),
+            *cells(one.backward_seconds), ratio(one.backward_seconds),
             percent(one.busy.predicted), percent(one.busy.measured),
         )
         for one in comparison.stages
     ]  # fmt: skip
-    print_lines(_run_line(run))
+    print_lines(run_line(run))
     print_table(["<action", "count", "predicted", "measured", "ratio"], kinds)
     print_table(
         ["stage", "<devices", "forward", "measured", "ratio", "backward", "measured", "ratio",
@@ -136,21 +141,23 @@ def _headline(comparison: "Comparison") -> str:
     period, whole, steps = comparison.period, comparison.iteration_seconds, comparison.steps
     span = " to ".join(map(format_seconds, (comparison.least_seconds, comparison.most_seconds)))
     if period is None:
-        predicted, measured = _cells(whole)
+        predicted, measured = cells(whole)
         basis = f"median of {steps} step{'s' if steps > 1 else ''}, {span}"
     else:
-        predicted, measured = _cells(period.seconds)
+        predicted, measured = cells(period.seconds)
         predicted = f"period {predicted}"
         basis = f"mean of {period.microbatches} microbatches, {span} per iteration"
-    ratio = _ratio(whole)
-    return f"predicted {predicted}, measured {measured} ({basis}): measured / predicted = {ratio}"
+    found = f"predicted {predicted}, measured {measured} ({basis})"
+    return f"{found}: measured / predicted = {ratio(whole)}"
 
 
-def _cells(pair: "Pair") -> tuple[str, str]:
+def cells(pair: "Pair") -> tuple[str, str]:
+    """Predicted and measured seconds."""
     from stagewright.graphs.documents.units import format_seconds
 
     return format_seconds(pair.predicted), format_seconds(pair.measured)
 
 
-def _ratio(pair: "Pair") -> str:
+def ratio(pair: "Pair") -> str:
+    """Measured / predicted."""
     return "-" if pair.ratio is None else f"{pair.ratio:.3f}"

@@ -18,11 +18,15 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from stagewright.executor.measuring.operator_runs import OperatorComparison
+    from stagewright.executor.programs.trace import Trace
     from stagewright.formulations.forms.answers import Limits
+    from stagewright.formulations.operators.plan import OperatorPlan
     from stagewright.service.operator_plans import PlacementSummary
 
 OPTIMAL_GAP = 1e-9  # relative
 MOST_SPLITS = 20  # that are printed
+MOST_OFF = 8  # operators and transfers whose times are furthest from the plan's
 
 
 def is_graph(model: Path) -> bool:
@@ -137,6 +141,71 @@ def show_placement(
     else:
         print_placement(summary(placed))
     return 0
+
+
+def compare_placement(plan: Path, trace: Path, png: Path | None, as_json: bool) -> int:
+    """Compare the predictions of a plan of operators with a run of it."""
+    from stagewright.cli.comparing import run_line
+    from stagewright.executor.programs.trace import load_trace
+    from stagewright.formulations.operators.plan import load_operator_plan
+    from stagewright.service.operator_runs import ComparePlacementRequest
+    from stagewright.service.operator_runs import compare as answer_of
+
+    planned, run = load_operator_plan(plan), load_trace(trace)
+    answer = answer_of(ask(ComparePlacementRequest, plan=planned, trace=run))
+    if png is not None:
+        with progress("drawing"):
+            _draw_run(planned, run, png)
+    files = [] if png is None else [str(png)]
+    if as_json:
+        print_json(answer.json_object() | {"files": files})
+        return 0
+    print_lines(run_line(run))
+    _print_comparison(answer.comparison)
+    print_lines(*(f"{path} is written" for path in files))
+    return 0
+
+
+def _draw_run(planned: "OperatorPlan", run: "Trace", png: Path) -> None:
+    from stagewright.cli.comparing import run_line
+    from stagewright.executor.drawing.operators import end_of, headline, write_stacked_png
+    from stagewright.executor.measuring.pairs import median_step
+    from stagewright.executor.programs.operators.trace import with_times
+    from stagewright.graphs.documents.units import format_seconds
+
+    measured = with_times(planned, median_step(run))
+    pace = f"{format_seconds(end_of(measured))} per step"
+    titles = f"predicted: {headline(planned)}", f"measured: {run_line(run)} · {pace}"
+    write_stacked_png((planned, measured), titles, png)
+
+
+def _print_comparison(found: "OperatorComparison") -> None:
+    from stagewright.cli.comparing import cells, ratio
+    from stagewright.graphs.documents.units import counted, format_seconds
+
+    head = ("count", "predicted", "measured", "ratio")
+    for kind, totals in (("<together", found.kinds), ("<device", found.devices)):
+        rows = [
+            (name, str(one.count), *cells(one.seconds), ratio(one.seconds))
+            for name, one in totals.items()
+        ]
+        print_table((kind, *head), rows)
+    off = sorted(found.entries, key=lambda one: -abs(one.seconds.measured - one.seconds.predicted))
+    rows = [
+        (
+            one.operator, one.device if one.target is None else f"{one.device} to {one.target}",
+            *cells(one.seconds), ratio(one.seconds),
+        )
+        for one in off[:MOST_OFF]
+    ]  # fmt: skip
+    print_table(("<furthest off", "<on", *head[1:]), rows)
+    span = " to ".join(map(format_seconds, (found.least_seconds, found.most_seconds)))
+    predicted, measured = cells(found.iteration_seconds)
+    print_lines(
+        f"predicted {predicted}, measured {measured} "
+        f"(median of {counted(found.steps, 'step', 'steps')}, {span}): measured / predicted = "
+        f"{ratio(found.iteration_seconds)}"
+    )
 
 
 def print_placement(placed: "PlacementSummary") -> None:

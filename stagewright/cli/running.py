@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     import torch
 
     from stagewright.executor.training.training import NamedOptimizer, Task, TrainingHistory
+    from stagewright.formulations.operators.plan import OperatorPlan
     from stagewright.formulations.plans.plan import PipelinePlan
+
+    AnyPlan = PipelinePlan | OperatorPlan
 
 PROGRESS_SECONDS = 0.5  # minimum time between two lines of progress
 
@@ -60,8 +63,9 @@ def run(
     clip_norm: ClipNorm = None,
     seed: Seed = 0,
     dtype: Annotated[
-        Literal["float64", "float32", "bfloat16"], typer.Option(help="Type of the parameters.")
-    ] = "float32",
+        Literal["float64", "float32", "bfloat16"] | None,
+        typer.Option(help="Type of a pipeline's parameters; default: float32."),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Folder of checkpoints; the two newest are kept.", metavar="DIR"),
@@ -105,12 +109,10 @@ def run(
     load_for_ranks()
     if not (math.isfinite(timeout) and timeout > 0):
         raise InputError(f"--timeout must be a positive number of seconds, got {timeout:g}")
-    from stagewright.formulations.plans.plan import load_plan
-
     if checkpoint is None and (resume or checkpoint_every is not None):
         raise InputError("--resume and --checkpoint-every need --checkpoint DIR")
 
-    def read_task(parsed: "PipelinePlan") -> "Task":
+    def read_task(parsed: "AnyPlan") -> "Task":
         import torch
 
         from stagewright.cli.factories import load_factory
@@ -125,7 +127,7 @@ def run(
             clip_norm=clip_norm,
             steps=steps,
             seed=seed,
-            dtype=getattr(torch, dtype),
+            dtype=None if dtype is None else getattr(torch, dtype),
             timeout_seconds=timeout,
             checkpoints=checkpoint,
             checkpoint_every=checkpoint_every or steps,
@@ -136,28 +138,36 @@ def run(
         )
 
     if not is_rank():
-        return _start(load_plan(plan), read_task, plan, as_json)
+        return _start(_load(plan), read_task, plan, as_json)
     with joined(timeout) as member:
         from stagewright.executor.training.training import train
 
-        task = read_task(load_plan(plan))
+        task = read_task(_load(plan))
         history = train(task, member, _progress(steps), _note)
         if member.rank == 0:
             _print_summary(task, history, member.world_size, as_json)
     return 0
 
 
+def _load(plan: Path) -> "AnyPlan":
+    from stagewright.cli.placing import is_placement
+    from stagewright.formulations.operators.plan import load_operator_plan
+    from stagewright.formulations.plans.plan import load_plan
+
+    return load_operator_plan(plan) if is_placement(plan) else load_plan(plan)
+
+
 def _start(
-    parsed: "PipelinePlan", read_task: "Callable[[PipelinePlan], Task]", plan: Path, as_json: bool
+    parsed: "AnyPlan", read_task: "Callable[[AnyPlan], Task]", plan: Path, as_json: bool
 ) -> int:
     """Check the task once, then start the ranks."""
     from stagewright.cli import main
-    from stagewright.executor.programs.program import plan_devices
     from stagewright.executor.training.ranks.launch import LocalRanks
+    from stagewright.executor.training.training import devices_of_any
     from stagewright.graphs.documents.errors import InvalidPlan
     from stagewright.service.answers import InvalidAnswer
 
-    with LocalRanks(len(plan_devices(parsed)), main) as ranks:
+    with LocalRanks(len(devices_of_any(parsed)), main) as ranks:
         task = read_task(parsed)
         try:
             _require_runnable(task)
@@ -174,11 +184,13 @@ def _require_runnable(task: "Task") -> None:
     from stagewright.executor.programs.periodic import lower_any
     from stagewright.executor.programs.verify import verify
     from stagewright.executor.training import checkpoint
+    from stagewright.formulations.plans.plan import PipelinePlan
 
     checkpoint.candidates(task.checkpoints, task.resume)
     if task.checkpoints is not None and task.checkpoints.exists():
         require_folder(task.checkpoints / "step")
-    verify(task.plan, lower_any(task.plan))
+    if isinstance(task.plan, PipelinePlan):  # the graph of operators is known to the ranks only
+        verify(task.plan, lower_any(task.plan))
 
 
 def _progress(steps: int) -> Callable[[int, float, float], None]:

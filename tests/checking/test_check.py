@@ -792,7 +792,7 @@ def test_no_action_can_be_left_out_doubled_or_renamed(
     other = replace(action, stage=len(plan.stages))
     if action.microbatch is not None:
         stages = st.integers(0, len(plan.stages) - 1)
-        kinds = st.sampled_from([kind for kind in ActionKind if str(kind) not in BARE])
+        kinds = st.sampled_from([kind for kind in ActionKind if str(kind) not in (*BARE, "RUN")])
         names = st.builds(Action, stages, kinds, st.integers(0, plan.microbatches - 1))
         other = data.draw(names.filter(lambda drawn: drawn != action))
     for broken in (rest, [*rest, entry, entry], [*rest, replace(entry, action=str(other))]):

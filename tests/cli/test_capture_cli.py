@@ -31,6 +31,7 @@ def test_capture_of_replicas(tmp_path: Path) -> None:
     one = tmp_path / "one.json"
     options = (*LENET, "--batch", 4, "--device-kind", "v100")
     answered(*options, "-o", one)
+    options = (*LENET, "--batch", 8, "--device-kind", "v100")
     for weights, extra in (("shared", 0), ("mirrored", 1)):
         file = tmp_path / f"{weights}.json"
         answered(*options, "--replicas", 2, "--weights", weights, "-o", file)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from stagewright.formulations.plans.actions import Action, ActionKind, parse_action
 from stagewright.graphs.documents.errors import InputError
 
-BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
+BARE = (ActionKind.REDUCE, ActionKind.UPDATE, ActionKind.RUN)
 NUMBERS = st.integers(0, 999_999_999)
 ACTIONS = st.one_of(
     st.builds(

@@ -20,7 +20,7 @@ from stagewright.formulations.plans.actions import Action, ActionKind, parse_act
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.graphs.documents.errors import InputError
 
-BARE = (ActionKind.REDUCE, ActionKind.UPDATE)
+BARE = (ActionKind.REDUCE, ActionKind.UPDATE, ActionKind.RUN)
 NUMBERS = st.integers(0, 10**9 - 1)
 
 

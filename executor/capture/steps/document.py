@@ -53,10 +53,11 @@ def tensor_inputs(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """(operator, number of its output) of every tensor in the arguments, in their order."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
-    return [_selected(one) for one in found]
+    return [selected(one) for one in found]
 
 
-def _selected(node: fx.Node) -> tuple[fx.Node, int]:
+def selected(node: fx.Node) -> tuple[fx.Node, int]:
+    """(operator, number of its output) that a node stands for."""
     if node.target is operator.getitem:
         source, number = node.args
         return source, number  # type: ignore[return-value]

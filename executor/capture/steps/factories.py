@@ -46,3 +46,29 @@ def resized(batch: tuple[Any, Any], samples: int) -> tuple[Any, Any]:
     rows = torch.arange(samples) % counts.pop()
     found: tuple[Any, Any] = tree_map_only(Tensor, lambda one: one[rows], batch)
     return found
+
+
+def share_of(batch: tuple[Any, Any], replicas: int, number: int) -> tuple[Any, Any]:
+    """The samples of replica ``number`` in a mini-batch.
+
+    Raises
+    ------
+    InputError
+        If a tensor's samples cannot be divided among the replicas.
+    """
+    if replicas == 1:
+        return batch
+    for one in tree_leaves(batch):
+        if not isinstance(one, Tensor) or not one.dim() or len(one) % replicas:
+            found = f"{len(one)}" if isinstance(one, Tensor) and one.dim() else "no"
+            raise InputError(
+                f"a tensor of the mini-batch has {found} samples, which {replicas} replicas "
+                "cannot share equally"
+            )
+
+    def rows(one: Tensor) -> Tensor:
+        size = len(one) // replicas
+        return one[number * size : (number + 1) * size]
+
+    found_share: tuple[Any, Any] = tree_map_only(Tensor, rows, batch)
+    return found_share

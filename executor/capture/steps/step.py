@@ -39,6 +39,9 @@ class CapturedStep:
         they have in ``graph``.
     states
         The values of the states before the first step, by name of their node; fake if the model is.
+    names
+        The names of the states' nodes by path: that of a parameter or buffer in the model, or of
+        the optimizer's state.
     gradients
         The parameters' names in the model, in the order in which their gradients are returned.
     graph
@@ -47,6 +50,7 @@ class CapturedStep:
 
     module: fx.GraphModule
     states: Mapping[str, Tensor]
+    names: Mapping[str, str]
     gradients: tuple[str, ...]
     graph: StepGraph
 
@@ -106,6 +110,7 @@ def capture_step(
     return CapturedStep(
         module,
         states,
+        {path: node.name for path, node in joint.states.items()},
         tuple(joint.gradients),
         step_graph(name, module.graph, len(tree_leaves(batch)[0])),
     )

@@ -1,8 +1,7 @@
 """When the instructions of a rank ran, for a trace."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,10 +9,10 @@ import torch.distributed as dist
 from stagewright.executor.programs.program import RECEIVES, SENDS, Instruction
 from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.training.interpreter.agreement import Agreement
-from stagewright.executor.training.interpreter.arrival import waited
 from stagewright.executor.training.interpreter.exchange import RECV_B, RECV_F, Exchange
 from stagewright.executor.training.interpreter.graph import DeviceFactor
 from stagewright.executor.training.interpreter.iterations import Iterations
+from stagewright.executor.training.interpreter.watchers import Watchers
 from stagewright.executor.training.ranks.rank import Rank
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.actions import Action, ActionKind
@@ -49,7 +48,7 @@ class Recorder:
         self._rank, self._iterations = rank, iterations
         self._exchange, self._agreement = exchange, agreement
         self._weights, self._groups = weights, groups
-        self._watchers = ThreadPoolExecutor(messages)  # its threads start when they are needed
+        self._watchers = Watchers(rank, messages)
         self._reducing: dict[int, tuple[float, Callable[[], float]]] = {}
 
     def record(self, one: Instruction, call: Callable[[], None], records: list[RankAction]) -> None:
@@ -62,10 +61,10 @@ class Recorder:
         call()
         if action.kind is REDUCE:
             works = self._weights[action.stage].reductions()
-            self._reducing[action.stage] = (start, self._watch(works))
+            self._reducing[action.stage] = (start, self._watchers.watch(works))
         elif action.kind in RECEIVES:
             arrival = self._exchange.arrivals(action)[-1]
-            arrival.arrived = self._watch(arrival.works)
+            arrival.arrived = self._watchers.watch(arrival.works)
         else:
             if self._rank.device.type == "cuda":
                 torch.cuda.synchronize(self._rank.device)
@@ -91,22 +90,6 @@ class Recorder:
             name, size = f"{s}{REDUCE}", float(self._weights[s].gradient_bytes)
             records.append(RankAction(self._rank.number, name, since, reduced(), bytes=size))
         return self._agreement.wait(s)
-
-    def _watch(self, works: Sequence[dist.Work]) -> Callable[[], float]:
-        """A function that returns when ``works`` were done.
-
-        With gloo, only a thread that waits for a message knows its time. With NCCL, a wait belongs
-        to the stream of this thread, which waits itself when it has to.
-        """
-        if self._rank.wire.type == "cpu":
-            return self._watchers.submit(waited, works).result
-
-        def synchronized() -> float:
-            waited(works)
-            torch.cuda.synchronize(self._rank.device)
-            return time.perf_counter()
-
-        return synchronized
 
 
 def _needed(action: Action) -> Action | None:

@@ -5,26 +5,26 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.ranks.rank import Place
 
 T = TypeVar("T")
 
 
-def gathered(rank: Rank, own: T) -> list[T] | None:
+def gathered(place: Place, own: T) -> list[T] | None:
     """What every rank has, on rank 0; None on the others. All ranks call it."""
-    if rank.group is None:
+    if place.group is None:
         return [own]
-    shares: list[Any] | None = [None] * len(rank.devices) if rank.number == 0 else None
-    dist.gather_object(own, shares, group=rank.group, group_dst=0)
+    shares: list[Any] | None = [None] * len(place.devices) if place.number == 0 else None
+    dist.gather_object(own, shares, group=place.group, group_dst=0)
     return shares
 
 
 def summed(
-    rank: Rank, values: tuple[float, ...], group: dist.ProcessGroup | None
+    place: Place, values: tuple[float, ...], group: dist.ProcessGroup | None
 ) -> tuple[float, ...]:
     """The sums of ``values`` over the processes of ``group``; None is this process alone."""
     if group is None:
         return values
-    total = torch.tensor(values, dtype=torch.float64, device=rank.wire)
+    total = torch.tensor(values, dtype=torch.float64, device=place.wire)
     dist.all_reduce(total, group=group)
     return tuple(total.tolist())

@@ -20,13 +20,12 @@ from stagewright.graphs.documents.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rank:
-    """One of a plan's devices; ``group`` is None for a process alone.
+class Place:
+    """A process as one of several devices; ``group`` is None for a process alone.
 
     ``wire`` is the device of the tensors that are sent: the CPU for gloo, else ``device``.
     """
 
-    plan: PipelinePlan
     devices: tuple[str, ...]
     number: int
     device: torch.device
@@ -37,6 +36,13 @@ class Rank:
     def name(self) -> str:
         """The plan's name of the device."""
         return self.devices[self.number]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rank(Place):
+    """One of the devices of a pipeline."""
+
+    plan: PipelinePlan
 
     def lane(self, rank: int, stage: int, microbatch: int) -> int:
         """The place of ``rank`` among those that work on a microbatch of ``stage``."""
@@ -71,7 +77,13 @@ def this_rank(plan: PipelinePlan, given: torch.device | str | None) -> Rank:
     InputError
         If the plan needs another number of processes.
     """
-    device, devices = _device(given), plan_devices(plan)
+    one = this_place(plan_devices(plan), given)
+    return Rank(one.devices, one.number, one.device, one.wire, one.group, plan)
+
+
+def this_place(devices: tuple[str, ...], given: torch.device | str | None) -> Place:
+    """The same for the devices of any plan."""
+    device = _device(given)
     group = dist.group.WORLD if dist.is_initialized() else None
     size = 1 if group is None else group.size()
     if size != len(devices):
@@ -83,7 +95,7 @@ def this_rank(plan: PipelinePlan, given: torch.device | str | None) -> Rank:
     # Gloo sends from host memory.
     gloo = group is not None and dist.get_backend(group) == "gloo"
     wire = torch.device("cpu") if gloo else device
-    return Rank(plan, devices, number, device, wire, group)
+    return Place(devices, number, device, wire, group)
 
 
 def rank_program(plan: PipelinePlan, rank: int, families: Families) -> RankProgram:

@@ -13,5 +13,10 @@ def module_seed(seed: int, name: str) -> int:
     return _hashed(f"{seed} {name}")
 
 
+def operator_seed(seed: int, step: int, name: str) -> int:
+    """The seed under which the operator called ``name`` draws in a step, 63 bits."""
+    return _hashed(f"{seed} {step} {name}")
+
+
 def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,1 @@
+"""Programs of placed operators: lowering, proof, traces."""

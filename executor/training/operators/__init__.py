@@ -1,0 +1,1 @@
+"""Execution of placed operators on ranks."""

@@ -1,0 +1,214 @@
+"""The interpreter of a rank's row of operators, made into calls once."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.executor.programs.operators.placed import PlacedGraph, Value
+from stagewright.executor.programs.program import Instruction, Row
+from stagewright.executor.programs.trace import RankAction
+from stagewright.executor.programs.verify_transfers import by_peer
+from stagewright.executor.training.interpreter.arrival import Arrival
+from stagewright.executor.training.interpreter.failures import OutOfMemory, is_lack_of_memory
+from stagewright.executor.training.interpreter.watchers import Watchers
+from stagewright.executor.training.operators.layouts import END, Layout
+from stagewright.executor.training.operators.operations import Operations
+from stagewright.executor.training.ranks.rank import Place
+from stagewright.executor.training.stages.seeding import operator_seed
+from stagewright.formulations.plans.actions import ActionKind
+
+RUN, FREE = ActionKind.RUN, ActionKind.FREE
+SEND, RECEIVE = ActionKind.SEND_OUTPUT, ActionKind.RECEIVE_OUTPUT
+
+
+class OperatorInterpreter:
+    """One rank's row.
+
+    Parameters
+    ----------
+    states
+        The values of this rank's states by the numbers of their operators; they are changed.
+    kept
+        Values of single numbers that this rank makes and a step returns.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        placed: PlacedGraph,
+        row: Row,
+        operations: Operations,
+        states: Mapping[int, Tensor],
+        kept: Sequence[Value],
+        seed: int,
+    ) -> None:
+        self._place, self._placed, self._states, self._seed = place, placed, states, seed
+        self._operations = operations
+        self._kept = kept
+        self._keepers = {n for n, _ in kept}
+        self._layouts = self._sent_layouts(row)
+        self._values: dict[Value, Tensor | None] = {}
+        self._arrivals: dict[Value, Arrival] = {}
+        self._sent: defaultdict[Value, list[tuple[dist.Work, Tensor]]] = defaultdict(list)
+        self._inputs: Mapping[int, Tensor] = {}
+        self._results: dict[Value, Tensor] = {}
+        self._step = 0
+        self._watchers = Watchers(place, len(row) + 1)
+        tags = {one: i for side in by_peer(row).values() for i, one in enumerate(side)}
+        self._calls = [(one, self._call(one, tags.get(one, 0))) for one in row]
+
+    def _sent_layouts(self, row: Row) -> dict[Value, Layout]:
+        """The layouts of what this rank sends and receives."""
+        values = {
+            (one.action.stage, one.action.microbatch or 0) for one in row if one.peer is not None
+        }
+        return {value: self._operations.layout(value) for value in values}
+
+    def run(
+        self, inputs: Mapping[int, Tensor], step: int, records: list[RankAction] | None = None
+    ) -> list[float]:
+        """One step on the mini-batch's tensors by operator: the numbers that are kept.
+
+        The times of instructions are added to ``records``, in seconds of this process's clock.
+
+        Raises
+        ------
+        OutOfMemory
+            Naming operator and device.
+        """
+        self._inputs, self._step, self._results = inputs, step, {}
+        with torch.no_grad():
+            for one, call in self._calls:
+                try:
+                    if records is None:
+                        call()
+                    else:
+                        self._record(one, call, records)
+                except (RuntimeError, MemoryError) as error:
+                    self._explain(error, one)
+                    raise
+        self._values.clear()  # only states are left
+        return [self._results[value].item() for value in self._kept]
+
+    def _explain(self, error: RuntimeError | MemoryError, one: Instruction) -> None:
+        if is_lack_of_memory(error):
+            name = self._placed.nodes[one.action.stage].name
+            reason = str(error).partition("\n")[0]
+            raise OutOfMemory(
+                f"{self._place.name}: operator {name!r} ran out of memory in step "
+                f"{self._step + 1}: {reason}"
+            ) from error
+
+    # Instructions as calls
+
+    def _call(self, one: Instruction, tag: int) -> Callable[[], None]:
+        """The function that carries out an instruction, with all that is known beforehand."""
+        n, kind, output = one.action.stage, one.action.kind, one.action.microbatch
+        if kind is RUN:
+            return self._operator(n)
+        assert output is not None
+        value = n, output
+        if kind is FREE:
+            return partial(self._free, value)
+        assert one.peer is not None
+        transfer = self._send if kind is SEND else self._receive
+        return partial(transfer, value, self._layouts[value], one.peer, tag)
+
+    def _operator(self, n: int) -> Callable[[], None]:
+        node, (*made,) = self._placed.nodes[n], self._placed.made(n)
+        if node.role == "state":
+            return lambda: self._made(n, made, [self._states[n]])
+        if node.role == "input":
+            return lambda: self._made(n, made, [self._inputs[n]])
+        operation, read = self._operations.operation(n), self._placed.inputs[n]
+        awaited = [value for value in self._placed.awaited(n) if value in self._layouts]
+        draws = self._operations.draws(n)
+
+        def compute() -> None:
+            for value in awaited:
+                self._arrive(value)
+            if draws:
+                torch.manual_seed(operator_seed(self._seed, self._step, node.name))
+            inputs = [self._values[value] for value in read]
+            self._made(n, made, operation(inputs))  # type: ignore[arg-type]
+
+        return compute
+
+    def _made(self, n: int, made: Sequence[Value], values: Sequence[Tensor | None]) -> None:
+        self._values.update(zip(made, values, strict=False))
+        if len(made) > len(self._placed.nodes[n].outputs):
+            self._values[self._placed.end(n)] = END.room(self._place.device)
+        if n in self._keepers:
+            self._results.update(
+                ((n, output), one) for output, one in enumerate(values) if one is not None
+            )
+
+    def _send(self, value: Value, layout: Layout, peer: int, tag: int) -> None:
+        one, group = self._values[value], self._place.group
+        assert one is not None
+        assert group is not None
+        packed = layout.packed(one).to(self._place.wire)
+        self._sent[value].append((group.send([packed], peer, tag), packed))
+
+    def _receive(self, value: Value, layout: Layout, peer: int, tag: int) -> None:
+        group, posted = self._place.group, time.perf_counter()
+        assert group is not None
+        room = layout.room(self._place.wire)
+        work = group.recv([room], peer, tag)
+        self._arrivals[value] = Arrival(0, [room], peer, (work,), posted)
+
+    def _arrive(self, value: Value) -> float | None:
+        """Wait for a value; the time of its arrival, None if it is here already."""
+        arrival = self._arrivals.pop(value, None)
+        if arrival is None:
+            return None
+        seconds, room = arrival.wait(), arrival.values[0]
+        assert room is not None
+        self._values[value] = self._layouts[value].unpacked(room.to(self._place.device))
+        return seconds
+
+    def _free(self, value: Value) -> None:
+        """Forget a value; its memory is in use until its sends have ended."""
+        for work, _ in self._sent.pop(value, ()):
+            work.wait()
+        del self._values[value]
+
+    # When they ran
+
+    def _record(
+        self, one: Instruction, call: Callable[[], None], records: list[RankAction]
+    ) -> None:
+        kind, number = one.action.kind, self._place.number
+        value = one.action.stage, one.action.microbatch or 0
+        if kind is RUN:
+            for each in self._placed.awaited(one.action.stage):
+                self._record_arrival(each, records)
+        start = time.perf_counter()
+        call()
+        if kind is RECEIVE:
+            arrival = self._arrivals[value]
+            arrival.arrived = self._watchers.watch(arrival.works)
+            return
+        if kind is FREE:
+            return
+        if self._place.device.type == "cuda":
+            torch.cuda.synchronize(self._place.device)
+        size = float(self._sent[value][-1][1].nbytes) if kind is SEND else None
+        times = start, time.perf_counter()
+        records.append(RankAction(number, str(one.action), *times, one.peer, size))
+
+    def _record_arrival(self, value: Value, records: list[RankAction]) -> None:
+        arrival = self._arrivals.get(value)
+        if arrival is None:
+            return
+        seconds = self._arrive(value)
+        assert seconds is not None
+        name = f"{value[0]}{RECEIVE}{value[1]}"
+        records.append(
+            RankAction(self._place.number, name, arrival.posted_seconds, seconds, arrival.peer)
+        )

@@ -1,0 +1,87 @@
+"""Plans of operators on processes of this machine, from the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import answered, answered_json, refused
+
+from stagewright.executor.programs.trace import load_trace
+from stagewright.formulations.operators.plan import load_operator_plan
+from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
+
+LENET = "examples.fastt.vision:lenet"
+DIGITS = ("--data", "examples.fastt.vision:digits", "--optimizer", "sgd:lr=0.01,momentum=0.9")
+
+
+def launched(*arguments: object, code: int = 0) -> Any:
+    """The answer of a run with real processes, or its one line on stderr."""
+    command = [sys.executable, "-m", "stagewright", *map(str, arguments), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == code, ended.stderr
+    return ended.stderr if code else json.loads(ended.stdout)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LeNet in two replicas of a sample each, on two ranks."""
+    folder = tmp_path_factory.mktemp("lenet")
+    graph, cluster, file = (folder / f"{name}.json" for name in ("graph", "cluster", "plan"))
+    answered("capture", LENET, *DIGITS, "--replicas", 2, "--device-kind", "v100", "-o", graph)
+    save_cluster(uniform_servers(1, 2, Link(1e9, 1e-5), kind="v100"), cluster)
+    options = ("--planner", "m-topo", "--model", graph, "--cluster", cluster)
+    answered("plan", *options, "-o", file)
+    return file
+
+
+@pytest.mark.slow
+def test_a_run_is_traced_compared_and_resumed(plan: Path, tmp_path: Path) -> None:
+    trace, picture, checkpoints = (tmp_path / name for name in ("t.json", "c.png", "steps"))
+    options = ("run", plan, "--model", LENET, *DIGITS, "--checkpoint", checkpoints)
+    first = launched(*options, "--steps", 3, "--trace", trace)
+    assert first["world_size"] == 2
+    assert len(first["losses"]) == 3
+    more = launched(*options, "--steps", 5, "--resume")
+    whole = launched("run", plan, "--model", LENET, *DIGITS, "--steps", 5)
+    assert first["losses"] + more["losses"] == whole["losses"]
+
+    placed, run = load_operator_plan(plan), load_trace(trace)
+    found = answered_json("compare", plan, trace, "--png", picture)
+    assert found["files"] == [str(picture)]
+    assert picture.stat().st_size > 10_000
+    assert found["steps"] == 2
+    assert found["iteration_seconds"]["predicted"] == placed.claim.cost
+    slow, fast = sorted((step.iteration_seconds for step in run.steps[1:]), reverse=True)
+    assert found["iteration_seconds"]["most"] == slow
+    assert found["iteration_seconds"]["least"] == fast
+    assert found["kinds"]["transfer"]["count"] == len(placed.transfers)
+    counts = [found["devices"][device]["count"] for device in ("s0g0", "s0g1")]
+    assert sum(counts) == len(placed.operators)
+    assert "furthest off" in answered("compare", plan, trace)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--dtype", "float64"), "dtype is for pipelines"),
+        (("--clip-norm", 1.0), "clip_norm is for pipelines"),
+        (("--graph",), "graph is for pipelines"),
+        (("--resume",), "--resume and --checkpoint-every need --checkpoint DIR"),
+    ],
+)
+def test_options_of_pipelines_are_refused(
+    plan: Path, options: tuple[object, ...], message: str
+) -> None:
+    given = ("run", plan, "--model", LENET, *DIGITS, "--steps", 1)
+    assert message in refused(*given, *options)
+
+
+@pytest.mark.slow
+def test_another_model_is_refused(plan: Path) -> None:
+    given = ("run", plan, "--model", "examples.fastt.vision:lenet", "--steps", 1)
+    line = launched(*given, *DIGITS[:2], "--optimizer", "adamw", code=2)
+    assert line.count("\n") == 1
+    assert "are not those of 'lenet' as it was planned (the plan " in line
