@@ -21,10 +21,10 @@ from stagewright.executor.capture.steps.step import capture_step
 from stagewright.formulations.forms.answers import Limits
 from stagewright.formulations.operators.problem import OperatorProblem, Timetable
 from stagewright.formulations.operators.step import operator_problem
-from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.data_parallel import data_parallel, start_graph
 from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.solvers.operators.baselines import replica_numbers
 from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.os_dpos import SplitResult, os_dpos
 from stagewright.solvers.operators.search import METHODS, best_list_schedule, search
@@ -100,12 +100,6 @@ def started(model: str, replicas: int) -> StepGraph:
     return start_graph(captured(model, samples), share, replicas, MEMORY)
 
 
-def replicated(problem: OperatorProblem) -> Ints:
-    """Every replica on its device; shared states, means and updates on the first one."""
-    replicas = [name.rpartition("@")[2] for name in problem.names]
-    return np.array([int(one) if one.isdigit() else 0 for one in replicas])
-
-
 @cache
 def split(model: str, size: str) -> tuple[SplitResult, int, float]:
     """Algorithm 2 from its start graph: the result, operators before, CPU seconds."""
@@ -133,7 +127,7 @@ def ours(model: str, size: str) -> tuple[float, float]:
     best: list[tuple[OperatorProblem, Timetable]] = []
     for replicas in [2**k for k in range(SERVERS[size][1].bit_length())][::-1]:
         problem = operator_problem(started(model, replicas), cluster(size))
-        queued = from_queues(problem, replicated(problem), fifo)
+        queued = from_queues(problem, replica_numbers(problem), fifo)
         starts += [(problem, queued), (problem, best_list_schedule(problem)[1])]
         if not best:
             best.append(_shortest(starts))
@@ -161,7 +155,7 @@ def strong_table(quick: bool) -> Table:
     rows = []
     for model, size in track(STRONG_CASES.cases(quick), "strong scaling"):
         problem = operator_problem(started(model, SERVERS[size][1]), cluster(size))
-        base = checked(problem, from_queues(problem, replicated(problem), fifo))
+        base = checked(problem, from_queues(problem, replica_numbers(problem), fifo))
         found, _, _ = split(model, size)
         listed = checked(found.problem, found.timetable)
         searched, gap = ours(model, size)
@@ -184,7 +178,7 @@ def weak_table(quick: bool) -> Table:
     for model, size in track(WEAK_CASES.cases(quick), "weak scaling"):
         graph = data_parallel(captured(model, MODELS[model][2]), SERVERS[size][1])
         problem = operator_problem(graph, cluster(size))
-        base = checked(problem, from_queues(problem, replicated(problem), fifo))
+        base = checked(problem, from_queues(problem, replica_numbers(problem), fifo))
         found = os_dpos(graph, cluster(size))
         listed = None if found.timetable is None else checked(found.problem, found.timetable)
         bound = 1e3 * max(one.seconds for one in bounds_of(found.problem))

@@ -21,6 +21,17 @@ def single(problem: OperatorProblem) -> Timetable:
     return _listed(problem, np.full(len(problem.names), device))
 
 
+def data_parallel(problem: OperatorProblem) -> Timetable:
+    """Every replica on its device, the next one after the last on the first again."""
+    return _listed(problem, replica_numbers(problem) % len(problem.devices))
+
+
+def replica_numbers(problem: OperatorProblem) -> Ints:
+    """The replica of every operator; 0 of shared states, means and updates."""
+    marks = [name.partition("/")[0].rpartition("@")[2] for name in problem.names]
+    return np.array([int(one) if one.isdigit() else 0 for one in marks])
+
+
 def expert(problem: OperatorProblem, placement: Mapping[str, str]) -> Timetable:
     """A given placement, device by operator; raises InputError if it does not fit the problem."""
     devices = np.empty(len(problem.names), dtype=np.int64)

@@ -31,5 +31,6 @@ PLANNERS: dict[str, Described] = {
     "m-etf": Described("earliest start first, within the memory", BAECHI),
     "m-sct": Described("m-etf with favourite children by a linear program", BAECHI),
     "m-topo": Described("topological order cut into equal memory", BAECHI),
+    "data-parallel": Described("every replica of the model on a device of its own", "baseline"),
     "single": Described("the fastest device that holds everything", "baseline"),
 }

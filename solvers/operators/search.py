@@ -11,7 +11,7 @@ from stagewright.formulations.operators.problem import OperatorProblem, Timetabl
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.solvers.operators.arrays import arrays_of
-from stagewright.solvers.operators.baselines import m_topo, single
+from stagewright.solvers.operators.baselines import data_parallel, m_topo, single
 from stagewright.solvers.operators.dpos import dpos
 from stagewright.solvers.operators.greedy import m_etf, m_sct
 from stagewright.solvers.operators.insertion import by_devices
@@ -50,6 +50,11 @@ def first_of(
     return run
 
 
+def _in_memory(method: Callable[[OperatorProblem], Timetable]) -> Method:
+    """``method`` if its timetable keeps the memory."""
+    return lambda problem: shortest(problem, [method(problem)])
+
+
 METHODS: dict[str, Method] = {
     "dpos": first_of(dpos, SHARES, FREED),
     "heft": first_of(heft, SHARES, FREED),
@@ -57,8 +62,9 @@ METHODS: dict[str, Method] = {
     "peft": first_of(peft, SHARES, FREED),
     "m-etf": first_of(m_etf, SHARES),
     "m-sct": first_of(m_sct, SHARES),
-    "m-topo": m_topo,
-    "single": single,
+    "m-topo": _in_memory(m_topo),
+    "data-parallel": _in_memory(data_parallel),
+    "single": _in_memory(single),
 }
 SLOW = ("m-etf", "m-sct")
 

@@ -14,6 +14,7 @@ from stagewright.formulations.operators.plan import (
 from stagewright.formulations.operators.splitting import choices_of, split_graph
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.models.data_parallel import data_parallel
 from stagewright.graphs.models.step_graph import Node, Output, Split, StepGraph
 from stagewright.solvers.operators.os_dpos import os_dpos
 from stagewright.solvers.operators.planning import PLANNERS, plan_operators
@@ -74,6 +75,16 @@ def test_search_is_optimal_here_and_splits_are_shorter():
     # The bound over any splits holds for it, the critical path of the whole graph does not.
     assert whole.plan.certificate.any_splits_seconds <= split.claim.cost
     assert whole.plan.certificate.bound_seconds > split.claim.cost
+
+
+@pytest.mark.parametrize("weights", ["shared", "mirrored"])
+def test_replicas_have_a_device_each(weights):
+    graph = data_parallel(step(), 2, weights)
+    found = plan_operators(graph, CLUSTER, "data-parallel", limits=LIMITS).plan
+    homes = {one.operator: one.device for one in found.operators}
+    for name, device in homes.items():
+        assert device == ("s0g1" if name.endswith("@1") else "s0g0")
+    assert len(homes) == len(graph)
 
 
 def test_os_dpos_is_never_worse_than_dpos():
