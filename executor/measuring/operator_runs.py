@@ -15,6 +15,7 @@ from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.actions import ActionKind, parse_action
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.cost_book import Observation
 
 TRANSFER = "transfer"
 
@@ -114,3 +115,33 @@ def _totals(entries: Iterable[tuple[str, OperatorTimes]]) -> dict[str, TotalTime
         total = found.get(key, TotalTimes(0, Pair(0.0, 0.0)))
         found[key] = TotalTimes(total.count + 1, total.seconds.plus(one.seconds))
     return found
+
+
+def observe(plan: OperatorPlan, trace: Trace) -> Observation:
+    """What the counted steps of a run show: the medians of operators and transfers.
+
+    Raises
+    ------
+    InputError
+        If the trace is of another plan.
+    """
+    found = compare_operators(plan, trace)
+    size = {
+        (one.device, one.action, one.targets[0]): one.bytes or 0.0
+        for one in trace.steps[-1].actions
+        if one.targets
+    }
+    transfers = []
+    for one, action in zip(found.entries, scheduled_operators(plan), strict=True):
+        if one.target is not None:
+            sent = size[one.device, action.action, one.target]
+            transfers.append((one.device, one.target, sent, one.seconds.measured))
+    return Observation(
+        tuple(
+            (one.operator, one.device, one.seconds.measured)
+            for one in found.entries
+            if one.kind not in (TRANSFER, "input", "state")
+        ),
+        tuple(transfers),
+        found.steps,
+    )

@@ -27,9 +27,11 @@ def data_parallel(problem: OperatorProblem) -> Timetable:
 
 
 def replica_numbers(problem: OperatorProblem) -> Ints:
-    """The replica of every operator; 0 of shared states, means and updates."""
+    """The replica of every operator; 0 of shared states, means, updates and what is beside them."""
     marks = [name.partition("/")[0].rpartition("@")[2] for name in problem.names]
-    return np.array([int(one) if one.isdigit() else 0 for one in marks])
+    own = np.array([int(one) if one.isdigit() else 0 for one in marks])
+    _, first = np.unique(problem.group, return_index=True)
+    return own[first][problem.group]
 
 
 def expert(problem: OperatorProblem, placement: Mapping[str, str]) -> Timetable:
