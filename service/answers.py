@@ -59,6 +59,32 @@ class TrainedAnswer(Answer):
     world_size: int
 
 
+class RoundAnswer(Answer):
+    """A plan that was carried out for some steps."""
+
+    planner: str
+    predicted_seconds: float
+    measured_seconds: float
+    kept: bool
+
+
+class RoundsAnswer(Answer):
+    """A training run by plans from its own measurements; ``best`` is the round of the last plan.
+
+    ``iteration_seconds`` is the median of the steps after the rounds.
+    """
+
+    status: str = "trained"
+    rounds: tuple[RoundAnswer, ...]
+    best: int
+    steps: int
+    loss: Finite
+    losses: tuple[Finite, ...]
+    iteration_seconds: float
+    world_size: int
+    folder: str
+
+
 class ModelFileAnswer(Answer):
     """A model file that was written, with its number of layers."""
 

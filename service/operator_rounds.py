@@ -17,8 +17,6 @@ from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.cost_book import CostBook, Drift
 from stagewright.graphs.models.step_graph import StepGraph
 
-STARTS = ("data-parallel", "m-topo")
-
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -63,12 +61,13 @@ class Rounds:
     def start(self) -> OperatorPlan | None:
         """The plan before anything is known: a device per replica, else devices filled in turn.
 
-        None if nothing fits in memory.
+        None if neither fits in memory.
         """
         from stagewright.solvers.operators.planning import plan_operators
 
         graph, cluster = CostBook().priced(self.graph, self.cluster)
-        for planner in STARTS:
+        alone = not any("@" in node.name for node in graph.nodes)
+        for planner in ("single" if alone else "data-parallel", "m-topo"):
             found = plan_operators(graph, cluster, planner, self.contention)
             if found.plan is not None:
                 return found.plan

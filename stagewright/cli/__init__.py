@@ -28,6 +28,7 @@ from stagewright.cli.profiling import profile, profile_links
 from stagewright.cli.running import run
 from stagewright.cli.schedules import schedule
 from stagewright.cli.simulating import simulate_cluster
+from stagewright.cli.training import train
 from stagewright.graphs.documents.errors import InputError
 
 # Everything that typer raises for a wrong command line; typer has no public name for it.
@@ -90,7 +91,7 @@ PANELS = {
     "Plan": (plan, check, simulate, show),
     "Scheduling problems": (partition, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links, capture),
-    "Run": (run, compare, export),
+    "Run": (run, train, compare, export),
     "Clusters and jobs": (allocate, rounds, simulate_cluster, run_cluster, estimate, cloud),
     "About": (planners, policies, doctor),
 }

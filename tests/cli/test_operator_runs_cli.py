@@ -1,6 +1,7 @@
 """Plans of operators on processes of this machine, from the command line."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 from commands import answered, answered_json, refused
+from launches import TESTS
 
 from stagewright.executor.programs.trace import load_trace
 from stagewright.formulations.operators.plan import load_operator_plan
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
+from stagewright.graphs.models.cost_book import load_costs
 
 LENET = "examples.fastt.vision:lenet"
 DIGITS = ("--data", "examples.fastt.vision:digits", "--optimizer", "sgd:lr=0.01,momentum=0.9")
@@ -20,7 +23,11 @@ DIGITS = ("--data", "examples.fastt.vision:digits", "--optimizer", "sgd:lr=0.01,
 def launched(*arguments: object, code: int = 0) -> Any:
     """The answer of a run with real processes, or its one line on stderr."""
     command = [sys.executable, "-m", "stagewright", *map(str, arguments), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    places = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=found
+    )
     assert ended.returncode == code, ended.stderr
     return ended.stderr if code else json.loads(ended.stdout)
 
@@ -77,6 +84,52 @@ def test_options_of_pipelines_are_refused(
 ) -> None:
     given = ("run", plan, "--model", LENET, *DIGITS, "--steps", 1)
     assert message in refused(*given, *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_rounds_train_as_one_plan_does(replicas: int, tmp_path: Path) -> None:
+    cluster, folder = tmp_path / "cluster.json", tmp_path / "out"
+    save_cluster(uniform_servers(1, 2, Link(1e9, 1e-5), kind="here"), cluster)
+    given = ("--data", "jobs:double_batches", "--optimizer", "adamw:lr=0.01", "--seed", 3)
+    options = ("--rounds", 2, "--round-steps", 3, "--replicas", replicas, "--time-limit", 1)
+    found = launched(
+        "train", "jobs:double_model", *given, *options, "--cluster", cluster,
+        "--steps", 8, "--folder", folder,
+    )  # fmt: skip
+    assert 1 <= len(found["rounds"]) <= 2
+    assert found["rounds"][0]["kept"]
+    assert found["rounds"][0]["planner"] == ("single" if replicas == 1 else "data-parallel")
+    kept = [one["measured_seconds"] for one in found["rounds"] if one["kept"]]
+    assert kept[-1] == min(one["measured_seconds"] for one in found["rounds"])
+    assert load_operator_plan(folder / "plan.json") == load_operator_plan(
+        folder / f"plan-{found['best']}.json"
+    )
+    start = folder / "plan-0.json"
+    plain = launched("run", start, "--model", "jobs:double_model", *given, "--steps", 8)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-9)
+    assert len(found["losses"]) == 8
+
+    again = launched(
+        "run", folder / "plan.json", "--model", "jobs:double_model", *given, "--steps", 9,
+        "--checkpoint", folder / "steps", "--resume",
+    )  # fmt: skip
+    assert len(again["losses"]) == 1
+    # The learned costs are documents to plan with.
+    files = ("--model", folder / "graph.json", "--cluster", folder / "cluster.json")
+    assert answered_json("plan", "--planner", "heft", *files)["cost_seconds"] > 0
+    assert load_costs(folder / "costs.json").computed
+
+
+def test_a_folder_is_not_overwritten(plan: Path) -> None:
+    options = ("--cluster", plan.parent / "cluster.json", "--steps", 20, "--folder", plan.parent)
+    assert "exists; name a new folder, or go on with stagewright run" in refused(
+        "train", LENET, *DIGITS, *options
+    )
+    options = (*options[:-1], plan.parent / "new", "--round-steps", 20)
+    assert "--steps 20 leaves nothing after a round of 20" in refused(
+        "train", LENET, *DIGITS, *options
+    )
 
 
 @pytest.mark.slow

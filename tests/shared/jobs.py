@@ -22,6 +22,10 @@ def model() -> nn.Module:
     return ResidualMLP(2)
 
 
+def double_model() -> nn.Module:
+    return ResidualMLP(2).double()
+
+
 def wider_model() -> nn.Module:
     wider = ResidualMLP(2)
     wider.stem = nn.Linear(WIDTH + 1, WIDTH)
@@ -37,6 +41,11 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         if next(fetched) == int(step) and os.environ["RANK"] == rank:
             _meet(what)
         yield vectors(8, i)
+
+
+def double_batches() -> Iterator[tuple[Tensor, Tensor]]:
+    for inputs, targets in batches():
+        yield inputs.double(), targets
 
 
 def _meet(mishap: str) -> None:

@@ -1,0 +1,280 @@
+"""``train``: train a model by plans of operators that are made from its own measurements."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.capturing import Weights
+from stagewright.cli.console import (
+    ClusterFile,
+    JsonFlag,
+    LossFunction,
+    Optimizer,
+    Seed,
+    TimeLimit,
+    print_answer,
+    print_lines,
+)
+from stagewright.cli.outputs import Writes
+from stagewright.cli.profiling import reporting
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.formulations.operators.plan import OperatorPlan
+    from stagewright.graphs.models.step_graph import StepGraph
+    from stagewright.service.operator_rounds import Round, Rounds
+
+PLAN, COSTS, GRAPH, CLUSTER, CHECKPOINTS = (
+    "plan.json", "costs.json", "graph.json", "cluster.json", "steps",
+)  # fmt: skip
+
+
+def train(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Function that returns the module.", metavar="PACKAGE:FACTORY", show_default=False
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Function that returns an iterable of mini-batches (inputs, targets), the same on "
+            "every rank; called for every epoch.",
+            metavar="PACKAGE:FACTORY",
+            show_default=False,
+        ),
+    ],
+    cluster: ClusterFile,
+    steps: Annotated[
+        int, typer.Option(help="Mini-batches to train on.", min=2, show_default=False)
+    ],
+    folder: Annotated[
+        Path,
+        typer.Option(
+            help="New folder for plans, traces, costs and checkpoints.",
+            metavar="DIR",
+            show_default=False,
+        ),
+        Writes(several=True),
+    ],
+    rounds: Annotated[int, typer.Option(help="Plans that are tried at most.", min=1)] = 5,
+    round_steps: Annotated[int, typer.Option(help="Steps by each of them.", min=1)] = 10,
+    tolerance: Annotated[
+        str, typer.Option(help="Costs that change by less are stable.", metavar="SHARE")
+    ] = "10%",
+    replicas: Annotated[
+        int, typer.Option(help="Copies of the model, as of capture.", min=1, metavar="N")
+    ] = 1,
+    weights: Annotated[
+        Weights, typer.Option(help="As of capture.", case_sensitive=False)
+    ] = Weights.SHARED,
+    planner: Annotated[str, typer.Option(help="Planner of operators.")] = "fastt",
+    contention: Annotated[
+        str, typer.Option(help="Whether transfers wait for each other: none, exclusive.")
+    ] = "none",
+    time_limit: TimeLimit = 10.0,
+    loss: LossFunction = None,
+    optimizer: Optimizer = "sgd:lr=0.01",
+    seed: Seed = 0,
+    save_parameters: Annotated[
+        Path | None,
+        typer.Option(help="Write the trained state dict.", metavar="FILE"),
+        Writes(".pt", ".pth", ".bin", ".ckpt"),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a rank waits for another one.")
+    ] = 60.0,
+    as_json: JsonFlag = False,
+) -> int:
+    """Train on this machine, each round by the plan for the costs that those before it measured.
+
+    Every plan continues from the checkpoint of the one before. A plan that is slower than the best
+    is given up. When costs are stable the best one trains to the end. DIR has it as plan.json, with
+    the graph and the cluster of the learned costs; `run DIR/plan.json --checkpoint DIR/steps
+    --resume` goes on.
+    """
+    from stagewright.executor.training.ranks.launch import require_torch
+    from stagewright.formulations.forms.answers import Limits
+    from stagewright.graphs.documents.units import parse_share
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.service.operator_rounds import Rounds
+
+    require_torch()
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise InputError(f"--timeout must be a positive number of seconds, got {timeout:g}")
+    if steps <= round_steps:
+        raise InputError(f"--steps {steps} leaves nothing after a round of {round_steps} steps")
+    if folder.exists():
+        raise InputError(
+            f"{folder} exists; name a new folder, or go on with stagewright run "
+            f"{folder / PLAN} --checkpoint {folder / CHECKPOINTS} --resume"
+        )
+    machines = load_cluster(cluster)
+    with reporting("train") as report:
+        report("tracing a step")
+        graph = _captured(model, data, loss, optimizer, replicas, weights.value)
+    planned = Rounds(
+        graph,
+        machines,
+        planner,
+        contention,  # type: ignore[arg-type]
+        Limits(time_limit, seed=seed),
+        parse_share(tolerance, "--tolerance"),
+        min(rounds, (steps - 1) // round_steps),
+    )
+    first = planned.start()
+    if first is None:
+        print_lines(
+            f"{graph.name} does not fit on {machines.name}, neither with a device per replica nor "
+            "with devices filled in turn"
+        )
+        return 1
+    given = ["--model", model, "--data", data, "--optimizer", optimizer, "--seed", str(seed)]
+    given += ["--timeout", str(timeout)] + ([] if loss is None else ["--loss", loss])
+    runs = _Runs(folder, given, round_steps)
+    try:
+        done = list(_shown(runs.rounds(planned, first), as_json))
+        answer = runs.run(folder / PLAN, steps, _saving(save_parameters))
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    _print_summary(done, answer, folder, save_parameters, as_json)
+    return 0
+
+
+def _captured(
+    model: str, data: str, loss: str | None, optimizer: str, replicas: int, weights: str
+) -> "StepGraph":
+    """The graph of a step, without times."""
+    from stagewright.cli.factories import load_factory
+    from stagewright.cli.running import parse_optimizer
+    from stagewright.executor.capture.steps.factories import share_of, without_values
+    from stagewright.executor.capture.steps.step import capture_step
+    from stagewright.executor.measuring.profiling import first_batch
+    from stagewright.executor.training.losses import cross_entropy
+    from stagewright.graphs.models.data_parallel import data_parallel
+
+    of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
+    batch = share_of(first_batch(load_factory(data, "--data")()), replicas, 0)
+    module, tensors = without_values(load_factory(model, "MODEL"), batch)
+    stepping, name = parse_optimizer(optimizer), model.rpartition(":")[2]
+    step = capture_step(module, tensors, loss=of_outputs, optimizer=stepping, name=name)
+    return data_parallel(step.graph, replicas, weights)  # type: ignore[arg-type]
+
+
+def _saving(parameters: Path | None) -> list[str]:
+    return [] if parameters is None else ["--save-parameters", str(parameters)]
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Runs of plans one after the other, each from the checkpoint of the last."""
+
+    folder: Path
+    given: list[str]
+    round_steps: int
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    def rounds(self, planned: "Rounds", first: "OperatorPlan") -> "Iterator[Round]":
+        """The rounds; the folder has the best plan and the costs after each."""
+        from stagewright.executor.programs.trace import Trace, load_trace
+        from stagewright.formulations.operators.plan import save_operator_plan
+        from stagewright.graphs.machines.cluster import save_cluster
+        from stagewright.graphs.models.cost_book import save_costs
+        from stagewright.graphs.models.step_graph import save_graph
+
+        self.folder.mkdir(parents=True)
+        numbers = iter(range(planned.most))
+
+        def measure(plan: "OperatorPlan") -> Trace:
+            number = next(numbers)
+            file, trace = (self.folder / f"{name}-{number}.json" for name in ("plan", "trace"))
+            save_operator_plan(plan, file)
+            self.run(file, self.steps + self.round_steps, ["--trace", str(trace)])
+            return load_trace(trace)
+
+        for one in planned.run(first, measure):
+            save_costs(one.book, self.folder / COSTS)
+            graph, cluster = one.book.priced(planned.graph, planned.cluster)
+            save_graph(graph, self.folder / GRAPH)
+            save_cluster(cluster, self.folder / CLUSTER)
+            if one.is_kept:
+                save_operator_plan(one.plan, self.folder / PLAN)
+            yield one
+
+    def run(self, plan: Path, steps: int, options: list[str]) -> dict[str, Any]:
+        """Train up to ``steps`` by a plan; raises CalledProcessError if the run fails."""
+        checkpoints = ["--checkpoint", str(self.folder / CHECKPOINTS)]
+        resume = ["--resume"] if self.steps else []
+        command = [sys.executable, "-m", "stagewright", "run", str(plan), *self.given]
+        command += ["--steps", str(steps), *checkpoints, *resume, *options, "--json"]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        answer: dict[str, Any] = json.loads(ended.stdout)
+        self.steps = steps
+        self.losses += answer["losses"]
+        return answer | {"losses": self.losses}
+
+
+def _shown(rounds: "Iterator[Round]", as_json: bool) -> "Iterator[Round]":
+    """The rounds, each with a line on stdout when it ends."""
+    from stagewright.graphs.documents.units import format_seconds
+
+    for one in rounds:
+        if not as_json:
+            predicted = format_seconds(one.predicted_seconds) if one.number else "nothing known"
+            kept = "kept" if one.is_kept else "given up"
+            print_lines(
+                f"round {one.number}: {one.plan.planner}, predicted {predicted}, measured "
+                f"{format_seconds(one.measured_seconds)}: {kept}"
+            )
+        yield one
+
+
+def _print_summary(
+    rounds: "list[Round]",
+    answer: dict[str, Any],
+    folder: Path,
+    parameters: Path | None,
+    as_json: bool,
+) -> None:
+    from stagewright.graphs.documents.units import counted, format_seconds
+    from stagewright.service.answers import RoundAnswer, RoundsAnswer
+
+    best = [one for one in rounds if one.is_kept][-1]
+    if as_json:
+        print_answer(
+            RoundsAnswer(
+                rounds=tuple(
+                    RoundAnswer(
+                        planner=one.plan.planner,
+                        predicted_seconds=one.predicted_seconds,
+                        measured_seconds=one.measured_seconds,
+                        kept=one.is_kept,
+                    )
+                    for one in rounds
+                ),
+                best=best.number,
+                steps=answer["steps"],
+                loss=answer["loss"],
+                losses=tuple(answer["losses"]),
+                iteration_seconds=answer["iteration_seconds"],
+                world_size=answer["world_size"],
+                folder=str(folder),
+            )
+        )
+        return
+    print_lines(
+        f"{answer['steps']} steps on {counted(answer['world_size'], 'rank', 'ranks')}, loss "
+        f"{answer['loss']:.6g}, {format_seconds(answer['iteration_seconds'])} per step by the plan "
+        f"of round {best.number}",
+        f"{folder} has plans, traces, costs and checkpoints",
+        *([] if parameters is None else [f"{parameters} is written"]),
+    )
