@@ -5,7 +5,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from stagewright.formulations.checking.violations import Violation
-from stagewright.formulations.forms.answers import StopToken
+from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
 from stagewright.formulations.operators.plan import OperatorPlan, digest_of, loads_of
 from stagewright.formulations.operators.problem import Contention
 from stagewright.graphs.documents.errors import InputError
@@ -85,8 +85,12 @@ class PlacementCheckAnswer(Answer):
     found: tuple[Violation, ...] = CARRIED
 
 
-def place(request: PlaceRequest, stop: StopToken | None = None) -> PlaceAnswer:
+def place(
+    request: PlaceRequest, stop: StopToken | None = None, on_progress: OnProgress = silent
+) -> PlaceAnswer:
     """Place; infeasible and interrupted are answers.
+
+    ``on_progress`` is told of the best placement so far, and of a bound on all plans.
 
     Raises
     ------
@@ -98,7 +102,12 @@ def place(request: PlaceRequest, stop: StopToken | None = None) -> PlaceAnswer:
     _require_times(request.graph, request.cluster)
     began = monotonic()
     found = plan_operators(
-        request.graph, request.cluster, request.planner, request.contention, request.limits(stop)
+        request.graph,
+        request.cluster,
+        request.planner,
+        request.contention,
+        request.limits(stop),
+        on_progress,
     )
     fields: dict[str, Any] = {
         "model": request.graph.name,

@@ -12,7 +12,13 @@ from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.exact_model import Model
-from stagewright.solvers.operators.search import best_list_schedule, search, shortest
+from stagewright.solvers.operators.search import (
+    Tell,
+    best_list_schedule,
+    search,
+    shortest,
+    to_nobody,
+)
 
 MOST = 60  # operators
 EVALUATIONS = 800_000  # of the search before
@@ -43,10 +49,13 @@ class OperatorResult:
         return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
 
-def solve_exactly(problem: OperatorProblem, limits: Limits) -> OperatorResult:
+def solve_exactly(
+    problem: OperatorProblem, limits: Limits, tell: Tell = to_nobody
+) -> OperatorResult:
     """The best timetable within ``limits``: list schedules, search, then CP-SAT.
 
-    Of problems of more than ``MOST`` operators only the first two.
+    Of problems of more than ``MOST`` operators only the first two. ``tell`` is called with the
+    seconds of the best so far.
     """
     began = perf_counter()
     bounds = bounds_of(problem)
@@ -55,7 +64,7 @@ def solve_exactly(problem: OperatorProblem, limits: Limits) -> OperatorResult:
         return _result(None, bounds, Status.INFEASIBLE, "none", began, short.reason)
     lower = max(bound.seconds for bound in bounds)
     source, best = best_list_schedule(problem)
-    found = search(problem, EVALUATIONS, limits, best, lower)
+    found = search(problem, EVALUATIONS, limits, best, lower, tell)
     if found is not best:
         source, best = "search", found
     is_open = best is None or best.end > lower * (1 + RELATIVE_TOLERANCE)

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from stagewright.formulations.forms.answers import Limits, Status
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.operators.bounds import shortage
 from stagewright.formulations.operators.check import certificate, expected, require_valid
 from stagewright.formulations.operators.plan import (
     OperatorBound,
     OperatorPlan,
     PlacedOperator,
+    Plans,
     SplitChoice,
     Transfer,
     digest_of,
@@ -26,6 +27,8 @@ from stagewright.solvers.operators.exact import solve_exactly
 from stagewright.solvers.operators.names import FASTT, PLANNERS, SEARCHING, SPLITTING
 from stagewright.solvers.operators.os_dpos import os_dpos
 from stagewright.solvers.operators.search import METHODS
+
+ANY_SPLITS: Plans = "any splits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,13 @@ def plan_operators(
     planner: str = FASTT,
     contention: Contention = "none",
     limits: Limits | None = None,
+    on_progress: OnProgress = silent,
 ) -> PlannedOperators:
     """The plan of one of ``PLANNERS``; ``fastt`` is never longer than any other.
 
     A plan is optimal if it reaches a bound on what its planner may choose: with whole operators for
-    all but ``fastt`` and ``os-dpos``, which may split.
+    all but ``fastt`` and ``os-dpos``, which may split. ``on_progress`` receives the seconds of the
+    best placement so far, and the bound on plans with any splits.
 
     Raises
     ------
@@ -69,7 +74,7 @@ def plan_operators(
     if planner not in PLANNERS:
         raise InputError(f"unknown planner {planner!r}; there are {', '.join(PLANNERS)}")
     limits = limits or Limits()
-    found = _find(graph, cluster, planner, contention, limits)
+    found = _find(graph, cluster, planner, contention, limits, on_progress)
     problem, timetable = found.problem, found.timetable
     if timetable is None:
         return PlannedOperators(None, found.status, found.reason)
@@ -99,8 +104,14 @@ def plan_operators(
 
 
 def _find(
-    graph: StepGraph, cluster: Cluster, planner: str, contention: Contention, limits: Limits
+    graph: StepGraph,
+    cluster: Cluster,
+    planner: str,
+    contention: Contention,
+    limits: Limits,
+    on_progress: OnProgress,
 ) -> _Found:
+    began = perf_counter()
     problem = operator_problem(graph, cluster, contention)
     short = shortage(problem)
     if short is not None:
@@ -108,12 +119,17 @@ def _find(
         reason = ": ".join(filter(None, (line, short.reason)))
         return _Found(problem, None, (), Status.INFEASIBLE, reason=reason)
     if planner == FASTT:
-        began = perf_counter()
-        divided = _find(graph, cluster, SPLITTING, contention, limits)
+        divided = _find(graph, cluster, SPLITTING, contention, limits, on_progress)
         left = replace(limits, seconds=limits.left(perf_counter() - began))
-        return _better(divided, _find(graph, cluster, SEARCHING, contention, left))
+        whole = _find(graph, cluster, SEARCHING, contention, left, on_progress)
+        return _better(divided, whole)
+    any_splits = max(one.seconds for one in bounds_of(problem) if one.plans == ANY_SPLITS)
+
+    def tell(seconds: float) -> None:
+        on_progress(Progress(perf_counter() - began, seconds, any_splits))
+
     if planner == SEARCHING:
-        result = solve_exactly(problem, limits)
+        result = solve_exactly(problem, limits, tell)
         return _Found(problem, result.timetable, result.bounds, result.status, reason=result.reason)
     splits: tuple[SplitChoice, ...] = ()
     if planner == SPLITTING:
@@ -121,6 +137,8 @@ def _find(
         problem, timetable, splits = split.problem, split.timetable, split.splits
     else:
         timetable = METHODS[planner](problem)
+    if timetable is not None:
+        tell(timetable.end)
     status = limits.status(found=timetable is not None)
     reason = "" if timetable is not None else f"{planner} finds nothing that fits in memory"
     return _Found(problem, timetable, bounds_of(problem), status, splits, reason)

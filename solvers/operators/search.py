@@ -31,6 +31,14 @@ ROUNDS = 8  # the first from the best list schedule, each other one from the bes
 SMALL = 2000  # operators up to which the slow greedy schedulers are among the first
 
 
+Tell = Callable[[float], None]
+"""Is told the seconds of the best timetable so far."""
+
+
+def to_nobody(_: float) -> None:
+    """Tell nobody."""
+
+
 def first_of(
     method: Callable[[OperatorProblem, float], Timetable | None], *ways: tuple[float, ...]
 ) -> Method:
@@ -97,18 +105,21 @@ def search(
     limits: Limits,
     start: Timetable | None = None,
     lower: float = 0.0,
+    tell: Tell = to_nobody,
 ) -> Timetable | None:
     """The best timetable of ``evaluations`` moves; None if nothing fits in memory.
 
     Never longer than ``start``, which without memory limits is the best list schedule by default.
     Of large graphs there are fewer moves, all of them nearer to the start. Deterministic by seed
     and evaluations, unless the limits end it first. It also ends when
-    ``lower``, a proved bound, is reached.
+    ``lower``, a proved bound, is reached. ``tell`` is called with the seconds of the best.
     """
     began = perf_counter()
     if start is None:
         _, start = best_list_schedule(problem)
     best = start
+    if best is not None:
+        tell(best.end)
     seed = single(problem) if start is None else start
     order, home = seed.order, _homes(problem, seed.device)
     arrays, (_, tails) = arrays_of(problem), windows(problem)
@@ -134,6 +145,7 @@ def search(
         limited = limited or not keeps_memory(arrays, found)
         best = shortest(problem, [best, found])
         if best is not None:
+            tell(best.end)
             order, home = best.order, _homes(problem, best.device)
     return best
 

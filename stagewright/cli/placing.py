@@ -71,8 +71,8 @@ def place(
         threads=limits.threads,
         seed=limits.seed,
     )
-    with interruptible() as stop, progress("placing operators", stop):
-        answer = answer_of(request, stop)
+    with interruptible() as stop, progress("placing operators", stop) as on_progress:
+        answer = answer_of(request, stop, on_progress)
     if output is not None and answer.plan is not None:
         save_operator_plan(answer.plan, output)
     if as_json:

@@ -66,6 +66,16 @@ def test_every_planner_makes_a_checked_plan(planner, contention, tmp_path):
     assert found.plan.made_by == planner
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_progress_is_between_bound_and_first_plan(planner):
+    news = []
+    found = plan_operators(step(), CLUSTER, planner, limits=LIMITS, on_progress=news.append).plan
+    assert news
+    for one in news:
+        assert one.bound == found.certificate.any_splits_seconds
+        assert one.objective >= found.claim.cost * (1 - 1e-9)
+
+
 def test_search_is_optimal_here_and_splits_are_shorter():
     whole = plan_operators(step(), CLUSTER, "search", limits=LIMITS)
     assert whole.status is Status.OPTIMAL
