@@ -7,13 +7,12 @@ from numba import njit
 
 from stagewright.graphs.documents.arrays import Floats, Ints
 
-MOST_DEPTH = 4096  # parts
-
 
 class Lattice(NamedTuple):
     """Downsets and what their parts add up to.
 
-    ``first``, ``node``, ``target`` are those of :class:`~downsets.Downsets`. ``seconds[k, i]`` are
+    ``first``, ``node``, ``target`` are those of :class:`~downsets.Downsets`; ``rank`` of each part
+    is its place in a topological order. ``seconds[k, i]`` are
     those of the parts of downset i on a device of pool k, ``held[i]`` their bytes and ``work[i]``
     their priced work. The tensors of part v are ``tensor[of[v]:of[v + 1]]``; ``cost`` and ``size``
     of a tensor are its seconds and its number of parts.
@@ -22,6 +21,7 @@ class Lattice(NamedTuple):
     first: Ints
     node: Ints
     target: Ints
+    rank: Ints
     seconds: Floats
     held: Floats
     work: Floats
@@ -55,15 +55,17 @@ def extend(  # noqa: C901 - one walk over the lattice
     below ``most`` are left out, which falls to the cost of every partition of all parts that is
     found; the number of pairs that were looked at, and ``most``, are returned.
 
-    A set is walked by adding parts in ascending order, so that every larger downset is met once.
+    A set is walked by adding parts by ascending rank, so that every larger downset is met once. The
+    rank is a topological order, so that every set can be walked.
     """
     states, pools = m.larger.shape
     last = len(a.first) - 2
     whole = a.work[last]
+    depths = len(a.rank) + 1
     inside = np.zeros(len(a.cost), dtype=np.int64)
-    at = np.zeros(MOST_DEPTH, dtype=np.int64)
-    added = np.zeros(MOST_DEPTH, dtype=np.int64)
-    edge = np.zeros(MOST_DEPTH, dtype=np.int64)
+    at = np.zeros(depths, dtype=np.int64)
+    added = np.zeros(depths, dtype=np.int64)
+    edge = np.zeros(depths, dtype=np.int64)
     pairs = 0
     for i in range(begin, end):
         open_ = False
@@ -89,7 +91,7 @@ def extend(  # noqa: C901 - one walk over the lattice
                 continue
             v, j = a.node[edge[depth]], a.target[edge[depth]]
             edge[depth] += 1
-            if v < added[depth]:
+            if added[depth] >= 0 and a.rank[v] < a.rank[added[depth]]:
                 continue
             fits = False
             for k in range(pools):

@@ -78,10 +78,11 @@ class _Search:
         self.machines = _machines(self.problem, self.prices)
 
     def run(self) -> DagResult:
-        for order in _orders(self.problem):
-            self._solve(prefixes(order))
+        orders = list(_orders(self.problem))
+        for order in orders:
+            self._solve(prefixes(order), order)
         lattice = downsets(len(self.problem.names), self.problem.edges, MOST_DOWNSETS)
-        complete = lattice is not None and self._solve(lattice)
+        complete = lattice is not None and self._solve(lattice, orders[0])
         if complete:
             if self.sets is None:
                 return self._result(Status.INFEASIBLE, lattice)
@@ -103,9 +104,9 @@ class _Search:
             seconds=perf_counter() - self.began,
         )
 
-    def _solve(self, lattice: Downsets) -> bool:
+    def _solve(self, lattice: Downsets, order: list[int]) -> bool:
         """Look for a better partition into differences of downsets; False if stopped early."""
-        table = _lattice(self.problem, lattice, self.prices)
+        table = _lattice(self.problem, lattice, order, self.prices)
         n, states = len(lattice), len(self.machines.larger)
         best, came = np.full((states, n), np.inf), np.full((states, n), -1)
         best[0, 0] = 0.0
@@ -199,7 +200,7 @@ def _machines(problem: DagProblem, prices: Floats) -> Machines:
     )
 
 
-def _lattice(problem: DagProblem, lattice: Downsets, prices: Floats) -> Lattice:
+def _lattice(problem: DagProblem, lattice: Downsets, order: list[int], prices: Floats) -> Lattice:
     n, pools = problem.seconds.shape
     rows = np.column_stack([problem.seconds, problem.bytes, (problem.seconds * prices).min(axis=1)])
     total = np.zeros((len(lattice), pools + 2))
@@ -216,6 +217,7 @@ def _lattice(problem: DagProblem, lattice: Downsets, prices: Floats) -> Lattice:
         first=lattice.first,
         node=lattice.node,
         target=lattice.target,
+        rank=np.argsort(order),
         seconds=np.ascontiguousarray(total[:, :pools].T),
         held=np.ascontiguousarray(total[:, pools]),
         work=np.ascontiguousarray(total[:, pools + 1]),

@@ -50,12 +50,13 @@ def problems(draw, most=6):
     held = [draw(few) for _ in range(n)]
     memory = draw(st.sampled_from([inf, 3.0, 5.0]))
     pools = (Pool("gpu", draw(st.integers(1, 3)), memory), Pool("host", hosts, inf, False))
+    place = draw(st.permutations(range(n)))  # parts need not be numbered in a topological order
     return DagProblem(
         tuple(f"p{i}" for i in range(n)),
-        tuple(edges),
-        np.array(seconds, dtype=float),
-        np.array(held, dtype=float),
-        tuple(tensors),
+        tuple((place[a], place[b]) for a, b in edges),
+        np.array(seconds, dtype=float)[np.argsort(place)],
+        np.array(held, dtype=float)[np.argsort(place)],
+        tuple(Tensor(tuple(place[i] for i in one.parts), one.seconds) for one in tensors),
         pools,
     )
 
