@@ -72,9 +72,9 @@ class Sent:
     def line(self, given: Link) -> Link:
         """The link whose latency + size / bandwidth has the least squares to the measurements.
 
-        Where it would be negative, the latency is 0. If sizes do not tell the bandwidth (all are
-        equal, or larger ones took no longer), it is that of ``given``, and the latency the rest of
-        the mean time. Never less than clusters may have.
+        Of links that a cluster may have: no negative latency, at least ``MIN_BANDWIDTH``. If sizes
+        do not tell the bandwidth (all are equal, or larger ones took no longer), it is that of
+        ``given``, and the latency the rest of the mean time.
         """
         n, x, y, xx, xy = (
             self.count, self.bytes, self.seconds, self.bytes_squared, self.bytes_seconds,
@@ -84,10 +84,10 @@ class Sent:
         if slope <= 0:
             left = (y - x / given.bandwidth_bytes_per_second) / n
             return replace(given, latency_seconds=max(0.0, left))
-        latency = (y - slope * x) / n
-        if latency < 0:
-            latency, slope = 0.0, xy / xx
-        return Link(max(1 / slope, MIN_BANDWIDTH), latency)
+        if slope * x > y:
+            slope = xy / xx  # the best line without latency
+        bandwidth = max(1 / slope, MIN_BANDWIDTH)
+        return Link(bandwidth, max(0.0, (y - x / bandwidth) / n))
 
 
 @dataclass(frozen=True, slots=True)
