@@ -6,7 +6,7 @@ pair of devices, as a line fitted to size and time. Nothing else is known: a pla
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -17,12 +17,11 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_BANDWIDTH, require_amount, require_count
 from stagewright.graphs.machines.cluster import Cluster, Link, from_matrix
-from stagewright.graphs.models.step_graph import Node, StepGraph
+from stagewright.graphs.models.step_graph import WITHOUT_TIME, Node, StepGraph
 
 FORMAT: Literal["stagewright-costs"] = "stagewright-costs"
 VERSION: Literal[1] = 1
 MOST_MEASURED = 10**12
-WITHOUT_TIME = ("input", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +198,7 @@ class CostBook:
     def priced(self, graph: StepGraph, cluster: Cluster) -> tuple[StepGraph, Cluster]:
         """``graph`` and ``cluster`` with what is known; other operators have no time.
 
+        The graph's ``source`` says how many these are on every kind of device.
         Pairs that were not measured keep the links of ``cluster``.
 
         Raises
@@ -217,9 +217,8 @@ class CostBook:
             replace(node, seconds={}) if node.role in WITHOUT_TIME else timed(node)
             for node in graph.nodes
         )
-        steps = max((one.count for one in self.computed), default=0)
-        source = f"learned from {steps} steps"
-        return replace(graph, nodes=nodes, source=source), self._linked(cluster)
+        priced = replace(graph, nodes=nodes, source=_source(nodes, kinds))
+        return priced, self._linked(cluster)
 
     def _linked(self, cluster: Cluster) -> Cluster:
         if not self.sent:
@@ -245,6 +244,15 @@ def known_as(name: str) -> str:
     whole, slash, part = name.partition("/")
     base, _, replica = whole.rpartition("@")
     return f"{base if replica.isdigit() else whole}{slash}{part}"
+
+
+def _source(nodes: Sequence[Node], kinds: Sequence[str]) -> str:
+    computed = [node for node in nodes if node.role not in WITHOUT_TIME]
+    unknown = (
+        f"{sum(kind not in node.seconds for node in computed)} of {len(computed)} on {kind}"
+        for kind in kinds
+    )
+    return f"learned; operators not measured: {', '.join(unknown)}"
 
 
 def _require_unique(what: str, keys: Iterable[tuple[str, str]]) -> None:

@@ -256,6 +256,8 @@ def test_what_is_not_known_takes_no_time(graph):
     expected = [0.5 if node.name in names[::2] else 0.0 for node in graph.nodes]
     assert problem.seconds.tolist() == [[one, one] for one in expected]
     assert priced.structure() == graph.structure()
+    left = len(names) - len(names[::2])
+    assert priced.source == f"learned; operators not measured: {left} of {len(names)} on a"
 
 
 def test_only_measured_pairs_get_new_links(tmp_path):
