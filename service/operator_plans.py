@@ -130,11 +130,16 @@ def place(
 def _require_times(graph: StepGraph, cluster: Cluster) -> None:
     """Refuse a kind of device of which nothing is known: every plan on it would take no time."""
     known = {kind for node in graph.nodes for kind in node.seconds}
+    if not known:
+        raise InputError(
+            f"graph {graph.name!r} has no times: capture it with --measure or --device-kind, or "
+            "let `train` learn them, from a first plan on one device or data parallel"
+        )
     for device in cluster.devices:
         if device.kind not in known:
             raise InputError(
                 f"graph {graph.name!r} has no times on {device.kind!r}, as {device.name} is; it "
-                f"has them on {', '.join(sorted(known)) or 'no kind of device'}"
+                f"has them on {', '.join(sorted(known))}"
             )
 
 

@@ -5,9 +5,7 @@ import numpy as np
 from stagewright.formulations.operators.problem import Contention, OperatorProblem
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.models.step_graph import StepGraph
-
-WITHOUT_TIME = ("input", "state")  # roles of what is not computed
+from stagewright.graphs.models.step_graph import WITHOUT_TIME, StepGraph
 
 
 def operator_problem(

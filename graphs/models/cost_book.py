@@ -4,7 +4,9 @@ Computation is known by operator and kind of device, as the mean of what was mea
 pair of devices, as a line fitted to size and time. Nothing else is known: a plan explores the rest.
 """
 
+import math
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -12,14 +14,14 @@ import numpy as np
 from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_BANDWIDTH, require_amount, require_count
 from stagewright.graphs.machines.cluster import Cluster, Link, from_matrix
-from stagewright.graphs.models.step_graph import Node, StepGraph
+from stagewright.graphs.models.step_graph import WITHOUT_TIME, Node, StepGraph
 
 FORMAT: Literal["stagewright-costs"] = "stagewright-costs"
 VERSION: Literal[1] = 1
 MOST_MEASURED = 10**12
-WITHOUT_TIME = ("input", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Sent:
 
     def __post_init__(self) -> None:
         place = f"transfers from {self.source!r} to {self.target!r}"
+        if self.source == self.target:
+            raise InputError(f"{place}: they are between two devices")
         require_count(self.count, f"{place}: count", MOST_MEASURED)
         for name in ("bytes", "seconds", "bytes_squared", "bytes_seconds"):
             require_amount(getattr(self, name), f"{place}: {name}")
@@ -72,9 +76,9 @@ class Sent:
     def line(self, given: Link) -> Link:
         """The link whose latency + size / bandwidth has the least squares to the measurements.
 
-        Where it would be negative, the latency is 0. If sizes do not tell the bandwidth (all are
-        equal, or larger ones took no longer), it is that of ``given``, and the latency the rest of
-        the mean time. Never less than clusters may have.
+        Of links that a cluster may have: no negative latency, at least ``MIN_BANDWIDTH``. If sizes
+        do not tell the bandwidth (all are equal, or larger ones took no longer), it is that of
+        ``given``, and the latency the rest of the mean time.
         """
         n, x, y, xx, xy = (
             self.count, self.bytes, self.seconds, self.bytes_squared, self.bytes_seconds,
@@ -84,10 +88,10 @@ class Sent:
         if slope <= 0:
             left = (y - x / given.bandwidth_bytes_per_second) / n
             return replace(given, latency_seconds=max(0.0, left))
-        latency = (y - slope * x) / n
-        if latency < 0:
-            latency, slope = 0.0, xy / xx
-        return Link(max(1 / slope, MIN_BANDWIDTH), latency)
+        if slope * x > y:
+            slope = xy / xx  # the best line without latency
+        bandwidth = max(1 / slope, MIN_BANDWIDTH)
+        return Link(bandwidth, max(0.0, (y - x / bandwidth) / n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,14 @@ class Observation:
     transfers: tuple[tuple[str, str, float, float], ...]
     count: int
 
+    def __post_init__(self) -> None:
+        require_count(self.count, "count", MOST_MEASURED)
+        for name, device, seconds in self.operators:
+            require_amount(seconds, f"operator {name!r} on {device!r}: seconds")
+        for source, target, size, seconds in self.transfers:
+            require_amount(size, f"transfer from {source!r} to {target!r}: bytes")
+            require_amount(seconds, f"transfer from {source!r} to {target!r}: seconds")
+
 
 @dataclass(frozen=True, slots=True)
 class Drift:
@@ -117,7 +129,7 @@ class Drift:
     ----------
     operators, links
         The sum of the changes of the means over their sum, of what was known before: of operators,
-        and of pairs' transfers of their mean size.
+        and of pairs' transfers of their mean size. A change from 0 is infinite.
     learned
         The operators on kinds of devices, and the pairs, that were not known before.
     """
@@ -142,15 +154,23 @@ class CostBook:
     format: Literal["stagewright-costs"] = FORMAT
     version: Literal[1] = VERSION
 
+    def __post_init__(self) -> None:
+        _require_unique("operator on kind", ((one.operator, one.kind) for one in self.computed))
+        _require_unique("transfers from and to", ((one.source, one.target) for one in self.sent))
+
     def updated(self, seen: Observation, cluster: Cluster) -> tuple["CostBook", Drift]:
         """The book with one more observation, and how much that changed it.
 
         Replicas of an operator (``NAME@2``) are the same operator.
+
+        Raises
+        ------
+        InputError
+            If a device is not one of ``cluster``.
         """
-        kind = {device.name: device.kind for device in cluster.devices}
         computed = {(one.operator, one.kind): one for one in self.computed}
         for name, device, seconds in seen.operators:
-            key = known_as(name), kind[device]
+            key = known_as(name), cluster.devices[_position(device, cluster)].kind
             old = computed.get(key)
             count = seen.count + (0 if old is None else old.count)
             before = seconds if old is None else old.seconds
@@ -178,7 +198,13 @@ class CostBook:
     def priced(self, graph: StepGraph, cluster: Cluster) -> tuple[StepGraph, Cluster]:
         """``graph`` and ``cluster`` with what is known; other operators have no time.
 
+        The graph's ``source`` says how many these are on every kind of device.
         Pairs that were not measured keep the links of ``cluster``.
+
+        Raises
+        ------
+        InputError
+            If transfers were measured between devices that are not of ``cluster``.
         """
         known = {(one.operator, one.kind): one.seconds for one in self.computed}
         kinds = sorted({device.kind for device in cluster.devices})
@@ -191,16 +217,15 @@ class CostBook:
             replace(node, seconds={}) if node.role in WITHOUT_TIME else timed(node)
             for node in graph.nodes
         )
-        steps = max((one.count for one in self.computed), default=0)
-        source = f"learned from {steps} steps"
-        return replace(graph, nodes=nodes, source=source), self._linked(cluster)
+        priced = replace(graph, nodes=nodes, source=_source(nodes, kinds))
+        return priced, self._linked(cluster)
 
     def _linked(self, cluster: Cluster) -> Cluster:
         if not self.sent:
             return cluster
         bandwidth, latency = cluster.bandwidth.copy(), cluster.latency.copy()
         for one in self.sent:
-            pair = cluster.index[one.source], cluster.index[one.target]
+            pair = _pair(one, cluster)
             link = one.line(Link(float(bandwidth[pair]), float(latency[pair])))
             bandwidth[pair] = link.bandwidth_bytes_per_second
             latency[pair] = link.latency_seconds
@@ -221,17 +246,46 @@ def known_as(name: str) -> str:
     return f"{base if replica.isdigit() else whole}{slash}{part}"
 
 
+def _source(nodes: Sequence[Node], kinds: Sequence[str]) -> str:
+    computed = [node for node in nodes if node.role not in WITHOUT_TIME]
+    unknown = (
+        f"{sum(kind not in node.seconds for node in computed)} of {len(computed)} on {kind}"
+        for kind in kinds
+    )
+    return f"learned; operators not measured: {', '.join(unknown)}"
+
+
+def _require_unique(what: str, keys: Iterable[tuple[str, str]]) -> None:
+    known = set[tuple[str, str]]()
+    for key in keys:
+        if key in known:
+            raise InputError(f"{what} {key[0]!r}, {key[1]!r} is listed twice")
+        known.add(key)
+
+
+def _position(device: str, cluster: Cluster) -> int:
+    if device not in cluster.index:
+        raise InputError(f"{device!r} was measured, which is no device of {cluster.name!r}")
+    return cluster.index[device]
+
+
+def _pair(one: Sent, cluster: Cluster) -> tuple[int, int]:
+    return _position(one.source, cluster), _position(one.target, cluster)
+
+
 def _seconds(one: Sent, size: float, cluster: Cluster) -> float:
-    pair = cluster.index[one.source], cluster.index[one.target]
+    pair = _pair(one, cluster)
     link = one.line(Link(float(cluster.bandwidth[pair]), float(cluster.latency[pair])))
     return link.latency_seconds + size / link.bandwidth_bytes_per_second
 
 
 def _change(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> float:
-    """The sum of the changes of what was known before, over its sum; 0 if that is 0."""
+    """The sum of the changes of what was known before, over its sum."""
     total = sum(before.values())
-    changes = (abs(after[key] - seconds) for key, seconds in before.items())
-    return sum(changes) / total if total else 0.0
+    change = sum(abs(after[key] - seconds) for key, seconds in before.items())
+    if not total:
+        return math.inf if change else 0.0
+    return change / total
 
 
 def load_costs(path: str | os.PathLike[str]) -> CostBook:

@@ -20,6 +20,9 @@ MAX_OPERATORS = 1_000_000
 Role = Literal["input", "state", "forward", "backward", "update"]
 """A batch's tensor; parameters, buffers and the optimizer's state; or a part of the step."""
 
+WITHOUT_TIME: tuple[Role, ...] = ("input", "state")
+"""Roles of what is not computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Output:

@@ -13,6 +13,7 @@ from stagewright.formulations.operators.plan import load_operator_plan, save_ope
 from stagewright.graphs.machines.cluster import Link, save_cluster, uniform_servers
 from stagewright.graphs.models.analytic import analytic_model
 from stagewright.graphs.models.chain import save_model
+from stagewright.graphs.models.cost_book import CostBook
 from stagewright.graphs.models.step_graph import Node, Output, StepGraph, save_graph
 from stagewright.solvers.operators.names import PLANNERS
 
@@ -101,6 +102,14 @@ def test_a_kind_of_device_without_times_is_refused(place):
     line = refused("plan", "--model", "graph.json", "--cluster", "other.json")
     assert line == "graph 'fork' has no times on 'p100', as s0g0 is; it has them on v100"
     assert "absent.json: No such file" in refused("plan", "--model", "absent.json", *FILES[2:])
+
+
+def test_a_graph_whose_costs_are_not_learned_yet_is_refused(place):
+    graph, _ = CostBook().priced(GRAPH, CLUSTER)
+    assert graph.source == "learned; operators not measured: 3 of 3 on v100"
+    save_graph(graph, "graph.json")
+    line = refused("plan", *FILES)
+    assert line.startswith("graph 'fork' has no times: capture it with --measure or")
 
 
 @pytest.mark.parametrize(
