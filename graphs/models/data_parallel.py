@@ -12,7 +12,7 @@ from typing import Literal
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.step_graph import Node, StepGraph
 
-Weights = Literal["shared", "mirrored"]
+Weights = Literal["shared", "mirrored", "accumulated"]
 
 Input = tuple[str, int]
 
@@ -21,8 +21,9 @@ def data_parallel(share: StepGraph, replicas: int, weights: Weights = "shared") 
     """The step of ``replicas`` copies of the model, each on the samples of ``share``.
 
     The loss of the mini-batch is the mean of the replicas' losses, so the gradients are averaged,
-    by one operator per gradient. Nodes of replica r are called ``NAME@r``. Statistics of batch norm
-    are those of each replica's samples, as in every framework.
+    by one operator per gradient or, accumulated, one per gradient and replica. Nodes of replica r
+    are called ``NAME@r``. Statistics of batch norm are those of each replica's samples, as in every
+    framework.
 
     Parameters
     ----------
@@ -32,8 +33,10 @@ def data_parallel(share: StepGraph, replicas: int, weights: Weights = "shared") 
     weights
         ``shared``: one copy of the states, which all replicas read and one update changes (in-graph
         replication, as FastT's); buffers take the values of replica 0. An operator ``mean`` reads
-        all gradients. ``mirrored``: every replica has its states and its update, and an operator
-        ``all_reduce`` returns the mean to each of them.
+        all gradients. ``accumulated``: the same, but gradients are added up one after the other, by
+        operators ``accumulate``, and then scaled: replicas are microbatches, whose gradients do not
+        wait for each other in memory. ``mirrored``: every replica has its states and its update,
+        and an operator ``all_reduce`` returns the mean to each of them.
 
     Raises
     ------
@@ -119,7 +122,7 @@ class _Replication:
             if node.role == "update":
                 for one in dict.fromkeys(node.inputs):
                     if role[one[0]] == "backward" and one not in self.averaged:
-                        yield self._average(one, node)
+                        yield from self._average(one, node)
             copies = (0,) if node.name in self.once else range(self.replicas)
             yield from (self._copy(node, number) for number in copies)
 
@@ -154,24 +157,42 @@ class _Replication:
     def _name(self, name: str, number: int) -> str:
         return name if name in self.once else f"{name}@{number}"
 
-    def _average(self, gradient: Input, reader: Node) -> Node:
-        """The operator that averages a gradient; moving a tensor takes as long as for its reader.
-
-        It reads one tensor per replica, and writes one, or one per replica.
-        """
+    def _average(self, gradient: Input, reader: Node) -> Iterator[Node]:
+        """The operators that average a gradient."""
         source, number = gradient
-        output = replace(self.share.nodes[self.share.index[source]].outputs[number], shared=False)
-        name = f"{source}.{number}@mean"
-        self.averaged[gradient] = name
-        mirrored = self.weights == "mirrored"
-        written = self.replicas if mirrored else 1
-        moved = (self.replicas + written) / (len(reader.inputs) + len(reader.outputs))
+        every = tuple((self._name(source, i), number) for i in range(self.replicas))
+        self.averaged[gradient] = name = f"{source}.{number}@mean"
+        if self.weights != "accumulated":
+            mirrored = self.weights == "mirrored"
+            operator, written = ("all_reduce", self.replicas) if mirrored else ("mean", 1)
+            yield self._moving(name, operator, every, written, gradient, reader)
+            return
+        total = every[0]
+        for i, one in enumerate(every[1:], start=1):
+            added = f"{source}.{number}@sum{i}"
+            yield self._moving(added, "accumulate", (total, one), 1, gradient, reader)
+            total = added, 0
+        yield self._moving(name, "scale", (total,), 1, gradient, reader)
+
+    def _moving(
+        self,
+        name: str,
+        operator: str,
+        inputs: tuple[Input, ...],
+        written: int,
+        gradient: Input,
+        reader: Node,
+    ) -> Node:
+        """An operator on tensors like ``gradient``; to move one takes as long as for ``reader``."""
+        source, number = gradient
+        node = self.share.nodes[self.share.index[source]]
+        moved = (len(inputs) + written) / (len(reader.inputs) + len(reader.outputs))
         return Node(
             name=name,
-            operator="all_reduce" if mirrored else "mean",
+            operator=operator,
             role="backward",
-            inputs=tuple((self._name(source, i), number) for i in range(self.replicas)),
-            outputs=(output,) * written,
+            inputs=inputs,
+            outputs=(replace(node.outputs[number], shared=False),) * written,
             seconds={kind: moved * seconds for kind, seconds in reader.seconds.items()},
-            line=self.share.nodes[self.share.index[source]].line,
+            line=node.line,
         )

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-FASTT, SPLITTING, SEARCHING = "fastt", "os-dpos", "search"
+FASTT, SPLITTING, SEARCHING, PIPELINE = "fastt", "os-dpos", "search", "dag"
 
 
 class Described(NamedTuple):
@@ -21,6 +21,10 @@ PLANNERS: dict[str, Described] = {
     SEARCHING: Described(
         "the best list schedule, annealing, CP-SAT up to 60 operators; whole operators only",
         "Stagewright",
+    ),
+    PIPELINE: Described(
+        "contiguous stages of the operators, 1F1B over microbatches (capture --microbatches)",
+        "Tarnawski et al., NeurIPS 2020",
     ),
     "dpos": Described("critical path on its devices, the rest by insertion", "FastT, algorithm 1"),
     "heft": Described("earliest end by insertion, longest path to the end first", TOPCUOGLU),

@@ -24,8 +24,9 @@ from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.step_graph import StepGraph
 from stagewright.solvers.operators.bounds import bounds_of
 from stagewright.solvers.operators.exact import solve_exactly
-from stagewright.solvers.operators.names import FASTT, PLANNERS, SEARCHING, SPLITTING
+from stagewright.solvers.operators.names import FASTT, PIPELINE, PLANNERS, SEARCHING, SPLITTING
 from stagewright.solvers.operators.os_dpos import os_dpos
+from stagewright.solvers.operators.pipelined import pipelined
 from stagewright.solvers.operators.search import METHODS
 
 ANY_SPLITS: Plans = "any splits"
@@ -135,6 +136,8 @@ def _find(
     if planner == SPLITTING:
         split = os_dpos(graph, cluster, contention)
         problem, timetable, splits = split.problem, split.timetable, split.splits
+    elif planner == PIPELINE:
+        timetable = pipelined(graph, problem, limits)
     else:
         timetable = METHODS[planner](problem)
     if timetable is not None:

@@ -55,6 +55,15 @@ def capture(
             case_sensitive=False,
         ),
     ] = None,
+    microbatches: Annotated[
+        int,
+        typer.Option(
+            help="Equal parts of the mini-batch that go through one copy of the weights, with the "
+            "gradients added up: what the planner dag makes a pipeline of.",
+            min=1,
+            metavar="M",
+        ),
+    ] = 1,
     device_kind: Annotated[
         str | None,
         typer.Option(
@@ -81,6 +90,8 @@ def capture(
         raise InputError("give --device-kind, for computed times, or --measure")
     if weights is not None and replicas == 1:
         raise InputError("--weights goes with --replicas")
+    if microbatches > 1 and replicas > 1:
+        raise InputError("give --replicas or --microbatches")
     require_torch()
     import torch
 
@@ -101,7 +112,7 @@ def capture(
     of_outputs = cross_entropy if loss is None else load_factory(loss, "--loss")
     given = first_batch(load_factory(data, "--data")())
     given = given if batch is None else resized(given, batch)
-    given = share_of(given, replicas, 0)
+    given = share_of(given, replicas * microbatches, 0)
     stepping = parse_optimizer(optimizer)
     with reporting("capture") as report:
         report("making the model")
@@ -115,5 +126,8 @@ def capture(
             graph = measure_operators(step, given, machine, rounds=rounds, on_progress=report)
         else:
             graph = with_analytic_seconds(step, kinds)
-    of_replicas = data_parallel(graph, replicas, "shared" if weights is None else weights.value)
-    return hand_out(of_replicas, output, as_json)
+    if microbatches > 1:
+        whole = data_parallel(graph, microbatches, "accumulated")
+    else:
+        whole = data_parallel(graph, replicas, "shared" if weights is None else weights.value)
+    return hand_out(whole, output, as_json)

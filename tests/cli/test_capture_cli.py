@@ -41,6 +41,16 @@ def test_capture_of_replicas(tmp_path: Path) -> None:
         assert len(states) == sum(node.role == "state" for node in whole.nodes) * (1 + extra)
 
 
+def test_capture_of_microbatches(tmp_path: Path) -> None:
+    one, file = tmp_path / "one.json", tmp_path / "four.json"
+    answered(*LENET, "--batch", 2, "--device-kind", "v100", "-o", one)
+    answered(*LENET, "--batch", 8, "--device-kind", "v100", "--microbatches", 4, "-o", file)
+    graph = load_graph(file)
+    assert graph == data_parallel(load_graph(one), 4, "accumulated")
+    assert sum(node.operator == "accumulate" for node in graph.nodes) == 3 * 8
+    assert sum(node.operator == "scale" for node in graph.nodes) == 8
+
+
 def test_capture_measures_on_this_machine(tmp_path: Path) -> None:
     file = tmp_path / "graph.json"
     line = answered(*LENET, "--measure", "--rounds", 1, "--optimizer", "sgd:lr=0.1", "-o", file)
@@ -61,6 +71,8 @@ def test_the_document_is_printed_without_an_output() -> None:
         (("--device-kind", "v100", "--measure"), "give --device-kind, for computed times, or"),
         (("--device-kind", "abacus"), "device 'abacus' is not known"),
         (("--device-kind", "v100", "--batch", 0), "'--batch'"),
+        (("--device-kind", "v100", "--replicas", 2, "--microbatches", 2), "--replicas or --micro"),
+        (("--device-kind", "v100", "--microbatches", 3), "has 2 samples, which 3 replicas"),
         (("--device-kind", "v100", "--weights", "shared"), "--weights goes with --replicas"),
         (("--device-kind", "v100", "--optimizer", "rprop"), "Rprop is not captured; there are"),
         (("--device-kind", "v100", "--loss", "math:sqrt"), "--loss: 'math:sqrt' raised TypeError"),

@@ -146,7 +146,7 @@ def test_divided_operators_compute_the_same(ranks: Ranks) -> None:
     assert close(parameters_of(results), parameters)
 
 
-@pytest.mark.parametrize("weights", ["shared", "mirrored"])
+@pytest.mark.parametrize("weights", ["shared", "mirrored", "accumulated"])
 def test_replicas_take_the_step_of_the_whole_mini_batch(weights: Any, ranks: Ranks) -> None:
     graph = data_parallel(graph_of("transformer", samples=2), 2, weights)
     plan = plan_operators(graph, cluster(2), "dpos").plan
@@ -155,6 +155,46 @@ def test_replicas_take_the_step_of_the_whole_mini_batch(weights: Any, ranks: Ran
     losses, parameters = plain("transformer")
     assert losses_of(results) == pytest.approx(losses, rel=1e-9)
     assert close(parameters_of(results), parameters)
+
+
+@pytest.mark.parametrize(("name", "world"), [("lenet", 2), ("inception", 3), ("bert", 2)])
+def test_pipelines_of_microbatches_take_the_step_of_the_mini_batch(
+    name: str, world: int, ranks: Ranks
+) -> None:
+    graph = data_parallel(graph_of(name, samples=2), 2, "accumulated")
+    plan = plan_operators(graph, cluster(world), "dag").plan
+    assert plan is not None
+    assert len({one.device for one in plan.operators}) == world
+    results = ranks.run(run, world, name, plan)
+    losses, parameters = in_parts(name) if name == "inception" else plain(name)
+    assert losses_of(results) == pytest.approx(losses, rel=1e-9)
+    assert close(parameters_of(results), parameters)
+
+
+def in_parts(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The plain loop with two microbatches of two samples, for layers that mix samples."""
+    torch.manual_seed(SEED)
+    model = make(name)
+    optimizer = ADAM(model.parameters())
+    losses = []
+    for inputs, targets in data(name):
+        optimizer.zero_grad()
+        kept: dict[str, Tensor] = {}
+        buffers, parts = kept_of(model), []
+        for rows in (slice(0, 2), slice(2, 4)):
+            model.load_state_dict(buffers, strict=False)  # each part begins from the step's
+            total, count = cross_entropy(model(inputs[rows]), targets[rows])
+            (total / count / 2).backward()
+            parts.append((total / count).item())
+            kept = kept if rows.start else kept_of(model)
+        model.load_state_dict(kept, strict=False)  # buffers take the values of the first
+        losses.append(sum(parts) / 2)
+        optimizer.step()
+    return losses, {path: one.detach() for path, one in model.state_dict().items()}
+
+
+def kept_of(model: nn.Module) -> dict[str, Tensor]:
+    return {path: one.clone() for path, one in model.named_buffers()}
 
 
 def test_draws_do_not_depend_on_the_placement(ranks: Ranks) -> None:

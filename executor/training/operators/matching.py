@@ -5,7 +5,7 @@ from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value, place_graph
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.models.data_parallel import data_parallel
+from stagewright.graphs.models.data_parallel import Weights, data_parallel
 
 
 def replicas_of(plan: OperatorPlan) -> int:
@@ -29,9 +29,7 @@ def planned_graph(plan: OperatorPlan, step: CapturedStep) -> PlacedGraph:
     InvalidPlan
         If the plan does not place every operator once.
     """
-    mirrored = any(one.role == "state" and "@" in one.operator for one in plan.operators)
-    weights = "mirrored" if mirrored else "shared"
-    graph = data_parallel(step.graph, replicas_of(plan), weights)  # type: ignore[arg-type]
+    graph = data_parallel(step.graph, replicas_of(plan), _weights_of(plan))
     if graph.structure() == plan.structure:
         return place_graph(plan, graph)
     try:
@@ -43,6 +41,12 @@ def planned_graph(plan: OperatorPlan, step: CapturedStep) -> PlacedGraph:
         f"model, mini-batch, loss and optimizer are not those of {plan.model!r} as it was planned "
         f"({fault}); capture and plan them, or give the same"
     )
+
+
+def _weights_of(plan: OperatorPlan) -> Weights:
+    if any(one.role == "state" and "@" in one.operator for one in plan.operators):
+        return "mirrored"
+    return "accumulated" if any("@sum" in one.operator for one in plan.operators) else "shared"
 
 
 def losses(step: CapturedStep, placed: PlacedGraph) -> list[Value]:

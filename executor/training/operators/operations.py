@@ -13,6 +13,7 @@ from stagewright.executor.capture.steps.parts import cut, joined, run_part
 from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.training.operators.layouts import END, Layout
+from stagewright.executor.training.operators.matching import replicas_of
 
 Values = list[Tensor | None]
 Operation = Callable[[Sequence[Tensor]], Values]
@@ -28,7 +29,7 @@ class Operations:
     """
 
     def __init__(self, placed: PlacedGraph, step: CapturedStep) -> None:
-        self._placed = placed
+        self._placed, self._replicas = placed, replicas_of(placed.plan)
         self._captured = {node.name: node for node in operators(step.module.graph)}
         values = (node.meta["val"] for node in step.module.graph.nodes if "val" in node.meta)
         self._mode = next(one.fake_mode for one in values if isinstance(one, FakeTensor))
@@ -45,6 +46,8 @@ class Operations:
         if whole not in self._placed.divided or not part:
             if node.operator in ("mean", "all_reduce"):
                 return partial(_mean, copies=len(node.outputs))
+            if node.operator in ("accumulate", "scale"):
+                return partial(_added, over=self._replicas if node.operator == "scale" else 1)
             return partial(run_part, self.captured(node.name))
         split, parts = self._placed.divided[whole]
         if node.operator == "cut":
@@ -85,6 +88,12 @@ class Operations:
                 with self._mode:
                     self._fakes[n] = self.operation(n)(given)  # type: ignore[arg-type]
         return self._fakes[n]
+
+
+def _added(inputs: Sequence[Tensor], over: int) -> Values:
+    """The sum of gradients, over a number of replicas."""
+    total = reduce(torch.add, inputs)
+    return [total / over if over > 1 else total]
 
 
 def _mean(inputs: Sequence[Tensor], copies: int) -> Values:
