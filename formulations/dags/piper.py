@@ -257,18 +257,18 @@ class PiperProblem:
                 )
 
 
-def device_seconds(problem: PiperProblem) -> float:
+def device_seconds(layer: Layer) -> float:
+    """The least shards times seconds of a sample of a layer; infinite if it has no option."""
+    return min((t * one.seconds for t, its in layer.options.items() for one in its), default=np.inf)
+
+
+def shared_work(problem: PiperProblem) -> float:
     """A lower bound on the time per sample: the least device-seconds of a sample per device.
 
     A stage of r replicas on t shards takes r * t devices for at least the sum of its p / r, so
-    that the p * t of all layers add up to at most the devices times the cost. Infinite if a layer
-    has no option.
+    that the p * t of all layers add up to at most the devices times the cost.
     """
-    least = (
-        min((t * one.seconds for t, its in layer.options.items() for one in its), default=np.inf)
-        for layer in problem.layers
-    )
-    return sum(least) / problem.devices
+    return sum(map(device_seconds, problem.layers)) / problem.devices
 
 
 def piper_problem(

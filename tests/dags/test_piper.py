@@ -2,10 +2,15 @@
 
 import json
 from dataclasses import replace
-from math import inf
+from itertools import product
+from math import ceil, inf
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
 
 from stagewright.formulations.dags.piper import (
     Edge,
@@ -14,9 +19,16 @@ from stagewright.formulations.dags.piper import (
     PiperProblem,
     PiperStage,
     piper_problem,
+    shared_work,
 )
+from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.importers.piper import read_piper
+from stagewright.solvers.dags import piper as solver
+from stagewright.solvers.dags.knapsack import choose
+from stagewright.solvers.dags.piper import piper_pipeline
+
+LIMITS = Limits(60)
 
 
 def option(seconds, flight=0.0, fixed=0.0, parameters=0.0, edges=None):
@@ -158,4 +170,200 @@ def test_what_makes_no_workload_is_refused(tmp_path, change, message):
         read(tmp_path, content)
 
 
+@st.composite
+def problems(draw, most=4):
+    """Whole numbers; options that differ in all they may differ in, memory that binds."""
+    n = draw(st.integers(1, most))
+    order = draw(st.permutations(range(n)))
+    few, shards = st.integers(0, 4), st.sampled_from([(1,), (1, 2), (2,), (1, 2, 3)])
+    pairs = [(order[a], order[b]) for b in range(n) for a in range(b) if draw(st.booleans())]
+    edges = tuple(Edge(a, b, float(draw(few))) for a, b in pairs)
+    same = draw(st.booleans())  # parameters of the options of a layer
+    layers = []
+    for v in range(n):
+        own = [e for e, pair in enumerate(pairs) if v in pair]
+        options = {}
+        for degree in draw(shards):
+            parameters = draw(few)
+            options[degree] = tuple(
+                LayerOption(
+                    "",
+                    float(draw(few)),
+                    float(parameters if same else draw(few)),
+                    float(draw(few)),
+                    float(draw(few)),
+                    {e: float(draw(few)) for e in own if draw(st.booleans())},
+                )
+                for _ in range(draw(st.integers(1, 3)))
+            )
+        layers.append(Layer(f"l{v}", options))
+    return PiperProblem(
+        layers=tuple(layers),
+        edges=edges,
+        devices=draw(st.integers(1, 6)),
+        memory=draw(st.sampled_from([8.0, 14.0, 20.0, inf])),
+        bandwidth=draw(st.sampled_from([1.0, 4.0])),
+        samples=draw(st.sampled_from([1, 2, 3, 4, 6])),
+    )
+
+
+def least(problem):
+    """The least time per sample, by every pipeline; the formula written a second time."""
+    n, best = len(problem.layers), inf
+    for home in product(range(n), repeat=n):
+        last = max(home)
+        if set(home) != set(range(last + 1)):
+            continue
+        if any(home[edge.source] > home[edge.target] for edge in problem.edges):
+            continue
+        sets = [[v for v in range(n) if home[v] == i] for i in range(last + 1)]
+        best = min(best, _best(problem, sets[::-1], 0, problem.devices))
+    return best
+
+
+def _best(problem, sets, later, devices):
+    """The least time of stages of these sets, the last first, after ``later`` replicas."""
+    if not sets:
+        return 0.0
+    best = inf
+    for t in range(1, devices + 1):
+        for d in range(1, devices // t + 1):
+            if problem.samples % d or later + d > problem.samples:
+                continue
+            rest = _best(problem, sets[1:], later + d, devices - d * t)
+            own = _stage(problem, sets[0], t, d, ceil((later + d) / d))
+            best = min(best, max(rest, own))
+    return best
+
+
+def _stage(problem, layers, t, d, in_flight):
+    best = inf
+    for chosen in product(*(problem.layers[v].options.get(t, ()) for v in layers)):
+        held = sum(one.flight_bytes * in_flight + one.fixed_bytes for one in chosen)
+        if held > problem.memory:
+            continue
+        sent = sum(4 * (d - 1) * one.parameter_bytes / problem.samples for one in chosen)
+        for v, one in zip(layers, chosen, strict=True):
+            for e, edge in enumerate(problem.edges):
+                if v in (edge.source, edge.target) and not {edge.source, edge.target} <= {*layers}:
+                    sent += 2 * (edge.bytes + one.edge_bytes.get(e, 0))
+        computed = sum(one.seconds for one in chosen)
+        best = min(best, (computed + sent / problem.bandwidth) / d)
+    return best
+
+
+@examples(300)
+@given(problem=problems())
+def test_equals_every_pipeline(problem):
+    right = least(problem)
+    found = piper_pipeline(problem, LIMITS)
+    if right == inf:
+        assert found.status is Status.INFEASIBLE
+        assert found.stages is None
+        return
+    assert found.status is Status.OPTIMAL
+    assert found.cost == pytest.approx(right)
+    assert problem.evaluate(found.stages) == found.cost
+    assert found.gap == 0
+    assert shared_work(problem) <= right * (1 + 1e-9)
+
+
+@examples(60)
+@given(problem=problems())
+def test_more_of_anything_never_hurts(problem):
+    found = piper_pipeline(problem, LIMITS)
+    for better in (
+        replace(problem, devices=problem.devices + 1),
+        replace(problem, memory=2 * problem.memory),
+        replace(problem, bandwidth=2 * problem.bandwidth),
+    ):
+        again = piper_pipeline(better, LIMITS)
+        assert found.cost is None or again.cost <= found.cost * (1 + 1e-9)
+
+
+@examples(100)
+@given(problem=problems())
+def test_too_many_upsets_leave_a_gap(problem):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "MOST_UPSETS", 2)
+        found = piper_pipeline(problem, LIMITS)
+    right = least(problem)
+    if len(problem.layers) > 1:
+        assert found.status is not Status.OPTIMAL
+    assert found.bound <= right * (1 + 1e-9)
+    if found.stages is not None:
+        assert problem.evaluate(found.stages) == found.cost >= right * (1 - 1e-9)
+
+
+def test_the_time_limit_keeps_the_bound():
+    found = piper_pipeline(PROBLEM, Limits(1e-9))
+    assert (found.status, found.stages, found.gap) == (Status.NO_ANSWER, None, None)
+    assert found.bound == shared_work(PROBLEM) == 6 / 4
+
+
+ITEMS = st.lists(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=6,
+)
+
+
+@examples(400)
+@given(items=ITEMS, capacity=st.integers(0, 40), most=st.sampled_from([3.0, 12.0, inf]))
+def test_the_best_options_equal_every_choice(items, capacity, most):
+    fitting = [one for one in product(*items) if sum(size for _, size in one) <= capacity]
+    right = min((sum(time for time, _ in one) for one in fitting), default=inf)
+    first = np.cumsum([0, *map(len, items)])
+    time, size = np.array([one for its in items for one in its], dtype=float).T.copy()
+    chosen = choose(first, time, size, float(capacity), most)
+    if right == inf or right > most:
+        assert not len(chosen)
+        return
+    assert all(a <= o < b for a, o, b in zip(first[:-1], chosen, first[1:], strict=True))
+    assert time[chosen].sum() == right
+    assert size[chosen].sum() <= capacity
+
+
 PIPER = Path(__file__).parents[3] / "shared" / "data" / "piper"
+
+# (input, devices, GiB): time per sample at 25 GiB/s, as measured with the published program
+PUBLISHED = {
+    ("bert32a100", 8, 2): None,
+    ("bert32a100", 8, 8): 0.165856,
+    ("bert32a100", 128, 8): 0.0101209,
+    ("bert32a100", 1024, 8): 0.00130318,
+    ("bert32a100", 8, 80): 0.122007,
+    ("bert32a100", 1024, 80): 0.00115876,
+    ("resnet", 8, 8): 63.434,
+}
+
+
+def published(name, devices, gigabytes):
+    return piper_problem(
+        read_piper(PIPER / f"{name}.json"),
+        devices=devices,
+        memory=gigabytes * 2**30,
+        bandwidth=25 * 2**30,
+    )
+
+
+@pytest.mark.skipif(not PIPER.exists(), reason="the published inputs are absent")
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_the_published_times(case):
+    problem = published(*case)
+    found = piper_pipeline(problem, LIMITS)
+    if PUBLISHED[case] is None:
+        assert found.status is Status.INFEASIBLE
+        return
+    assert found.status is Status.OPTIMAL
+    assert found.cost == pytest.approx(PUBLISHED[case], rel=1e-5)
+    assert problem.evaluate(found.stages) == found.cost
+
+
+@pytest.mark.skipif(not PIPER.exists(), reason="the published inputs are absent")
+def test_the_published_choice_of_options_is_a_heuristic():
+    """Its greedy choice recomputes more than the memory asks for: 17.624 s."""
+    problem = published("resnet", 32, 4)
+    found = piper_pipeline(problem, LIMITS)
+    assert found.status is Status.OPTIMAL
+    assert problem.evaluate(found.stages) == found.cost == pytest.approx(17.42013, rel=1e-6)
