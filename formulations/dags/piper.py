@@ -262,6 +262,11 @@ def device_seconds(layer: Layer) -> float:
     return min((t * one.seconds for t, its in layer.options.items() for one in its), default=np.inf)
 
 
+def least_seconds(layer: Layer) -> float:
+    """The least seconds of a sample of a layer; infinite if it has no option."""
+    return min((one.seconds for its in layer.options.values() for one in its), default=np.inf)
+
+
 def shared_work(problem: PiperProblem) -> float:
     """A lower bound on the time per sample: the least device-seconds of a sample per device.
 

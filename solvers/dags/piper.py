@@ -17,19 +17,19 @@ from stagewright.formulations.dags.piper import (
     PiperProblem,
     PiperStage,
     device_seconds,
+    least_seconds,
     shared_work,
 )
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.dags.downsets import Contents, downsets, prefixes
 from stagewright.solvers.dags.knapsack import choose
-from stagewright.solvers.dags.piper_kernel import Costs, Found, Machine, Stages, price, within
+from stagewright.solvers.dags.piper_kernel import Costs, Found, Machine, Stages, Work, price, within
 
 MOST_UPSETS = 40_000
 LEAST = 1e-9  # relative improvement; less is rounding
 CHUNK = 16  # upsets whose stages are priced between two looks at the clock
-CUTOFFS = (2.0, 8.0, 64.0, np.inf)  # times the lower bound: up to where stages are priced
+CUTOFFS = (1.1, 1.5, 3.0, 10.0, 100.0)  # times the lower bound: up to where stages are priced
 UPSETS, DEVICES = "dynamic program over upsets", "device-seconds"
 
 
@@ -83,7 +83,7 @@ class _Search:
         self.lattice = prefixes(range(len(self.order))) if listed is None else listed
         self.contents = Contents(self.lattice)
         self.costs, self.machine = _costs(problem, self.order), _machine(problem)
-        self.rest = self._rest()
+        self.work = self._work()
         self.least = shared_work(problem)
         self.stages: tuple[PiperStage, ...] | None = None
         self.cost, self.priced = np.inf, 0
@@ -137,14 +137,14 @@ class _Search:
             if self._is_late():
                 return None
             end = min(begin + CHUNK, len(self.lattice))
-            parts.append(price(self.costs, self.machine, self.lattice, begin, end, cutoff))
+            parts.append(price(self.costs, self.machine, self.work, self.lattice, begin, end, cutoff))
         stages = _joined(parts)
         self.priced = len(stages.source)
         return stages
 
     def _find(self, stages: Stages, limit: float) -> bool:
         """Look for a pipeline whose stages take at most ``limit`` seconds."""
-        found = within(self.costs, self.machine, stages, self.rest, limit)
+        found = within(self.costs, self.machine, self.work, stages, limit)
         replicas = int(np.argmin(found.least[-1]))
         if found.least[-1, replicas] > self.machine.devices:
             return False
@@ -182,13 +182,13 @@ class _Search:
         chosen = choose(first, np.array(time), np.array(size), self.machine.memory, np.inf)
         return PiperStage(layers, replicas, shards, tuple((chosen - first[:-1]).tolist()))
 
-    def _rest(self) -> Floats:
-        """The least device-seconds of the layers that are not in each upset."""
-        work = [device_seconds(self.problem.layers[v]) for v in self.order]
-        done = np.zeros(len(self.lattice))
+    def _work(self) -> Work:
+        layers = [self.problem.layers[v] for v in self.order]
+        least = np.array([(device_seconds(layer), least_seconds(layer)) for layer in layers])
+        done = np.zeros((len(self.lattice), 2))
         for i in range(1, len(done)):  # by size, so that what i grows from is known
-            done[i] = done[self.contents.before[i]] + work[self.contents.part[i]]
-        return done[-1] - done
+            done[i] = done[self.contents.before[i]] + least[self.contents.part[i]]
+        return Work(device_seconds=done[-1, 0] - done[:, 0], seconds=done[:, 1].copy())
 
 
 def _joined(parts: list[Stages]) -> Stages:

@@ -48,6 +48,17 @@ class Machine(NamedTuple):
     equal: Bools
 
 
+class Work(NamedTuple):
+    """Of every upset: least ``device_seconds`` of the layers outside, least ``seconds`` of its own.
+
+    Within a limit on the time per sample, layers take at least that many device-seconds, divided by
+    the limit, devices, and their stages at least that many seconds, divided by it, replicas.
+    """
+
+    device_seconds: Floats
+    seconds: Floats
+
+
 class Stages(NamedTuple):
     """Stages from an upset to a larger one: row r is for ``shards[degree[r]]`` shards.
 
@@ -97,9 +108,42 @@ def _priced(c: Costs, layers: Ints, inside: Bools, t: int) -> tuple[Ints, Ints, 
     return first, number, seconds
 
 
+class Window(NamedTuple):
+    """What the rest of a pipeline leaves to a stage within a limit on the time per sample.
+
+    ``own``: devices that it may have; ``later``: those that it and later stages may have;
+    ``replicas``: those that the later stages have at least.
+    """
+
+    own: float
+    later: float
+    replicas: float
+
+
+@njit(cache=True, error_model="numpy")
+def _window(m: Machine, work: Work, i: int, j: int, limit: float) -> Window:
+    """That of a stage from upset i to upset j."""
+    each = (1 - ROUNDING) / limit
+    before, total = work.device_seconds[j], work.device_seconds[0]
+    after = total - work.device_seconds[i]
+    return Window(
+        m.devices - (before + after) * each, m.devices - before * each, work.seconds[i] * each
+    )
+
+
+@njit(cache=True, error_model="numpy")
+def _flights(m: Machine, window: Window, shards: int, d: int) -> tuple[int, int]:
+    """The least and the most samples in flight on each of d replicas; (1, 0) if d are too many."""
+    later = min(float(m.most - d), np.floor(window.later - shards * d))
+    if shards * d > window.own or later < window.replicas:
+        return 1, 0
+    return int(np.ceil((d + window.replicas) / d)), int(np.ceil((d + later) / d))
+
+
 @njit(cache=True, error_model="numpy")
 def _choices(
     m: Machine,
+    window: Window,
     shards: int,
     only: int,
     cutoff: float,
@@ -117,11 +161,16 @@ def _choices(
     """
     shared = exchange[first[:-1]].sum() if not only else 0.0
     time = seconds + (only - 1) * exchange if only else seconds
-    y = 1
+    y = m.most
+    for d in m.replicas:
+        if d == only or not only:
+            low, high = _flights(m, window, shards, d)
+            if low <= high:
+                y = min(y, low)
     while True:
         most = -np.inf
         for d in m.replicas:
-            if d * shards <= m.devices and d * (y - 1) < m.most and (d == only or not only):
+            if (d == only or not only) and y <= _flights(m, window, shards, d)[1]:
                 most = max(most, d * cutoff - (d - 1) * shared)
         if most < 0:
             return
@@ -138,7 +187,13 @@ def _choices(
 
 @njit(cache=True, error_model="numpy")
 def price(  # noqa: C901 - one walk over the lattice
-    c: Costs, m: Machine, lattice: Downsets, begin: int, end: int, cutoff: float
+    c: Costs,
+    m: Machine,
+    work: Work,
+    lattice: Downsets,
+    begin: int,
+    end: int,
+    cutoff: float,
 ) -> Stages:
     """The stages from the upsets ``begin`` to ``end`` that may take at most ``cutoff`` seconds.
 
@@ -170,13 +225,14 @@ def price(  # noqa: C901 - one walk over the lattice
                 continue
             depth += 1
             at[depth], edge[depth], layers[depth], inside[v] = j, lattice.first[j], v, True
+            window = _window(m, work, i, j, cutoff)
             for t in range(degrees):
-                if dead[depth, t]:
+                if dead[depth, t] or sums[depth, t, 0] * c.shards[t] > cutoff * window.own:
                     continue
                 first, number, seconds = _priced(c, layers[1 : depth + 1], inside, t)
                 for only in all_ if m.equal[t] else m.replicas:
                     before = len(steps)
-                    _choices(m, c.shards[t], only, cutoff, first, seconds, c.exchange[number],
+                    _choices(m, window, c.shards[t], only, cutoff, first, seconds, c.exchange[number],
                              c.flight[number], c.fixed[number], steps)  # fmt: skip
                     if len(steps) > before:
                         rows.append((i, j, t, only, before - 1))
@@ -211,13 +267,12 @@ class Found(NamedTuple):
 
 
 @njit(cache=True, error_model="numpy")
-def within(c: Costs, m: Machine, stages: Stages, rest: Floats, limit: float) -> Found:
+def within(c: Costs, m: Machine, work: Work, stages: Stages, limit: float) -> Found:
     """Pipelines whose stages take at most ``limit`` seconds, from the last stage to the first.
 
-    ``rest``: least device-seconds of the layers that are not in an upset. Of two pipelines of an
-    upset one is left out that has neither fewer devices nor fewer replicas.
+    Of two pipelines of an upset one is left out that has neither fewer devices nor fewer replicas.
     """
-    size = len(rest)
+    size = len(work.seconds)
     least = np.full((size, m.most + 1), m.devices + 1)
     row = np.full((size, m.most + 1), -1)
     replicas = np.zeros((size, m.most + 1), dtype=np.int64)
@@ -233,8 +288,7 @@ def within(c: Costs, m: Machine, stages: Stages, rest: Floats, limit: float) -> 
                 count += 1
         while r < len(stages.source) and stages.source[r] == i:
             j, shards, only = stages.target[r], c.shards[stages.degree[r]], stages.only[r]
-            needed = min(rest[j] / limit * (1 - ROUNDING), float(m.devices))
-            left = m.devices - int(np.ceil(needed))
+            left = _window(m, work, stages.source[r], j, limit).later
             furthest = -1  # most replicas of later stages
             for d in m.replicas:
                 if d * shards > left or furthest >= m.most - d:
