@@ -132,6 +132,8 @@ class PiperProblem:
 
     def _require_options(self, v: int) -> None:
         layer = self.layers[v]
+        if not any(layer.options.values()):
+            raise InputError(f"layer {layer.name} has no option")
         if any(shards < 1 for shards in layer.options):
             raise InputError(f"layer {layer.name}: a number of shards must be at least 1")
         for option in (option for its in layer.options.values() for option in its):
@@ -258,13 +260,13 @@ class PiperProblem:
 
 
 def device_seconds(layer: Layer) -> float:
-    """The least shards times seconds of a sample of a layer; infinite if it has no option."""
-    return min((t * one.seconds for t, its in layer.options.items() for one in its), default=np.inf)
+    """The least shards times seconds of a sample of a layer."""
+    return min(t * one.seconds for t, its in layer.options.items() for one in its)
 
 
 def least_seconds(layer: Layer) -> float:
-    """The least seconds of a sample of a layer; infinite if it has no option."""
-    return min((one.seconds for its in layer.options.values() for one in its), default=np.inf)
+    """The least seconds of a sample of a layer."""
+    return min(one.seconds for its in layer.options.values() for one in its)
 
 
 def shared_work(problem: PiperProblem) -> float:

@@ -31,6 +31,16 @@ def choose(first: Ints, time: Floats, size: Floats, capacity: float, most: float
         return none
     if need <= 0:
         return fast
+    rate, saving = _savings(first, time, size, fast)
+    if saving.sum() < need:
+        return none
+    return _save(first, time, size, fast, need, most - total, rate, saving)
+
+
+@njit(cache=True, error_model="numpy")
+def _savings(first: Ints, time: Floats, size: Floats, fast: Ints) -> tuple[Floats, Floats]:
+    """Of each item the least time per size saved, infinite if none is, and the largest saving."""
+    n = len(fast)
     rate, saving = np.full(n, np.inf), np.zeros(n)
     for i in range(n):
         for o in range(first[i], first[i + 1]):
@@ -38,9 +48,7 @@ def choose(first: Ints, time: Floats, size: Floats, capacity: float, most: float
             if saved > 0:
                 rate[i] = min(rate[i], (time[o] - time[fast[i]]) / saved)
                 saving[i] = max(saving[i], saved)
-    if saving.sum() < need:
-        return none
-    return _save(first, time, size, fast, need, most - total, rate, saving)
+    return rate, saving
 
 
 @njit(cache=True, error_model="numpy")
@@ -56,10 +64,10 @@ def _save(  # noqa: C901 - one merge of lists
 ) -> Ints:
     """Replace options of ``fast`` to save at least ``need``, in at most ``most`` more time.
 
-    ``rate`` is an item's least time per saved size, ``saving`` its largest saving. Items are taken
-    in ascending order of their rate. A list has the choices of the first items in ascending order
-    of time, without those that another one beats in time and saving (Nemhauser and Ullmann, 1969),
-    and those that take longer than a known whole choice when the rest is saved at the next rates.
+    Items are taken in ascending order of their rate. A list has the choices of the first items in
+    ascending order of time, without those that another one beats in time and saving (Nemhauser and
+    Ullmann, 1969), and those that take longer than a known whole choice when the rest is saved at
+    the next rates.
     """
     order = np.argsort(rate)
     n = int((saving > 0).sum())  # others have the rate infinity

@@ -14,6 +14,7 @@ import networkx as nx
 import numpy as np
 
 from stagewright.formulations.dags.piper import (
+    LayerOption,
     PiperProblem,
     PiperStage,
     device_seconds,
@@ -22,6 +23,7 @@ from stagewright.formulations.dags.piper import (
 )
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.dags.downsets import Contents, downsets, prefixes
 from stagewright.solvers.dags.knapsack import choose
 from stagewright.solvers.dags.piper_kernel import Costs, Found, Machine, Stages, Work, price, within
@@ -91,8 +93,6 @@ class _Search:
     def run(self) -> PiperResult:
         """Price stages up to a cutoff that some pipeline keeps, then bisect."""
         low = self.least
-        if low == np.inf:
-            return self._result(Status.INFEASIBLE, low)
         for cutoff in (*(low * factor for factor in CUTOFFS if low), np.inf):
             stages = self._price(cutoff)
             if stages is None:
@@ -137,7 +137,9 @@ class _Search:
             if self._is_late():
                 return None
             end = min(begin + CHUNK, len(self.lattice))
-            parts.append(price(self.costs, self.machine, self.work, self.lattice, begin, end, cutoff))
+            parts.append(
+                price(self.costs, self.machine, self.work, self.lattice, begin, end, cutoff)
+            )
         stages = _joined(parts)
         self.priced = len(stages.source)
         return stages
@@ -149,7 +151,10 @@ class _Search:
         if found.least[-1, replicas] > self.machine.devices:
             return False
         pipeline = tuple(self._pipeline(stages, found, replicas))
-        if (cost := self.problem.evaluate(pipeline)) < self.cost:
+        cost = self.problem.evaluate(pipeline)
+        if cost > limit * (1 + RELATIVE_TOLERANCE):
+            raise InvalidPlan(f"a stage takes {cost} s, its choice of options at most {limit} s")
+        if cost < self.cost:
             self.cost, self.stages = cost, pipeline
         return True
 
@@ -213,7 +218,7 @@ def _machine(problem: PiperProblem) -> Machine:
         memory=problem.memory * (1 + RELATIVE_TOLERANCE / 2),
         most=most,
         replicas=replicas[problem.samples % replicas == 0],
-        equal=np.array([_is_equal(problem, shards) for shards in degrees]),
+        equal=np.array([_is_equal(problem, shards) for shards in degrees], dtype=bool),
     )
 
 
@@ -233,8 +238,11 @@ def _is_equal(problem: PiperProblem, shards: int) -> bool:
 
 def _costs(problem: PiperProblem, order: list[int]) -> Costs:
     degrees = _degrees(problem)
-    option, across = np.zeros((len(order), len(degrees) + 1), dtype=np.int64), []
-    options, other, crossing = [], [], []
+    option = np.zeros((len(order), len(degrees) + 1), dtype=np.int64)
+    options: list[LayerOption] = []
+    other: list[list[int]] = []
+    across: list[int] = []
+    crossing: list[float] = []
     for x, v in enumerate(order):
         ends = [(problem.edges[e].source, problem.edges[e].target) for e in problem.edges_of[v]]
         other.append([order.index(a if b == v else b) for a, b in ends])

@@ -9,6 +9,9 @@ from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.solvers.dags.downsets import Downsets
 from stagewright.solvers.dags.knapsack import choose
 
+Rows = list[tuple[int, int, int, int, int]]  # source, target, degree, only, step of a stage
+Steps = list[tuple[int, float, float]]  # flight, seconds, exchange of a choice
+
 ROUNDING = 1e-9  # of the devices that a lower bound needs
 
 
@@ -87,12 +90,21 @@ def _dead(c: Costs, m: Machine, v: int, t: int, sums: Floats, cutoff: float) -> 
     sums[0] += c.seconds[begin:end].min()
     sums[1] += (c.flight[begin:end] + c.fixed[begin:end]).min()
     width = min(m.devices // c.shards[t], m.most)
-    return sums[0] > cutoff * width or sums[1] > m.memory
+    return bool(sums[0] > cutoff * width or sums[1] > m.memory)
+
+
+class Items(NamedTuple):
+    """The options of a stage's layers on some shards; layer i has those from ``first[i]`` on."""
+
+    first: Ints
+    seconds: Floats
+    exchange: Floats
+    flight: Floats
+    fixed: Floats
 
 
 @njit(cache=True, error_model="numpy")
-def _priced(c: Costs, layers: Ints, inside: Bools, t: int) -> tuple[Ints, Ints, Floats]:
-    """The options of a stage's layers: where each layer's begin, their numbers, their seconds."""
+def _items(c: Costs, layers: Ints, inside: Bools, t: int) -> Items:
     first = np.zeros(len(layers) + 1, dtype=np.int64)
     for x, v in enumerate(layers):
         first[x + 1] = first[x] + c.option[v, t + 1] - c.option[v, t]
@@ -105,7 +117,7 @@ def _priced(c: Costs, layers: Ints, inside: Bools, t: int) -> tuple[Ints, Ints, 
                 if not inside[c.other[c.edge[v] + j]]:
                     seconds[at] += c.crossing[c.across[o] + j]
             at += 1
-    return first, number, seconds
+    return Items(first, seconds, c.exchange[number], c.flight[number], c.fixed[number])
 
 
 class Window(NamedTuple):
@@ -132,56 +144,43 @@ def _window(m: Machine, work: Work, i: int, j: int, limit: float) -> Window:
 
 
 @njit(cache=True, error_model="numpy")
-def _flights(m: Machine, window: Window, shards: int, d: int) -> tuple[int, int]:
-    """The least and the most samples in flight on each of d replicas; (1, 0) if d are too many."""
-    later = min(float(m.most - d), np.floor(window.later - shards * d))
-    if shards * d > window.own or later < window.replicas:
-        return 1, 0
-    return int(np.ceil((d + window.replicas) / d)), int(np.ceil((d + later) / d))
+def _flights(m: Machine, window: Window, shards: int) -> tuple[Ints, Ints]:
+    """For each of ``m.replicas`` the least and the most samples in flight; 1 and 0 if too many."""
+    low, high = np.ones(len(m.replicas), dtype=np.int64), np.zeros(len(m.replicas), dtype=np.int64)
+    for x, d in enumerate(m.replicas):
+        later = min(float(m.most - d), np.floor(window.later - shards * d))
+        if shards * d <= window.own and window.replicas <= later:
+            low[x] = int(np.ceil((d + window.replicas) / d))
+            high[x] = int(np.ceil((d + later) / d))
+    return low, high
 
 
 @njit(cache=True, error_model="numpy")
 def _choices(
-    m: Machine,
-    window: Window,
-    shards: int,
-    only: int,
-    cutoff: float,
-    first: Ints,
-    seconds: Floats,
-    exchange: Floats,
-    flight: Floats,
-    fixed: Floats,
-    steps: list[tuple[int, float, float]],
+    m: Machine, low: Ints, high: Ints, only: int, cutoff: float, items: Items, steps: Steps
 ) -> None:
     """Append the best choice for every number of samples in flight, as far as there is one.
 
-    For ``only`` that many replicas; 0: ``exchange`` is the same for all options of a layer. The
-    best choice with y samples in flight is the best with all more that it fits with.
+    For ``only`` that many replicas; 0: all options of a layer have the same ``exchange``. The best
+    choice with y samples in flight is the best with all more that it fits with.
     """
-    shared = exchange[first[:-1]].sum() if not only else 0.0
-    time = seconds + (only - 1) * exchange if only else seconds
-    y = m.most
-    for d in m.replicas:
-        if d == only or not only:
-            low, high = _flights(m, window, shards, d)
-            if low <= high:
-                y = min(y, low)
-    while True:
-        most = -np.inf
-        for d in m.replicas:
-            if (d == only or not only) and y <= _flights(m, window, shards, d)[1]:
-                most = max(most, d * cutoff - (d - 1) * shared)
-        if most < 0:
-            return
-        chosen = choose(first, time, y * flight + fixed, m.memory, most)
+    usable = low <= high
+    if only:
+        usable &= m.replicas == only
+    if not usable.any():
+        return
+    shared = 0.0 if only else items.exchange[items.first[:-1]].sum()
+    time = items.seconds + max(0, only - 1) * items.exchange
+    bound = m.replicas * cutoff - (m.replicas - 1) * shared
+    y = low[usable].min()
+    while y <= high[usable].max():
+        size = y * items.flight + items.fixed
+        chosen = choose(items.first, time, size, m.memory, bound[usable & (y <= high)].max())
         if not len(chosen):
             return
-        room, each = m.memory - fixed[chosen].sum(), flight[chosen].sum()
+        room, each = m.memory - items.fixed[chosen].sum(), items.flight[chosen].sum()
         last = m.most if each * m.most <= room else max(y, int(room / each))
-        steps.append((last, seconds[chosen].sum(), exchange[chosen].sum()))
-        if last == m.most:
-            return
+        steps.append((last, items.seconds[chosen].sum(), items.exchange[chosen].sum()))
         y = last + 1
 
 
@@ -229,20 +228,18 @@ def price(  # noqa: C901 - one walk over the lattice
             for t in range(degrees):
                 if dead[depth, t] or sums[depth, t, 0] * c.shards[t] > cutoff * window.own:
                     continue
-                first, number, seconds = _priced(c, layers[1 : depth + 1], inside, t)
+                items = _items(c, layers[1 : depth + 1], inside, t)
+                low, high = _flights(m, window, c.shards[t])
                 for only in all_ if m.equal[t] else m.replicas:
                     before = len(steps)
-                    _choices(m, window, c.shards[t], only, cutoff, first, seconds, c.exchange[number],
-                             c.flight[number], c.fixed[number], steps)  # fmt: skip
+                    _choices(m, low, high, only, cutoff, items, steps)
                     if len(steps) > before:
                         rows.append((i, j, t, only, before - 1))
     return _stages(rows, steps)
 
 
 @njit(cache=True, error_model="numpy")
-def _stages(
-    rows: list[tuple[int, int, int, int, int]], steps: list[tuple[int, float, float]]
-) -> Stages:
+def _stages(rows: Rows, steps: Steps) -> Stages:
     """Arrays of what was found, without the first of each list."""
     r, s = len(rows) - 1, len(steps) - 1
     ends = np.empty((4, r), dtype=np.int64)
@@ -267,7 +264,9 @@ class Found(NamedTuple):
 
 
 @njit(cache=True, error_model="numpy")
-def within(c: Costs, m: Machine, work: Work, stages: Stages, limit: float) -> Found:
+def within(  # noqa: C901 - one pass over the stages
+    c: Costs, m: Machine, work: Work, stages: Stages, limit: float
+) -> Found:
     """Pipelines whose stages take at most ``limit`` seconds, from the last stage to the first.
 
     Of two pipelines of an upset one is left out that has neither fewer devices nor fewer replicas.

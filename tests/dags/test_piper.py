@@ -113,6 +113,7 @@ def test_broken_pipelines_are_refused(stages, message):
         ({"edges": (Edge(0, 1, inf), Edge(1, 2, 1.0))}, "edge 0: bytes must be finite"),
         ({"edges": (*PROBLEM.edges, Edge(2, 0, 1.0))}, "the layers form a cycle: a -> b -> c"),
         ({"edges": PROBLEM.edges[:1]}, r"edge_bytes must be of the edges \[0\], got \[0, 1\]"),
+        ({"layers": (Layer("a", {1: ()}), *PROBLEM.layers[1:])}, "layer a has no option"),
         ({"layers": (Layer("a", {0: (option(1.0),)}), *PROBLEM.layers[1:])}, "number of shards"),
         ({"layers": (Layer("a", {1: (option(-1.0),)}), *PROBLEM.layers[1:])}, "layer a, option"),
     ],
@@ -188,7 +189,7 @@ def problems(draw, most=4):
             options[degree] = tuple(
                 LayerOption(
                     "",
-                    float(draw(few)),
+                    float(draw(st.integers(0, 9))),
                     float(parameters if same else draw(few)),
                     float(draw(few)),
                     float(draw(few)),
@@ -200,10 +201,10 @@ def problems(draw, most=4):
     return PiperProblem(
         layers=tuple(layers),
         edges=edges,
-        devices=draw(st.integers(1, 6)),
-        memory=draw(st.sampled_from([8.0, 14.0, 20.0, inf])),
-        bandwidth=draw(st.sampled_from([1.0, 4.0])),
-        samples=draw(st.sampled_from([1, 2, 3, 4, 6])),
+        devices=draw(st.integers(1, 8)),
+        memory=draw(st.sampled_from([9.0, 14.0, 20.0, inf])),
+        bandwidth=draw(st.sampled_from([2.0, 16.0, 128.0])),
+        samples=draw(st.sampled_from([2, 3, 4, 6, 12])),
     )
 
 
@@ -299,6 +300,28 @@ def test_the_time_limit_keeps_the_bound():
     found = piper_pipeline(PROBLEM, Limits(1e-9))
     assert (found.status, found.stages, found.gap) == (Status.NO_ANSWER, None, None)
     assert found.bound == shared_work(PROBLEM) == 6 / 4
+
+
+def test_options_on_more_devices_than_there_are_are_no_use():
+    layers = (Layer("a", {2: (option(1.0),)}), Layer("b", {4: (option(1.0),)}))
+    problem = PiperProblem(layers, (), 4, 0.0, 1.0, 2)
+    for devices in (1, 3, 5):
+        found = piper_pipeline(replace(problem, devices=devices), LIMITS)
+        assert (found.status, found.stages) == (Status.INFEASIBLE, None)
+    assert piper_pipeline(replace(problem, devices=6), LIMITS).cost == 1
+
+
+def test_which_option_is_best_depends_on_the_replicas():
+    """On 1, 2 replicas the second option: 2, 1 + 1 s; on 4 the first one: 1 s, not 1/2 + 3/2."""
+    layers = (Layer("a", {1: (option(4.0), option(2.0, parameters=2.0))}),)
+    problem = PiperProblem(layers, (), 1, 0.0, 1.0, 4)
+    for devices, cost, choice in ((1, 2.0, 1), (3, 2.0, None), (4, 1.0, 0)):
+        found = piper_pipeline(replace(problem, devices=devices), LIMITS)
+        assert found.cost == pytest.approx(cost)
+        assert choice is None or found.stages[0].options == (choice,)
+    held = (Layer("a", {1: (option(4.0, 1.0), option(2.0, parameters=2.0))}),)
+    found = piper_pipeline(replace(problem, layers=held, devices=4), LIMITS)
+    assert (found.cost, found.stages[0].replicas) == (pytest.approx(2.0), 1)
 
 
 ITEMS = st.lists(
