@@ -1,6 +1,5 @@
 """Piper's pipelines: every pipeline of tiny problems, and the published times per sample."""
 
-import json
 from dataclasses import replace
 from itertools import product
 from math import ceil, inf
@@ -25,7 +24,6 @@ from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.importers.piper import read_piper
 from stagewright.solvers.dags import piper as solver
-from stagewright.solvers.dags.knapsack import choose
 from stagewright.solvers.dags.piper import piper_pipeline
 
 LIMITS = Limits(60)
@@ -121,54 +119,6 @@ def test_broken_pipelines_are_refused(stages, message):
 def test_what_makes_no_problem_is_refused(change, message):
     with pytest.raises(InputError, match=message):
         replace(PROBLEM, **change)
-
-
-def document():
-    def way(name, fw, bw):
-        return {"id": name, "timePerSample": 2.0, "parameterSize": 3.0, "memoryUsageA": 4.0,
-                "memoryUsageB": 5.0, "syncTimeFw": fw, "syncTimeBw": bw}  # fmt: skip
-
-    return {
-        "maxDevices": 2, "maxMemoryPerDevice": 9.0, "bandwidth": 8.0, "mbsInBatch": 6,
-        "nodes": [
-            {"id": 7, "name": "x", "TMPCs": {"1": [way("vanilla", {}, {"5": 1.0})]}},
-            {"id": 5, "name": "x", "TMPCs": {"2": [way("vanilla", {"7": 2.0}, {})]}},
-        ],
-        "edges": [{"sourceId": 7, "destId": 5, "communicationCost": 10.0}],
-    }  # fmt: skip
-
-
-def read(tmp_path, content):
-    file = tmp_path / "workload.json"
-    file.write_text(json.dumps(content))
-    return read_piper(file)
-
-
-def test_a_workload_becomes_a_problem(tmp_path):
-    problem = piper_problem(read(tmp_path, document()), devices=3)
-    assert [layer.name for layer in problem.layers] == ["x#7", "x#5"]
-    assert problem.edges == (Edge(0, 1, 10.0),)
-    assert (problem.devices, problem.memory, problem.bandwidth, problem.samples) == (3, 9, 8, 6)
-    assert problem.layers[0].options[1] == (LayerOption("vanilla", 2, 3, 4, 5, {0: 1.0}),)
-    assert problem.layers[1].options[2] == (LayerOption("vanilla", 2, 3, 4, 5, {0: 2.0}),)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: d.pop("bandwidth"), "bandwidth"),
-        (lambda d: d["nodes"][1].update(id=7), "two nodes have the same id"),
-        (lambda d: d["edges"][0].update(destId=4), r"edges\[0\] names node 4"),
-        (lambda d: d["edges"].append(d["edges"][0]), r"edges\[0\] appears twice"),
-        (lambda d: d["nodes"][0]["TMPCs"]["1"][0]["syncTimeBw"].clear(), r"node 7, TMPCs\[1\]"),
-        (lambda d: d["nodes"][0]["TMPCs"]["1"][0].update(timePerSample=-1), "timePerSample"),
-    ],
-)
-def test_what_makes_no_workload_is_refused(tmp_path, change, message):
-    content = document()
-    change(content)
-    with pytest.raises(InputError, match=message):
-        read(tmp_path, content)
 
 
 @st.composite
@@ -269,6 +219,69 @@ def test_equals_every_pipeline(problem):
     assert shared_work(problem) <= right * (1 + 1e-9)
 
 
+def chain_of(seed):
+    """A chain of 5 to 8 layers; recomputation, shards and replicas all pay somewhere."""
+    random = np.random.default_rng(seed)
+    n, equal = int(random.integers(5, 9)), random.random() < 0.5
+    layers = []
+    for v in range(n):
+        seconds, kept, parameters = random.random() + 0.3, 4 * random.random(), 3 * random.random()
+        own = [e for e in (v - 1, v) if 0 <= e < n - 1]
+        options = {
+            shards: tuple(
+                LayerOption(
+                    "",
+                    seconds / shards**0.8 * (1 + 0.3 * way + 0.1 * random.random()),
+                    parameters / shards * (1 if equal else 0.5 + random.random()),
+                    kept / shards / (1 + 2 * way),
+                    2 * parameters / shards + kept * way / 3,
+                    {e: random.random() for e in own},
+                )
+                for way in range(2)
+            )
+            for shards in (1, 2, 4)
+        }
+        layers.append(Layer(f"l{v}", options))
+    return PiperProblem(
+        layers=tuple(layers),
+        edges=tuple(Edge(v, v + 1, 3 * random.random()) for v in range(n - 1)),
+        devices=int(random.integers(4, 17)),
+        memory=float(random.choice([6, 8, 12, 18])),
+        bandwidth=float(random.choice([5, 30, 200])),
+        samples=int(random.choice([6, 12, 24])),
+    )
+
+
+def by_the_paper(problem):
+    """Its dynamic program: the least time of layers v and on, by devices and replicas in all."""
+    n, most = len(problem.layers), min(problem.devices, problem.samples)
+    best = np.full((n + 1, problem.devices + 1, most + 1), inf)
+    best[n] = 0.0
+    degrees = [
+        (t, d)
+        for t in (1, 2, 4)
+        for d in range(1, problem.devices // t + 1)
+        if problem.samples % d == 0
+    ]
+    for v, (t, d) in product(reversed(range(n)), degrees):
+        for end, in_flight in product(range(v + 1, n + 1), range(1, ceil(most / d) + 1)):
+            own = _stage(problem, range(v, end), t, d, in_flight)
+            for s in range(max(d, d * (in_flight - 1) + 1), min(d * in_flight, most) + 1):
+                rest = best[end, : problem.devices + 1 - t * d, s - d]
+                best[v, t * d :, s] = np.minimum(best[v, t * d :, s], np.maximum(rest, own))
+    return best[0].min()
+
+
+@examples(20)
+@given(seed=st.integers(0, 10**6))
+def test_equals_the_papers_program_on_chains(seed):
+    problem = chain_of(seed)
+    right, found = by_the_paper(problem), piper_pipeline(problem, LIMITS)
+    assert (found.status is Status.INFEASIBLE) == (right == inf)
+    if found.stages is not None:
+        assert found.cost == pytest.approx(right, rel=1e-8)
+
+
 @examples(60)
 @given(problem=problems())
 def test_more_of_anything_never_hurts(problem):
@@ -322,29 +335,6 @@ def test_which_option_is_best_depends_on_the_replicas():
     held = (Layer("a", {1: (option(4.0, 1.0), option(2.0, parameters=2.0))}),)
     found = piper_pipeline(replace(problem, layers=held, devices=4), LIMITS)
     assert (found.cost, found.stages[0].replicas) == (pytest.approx(2.0), 1)
-
-
-ITEMS = st.lists(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
-    min_size=1,
-    max_size=6,
-)
-
-
-@examples(400)
-@given(items=ITEMS, capacity=st.integers(0, 40), most=st.sampled_from([3.0, 12.0, inf]))
-def test_the_best_options_equal_every_choice(items, capacity, most):
-    fitting = [one for one in product(*items) if sum(size for _, size in one) <= capacity]
-    right = min((sum(time for time, _ in one) for one in fitting), default=inf)
-    first = np.cumsum([0, *map(len, items)])
-    time, size = np.array([one for its in items for one in its], dtype=float).T.copy()
-    chosen = choose(first, time, size, float(capacity), most)
-    if right == inf or right > most:
-        assert not len(chosen)
-        return
-    assert all(a <= o < b for a, o, b in zip(first[:-1], chosen, first[1:], strict=True))
-    assert time[chosen].sum() == right
-    assert size[chosen].sum() <= capacity
 
 
 PIPER = Path(__file__).parents[3] / "shared" / "data" / "piper"
