@@ -67,3 +67,21 @@ def prefixes(order: Sequence[int]) -> Downsets:
     n = len(order)
     first = np.minimum(np.arange(n + 2), n)
     return Downsets(first, np.array(order, dtype=np.int64), np.arange(1, n + 1))
+
+
+class Contents:
+    """The parts of downsets, found by going back one part at a time."""
+
+    def __init__(self, lattice: Downsets) -> None:
+        self.before = np.full(len(lattice), -1)
+        self.part = np.full(len(lattice), -1)
+        source = np.repeat(np.arange(len(lattice)), np.diff(lattice.first))
+        self.before[lattice.target], self.part[lattice.target] = source, lattice.node
+
+    def of(self, i: int) -> set[int]:
+        """The parts of downset ``i``."""
+        found = set()
+        while i:
+            found.add(int(self.part[i]))
+            i = int(self.before[i])
+        return found

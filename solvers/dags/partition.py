@@ -13,7 +13,7 @@ from stagewright.formulations.dags.problem import DagProblem, PlacedSet
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
-from stagewright.solvers.dags.downsets import Downsets, downsets, prefixes
+from stagewright.solvers.dags.downsets import Contents, Downsets, downsets, prefixes
 from stagewright.solvers.dags.kernel import Lattice, Machines, extend
 from stagewright.solvers.dags.merging import expand, merge
 from stagewright.solvers.operators.bounds import best_prices
@@ -128,7 +128,7 @@ class _Search:
         """The sets of the best partition of all parts, the last one first."""
         i = len(lattice) - 1
         state = int(np.argmin(best[:, i]))
-        contents = _Contents(lattice)
+        contents = Contents(lattice)
         while i:
             before = int(came[state, i])
             parts = tuple(sorted(contents.of(i) - contents.of(before)))
@@ -148,24 +148,6 @@ class _Search:
                 if fits and max(before[smaller], load) <= cost * (1 + RELATIVE_TOLERANCE):
                     return pool, smaller
         raise AssertionError("no set leads to this partition")
-
-
-class _Contents:
-    """The parts of downsets, found by going back one part at a time."""
-
-    def __init__(self, lattice: Downsets) -> None:
-        self.before = np.full(len(lattice), -1)
-        self.part = np.full(len(lattice), -1)
-        source = np.repeat(np.arange(len(lattice)), np.diff(lattice.first))
-        self.before[lattice.target], self.part[lattice.target] = source, lattice.node
-
-    def of(self, i: int) -> set[int]:
-        """The parts of downset ``i``."""
-        found = set()
-        while i:
-            found.add(int(self.part[i]))
-            i = int(self.before[i])
-        return found
 
 
 def _orders(problem: DagProblem) -> Iterator[list[int]]:

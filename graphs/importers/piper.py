@@ -1,0 +1,111 @@
+"""Workloads of Piper (Tarnawski, Narayanan, Phanishayee, NeurIPS 2021; code msr-fiddle/piper).
+
+A JSON file holds a graph of layers and, for every layer and degree of tensor parallelism, the
+configurations ("TMPCs") that were measured or estimated.
+"""
+
+import os
+from collections import Counter
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    """Other fields are for debugging and ignored."""
+
+    model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
+
+
+class PiperConfiguration(_Record):
+    """A way to run a layer on t devices; seconds per sample, bytes on each device.
+
+    ``sync_time_fw`` and ``sync_time_bw``: bytes, despite the name, by the id of the layer that the
+    tensor comes from and goes to.
+    """
+
+    id: str
+    time_per_sample: _Amount
+    parameter_size: _Amount
+    memory_usage_a: _Amount = Field(alias="memoryUsageA")
+    memory_usage_b: _Amount = Field(alias="memoryUsageB")
+    sync_time_fw: dict[int, _Amount]
+    sync_time_bw: dict[int, _Amount]
+
+
+class PiperNode(_Record):
+    """A layer with its configurations by degree of tensor parallelism."""
+
+    id: int
+    name: str = ""
+    configurations: dict[Annotated[int, Field(ge=1)], list[PiperConfiguration]] = Field(
+        alias="TMPCs"
+    )
+
+
+class PiperEdge(_Record):
+    """The bytes of a sample that go from one layer to another."""
+
+    source_id: int
+    dest_id: int
+    communication_cost: _Amount
+
+
+class PiperWorkload(_Record):
+    """Layers and edges, and the devices and the batch they were published with."""
+
+    nodes: list[PiperNode]
+    edges: list[PiperEdge]
+    max_devices: Annotated[int, Field(ge=1)]
+    max_memory_per_device: _Positive
+    bandwidth: _Positive
+    samples_in_batch: Annotated[int, Field(ge=1)] = Field(alias="mbsInBatch")
+
+
+def read_piper(path: str | os.PathLike[str]) -> PiperWorkload:
+    """The workload as it is written.
+
+    Raises
+    ------
+    InputError
+        One line with the file and the field, node or edge.
+    """
+    try:
+        workload = PiperWorkload.model_validate_json(documents.read_text(path))
+    except ValidationError as error:
+        raise InputError(f"{path}: {documents.first_problem(error)}") from None
+    ids = {node.id for node in workload.nodes}
+    if len(ids) < len(workload.nodes):
+        raise InputError(f"{path}: two nodes have the same id")
+    pairs = Counter((edge.source_id, edge.dest_id) for edge in workload.edges)
+    for i, edge in enumerate(workload.edges):
+        for id_ in (edge.source_id, edge.dest_id):
+            if id_ not in ids:
+                raise InputError(f"{path}: edges[{i}] names node {id_}, which does not exist")
+        if pairs[edge.source_id, edge.dest_id] > 1:
+            raise InputError(f"{path}: edges[{i}] appears twice")
+    for node in workload.nodes:
+        _require_sync(path, node, set(pairs))
+    return workload
+
+
+def _require_sync(
+    path: str | os.PathLike[str], node: PiperNode, pairs: set[tuple[int, int]]
+) -> None:
+    """Every configuration must state the bytes of exactly the edges of its layer."""
+    sources = {a for a, b in pairs if b == node.id}
+    targets = {b for a, b in pairs if a == node.id}
+    for degree, ways in node.configurations.items():
+        for way in ways:
+            if way.sync_time_fw.keys() != sources or way.sync_time_bw.keys() != targets:
+                raise InputError(
+                    f"{path}: node {node.id}, TMPCs[{degree}], {way.id!r}: syncTimeFw must have "
+                    f"the sources {sorted(sources)}, syncTimeBw the targets {sorted(targets)}"
+                )
