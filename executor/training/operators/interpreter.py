@@ -127,13 +127,13 @@ class OperatorInterpreter:
             return lambda: self._made(n, made, [self._inputs[n]])
         operation, read = self._operations.operation(n), self._placed.inputs[n]
         awaited = [value for value in self._placed.awaited(n) if value in self._layouts]
-        draws = self._operations.draws(n)
+        draws, generator = self._operations.draws(n), _generator(self._place.device)
 
         def compute() -> None:
             for value in awaited:
                 self._arrive(value)
             if draws:
-                torch.manual_seed(operator_seed(self._seed, self._step, node.name))
+                generator.manual_seed(operator_seed(self._seed, self._step, node.name))
             inputs = [self._values[value] for value in read]
             self._made(n, made, operation(inputs))  # type: ignore[arg-type]
 
@@ -212,3 +212,10 @@ class OperatorInterpreter:
         records.append(
             RankAction(self._place.number, name, arrival.posted_seconds, seconds, arrival.peer)
         )
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What operators on a device draw from; ``torch.manual_seed`` would look for every device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator
