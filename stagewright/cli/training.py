@@ -212,11 +212,15 @@ class _Runs:
 
     def run(self, plan: Path, steps: int, options: list[str]) -> dict[str, Any]:
         """Train up to ``steps`` by a plan; raises CalledProcessError if the run fails."""
+        from stagewright.executor.training.ranks.launch import end_with_parent
+
         checkpoints = ["--checkpoint", str(self.folder / CHECKPOINTS)]
         resume = ["--resume"] if self.steps else []
         command = [sys.executable, "-m", "stagewright", "run", str(plan), *self.given]
         command += ["--steps", str(steps), *checkpoints, *resume, *options, "--json"]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        ended = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=end_with_parent
+        )
         answer: dict[str, Any] = json.loads(ended.stdout)
         self.steps = steps
         self.losses += answer["losses"]

@@ -1,7 +1,9 @@
 """Plans of operators on processes of this machine, from the command line."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 from commands import answered, answered_json, refused
-from launches import TESTS
+from launches import TESTS, until
 
 from stagewright.executor.programs.trace import load_trace
 from stagewright.formulations.operators.plan import load_operator_plan
@@ -119,6 +121,35 @@ def test_rounds_train_as_one_plan_does(replicas: int, tmp_path: Path) -> None:
     files = ("--model", folder / "graph.json", "--cluster", folder / "cluster.json")
     assert answered_json("plan", "--planner", "heft", *files)["cost_seconds"] > 0
     assert load_costs(folder / "costs.json").computed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell of a parent's end")
+def test_nothing_runs_on_when_train_is_ended(tmp_path: Path) -> None:
+    cluster, folder = tmp_path / "cluster.json", tmp_path / "out"
+    save_cluster(uniform_servers(1, 2, Link(1e9, 1e-5), kind="here"), cluster)
+    given = ("train", "jobs:model", "--data", "jobs:batches", "--cluster", cluster)
+    steps = ("--steps", 10**8, "--round-steps", 10**7, "--folder", folder)
+    command = [sys.executable, "-m", "stagewright", *map(str, (*given, *steps))]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        until(lambda: len(running(folder)) > 2)  # train, run and its rank
+        process.terminate()
+    try:
+        until(lambda: not running(folder))
+    finally:
+        for pid in running(folder):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def running(folder: Path) -> list[str]:
+    """The processes whose command line names ``folder``."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (one / "cmdline").read_text():
+                found.append(one.name)
+    return found
 
 
 def test_a_folder_is_not_overwritten(plan: Path) -> None:

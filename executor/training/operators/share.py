@@ -139,9 +139,9 @@ class Inputs:
         ]
         found = tuple((one.shape, one.dtype) for one in shares[0])
         if found != self.kinds:
+            of = " for a replica" if self.replicas > 1 else ""
             raise InputError(
-                f"the mini-batch has {_shown(found)} for a replica, the plan is of "
-                f"{_shown(self.kinds)}"
+                f"the mini-batch has {_shown(found)}{of}, the plan is of {_shown(self.kinds)}"
             )
         return {n: shares[r][i].to(self.device) for n, (r, i) in self.leaves.items()}
 
