@@ -5,6 +5,7 @@ from dataclasses import replace
 import networkx as nx
 import pytest
 from fastt import MODELS
+from profiles import slow_after
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -33,8 +34,8 @@ def microbatches_of(name: str) -> StepGraph:
     return data_parallel(replace(graph, nodes=tuple(nodes)), MICROBATCHES, "accumulated")
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("name", ["lenet", "resnet", "bert", "rnnlm"])
+@pytest.mark.parametrize("devices", slow_after(1, [3, 2]))
+@pytest.mark.parametrize("name", slow_after(2, ["lenet", "bert", "resnet", "rnnlm"]))
 def test_stages_of_models(name: str, devices: int) -> None:
     graph = microbatches_of(name)
     cluster = uniform_servers(1, devices, Link(2.5e10, 1e-6), kind="v100")

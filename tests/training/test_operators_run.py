@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fastt import MODELS
+from profiles import slow_after
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -116,7 +117,8 @@ def parameters_of(results: list[Result]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), [("lenet", 2), ("lenet", 3), ("transformer", 2), ("rnnlm", 2)]
+    ("name", "world"),
+    slow_after(2, [("lenet", 2), ("transformer", 2), ("lenet", 3), ("rnnlm", 2)]),
 )
 def test_ranks_compute_the_plain_loop_to_the_bit(name: str, world: int, ranks: Ranks) -> None:
     plan = plan_operators(graph_of(name), cluster(world), "dpos").plan
@@ -146,7 +148,7 @@ def test_divided_operators_compute_the_same(ranks: Ranks) -> None:
     assert close(parameters_of(results), parameters)
 
 
-@pytest.mark.parametrize("weights", ["shared", "mirrored", "accumulated"])
+@pytest.mark.parametrize("weights", slow_after(1, ["mirrored", "shared", "accumulated"]))
 def test_replicas_take_the_step_of_the_whole_mini_batch(weights: Any, ranks: Ranks) -> None:
     graph = data_parallel(graph_of("transformer", samples=2), 2, weights)
     plan = plan_operators(graph, cluster(2), "dpos").plan
@@ -157,7 +159,9 @@ def test_replicas_take_the_step_of_the_whole_mini_batch(weights: Any, ranks: Ran
     assert close(parameters_of(results), parameters)
 
 
-@pytest.mark.parametrize(("name", "world"), [("lenet", 2), ("inception", 3), ("bert", 2)])
+@pytest.mark.parametrize(
+    ("name", "world"), slow_after(1, [("lenet", 2), ("inception", 3), ("bert", 2)])
+)
 def test_pipelines_of_microbatches_take_the_step_of_the_mini_batch(
     name: str, world: int, ranks: Ranks
 ) -> None:
