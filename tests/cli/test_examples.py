@@ -91,13 +91,19 @@ def test_the_walk_through_runs_as_written(
 
 
 @pytest.mark.slow
-def test_the_readme_trains_by_a_plan(readme: str, place: Path) -> None:
+def test_the_readme_trains_by_plans(readme: str, place: Path) -> None:
     pytest.importorskip("torch", reason="running a plan needs torch")
-    (commands,) = blocks(readme, "bash")
-    output = run(["bash", "-euc", commands], place)
-    assert re.search(r"10 steps on \d ranks", output)
-    assert "measured / predicted" in output
-    assert (place / "compared.png").read_bytes().startswith(b"\x89PNG")
+    pipeline, operators, learning = blocks(readme, "bash")
+    for commands, told in (
+        (pipeline, r"10 steps on \d ranks"),
+        (operators, r"20 steps on 2 ranks"),
+        (learning, r"100 steps on \d rank.* by the plan of round \d"),
+    ):
+        output = run(["bash", "-euc", commands], place)
+        assert re.search(told, output)
+        if commands is not learning:
+            assert "measured / predicted" in output
+            assert (place / "compared.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
