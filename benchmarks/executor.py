@@ -205,7 +205,7 @@ def empty_interpreter(rank: int, kind: type[InterpreterKind]) -> InterpreterKind
     own = stages_on(plan, program.devices[rank])
     value = Value((1,), torch.float32, gradient=True)
     return kind(
-        Rank(plan, program.devices, rank, CPU, CPU, group),
+        Rank(program.devices, rank, CPU, CPU, group, plan),
         RankProgram(program.rows[rank]),
         {s: Nothing() for s in own},
         {s: Weights([nn.Identity()], {}, (), SGD, 1) for s in own},
