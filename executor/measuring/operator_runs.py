@@ -15,7 +15,7 @@ from stagewright.executor.programs.trace import Trace
 from stagewright.formulations.operators.plan import OperatorPlan
 from stagewright.formulations.plans.actions import ActionKind, parse_action
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.cost_book import Observation
+from stagewright.graphs.models.cost_book import Observation, part_known_as
 
 TRANSFER = "transfer"
 
@@ -136,9 +136,17 @@ def observe(plan: OperatorPlan, trace: Trace) -> Observation:
         if one.target is not None:
             sent = size[one.device, action.action, one.target]
             transfers.append((one.device, one.target, sent, one.seconds.measured))
+    splits = {one.operator: one for one in plan.splits}
+
+    def known(name: str) -> str:
+        whole, _, part = name.partition("/")
+        if not part:
+            return name
+        return part_known_as(whole, splits[whole].dimension, splits[whole].parts, part)
+
     return Observation(
         tuple(
-            (one.operator, one.device, one.seconds.measured)
+            (known(one.operator), one.device, one.seconds.measured)
             for one in found.entries
             if one.kind not in (TRANSFER, "input", "state")
         ),

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 from stagewright.formulations.operators.plan import SplitChoice
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.models.step_graph import Node, Output, Split, StepGraph
+from stagewright.graphs.models.step_graph import DividedTimes, Node, Output, Split, StepGraph
 
 
 def split_graph(graph: StepGraph, splits: Sequence[SplitChoice]) -> StepGraph:
     """``graph`` after all ``splits``, one after the other; raises InputError if one does not fit.
 
     Operator x becomes its parts x/0, x/1, ...; an input that is cut passes x/cut0 (the number of
-    the input), and an output x/join0, which concatenates or adds. Cuts and joins have not been
-    measured. A part takes its share of the operator's time.
+    the input), and an output x/join0, which concatenates or adds; an output without bytes that
+    nobody reads, like the gradient of an input that needs none, has no join. Cuts and joins have
+    no time unless it was measured, and a part takes its share of the operator's: see Split.times.
     """
     for choice in splits:
         graph = _split(graph, choice)
@@ -48,10 +49,11 @@ def _split(graph: StepGraph, choice: SplitChoice) -> StepGraph:
             f"splits: operator {node.name!r} has {split.size} along {choice.dimension}, which "
             f"cannot be divided into {choice.parts} equal parts"
         )
+    times = split.times(node.seconds, choice.parts)
     made = [
-        *_cuts(node, split, graph, choice.parts),
-        *_parts(node, split, choice.parts),
-        *_joins(node, split, choice.parts),
+        *_cuts(node, split, graph, times),
+        *_parts(node, split, times),
+        *_joins(node, split, graph, times),
     ]
     later = (_read_joins(other, node.name, choice.parts) for other in graph.nodes[at + 1 :])
     return replace(graph, nodes=(*graph.nodes[:at], *made, *later))
@@ -68,7 +70,7 @@ def _reason(graph: StepGraph, node: Node) -> str | None:
     return None
 
 
-def _cuts(node: Node, split: Split, graph: StepGraph, parts: int) -> list[Node]:
+def _cuts(node: Node, split: Split, graph: StepGraph, times: DividedTimes) -> list[Node]:
     """A node per input that is cut (lines 20 to 23)."""
     return [
         Node(
@@ -76,7 +78,8 @@ def _cuts(node: Node, split: Split, graph: StepGraph, parts: int) -> list[Node]:
             "cut",
             node.role,
             (node.inputs[k],),
-            (Output(_output(graph, node.inputs[k]).bytes / parts),) * parts,
+            (Output(_output(graph, node.inputs[k]).bytes / times.parts),) * times.parts,
+            times.cuts[k],
             after=node.after,
         )
         for k, axis in enumerate(split.inputs)
@@ -89,10 +92,10 @@ def _output(graph: StepGraph, source: tuple[str, int]) -> Output:
     return graph.nodes[graph.index[name]].outputs[number]
 
 
-def _parts(node: Node, split: Split, parts: int) -> list[Node]:
+def _parts(node: Node, split: Split, times: DividedTimes) -> list[Node]:
     """The sub-operators (lines 17 to 19); what is added at the end is whole in every part."""
     outputs = tuple(
-        Output(output.bytes if axis is None else output.bytes / parts)
+        Output(output.bytes if axis is None else output.bytes / times.parts)
         for output, axis in zip(node.outputs, split.outputs, strict=True)
     )
     return [
@@ -105,25 +108,28 @@ def _parts(node: Node, split: Split, parts: int) -> list[Node]:
                 for k, (source, axis) in enumerate(zip(node.inputs, split.inputs, strict=True))
             ),
             outputs,
-            {kind: seconds / parts for kind, seconds in node.seconds.items()},
+            times.part,
             line=node.line,
             after=node.after,
         )
-        for part in range(parts)
+        for part in range(times.parts)
     ]
 
 
-def _joins(node: Node, split: Split, parts: int) -> list[Node]:
+def _joins(node: Node, split: Split, graph: StepGraph, times: DividedTimes) -> list[Node]:
     """A node per output that concatenates or adds (lines 24 to 27)."""
+    read = {number for other in graph.nodes for name, number in other.inputs if name == node.name}
     return [
         Node(
             f"{node.name}/join{k}",
             "add" if axis is None else "concatenate",
             node.role,
-            tuple((f"{node.name}/{part}", k) for part in range(parts)),
+            tuple((f"{node.name}/{part}", k) for part in range(times.parts)),
             (output,),
+            times.joins[k],
         )
         for k, (output, axis) in enumerate(zip(node.outputs, split.outputs, strict=True))
+        if output.bytes or k in read
     ]
 
 

@@ -6,8 +6,9 @@ pair of devices, as a line fitted to size and time. Nothing else is known: a pla
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -17,7 +18,13 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MIN_BANDWIDTH, require_amount, require_count
 from stagewright.graphs.machines.cluster import Cluster, Link, from_matrix
-from stagewright.graphs.models.step_graph import WITHOUT_TIME, Node, StepGraph
+from stagewright.graphs.models.step_graph import (
+    WITHOUT_TIME,
+    DividedTimes,
+    Node,
+    Split,
+    StepGraph,
+)
 
 FORMAT: Literal["stagewright-costs"] = "stagewright-costs"
 VERSION: Literal[1] = 1
@@ -38,6 +45,12 @@ class Computed:
     def __post_init__(self) -> None:
         require_count(self.count, f"operator {self.operator!r}: count", MOST_MEASURED)
         require_amount(self.seconds, f"operator {self.operator!r}: seconds")
+        whole, *of_part = self.operator.split("/")
+        if of_part and not (len(of_part) == 3 and of_part[1].isdecimal()):
+            raise InputError(
+                f"operator {self.operator!r}: parts are named OPERATOR/DIMENSION/PARTS/PART, "
+                f"for example {part_known_as(whole, 'batch', 2, 'part')!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +136,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How much a book changed by an observation.
+    """How far what was observed is from what was known before.
 
     Attributes
     ----------
     operators, links
-        The sum of the changes of the means over their sum, of what was known before: of operators,
-        and of pairs' transfers of their mean size. A change from 0 is infinite.
+        The sum of the differences over the sum of what was known: of the operators, and of what
+        each pair's transfers took together. A difference from 0 is infinite.
     learned
         The operators on kinds of devices, and the pairs, that were not known before.
     """
@@ -139,7 +152,7 @@ class Drift:
     learned: int
 
     def is_stable(self, tolerance: float) -> bool:
-        """Whether nothing was learned and nothing known changed by more than ``tolerance``."""
+        """Whether nothing was learned and what was known was right up to ``tolerance``."""
         return not self.learned and max(self.operators, self.links) <= tolerance
 
 
@@ -159,7 +172,7 @@ class CostBook:
         _require_unique("transfers from and to", ((one.source, one.target) for one in self.sent))
 
     def updated(self, seen: Observation, cluster: Cluster) -> tuple["CostBook", Drift]:
-        """The book with one more observation, and how much that changed it.
+        """The book with one more observation, and how far that is from the book.
 
         Replicas of an operator (``NAME@2``) are the same operator.
 
@@ -168,32 +181,37 @@ class CostBook:
         InputError
             If a device is not one of ``cluster``.
         """
-        computed = {(one.operator, one.kind): one for one in self.computed}
-        for name, device, seconds in seen.operators:
-            key = known_as(name), cluster.devices[_position(device, cluster)].kind
-            old = computed.get(key)
-            count = seen.count + (0 if old is None else old.count)
-            before = seconds if old is None else old.seconds
-            mean = before + (seconds - before) * seen.count / count
-            computed[key] = Computed(*key, count, mean)
-        sent = {(one.source, one.target): one for one in self.sent}
+        operators = [
+            ((known_as(name), cluster.devices[_position(device, cluster)].kind), seconds)
+            for name, device, seconds in seen.operators
+        ]
+        pairs: dict[tuple[str, str], Sent] = {}
         for source, target, size, seconds in seen.transfers:
             new = Sent(source, target, 1, size, seconds, size * size, size * seconds)
-            before_it = sent.get((source, target))
-            sent[source, target] = new if before_it is None else before_it.plus(new)
-        book = CostBook(tuple(computed.values()), tuple(sent.values()))
-        return book, book._drift(self, cluster)
-
-    def _drift(self, before: "CostBook", cluster: Cluster) -> Drift:
-        own = {(one.operator, one.kind): one.seconds for one in self.computed}
-        old = {(one.operator, one.kind): one.seconds for one in before.computed}
-        pairs = {(one.source, one.target): one for one in self.sent}
-        old_pairs = {(one.source, one.target): one for one in before.sent}
-        mean = {key: one.bytes / one.count for key, one in pairs.items()}
-        here = {key: _seconds(one, mean[key], cluster) for key, one in pairs.items()}
-        there = {key: _seconds(one, mean[key], cluster) for key, one in old_pairs.items()}
-        learned = len(own) - len(old) + len(here) - len(there)
-        return Drift(_change(old, own), _change(there, here), learned)
+            _pair(new, cluster)
+            old = pairs.get((source, target))
+            pairs[source, target] = new if old is None else old.plus(new)
+        computed = {(one.operator, one.kind): one for one in self.computed}
+        sent = {(one.source, one.target): one for one in self.sent}
+        drift = Drift(
+            _difference([(computed[key].seconds, s) for key, s in operators if key in computed]),
+            _difference(
+                [
+                    (_seconds(sent[key], one, cluster), one.seconds)
+                    for key, one in pairs.items()
+                    if key in sent
+                ]
+            ),
+            len({key for key, _ in operators} - computed.keys()) + len(pairs.keys() - sent.keys()),
+        )
+        for key, seconds in operators:
+            one = computed.get(key, Computed(*key, seen.count, seconds))
+            count = seen.count + (one.count if key in computed else 0)
+            mean = one.seconds + (seconds - one.seconds) * seen.count / count
+            computed[key] = Computed(*key, count, mean)
+        for key, new in pairs.items():
+            sent[key] = sent[key].plus(new) if key in sent else new
+        return CostBook(tuple(computed.values()), tuple(sent.values())), drift
 
     def priced(self, graph: StepGraph, cluster: Cluster) -> tuple[StepGraph, Cluster]:
         """``graph`` and ``cluster`` with what is known; other operators have no time.
@@ -207,11 +225,19 @@ class CostBook:
             If transfers were measured between devices that are not of ``cluster``.
         """
         known = {(one.operator, one.kind): one.seconds for one in self.computed}
+        counts = _divisions(one.operator for one in self.computed)
         kinds = sorted({device.kind for device in cluster.devices})
 
+        def times(name: str) -> dict[str, float]:
+            return {kind: known[name, kind] for kind in kinds if (name, kind) in known}
+
         def timed(node: Node) -> Node:
-            own = {kind: known.get((known_as(node.name), kind)) for kind in kinds}
-            return replace(node, seconds={k: s for k, s in own.items() if s is not None})
+            name = known_as(node.name)
+            splits = tuple(
+                replace(split, measured=_divided(name, split, counts.get(name, ()), times))
+                for split in node.splits
+            )
+            return replace(node, seconds=times(name), splits=splits)
 
         nodes = tuple(
             replace(node, seconds={}) if node.role in WITHOUT_TIME else timed(node)
@@ -246,6 +272,38 @@ def known_as(name: str) -> str:
     return f"{base if replica.isdigit() else whole}{slash}{part}"
 
 
+def part_known_as(operator: str, dimension: str, parts: int, part: str) -> str:
+    """What a part, cut or join is known as: ``conv/batch/2/part``, ``conv/batch/2/cut0``.
+
+    All parts of an operator are one: they are equal.
+    """
+    return f"{operator}/{dimension}/{parts}/{'part' if part.isdigit() else part}"
+
+
+def _divisions(operators: Iterable[str]) -> dict[str, set[int]]:
+    """The numbers of parts into which operators have been divided."""
+    found: dict[str, set[int]] = {}
+    for one in operators:
+        if "/" in one:
+            whole, _, parts, _ = one.split("/")
+            found.setdefault(whole, set()).add(int(parts))
+    return found
+
+
+def _divided(
+    name: str, split: Split, counts: Iterable[int], times: Callable[[str], dict[str, float]]
+) -> tuple[DividedTimes, ...]:
+    """What is known of an operator that is divided in the way of ``split``."""
+    found = []
+    for parts in sorted(counts):
+        known = partial(part_known_as, name, split.dimension, parts)
+        if part := times(known("part")):
+            cuts = tuple(times(known(f"cut{k}")) for k in range(len(split.inputs)))
+            joins = tuple(times(known(f"join{k}")) for k in range(len(split.outputs)))
+            found.append(DividedTimes(parts, part, cuts, joins))
+    return tuple(found)
+
+
 def _source(nodes: Sequence[Node], kinds: Sequence[str]) -> str:
     computed = [node for node in nodes if node.role not in WITHOUT_TIME]
     unknown = (
@@ -273,19 +331,20 @@ def _pair(one: Sent, cluster: Cluster) -> tuple[int, int]:
     return _position(one.source, cluster), _position(one.target, cluster)
 
 
-def _seconds(one: Sent, size: float, cluster: Cluster) -> float:
-    pair = _pair(one, cluster)
-    link = one.line(Link(float(cluster.bandwidth[pair]), float(cluster.latency[pair])))
-    return link.latency_seconds + size / link.bandwidth_bytes_per_second
+def _seconds(known: Sent, seen: Sent, cluster: Cluster) -> float:
+    """What the transfers of ``seen`` would take together by the line of ``known``."""
+    pair = _pair(known, cluster)
+    link = known.line(Link(float(cluster.bandwidth[pair]), float(cluster.latency[pair])))
+    return seen.count * link.latency_seconds + seen.bytes / link.bandwidth_bytes_per_second
 
 
-def _change(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> float:
-    """The sum of the changes of what was known before, over its sum."""
-    total = sum(before.values())
-    change = sum(abs(after[key] - seconds) for key, seconds in before.items())
+def _difference(rows: Sequence[tuple[float, float]]) -> float:
+    """The sum of the differences of (known, seen), over what was known."""
+    total = sum(known for known, _ in rows)
+    difference = sum(abs(seen - known) for known, seen in rows)
     if not total:
-        return math.inf if change else 0.0
-    return change / total
+        return math.inf if difference else 0.0
+    return difference / total
 
 
 def load_costs(path: str | os.PathLike[str]) -> CostBook:

@@ -44,6 +44,28 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class DividedTimes:
+    """Measured seconds, by kind of device, of an operator divided into ``parts``.
+
+    Of one part (the mean of all), of the cut of each input and of the join of each output; what is
+    not there has not been measured.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    parts: int
+    part: dict[str, float]
+    cuts: tuple[dict[str, float], ...]
+    joins: tuple[dict[str, float], ...]
+
+    def __post_init__(self) -> None:
+        require_count(self.parts, "parts", MAX_OPERATORS)
+        for times in (self.part, *self.cuts, *self.joins):
+            for kind, seconds in times.items():
+                require_amount(seconds, f"divided into {self.parts}: seconds on {kind!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """A dimension along which an operator can be divided into up to ``size`` equal parts.
 
@@ -55,6 +77,8 @@ class Split:
         Per input the axis along which it is cut; None if every part reads all of it.
     outputs
         Per output the axis along which the parts are concatenated; None if they are added.
+    measured
+        Times of numbers of parts that have been carried out.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -63,10 +87,31 @@ class Split:
     size: int
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
+    measured: tuple[DividedTimes, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 2:
             raise InputError(f"a dimension that can be split has a size of 2 or more: {self.size}")
+        for one in self.measured:
+            if (len(one.cuts), len(one.joins)) != (len(self.inputs), len(self.outputs)):
+                raise InputError(
+                    f"divided into {one.parts}: times of {len(one.cuts)} cuts and "
+                    f"{len(one.joins)} joins; there are {len(self.inputs)} inputs and "
+                    f"{len(self.outputs)} outputs"
+                )
+
+    def times(self, seconds: dict[str, float], parts: int) -> DividedTimes:
+        """The times to plan with, of an operator that takes ``seconds`` by kind of device.
+
+        A part takes what was measured and at least its share: bounds on plans with any splits
+        count no less work than that of the whole operator.
+        """
+        share = {kind: one / parts for kind, one in seconds.items()}
+        found = next((one for one in self.measured if one.parts == parts), None)
+        if found is None:
+            return DividedTimes(parts, share, ({},) * len(self.inputs), ({},) * len(self.outputs))
+        part = {kind: max(one, found.part.get(kind, 0.0)) for kind, one in share.items()}
+        return replace(found, part=part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +226,15 @@ class StepGraph:
 
     def structure(self) -> str:
         """A SHA-256 of what is computed, whatever it is called and however long it takes."""
-        nodes = tuple(replace(node, seconds={}, line=None) for node in self.nodes)
+        nodes = tuple(
+            replace(node, seconds={}, line=None, splits=_without_times(node.splits))
+            for node in self.nodes
+        )
         return replace(self, name="", source="", nodes=nodes).digest()
+
+
+def _without_times(splits: tuple[Split, ...]) -> tuple[Split, ...]:
+    return tuple(replace(split, measured=()) for split in splits)
 
 
 def _dangling(node: Node, known: Mapping[str, int]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from numba import njit
 
 from stagewright.formulations.operators.plan import SplitChoice
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.models.step_graph import Split, StepGraph
 from stagewright.solvers.operators.arrays import Arrays
 
@@ -28,6 +29,10 @@ class Division:
         that it comes after.
     is_added
         Per output whether the parts are added, not concatenated.
+    joins
+        The outputs that are joined.
+    seconds
+        Of the cuts, the parts and the joins on each device.
     """
 
     at: int
@@ -36,34 +41,50 @@ class Division:
     whole: Ints
     waits: Ints
     is_added: Bools
+    joins: Ints
+    seconds: Floats
 
     @property
     def more(self) -> int:
         """How many operators more there are afterwards."""
-        return len(self.cuts) + self.parts + len(self.is_added) - 1
+        return len(self.cuts) + self.parts + len(self.joins) - 1
 
 
 class Places:
     """Where the operators of a graph are in arrays in which some are divided."""
 
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: StepGraph, cluster: Cluster) -> None:
         self.graph = graph
+        self.kinds = [device.kind for device in cluster.devices]
         self.place = np.arange(len(graph))
         self.done: dict[int, Division] = {}
 
     def division(self, arrays: Arrays, choice: SplitChoice) -> Division:
         """``choice``, of an operator of the graph that is whole, in numbers."""
         node = self.graph.nodes[self.graph.index[choice.operator]]
+        at = int(self.place[self.graph.index[choice.operator]])
         split = next(one for one in node.splits if one.dimension == choice.dimension)
         tensors = [self._output(arrays, name, number) for name, number in node.inputs]
         ends = [t for name in node.after for t in self._ends(arrays, name)]
+        first = arrays.first_output[at]
+        own = slice(first, first + len(node.outputs))
+        is_read = np.diff(arrays.first_reader)[own] > 0
+        joins = np.flatnonzero(is_read | (arrays.sent_bytes[own] > 0))
+        times = split.times(node.seconds, choice.parts)
+        rows = [
+            *(one for one, axis in zip(times.cuts, split.inputs, strict=True) if axis is not None),
+            *(times.part,) * choice.parts,
+            *(times.joins[k] for k in joins),
+        ]
         return Division(
-            int(self.place[self.graph.index[choice.operator]]),
+            at,
             choice.parts,
             _picked(tensors, split, is_cut=True),
             _picked(tensors, split, is_cut=False),
             np.array(ends, dtype=np.int64),
             np.array([axis is None for axis in split.outputs], dtype=bool),
+            joins,
+            np.array([[one.get(kind, 0.0) for kind in self.kinds] for one in rows]),
         )
 
     def divide(self, operator: str, division: Division) -> None:
@@ -75,7 +96,8 @@ class Places:
         i = self.graph.index[name]
         first = int(self.place[i])
         if i in self.done:
-            join = first + len(self.done[i].cuts) + self.done[i].parts + number
+            before = int(np.searchsorted(self.done[i].joins, number))
+            join = first + len(self.done[i].cuts) + self.done[i].parts + before
             return int(arrays.first_output[join])
         return int(arrays.first_output[first] + number)
 
@@ -105,21 +127,33 @@ def divided(arrays: Arrays, division: Division) -> Arrays:
         division.whole,
         division.waits,
         division.is_added,
+        division.joins,
+        division.seconds,
     )
 
 
 @njit(cache=True, error_model="numpy")
 def _divided(  # noqa: C901 - one pass over tensors
-    a: Arrays, at: int, parts: int, cuts: Ints, whole: Ints, waits: Ints, is_added: Bools
+    a: Arrays,
+    at: int,
+    parts: int,
+    cuts: Ints,
+    whole: Ints,
+    waits: Ints,
+    is_added: Bools,
+    joins: Ints,
+    part_seconds: Floats,
 ) -> Arrays:
-    n, m = a.seconds.shape
+    n = len(a.seconds)
     outputs, first_cut = len(is_added), at
+    join_of = np.full(outputs, -1)
     first_part, first_join = at + len(cuts), at + len(cuts) + parts
-    more = first_join + outputs - at - 1
+    join_of[joins] = first_join + np.arange(len(joins))
+    more = first_join + len(joins) - at - 1
     low, high = a.first_output[at], a.first_output[at + 1]
     own = high - low  # with the end, if others come after the operator
     has_end = own > outputs
-    size = len(a.maker) - own + (len(cuts) + own) * parts + outputs
+    size = len(a.maker) - own + (len(cuts) + own) * parts + len(joins)
     maker = np.empty(size, np.int64)
     sent, held = np.empty(size), np.empty(size)
     first_reader = np.zeros(size + 1, np.int64)
@@ -161,8 +195,9 @@ def _divided(  # noqa: C901 - one pass over tensors
             maker[k] = first_part + p
             whole_bytes = a.sent_bytes[low + o]
             sent[k] = held[k] = whole_bytes if is_added[o] else whole_bytes / parts
-            reader[r] = first_join + o
-            r += 1
+            if join_of[o] >= 0:
+                reader[r] = join_of[o]
+                r += 1
             k += 1
             first_reader[k] = r
         if has_end:
@@ -172,9 +207,9 @@ def _divided(  # noqa: C901 - one pass over tensors
                 r += 1
             k += 1
             first_reader[k] = r
-    for o in range(outputs):
+    for o in joins:
         t = low + o
-        maker[k], sent[k], held[k] = first_join + o, a.sent_bytes[t], a.held_bytes[t]
+        maker[k], sent[k], held[k] = join_of[o], a.sent_bytes[t], a.held_bytes[t]
         for e in range(a.first_reader[t], a.first_reader[t + 1]):
             reader[r] = a.reader[e] + more
             r += 1
@@ -188,9 +223,7 @@ def _divided(  # noqa: C901 - one pass over tensors
         k += 1
         first_reader[k] = r
     reader = reader[:r].copy()
-    seconds = np.zeros((n + more, m))
-    seconds[:at], seconds[first_join + outputs :] = a.seconds[:at], a.seconds[at + 1 :]
-    seconds[first_part:first_join] = a.seconds[at] / parts
+    seconds = np.concatenate((a.seconds[:at], part_seconds, a.seconds[at + 1 :]))
     group, group_bytes = _groups(a, at, more)
     first_input, tensors = _inputs(first_reader, reader, n + more)
     return Arrays(

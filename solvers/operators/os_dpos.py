@@ -76,7 +76,7 @@ def os_dpos(graph: StepGraph, cluster: Cluster, contention: Contention = "none")
         return SplitResult((), problem, None, 1)
     path = placed_critical_path(problem, first.timetable)  # line 4
     work = problem.seconds[path, first.timetable.device[path]]
-    state = _Search(Places(graph), ways, first)
+    state = _Search(Places(graph, cluster), ways, first)
     for i in path[np.argsort(-work, kind="stable")].tolist():  # lines 5 and 7
         choices = choices_of(graph, graph.nodes[i], len(cluster))
         if choices and not _improve(state, choices):

@@ -73,7 +73,7 @@ def test_equals_algorithm_2(contention, graph, devices, memory):
 @given(graphs(), st.data())
 def test_divided_arrays_are_those_of_the_divided_graph(graph, data):
     machines = cluster(2, 1000)
-    places, arrays = Places(graph), arrays_of(operator_problem(graph, machines))
+    places, arrays = Places(graph, machines), arrays_of(operator_problem(graph, machines))
     chosen = []
     for node in data.draw(st.permutations(graph.nodes)):
         choices = choices_of(graph, node, 4)

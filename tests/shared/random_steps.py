@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from stagewright.graphs.models.step_graph import Node, Output, Split, StepGraph
+from stagewright.graphs.models.step_graph import DividedTimes, Node, Output, Split, StepGraph
 
 MEGABYTE = 1e6
 
@@ -39,6 +39,17 @@ def graphs(draw, most=8):
 @st.composite
 def splits(draw, inputs, outputs):
     axis = st.sampled_from([None, 0])
+    times = st.dictionaries(st.just("a"), st.integers(0, 9).map(lambda n: n * 1e-3))
+
+    def measured(parts):
+        return st.builds(
+            DividedTimes,
+            st.just(parts),
+            times,
+            st.tuples(*(times,) * inputs),
+            st.tuples(*(times,) * outputs),
+        )
+
     dimensions = draw(st.lists(st.sampled_from(["batch", "channel"]), unique=True))
     return tuple(
         Split(
@@ -46,6 +57,7 @@ def splits(draw, inputs, outputs):
             draw(st.sampled_from([2, 4, 6])),
             tuple(draw(axis) for _ in range(inputs)),
             tuple(draw(axis) for _ in range(outputs)),
+            draw(st.sampled_from([2, 3]).flatmap(measured).map(lambda one: (one,)) | st.just(())),
         )
         for dimension in dimensions
     )

@@ -16,7 +16,8 @@ from stagewright.executor.capture.steps.step import capture_step
 from stagewright.executor.programs.trace import Trace
 from stagewright.executor.training.losses import cross_entropy
 from stagewright.executor.training.operators.executor import OperatorExecutor
-from stagewright.formulations.operators.plan import OperatorPlan
+from stagewright.formulations.operators.plan import OperatorPlan, digest_of
+from stagewright.formulations.operators.splitting import choices_of, split_graph
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.data_parallel import data_parallel
 from stagewright.graphs.models.step_graph import StepGraph
@@ -25,6 +26,7 @@ from stagewright.solvers.operators.planning import plan_operators
 STEPS = 3
 SEED = 5
 ADAM = partial(torch.optim.AdamW, lr=0.01)
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 Result = tuple[list[float | None], dict[str, Tensor] | None, Trace | None]
 
@@ -55,10 +57,12 @@ def data(name: str) -> list[Any]:
     ]
 
 
-def graph_of(name: str, samples: int | None = None, dropout: bool = False) -> StepGraph:
+def graph_of(
+    name: str, samples: int | None = None, dropout: bool = False, optimizer: Any = ADAM
+) -> StepGraph:
     """Times that are as good as random: by the name of the node."""
     batch = tree_map_only(Tensor, lambda one: one[:samples], data(name)[0])
-    step = capture_step(make(name, dropout), batch, optimizer=ADAM, name=name)
+    step = capture_step(make(name, dropout), batch, optimizer=optimizer, name=name)
     nodes = (
         replace(node, seconds={"v100": 1e-5 * (1 + sum(node.name.encode()) % 7)})
         if node.role in ("forward", "backward", "update")
@@ -68,29 +72,36 @@ def graph_of(name: str, samples: int | None = None, dropout: bool = False) -> St
     return replace(step.graph, nodes=tuple(nodes))
 
 
-def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
+def plain(name: str, optimizer: Any = ADAM) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(SEED)
     model = make(name)
-    optimizer = ADAM(model.parameters())
+    updater = optimizer(model.parameters())
     losses = []
     for inputs, targets in data(name):
-        optimizer.zero_grad()
+        updater.zero_grad()
         given = inputs if isinstance(inputs, tuple) else (inputs,)
         total, count = cross_entropy(model(*given), targets)
         (total / count).backward()
         losses.append((total / count).item())
-        optimizer.step()
+        updater.step()
     return losses, {path: one.detach() for path, one in model.state_dict().items()}
 
 
-def run(group: Any, rank: int, name: str, plan: OperatorPlan, dropout: bool = False) -> Result:
+def run(
+    group: Any,
+    rank: int,
+    name: str,
+    plan: OperatorPlan,
+    dropout: bool = False,
+    optimizer: Any = ADAM,
+) -> Result:
     batches = data(name)
     executor = OperatorExecutor(
         plan,
         partial(make, name, dropout),
         batches[0],
         cross_entropy,
-        ADAM,
+        optimizer,
         seed=SEED,
         device="cpu",
         trace=True,
@@ -133,9 +144,11 @@ def test_ranks_compute_the_plain_loop_to_the_bit(name: str, world: int, ranks: R
         assert torch.equal(found[path], one), path
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], within: float = 1e-9) -> bool:
     assert found.keys() == expected.keys()
-    return all(torch.allclose(found[path], expected[path], 1e-9, 1e-12) for path in expected)
+    return all(
+        torch.allclose(found[path], expected[path], within, within / 100) for path in expected
+    )
 
 
 def test_divided_operators_compute_the_same(ranks: Ranks) -> None:
@@ -146,6 +159,30 @@ def test_divided_operators_compute_the_same(ranks: Ranks) -> None:
     losses, parameters = plain("lenet")
     assert losses_of(results) == pytest.approx(losses, rel=1e-9)
     assert close(parameters_of(results), parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "dimension"),
+    slow_after(1, [(name, at) for at in (0, -1) for name in MODELS]),
+)
+def test_every_operator_divided(name: str, dimension: int, ranks: Ranks) -> None:
+    """By SGD: AdamW makes steps of rounding, where a gradient is zero but for that.
+
+    Parameters that differ in their last bit change Inception's third loss by 2e-9.
+    """
+    within = 1e-6 if name == "inception" else 1e-9
+    graph = graph_of(name, optimizer=SGD)
+    choices = [choices_of(graph, node, 2) for node in graph.nodes]
+    splits = tuple(one[dimension] for one in choices if one)
+    assert len(splits) > 10
+    plan = plan_operators(split_graph(graph, splits), cluster(2), "m-topo").plan
+    assert plan is not None
+    digest = digest_of(graph, cluster(2), "none")
+    plan = replace(plan, splits=splits, digest=digest, structure=graph.structure())
+    results = ranks.run(run, 2, name, plan, False, SGD, timeout_seconds=600.0)
+    losses, parameters = plain(name, SGD)
+    assert losses_of(results) == pytest.approx(losses, rel=within)
+    assert close(parameters_of(results), parameters, within)
 
 
 @pytest.mark.parametrize("weights", slow_after(1, ["mirrored", "shared", "accumulated"]))

@@ -18,7 +18,7 @@ def run_split(
     pieces = [cut(one, axis, parts) for one, axis in zip(inputs, split.inputs, strict=True)]
     results = [run_part(node, given) for given in zip(*pieces, strict=True)]
     return [
-        joined([result[number] for result in results], axis)
+        joined(node, number, [result[number] for result in results], axis)
         for number, axis in enumerate(split.outputs)
     ]
 
@@ -40,9 +40,24 @@ def run_part(node: fx.Node, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
-def joined(pieces: Sequence[Tensor | None], axis: int | None) -> Tensor | None:
-    """An output of the whole operator: its parts concatenated, or added."""
+def joined(
+    node: fx.Node, number: int, pieces: Sequence[Tensor | None], axis: int | None
+) -> Tensor | None:
+    """An output of the whole operator: its parts concatenated, or added.
+
+    It has the strides that the operator gives it, since views of it may need them.
+    """
     present = [one for one in pieces if one is not None]
     if len(present) < len(pieces):
         return None
-    return torch.stack(present).sum(0) if axis is None else torch.cat(present, axis)
+    found = torch.stack(present).sum(0) if axis is None else torch.cat(present, axis)
+    strides = captured_outputs(node)[number].stride()
+    if found.stride() == strides:
+        return found
+    return found.new_empty_strided(found.shape, strides).copy_(found)
+
+
+def captured_outputs(node: fx.Node) -> list[Any]:
+    """The outputs of a captured operator without values."""
+    value = node.meta["val"]
+    return list(value) if isinstance(value, list | tuple) else [value]

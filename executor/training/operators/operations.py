@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stagewright.executor.capture.steps.document import operators
-from stagewright.executor.capture.steps.parts import cut, joined, run_part
+from stagewright.executor.capture.steps.parts import captured_outputs, cut, joined, run_part
 from stagewright.executor.capture.steps.step import CapturedStep
 from stagewright.executor.programs.operators.placed import PlacedGraph, Value
 from stagewright.executor.training.operators.layouts import END, Layout
@@ -54,8 +54,9 @@ class Operations:
             axis = split.inputs[int(part.removeprefix("cut"))]
             return lambda inputs: list(cut(inputs[0], axis, parts))
         if node.operator in ("add", "concatenate"):
-            axis = split.outputs[int(part.removeprefix("join"))]
-            return lambda inputs: [joined(inputs, axis)]
+            number = int(part.removeprefix("join"))
+            one = self.captured(node.name)
+            return lambda inputs: [joined(one, number, inputs, split.outputs[number])]
         return partial(run_part, self.captured(node.name))
 
     def draws(self, n: int) -> bool:
@@ -81,8 +82,7 @@ class Operations:
         if n not in self._fakes:
             name = self._placed.nodes[n].name
             if "/" not in name and name.partition("@")[0] in self._captured:
-                value = self.captured(name).meta["val"]
-                self._fakes[n] = list(value) if isinstance(value, list | tuple) else [value]
+                self._fakes[n] = captured_outputs(self.captured(name))
             else:
                 given = [self._fake(maker)[output] for maker, output in self._placed.inputs[n]]
                 with self._mode:
