@@ -23,7 +23,6 @@ The rules:
 - The cost is the largest time per sample of a stage.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -247,16 +246,19 @@ class PiperProblem:
             raise InvalidPlan(f"{used} devices are used, there are {self.devices}")
 
     def _require_memory(self, stages: Sequence[PiperStage]) -> None:
-        rest = 0
-        for i, stage in reversed([*enumerate(stages)]):
-            rest += stage.replicas
-            in_flight = -(-rest // stage.replicas)
-            held = self.stage_bytes(stage, in_flight)
+        for i, (stage, count) in enumerate(zip(stages, in_flight(stages), strict=True)):
+            held = self.stage_bytes(stage, count)
             if held > self.memory * (1 + RELATIVE_TOLERANCE):
                 raise InvalidPlan(
-                    f"stage {i}: {format_bytes(held)} with {in_flight} samples in flight on a "
+                    f"stage {i}: {format_bytes(held)} with {count} samples in flight on a "
                     f"device of {format_bytes(self.memory)}"
                 )
+
+
+def in_flight(stages: Sequence[PiperStage]) -> list[int]:
+    """The samples in flight on a replica of each stage."""
+    later = np.cumsum([stage.replicas for stage in stages[::-1]])[::-1].tolist()
+    return [-(-rest // stage.replicas) for rest, stage in zip(later, stages, strict=True)]
 
 
 def device_seconds(layer: Layer) -> float:
@@ -289,7 +291,7 @@ def piper_problem(
     """The problem of a published workload; what is not given is as in the file."""
     number = {node.id: v for v, node in enumerate(workload.nodes)}
     edge_of = {(one.source_id, one.dest_id): e for e, one in enumerate(workload.edges)}
-    names = Counter(node.name for node in workload.nodes)
+    labels = workload.labels()
 
     def option(id_: int, one: PiperConfiguration) -> LayerOption:
         entering = {edge_of[source, id_]: size for source, size in one.sync_time_fw.items()}
@@ -306,7 +308,7 @@ def piper_problem(
     return PiperProblem(
         layers=tuple(
             Layer(
-                node.name if node.name and names[node.name] == 1 else f"{node.name}#{node.id}",
+                labels[node.id],
                 {
                     shards: tuple(option(node.id, one) for one in its)
                     for shards, its in node.configurations.items()

@@ -49,6 +49,15 @@ def dag_problem(workload: Workload, *, hosts: bool = True) -> DagProblem:
     )
 
 
+def members(workload: Workload) -> tuple[tuple[str, ...], ...]:
+    """The names of the nodes of each part."""
+    home, parts = _together(workload)
+    found: list[list[str]] = [[] for _ in parts]
+    for node in workload.nodes:
+        found[home[node.id]].append(node.label)
+    return tuple(map(tuple, found))
+
+
 def _loops(n: int) -> set[tuple[int, int]]:
     return {(i, i) for i in range(n)}
 

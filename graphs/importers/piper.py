@@ -6,6 +6,8 @@ configurations ("TMPCs") that were measured or estimated.
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,6 +15,10 @@ from pydantic.alias_generators import to_camel
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.chain import Chain
+from stagewright.graphs.models.opgraph import Operator, OpGraph, linearise
+
+PLAIN, RECOMPUTED = "vanilla", "activation recomp"
 
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -67,6 +73,89 @@ class PiperWorkload(_Record):
     max_memory_per_device: _Positive
     bandwidth: _Positive
     samples_in_batch: Annotated[int, Field(ge=1)] = Field(alias="mbsInBatch")
+
+    def labels(self) -> dict[int, str]:
+        """A name for every layer, by its id: its own if no other one has it."""
+        names = Counter(node.name for node in self.nodes)
+        return {
+            node.id: node.name if node.name and names[node.name] == 1 else f"{node.name}#{node.id}"
+            for node in self.nodes
+        }
+
+
+def read_piper_chain(
+    path: str | os.PathLike[str],
+    *,
+    microbatch_size: int = 1,
+    device_kind: str | None = None,
+    name: str | None = None,
+    contract: bool = False,
+) -> Chain:
+    """The chain of a workload, every layer on one device; see ``linearise``.
+
+    A file states the time of forward and backward together, and that with recomputation, which is a
+    forward longer: forward and backward are told apart by it.
+
+    Parameters
+    ----------
+    path
+        The JSON file.
+    microbatch_size
+        What the file calls a sample.
+    device_kind
+        The kind of device that was measured; by default any, since the file does not say.
+    name
+        Name of the model; by default the file's name without its suffix.
+
+    Raises
+    ------
+    InputError
+        One line with the file and the field, node or edge; a layer that is not given for one
+        device with and without recomputation.
+    """
+    workload = read_piper(path)
+    labels = workload.labels()
+    try:
+        graph = OpGraph(
+            name or Path(path).name.removesuffix(".json"),
+            f"measured: Piper workload {Path(path).name}; one sample of it is taken as one "
+            f"microbatch of {microbatch_size}",
+            tuple(_operators(workload, labels)),
+            tuple((labels[edge.source_id], labels[edge.dest_id]) for edge in workload.edges),
+            microbatch_size,
+            device_kind,
+        )
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return linearise(graph, contract=contract)
+
+
+def _operators(workload: PiperWorkload, labels: dict[int, str]) -> Iterator[Operator]:
+    sent = dict.fromkeys(labels, 0.0)
+    for edge in workload.edges:
+        sent[edge.source_id] = max(sent[edge.source_id], edge.communication_cost)
+    for node in workload.nodes:
+        ways = {way.id: way for way in node.configurations.get(1, ())}
+        if not {PLAIN, RECOMPUTED} <= ways.keys():
+            raise InputError(
+                f"node {node.id}: TMPCs[1] must have {PLAIN!r} and {RECOMPUTED!r}, whose times "
+                "tell the forward from the backward"
+            )
+        whole = ways[PLAIN].time_per_sample
+        forward = ways[RECOMPUTED].time_per_sample - whole
+        if not 0 <= forward <= whole:
+            raise InputError(
+                f"node {node.id}: {RECOMPUTED!r} takes {forward:g} s longer than {PLAIN!r}, which "
+                f"is no forward of {whole:g} s"
+            )
+        yield Operator(
+            labels[node.id],
+            forward,
+            whole - forward,
+            ways[PLAIN].parameter_size,
+            sent[node.id],
+            ways[PLAIN].memory_usage_a,
+        )
 
 
 def read_piper(path: str | os.PathLike[str]) -> PiperWorkload:

@@ -7,21 +7,30 @@ import numpy as np
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet, Tensor
 
 
-def merge(problem: DagProblem) -> tuple[DagProblem, tuple[tuple[int, ...], ...]]:
+def merge(
+    problem: DagProblem, *, anyway: bool = False
+) -> tuple[DagProblem, tuple[tuple[int, ...], ...]]:
     """A problem of fewer parts with the same optimum, and the parts of ``problem`` in each.
 
     A part v that takes no time moves to the set of a part u if all tensors of v are also of u, so
     that no set pays for one more, and either u is the last of v's predecessors (all others have a
     path to it) or the first of its successors: the sets stay contiguous. Memory may change hands,
-    so nothing is merged unless all parts fit together in the smallest memory.
+    so nothing is merged unless all parts fit together in the smallest memory; or ``anyway``, when
+    the optimum may be worse, or there may be none.
     """
     place = list(range(len(problem.names)))
-    if problem.bytes.sum() <= min(pool.memory for pool in problem.pools if pool.count):
+    if anyway or fits_together(problem):
         place = _Merging(problem).run()
     kept = sorted(set(place))
     number = {part: i for i, part in enumerate(kept)}
     members = tuple(tuple(i for i, part in enumerate(place) if part == one) for one in kept)
     return _merged(problem, [number[part] for part in place], members), members
+
+
+def fits_together(problem: DagProblem) -> bool:
+    """Whether all parts fit in the smallest memory, so that memory forbids nothing."""
+    smallest = min(pool.memory for pool in problem.pools if pool.count)
+    return float(problem.bytes.sum()) <= smallest
 
 
 class _Merging:

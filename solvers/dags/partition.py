@@ -1,7 +1,8 @@
 """The partition of an operator graph with the least largest load, and a bound on it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from time import perf_counter
 
@@ -13,9 +14,10 @@ from stagewright.formulations.dags.problem import DagProblem, PlacedSet
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.dags.downsets import Contents, Downsets, downsets, prefixes
 from stagewright.solvers.dags.kernel import Lattice, Machines, extend
-from stagewright.solvers.dags.merging import expand, merge
+from stagewright.solvers.dags.merging import expand, fits_together, merge
 from stagewright.solvers.operators.bounds import best_prices
 
 MOST_DOWNSETS = 400_000
@@ -56,25 +58,62 @@ def partition(
     """The optimum by a dynamic program over downsets; else the best found within ``limits``.
 
     First the same program on the prefixes of a few topological orders, whose answer bounds the
-    loads that are looked at; all downsets after that, if they can be listed.
+    loads that are looked at; all downsets after that, if they can be listed. Where memory may bind,
+    parts cannot be merged without loss, and there are many downsets: the optimum without memory
+    limits is a bound, and the answer if it fits; the best of merged parts is a first partition.
     """
-    return _Search(problem, limits or Limits(), on_progress).run()
+    search = partial(
+        _Search, limits=limits or Limits(), on_progress=on_progress, began=perf_counter()
+    )
+    if fits_together(problem):
+        return search(problem).run()
+    roomy = tuple(replace(pool, memory=np.inf) for pool in problem.pools)
+    free = search(replace(problem, pools=roomy)).run()
+    if _fits(problem, free.sets):
+        return free
+    merged = search(problem, anyway=True, least=free).run()
+    return search(problem, first=merged, least=free).run()
+
+
+def _fits(problem: DagProblem, sets: tuple[PlacedSet, ...] | None) -> bool:
+    if sets is None:
+        return False
+    try:
+        problem.evaluate(sets)
+    except InvalidPlan:
+        return False
+    return True
 
 
 class _Search:
     """The parts after merging, the best partition so far, and the clock."""
 
-    def __init__(self, problem: DagProblem, limits: Limits, on_progress: OnProgress) -> None:
-        self.began = perf_counter()
+    def __init__(
+        self,
+        problem: DagProblem,
+        limits: Limits,
+        on_progress: OnProgress,
+        began: float,
+        *,
+        anyway: bool = False,
+        first: "DagResult | None" = None,
+        least: "DagResult | None" = None,
+    ) -> None:
+        """``anyway`` is that of ``merge``; the partition ``first`` and the bound ``least`` hold."""
+        self.began = began
         self.whole, self.limits, self.on_progress = problem, limits, on_progress
-        self.problem, self.members = merge(problem)
+        self.problem, self.members = merge(problem, anyway=anyway)
         self.prices = best_prices(
             self.problem.seconds, np.array([pool.count for pool in problem.pools], dtype=float)
         )
         load, part = priced_load(problem, self.prices), heaviest_part(problem)
         self.bound, self.proved_by = max((load, LOAD), (part, PART))
+        if least is not None and least.bound > self.bound:
+            self.bound, self.proved_by = least.bound, f"{least.proved_by}, without memory limits"
         self.cost, self.pairs = np.inf, 0
         self.sets: tuple[PlacedSet, ...] | None = None
+        if first is not None and first.sets is not None and first.cost is not None:
+            self.sets, self.cost = first.sets, first.cost
         self.machines = _machines(self.problem, self.prices)
 
     def run(self) -> DagResult:

@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from stagewright.cli.capturing import capture
 from stagewright.cli.cloud import cloud
 from stagewright.cli.cluster_running import run_cluster
 from stagewright.cli.comparing import compare
+from stagewright.cli.dividing import divide
 from stagewright.cli.doctor import doctor
 from stagewright.cli.estimating import estimate
 from stagewright.cli.exporting import export
@@ -87,9 +89,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-PANELS = {
+PANELS: dict[str, tuple[Callable[..., int], ...]] = {
     "Plan": (plan, check, simulate, show),
-    "Scheduling problems": (partition, schedule, jobshop),
+    "Scheduling problems": (partition, divide, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links, capture),
     "Run": (run, train, compare, export),
     "Clusters and jobs": (allocate, rounds, simulate_cluster, run_cluster, estimate, cloud),

@@ -185,6 +185,17 @@ def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def read_sizes(text: str) -> list[int]:
+    """Sizes of microbatches, ascending."""
+    try:
+        sizes = sorted({int(size) for size in text.split(",")})
+    except ValueError:
+        raise InputError(f"--microbatch-sizes {text!r}: write for example 1,2,4") from None
+    if sizes[0] < 1:
+        raise InputError(f"--microbatch-sizes must be at least 1, got {sizes[0]}")
+    return sizes
+
+
 def ask(kind: type[R], options: Mapping[str, str] | None = None, /, **fields: Any) -> R:
     """The request of ``fields``; errors that begin with a field name its option instead.
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.cli.console import JsonFlag, OutputFile, print_answer, print_lines, warn
+from stagewright.cli.console import (
+    JsonFlag,
+    OutputFile,
+    print_answer,
+    print_lines,
+    read_sizes,
+    warn,
+)
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,6 +35,7 @@ class Source(StrEnum):
     STAGEWRIGHT = "stagewright"
     PIPEDREAM = "pipedream"
     DNN_PARTITIONING = "dnn-partitioning"
+    PIPER = "piper"
     GAVEL = "gavel"
 
 
@@ -88,6 +96,7 @@ def _read_profile(
 ) -> "Chain":
     from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
     from stagewright.graphs.importers.pipedream import read_pipedream
+    from stagewright.graphs.importers.piper import read_piper_chain
     from stagewright.graphs.models.chain import load_model
 
     if source is Source.STAGEWRIGHT:
@@ -97,8 +106,12 @@ def _read_profile(
                 "model file has them"
             )
         return load_model(file)
-    read = read_pipedream if source is Source.PIPEDREAM else read_dnn_partitioning
-    return read(
+    read = {
+        Source.PIPEDREAM: read_pipedream,
+        Source.DNN_PARTITIONING: read_dnn_partitioning,
+        Source.PIPER: read_piper_chain,
+    }
+    return read[source](
         file, microbatch_size=1 if size is None else size, device_kind=device, contract=contract
     )
 
@@ -145,6 +158,13 @@ def model(
     ],
     output: OutputFile = None,
     microbatch_size: MicrobatchSize = None,
+    microbatch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Sizes that have costs, separated by commas; the largest is planned.",
+            metavar="B,B,...",
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="Kind of device; several, separated by commas, for a mixed cluster.")
     ] = "v100",
@@ -181,10 +201,12 @@ def model(
         "image": image,
     }
     sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
+    if microbatch_size is not None and microbatch_sizes is not None:
+        raise InputError("give one of --microbatch-size and --microbatch-sizes")
     kinds = device.split(",")
     chain = analytic_model(
         name,
-        microbatch_size,
+        microbatch_size if microbatch_sizes is None else read_sizes(microbatch_sizes),
         kinds,
         precision=precision.value,
         attention=attention.value,

@@ -13,6 +13,7 @@ from stagewright.cli.console import (
     LossFunction,
     Optimizer,
     OutputFile,
+    read_sizes,
 )
 from stagewright.cli.inputs import hand_out
 from stagewright.graphs.documents.errors import InputError
@@ -61,7 +62,7 @@ def profile(
     """Measure a torch module layer by layer and write its model file."""
     from stagewright.executor.training.ranks.launch import require_torch
 
-    sizes = _read_sizes(microbatch_sizes)
+    sizes = read_sizes(microbatch_sizes)
     require_torch()
     import torch
 
@@ -146,16 +147,6 @@ def profile_links(
         if member.rank == 0:
             hand_out(cluster, output, as_json)
     return 0
-
-
-def _read_sizes(text: str) -> list[int]:
-    try:
-        sizes = sorted({int(size) for size in text.split(",")})
-    except ValueError:
-        raise InputError(f"--microbatch-sizes {text!r}: write for example 1,2,4") from None
-    if sizes[0] < 1:
-        raise InputError(f"--microbatch-sizes must be at least 1, got {sizes[0]}")
-    return sizes
 
 
 @contextmanager

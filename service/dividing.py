@@ -1,0 +1,197 @@
+"""Published partition problems: contiguous sets of operators, and Piper's pipelines."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Self
+
+from pydantic import model_validator
+
+from stagewright.formulations.dags.piper import PiperProblem, PiperStage, in_flight, piper_problem
+from stagewright.formulations.dags.shortages import layer_shortage, part_shortage
+from stagewright.formulations.dags.workloads import dag_problem, members
+from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_DEVICES, require_count
+from stagewright.graphs.importers.dnn_partitioning import Workload
+from stagewright.graphs.importers.piper import PiperWorkload
+from stagewright.service.answers import Answer, Finite
+from stagewright.service.requests import Search, require_positive
+
+MOST_SAMPLES = 10**9
+CONTIGUOUS = "contiguous sets of operators"
+ANY = "sets of operators, contiguous or not"
+PIPELINES = "pipelines of contiguous sets, with replicas, shards and recomputation"
+
+
+class DivideRequest(Search):
+    """Divide a published workload among devices; what is None is as in its file.
+
+    ``hosts`` and ``any_sets`` (sets need not be contiguous) are for workloads of operators;
+    ``bandwidth_bytes_per_second`` and ``samples`` of a batch for Piper's.
+    """
+
+    workload: Workload | PiperWorkload
+    devices: int | None = None
+    memory_bytes: float | None = None
+    hosts: int | None = None
+    any_sets: bool = False
+    bandwidth_bytes_per_second: float | None = None
+    samples: int | None = None
+
+    @model_validator(mode="after")
+    def _require_amounts(self) -> Self:
+        for name, most in (("devices", MAX_DEVICES), ("samples", MOST_SAMPLES)):
+            if getattr(self, name) is not None:
+                require_count(getattr(self, name), name, most)
+        if self.hosts:
+            require_count(self.hosts, "hosts", MAX_DEVICES)
+        for name in ("memory_bytes", "bandwidth_bytes_per_second"):
+            if getattr(self, name) is not None:
+                require_positive(getattr(self, name), name, "positive and finite")
+        return self
+
+
+class DividedSet(Answer):
+    """What one device, or the ``replicas`` x ``shards`` devices of a stage, computes.
+
+    ``seconds``: its time between two samples; ``memory_bytes``: on each of its devices.
+    ``options`` has the way in which each layer is computed.
+    """
+
+    device: str
+    nodes: tuple[str, ...]
+    seconds: float
+    memory_bytes: float
+    replicas: int = 1
+    shards: int = 1
+    options: tuple[str, ...] | None = None
+
+
+class DivideAnswer(Answer):
+    """The division of least time between two samples, and a bound on that of every other one.
+
+    ``sets`` are in the order of the pipeline; None if there are none, with the ``reason`` if it is
+    known. The claim is about ``plan_class``.
+    """
+
+    status: Status
+    cost_seconds: Finite
+    bound_seconds: Finite
+    gap: Finite
+    proved_by: str
+    plan_class: str
+    reason: str | None
+    sets: tuple[DividedSet, ...] | None
+    wall_seconds: float
+
+
+def divide(
+    request: DivideRequest, on_progress: OnProgress = silent, stop: StopToken | None = None
+) -> DivideAnswer:
+    """The best division that is found in time.
+
+    Raises
+    ------
+    InputError
+        If something is asked that the kind of workload does not have.
+    """
+    if isinstance(request.workload, Workload):
+        _refuse(request, "Piper's workloads", "bandwidth_bytes_per_second", "samples")
+        return _operators(request, request.workload, on_progress, stop)
+    _refuse(request, "workloads of operators", "hosts", "any_sets")
+    return _layers(request, request.workload, stop)
+
+
+def _refuse(request: DivideRequest, owner: str, *names: str) -> None:
+    for name in names:
+        value = getattr(request, name)
+        if value is not None and value is not False:
+            raise InputError(f"{name} is for {owner}")
+
+
+def _operators(
+    request: DivideRequest, workload: Workload, on_progress: OnProgress, stop: StopToken | None
+) -> DivideAnswer:
+    from stagewright.solvers.dags.free import free_partition
+    from stagewright.solvers.dags.partition import partition
+
+    asked = {
+        "max_devices": request.devices,
+        "max_bytes": request.memory_bytes,
+        "max_hosts": request.hosts,
+    }
+    workload = workload.model_copy(update={k: v for k, v in asked.items() if v is not None})
+    problem, limits = dag_problem(workload), request.limits(stop)
+    found = partition(problem, limits, on_progress)
+    spent = found.seconds
+    if request.any_sets and found.status is not Status.INFEASIBLE:
+        left = replace(limits, seconds=limits.left(spent))
+        found = free_partition(problem, found, left, on_progress)
+        spent += found.seconds
+    names = members(workload)
+    sets = (
+        None
+        if found.sets is None
+        else tuple(
+            DividedSet(
+                device=problem.pools[one.pool].name,
+                nodes=tuple(name for part in one.parts for name in names[part]),
+                seconds=problem.load(one.parts, one.pool),
+                memory_bytes=float(problem.bytes[list(one.parts)].sum()),
+            )
+            for one in found.sets
+        )
+    )
+    reason = part_shortage(problem) if sets is None else None
+    return DivideAnswer(
+        status=found.status if reason is None else Status.INFEASIBLE,
+        cost_seconds=found.cost,
+        bound_seconds=found.bound,
+        gap=found.gap,
+        proved_by=found.proved_by,
+        plan_class=ANY if request.any_sets else CONTIGUOUS,
+        reason=reason,
+        sets=sets,
+        wall_seconds=spent,
+    )
+
+
+def _layers(
+    request: DivideRequest, workload: PiperWorkload, stop: StopToken | None
+) -> DivideAnswer:
+    from stagewright.solvers.dags.piper import piper_pipeline
+
+    problem = piper_problem(
+        workload,
+        devices=request.devices,
+        memory=request.memory_bytes,
+        bandwidth=request.bandwidth_bytes_per_second,
+        samples=request.samples,
+    )
+    found = piper_pipeline(problem, request.limits(stop))
+    reason = layer_shortage(problem) if found.stages is None else None
+    return DivideAnswer(
+        status=found.status if reason is None else Status.INFEASIBLE,
+        cost_seconds=found.cost,
+        bound_seconds=found.bound,
+        gap=found.gap,
+        proved_by=found.proved_by,
+        plan_class=PIPELINES,
+        reason=reason,
+        sets=None if found.stages is None else tuple(_stages(problem, found.stages)),
+        wall_seconds=found.seconds,
+    )
+
+
+def _stages(problem: PiperProblem, stages: Sequence[PiperStage]) -> Iterator[DividedSet]:
+    for stage, count in zip(stages, in_flight(stages), strict=True):
+        chosen = zip(stage.layers, stage.options, strict=True)
+        yield DividedSet(
+            device="device",
+            nodes=tuple(problem.layers[v].name for v in stage.layers),
+            seconds=problem.stage_seconds(stage),
+            memory_bytes=problem.stage_bytes(stage, count),
+            replicas=stage.replicas,
+            shards=stage.shards,
+            options=tuple(problem.layers[v].options[stage.shards][k].name for v, k in chosen),
+        )
