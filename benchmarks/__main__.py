@@ -37,6 +37,7 @@ from benchmarks import (
     servers,
     split_backward,
     spp,
+    two_buffered,
     unequal,
 )
 from benchmarks.report import Table, machine, write_section
@@ -58,6 +59,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "fastt_run": fastt_run.tables,
     "spp": spp.tables,
     "pipedream": pipedream.tables,
+    "two_buffered": two_buffered.tables,
     "periodic": periodic.tables,
     "repetition": repetition.tables,
     "madpipe": madpipe.tables,

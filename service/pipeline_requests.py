@@ -74,6 +74,7 @@ class PlanRequest(_Problem):
     order: ScheduleChoice | None = None
     out_of_order: OutOfOrder | None = None
     assumed_share: float | None = None
+    batch: int | None = None
 
     @cached_property
     def problem(self) -> PipelineProblem:
@@ -132,6 +133,7 @@ class _PlanOfProblem(Request):
             self.plan.microbatches,
             self.plan.memory_limit_bytes,
             self.plan.assumed_share,
+            self.plan.microbatch_size,
         )
 
 

@@ -34,6 +34,7 @@ def plan(
         request.backend,
         request.order,
         request.out_of_order,
+        request.batch,
     )
     return answer_of(
         request.problem,
@@ -56,7 +57,7 @@ def answer_of(problem: PipelineProblem, result: Result) -> PlanAnswer:
         status=result.status,
         wall_seconds=result.seconds,
         reason=result.reason,
-        microbatches=problem.microbatches,
+        microbatches=problem.microbatches if result.plan is None else result.plan.microbatches,
         memory_limit_bytes=problem.memory_limit_bytes,
         model=problem.chain.name,
         cluster=problem.cluster.name,

@@ -60,9 +60,9 @@ class Request(BaseModel):
 
 
 def _require_type(value: object, annotation: Any, name: str) -> None:
-    """Refuse what is not of the field's type, where that is one class, or one class and None."""
+    """Refuse what is not of the field's type, where that is a class, or classes and None."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    if value is None and type(None) in kinds:
+    if any(isinstance(kind, type) and isinstance(value, kind) for kind in kinds[1:]):
         return
     kind = kinds[0]
     if kind is float:

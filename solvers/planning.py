@@ -29,7 +29,16 @@ from stagewright.formulations.plans.plan_class import (
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 from stagewright.graphs.documents.errors import InputError
 from stagewright.solvers.pipelines.every_plan import every_plan_bounds
-from stagewright.solvers.planners import auto, exact, general, ooo, order, servers, spp
+from stagewright.solvers.planners import (
+    auto,
+    exact,
+    general,
+    ooo,
+    order,
+    parallel_pipelines,
+    servers,
+    spp,
+)
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.class_bounds import ClassBounds
 from stagewright.solvers.planners.periodic import madpipe, one_f_one_b_star
@@ -65,6 +74,8 @@ PLANNERS: dict[str, Planner] = {
         hetpipe.PLANNER,
         one_f_one_b_star.PLANNER,
         madpipe.PLANNER,
+        parallel_pipelines.TWO_BUFFERED,
+        parallel_pipelines.FLUSHED,
         servers.PLANNER,
         general.PLANNER,
         order.PLANNER,
@@ -129,6 +140,12 @@ def plan(
     limits = limits or Limits()
     compile_kernels(limits.stop)
     began = monotonic()
+    note = ""
+    if asked.batch is not None:
+        planned = parallel_pipelines.of_batch(problem, planner, asked, limits)
+        if isinstance(planned, NoPlan):
+            return _refused(problem, planner, planned, limits, monotonic() - began)
+        (problem, note), asked = planned, replace(asked, batch=None)
     reason = why_nothing_fits(problem)
     if reason is not None:
         nothing = NoPlan(reason, plans=EVERY_PLAN)
@@ -140,6 +157,7 @@ def plan(
     answer = proposer.propose(problem, asked, searched, report)
     if isinstance(answer, NoPlan):
         return _refused(problem, planner, answer, limits, monotonic() - began)
+    answer = replace(answer, notes=(*filter(None, (note,)), *answer.notes))
     return _answered(planner, answer, make_plan(answer), limits, target, began)
 
 

@@ -111,6 +111,9 @@ def least_period(problem: PatternProblem) -> float:
 
     Every stage must have its own device.
     """
+    low = max(pattern_load_bound(problem), max(problem.reduce) / problem.microbatches)
+    if _suffices(problem, low) and _reduces_in_time(problem, low):
+        return low  # without the breakpoints, which are many
     waits = _waits(problem)
     extra = [
         (waits[s] + total + problem.reduce[s]) / periods
@@ -119,7 +122,6 @@ def least_period(problem: PatternProblem) -> float:
         for total in accumulate(sum(_seconds(problem, i)) for i in range(2 * s, _count(problem)))
         for periods in range(1, problem.microbatches + 2)
     ]
-    low = max(pattern_load_bound(problem), max(problem.reduce) / problem.microbatches)
     return _least(problem, low, lambda t: _reduces_in_time(problem, t), extra)
 
 

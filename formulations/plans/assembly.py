@@ -106,6 +106,7 @@ def _with_figures(
         weights=rule.name,
         memory_limit_bytes=problem.memory_limit_bytes,
         assumed_share=problem.assumed_share,
+        microbatch_size=problem.microbatch_size,
         layers=tuple(
             PlannedLayer(layer.name, layer.parameter_bytes) for layer in problem.chain.layers
         ),

@@ -38,7 +38,8 @@ class PipelineProblem:
 
     Devices of a plan are given by their positions in ``cluster.devices``. Samples are not split:
     when r devices share a microbatch of b samples, the largest share is ceil(b / r) samples, and
-    a replicated stage takes the time of its slowest device for that share.
+    a replicated stage takes the time of its slowest device for that share. ``microbatch_size``
+    (None: the chain's own) is the planned size in place of the chain's.
     """
 
     chain: Chain
@@ -46,8 +47,12 @@ class PipelineProblem:
     microbatches: int
     memory_limit_bytes: float | None = None  # caps the memory of every device
     assumed_share: float | None = None  # of a device, by kernels whose share is not known; None: 1
+    microbatch_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.microbatch_size is not None:
+            planned = replace(self.chain, microbatch_size=self.microbatch_size)
+            object.__setattr__(self, "chain", planned)
         require_count(self.microbatches, "microbatches", MAX_MICROBATCHES)
         limit = self.memory_limit_bytes
         if limit is not None and not MIN_MEMORY <= limit < math.inf:

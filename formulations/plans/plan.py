@@ -266,8 +266,8 @@ class PipelinePlan(Envelope):
     """A plan for one training iteration of a model on a cluster.
 
     ``digest`` identifies the problem (model, cluster, microbatches), ``layers`` (None: unknown) are
-    the model's, ``memory_limit_bytes`` and ``assumed_share`` are the problem's. Stages may share
-    devices. ``weights`` says when the weights change:
+    the model's, ``memory_limit_bytes``, ``assumed_share`` and ``microbatch_size`` are the
+    problem's. Stages may share devices. ``weights`` says when the weights change:
 
     - ``flush``: once, at the end of the iteration, by the gradient of all microbatches.
     - ``stash``: after every microbatch (of a round-robin stage, after every round), as its backward
@@ -294,6 +294,7 @@ class PipelinePlan(Envelope):
     memory_limit_bytes: float | None = None
     layers: tuple[PlannedLayer, ...] | None = None
     assumed_share: float | None = None
+    microbatch_size: int | None = None
     format: Literal["stagewright-plan"] = FORMAT
     version: Literal[1] = VERSION
     kind: Literal["pipeline"] = "pipeline"

@@ -5,7 +5,7 @@ a plan may use. Classes are ordered by inclusion, feature by feature, and every 
 class that contains it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -201,12 +201,26 @@ def _device_limits(plans: PlanClass) -> Iterator[str]:
     elif plans.sharing == "groups":
         yield "groups of devices that do not overlap"
     if plans.equal_groups is not None:
-        numbers = " or ".join(map(str, plans.equal_groups))
+        numbers = _runs(plans.equal_groups)
         yield f"{numbers} device{'s' if plans.equal_groups != (1,) else ''} in every stage"
     if plans.replication != REPLICATION and plans.equal_groups != (1,):
         yield f"{' '.join(plans.replication) or 'no'} replicas"
     if plans.merged:
         yield "neighbouring layers on the same devices in one stage"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """The numbers with the ends of each run of neighbours: ``1 or 2 or 4 to 9``."""
+    runs: list[list[int]] = []
+    for one in numbers:
+        if runs and one == runs[-1][-1] + 1:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    parts = (
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else " or ".join(map(str, run)) for run in runs
+    )
+    return " or ".join(parts)
 
 
 def _memory_limits(plans: PlanClass) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Analytic profiles: costs of named models from operation counts and a device's peaks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -40,7 +40,7 @@ class Efficiency:
 
 def analytic_model(
     name: str,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Sequence[int] | None = None,
     device: str | Sequence[str] = "v100",
     *,
     efficiency: Efficiency | None = None,
@@ -67,7 +67,8 @@ def analytic_model(
     name
         One of ``models.MODELS``, or ``bert-N``.
     microbatch_size
-        Samples; by default the model's usual number.
+        Samples; by default the model's usual number. Of several, all have costs and the largest is
+        the planned one.
     device
         A device of ``devices.ACCELERATORS``, or several for a mixed cluster.
     efficiency
@@ -91,9 +92,10 @@ def analytic_model(
         If the model, the device or a size is unknown or out of range.
     """
     model = named_model(name)
-    samples = model.microbatch_size if microbatch_size is None else microbatch_size
-    if samples < 1:
-        raise InputError(f"microbatch_size must be at least 1, got {samples}")
+    asked = model.microbatch_size if microbatch_size is None else microbatch_size
+    every = sorted({asked} if isinstance(asked, int) else set(asked))
+    if not every or every[0] < 1:
+        raise InputError(f"microbatch_size must be at least 1, got {asked}")
     if precision not in ("fp32", "fp16"):
         raise InputError(f"precision must be fp32 or fp16, got {precision!r}")
     if attention not in get_args(Attention):
@@ -104,8 +106,10 @@ def analytic_model(
     if not cards:
         raise InputError("an analytic profile needs at least one device")
     rates = [Rates(card, precision, efficiency or Efficiency(), optimizer_state) for card in cards]
-    works = model.layers(samples, sizes, attention)
+    by_size = {samples: model.layers(samples, sizes, attention) for samples in every}
+    works = by_size[every[-1]]
     counted = [work.parameters + tied_copies * work.tied_parameters for work in works]
+    layers = zip(counted, zip(*by_size.values(), strict=True), strict=True)
     assumed = [
         *map(str, rates),
         *_assumed(model, works, attention, tied_copies),
@@ -115,8 +119,8 @@ def analytic_model(
     return Chain(
         f"{name}({chosen})" if chosen else name,
         f"analytic: {'; '.join(assumed)}",
-        samples,
-        tuple(_layer(*one, samples, rates) for one in zip(works, counted, strict=True)),
+        every[-1],
+        tuple(_layer(number, dict(zip(every, one, strict=True)), rates) for number, one in layers),
         optimizer_bytes_per_parameter_byte=rates[0].state_bytes_per_parameter_byte,
     )
 
@@ -189,10 +193,15 @@ def _assumed(
     return found
 
 
-def _layer(work: LayerWork, parameters: float, samples: int, rates: Sequence[Rates]) -> Layer:
+def _layer(parameters: float, works: Mapping[int, LayerWork], rates: Sequence[Rates]) -> Layer:
+    """A layer with its costs at every size, whose numbers of samples are the keys."""
     parameter_bytes = parameters * rates[0].element_bytes
-    costs = tuple(_cost(work, parameter_bytes, samples, rate) for rate in rates)
-    return Layer(work.name, parameter_bytes, costs)
+    costs = tuple(
+        _cost(work, parameter_bytes, samples, rate)
+        for rate in rates
+        for samples, work in works.items()
+    )
+    return Layer(next(iter(works.values())).name, parameter_bytes, costs)
 
 
 def _cost(work: LayerWork, parameter_bytes: float, samples: int, rate: Rates) -> LayerCost:

@@ -31,6 +31,7 @@ class Options:
     backend: bool = False
     order: bool = False
     out_of_order: bool = False
+    batch: bool = False
 
 
 class Planner(Protocol):
@@ -126,3 +127,5 @@ def _asked(  # noqa: C901 - one case per choice
         yield "a given schedule", lambda one: one.order
     if choices.out_of_order is not None:
         yield "a method of out-of-order backprop", lambda one: one.out_of_order
+    if choices.batch is not None:
+        yield "a batch", lambda one: one.batch

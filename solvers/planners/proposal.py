@@ -101,6 +101,9 @@ class Choices:
         ``order``, and ``auto`` which then runs it: the schedule (None: ``1f1b``).
     out_of_order
         ``ooo``: the method of training and its parameter (None: data parallelism).
+    batch
+        ``2bw`` and ``2bw-flush``: the samples between two updates, of which the planner chooses
+        the microbatches and their size in place of the problem's.
     """
 
     recompute: Recomputation | None = None
@@ -111,6 +114,7 @@ class Choices:
     backend: str | None = None
     order: ScheduleChoice | None = None
     out_of_order: OutOfOrder | None = None
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         if self.group_size is not None:

@@ -75,19 +75,34 @@ def balanced_cuts(
     problem: PipelineProblem, placed: Sequence[tuple[int, ...]], round_robin: bool
 ) -> list[int] | None:
     """Cuts that minimise the slowest stage; None if a group is too large for a microbatch."""
-    layers = len(problem.chain)
-    best = np.append(0.0, np.full(layers, np.inf))
-    choices: list[NDArray[np.int64]] = []
     tables: dict[tuple[str, ...], Floats] = {}
-    for group in placed:
-        key = tuple(sorted(problem.cluster.devices[v].kind for v in group))
+    keys = [tuple(sorted(problem.cluster.devices[v].kind for v in group)) for group in placed]
+    for key, group in zip(keys, placed, strict=True):
         if key not in tables:
             tables[key] = _stage_seconds(problem, group, round_robin)
-        through = np.maximum(best[:, None], tables[key])
+    return every_balanced_cuts([tables[key] for key in keys])[-1]
+
+
+def every_balanced_cuts(tables: Sequence[Floats]) -> list[list[int] | None]:
+    """Cuts for the first 1, 2, ... of the stages that minimise the slowest; None if infeasible.
+
+    ``tables`` has the seconds of layers [start, stop) as each of the stages, shape (L + 1, L + 1),
+    inf where it is impossible.
+    """
+    layers = len(tables[0]) - 1
+    best = np.append(0.0, np.full(layers, np.inf))
+    choices: list[NDArray[np.int64]] = []
+    found: list[list[int] | None] = []
+    for table in tables:
+        through = np.maximum(best[:, None], table)
         choices.append(through.argmin(axis=0))
         best = through.min(axis=0)
-    if not np.isfinite(best[layers]):
-        return None
+        found.append(_traced(choices, layers) if np.isfinite(best[layers]) else None)
+    return found
+
+
+def _traced(choices: Sequence[NDArray[np.int64]], layers: int) -> list[int]:
+    """The cuts that the choices lead to from the last layer."""
     cuts = [layers]
     for row in reversed(choices):
         cuts.append(int(row[cuts[-1]]))

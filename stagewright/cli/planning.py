@@ -52,6 +52,14 @@ def plan(
         int | None,
         typer.Option(help="Microbatches in an iteration; needed for a model of layers."),
     ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples between two updates, in place of --microbatches: the planner chooses "
+            "these and their size (planners 2bw and 2bw-flush).",
+            metavar="N",
+        ),
+    ] = None,
     planner: Annotated[
         str,
         typer.Option(
@@ -198,7 +206,8 @@ def plan(
     limits = read_limits(time_limit, threads, seed)
     if is_graph(model):
         given = {
-            "--microbatches": microbatches, "--memory-limit": memory_limit, "--period": period,
+            "--microbatches": microbatches, "--batch": batch,
+            "--memory-limit": memory_limit, "--period": period,
             "--group-size": group_size, "--backend": backend, "--recompute": recompute,
             "--offload": offload, "--gap": gap, "--order": order, "--chunks": chunks,
             "--replicas": replicas, "--placement": placement, "--training": training,
@@ -208,8 +217,12 @@ def plan(
         chosen = None if contention is None else contention.value
         return place((model, cluster), planner, chosen, limits, output, as_json)
     refuse_options({"--contention": contention}, "is for graphs of operators")
-    if microbatches is None:
-        raise InputError("--microbatches is missing; write for example --microbatches 8")
+    if (microbatches is None) == (batch is None):
+        raise InputError(
+            "--microbatches is missing; write for example --microbatches 8"
+            if batch is None
+            else "--batch is in place of --microbatches: give one of them"
+        )
     _require_layers(planner, model)
     request = ask(
         PlanRequest,
@@ -217,7 +230,8 @@ def plan(
         memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
         chain=load_model(model),
         cluster=load_cluster(cluster),
-        microbatches=microbatches,
+        microbatches=1 if microbatches is None else microbatches,
+        batch=batch,
         planner=planner,
         recompute=recompute,
         offload=offload,

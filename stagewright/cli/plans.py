@@ -190,7 +190,12 @@ def _read_plan(plan: Path, model: Path, cluster: Path) -> dict[str, Any]:
 
     answer, chain, machines = load_plan(plan), load_model(model), load_cluster(cluster)
     problem = PipelineProblem(
-        chain, machines, answer.microbatches, answer.memory_limit_bytes, answer.assumed_share
+        chain,
+        machines,
+        answer.microbatches,
+        answer.memory_limit_bytes,
+        answer.assumed_share,
+        answer.microbatch_size,
     )
     if not answer.answers(problem.digest):
         raise InputError(

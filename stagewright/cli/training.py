@@ -68,7 +68,7 @@ def train(
     rounds: Annotated[int, typer.Option(help="Plans that are tried at most.", min=1)] = 5,
     round_steps: Annotated[int, typer.Option(help="Steps by each of them.", min=1)] = 10,
     tolerance: Annotated[
-        str, typer.Option(help="Costs that change by less are stable.", metavar="SHARE")
+        str, typer.Option(help="Costs are stable when a run differs by less.", metavar="SHARE")
     ] = "10%",
     replicas: Annotated[
         int, typer.Option(help="Copies of the model, as of capture.", min=1, metavar="N")

@@ -77,7 +77,8 @@ def plan(
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size, a period and the solver of patterns; the schedule to plan; for ``ooo`` the method of
-        training (:class:`~stagewright.solvers.planners.proposal.Choices`).
+        training; for ``2bw`` and ``2bw-flush`` a batch in place of ``microbatches``
+        (:class:`~stagewright.solvers.planners.proposal.Choices`).
     start
         Planners ``auto`` and ``general``: a plan of the same layers to start from, though times,
         memory or devices may have changed. Its stages keep the devices that are still there, by

@@ -67,7 +67,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     ).stdout
     for command in (
         "plan", "check", "simulate", "show", "schedule", "jobshop", "import", "model", "cluster",
-        "planners", "doctor", "partition", "estimate", "run-cluster", "capture",
+        "planners", "doctor", "partition", "divide", "estimate", "run-cluster", "capture",
     ):  # fmt: skip
         assert re.search(rf"\b{command}  +[A-Z]", text), command
     assert text.rstrip().endswith("[]")
