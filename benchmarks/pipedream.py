@@ -6,8 +6,11 @@ the cuts that one output crosses.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import process_time
+
+import numpy as np
 
 from benchmarks.report import Table, percent
 from stagewright.formulations.forms.answers import Limits
@@ -16,7 +19,8 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.graphs.importers import read_pipedream
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
-from stagewright.solvers.planners.baselines.pipedream import optimize, partition
+from stagewright.solvers.planners.baselines.hierarchy import hierarchy_of, optimize, placed
+from stagewright.solvers.planners.baselines.pipedream import costs_of, partition, slowest_seconds
 from stagewright.solvers.planning import plan
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "pipedream"
@@ -126,7 +130,7 @@ def reference_problem(reference: Reference) -> PipelineProblem:
 
 def thesis_seconds(asked: PipelineProblem) -> float:
     """The slowest stage or channel by the thesis's formula, max(compute, all-reduce)."""
-    return float(optimize(asked)[-1].slowest[0, len(asked.chain), len(asked.cluster)])
+    return slowest_seconds(asked)
 
 
 def public_code_seconds(asked: PipelineProblem, stages: Sequence[StageChoice]) -> float:
@@ -173,10 +177,50 @@ def references_table() -> Table:
     return Table("pipedream-references", "PipeDream's own answers", columns, tuple(rows))
 
 
+HIERARCHIES = (
+    ("gnmt_large", (1, 16), (1.25e9,), 13, 0.058971, 33.9),
+    ("resnet50", (4, 4), (12e9, 1.25e9), 9, 0.028667, 22.8),
+    ("resnet50", (2, 8), (30e9, 3.125e9), None, None, None),
+    ("gnmt_large", (4, 4), (12e9, 1.25e9), None, None, None),
+    ("gnmt_large", (2, 8), (30e9, 3.125e9), None, None, None),
+)
+"""Profile, servers x devices, bandwidths, and PipeDream's stages, slowest stage and seconds.
+
+It counts no transfers here, and an all-reduce after the computation. None: no answer in 90 s.
+"""
+
+
+def hierarchies_table() -> Table:
+    """The recurrence as PipeDream's public code has it; CPU seconds after the compilation."""
+    rows: list[tuple[object, ...]] = []
+    for profile, shape, bandwidths, stages, slowest, seconds in HIERARCHIES:
+        chain = read_profile(profile)
+        cluster = uniform_servers(*shape, *(Link(one) for one in bandwidths))
+        costs = costs_of(PipelineProblem(chain, cluster, 1), memory=False)
+        costs = replace(costs, output_bytes=np.zeros(len(chain)))
+        hierarchy = hierarchy_of(cluster)
+        optimize(costs, hierarchy, overlapped=False)
+        began = process_time()
+        found = optimize(costs, hierarchy, overlapped=False)
+        spent = process_time() - began
+        ours = float(found[-1].slowest[0, -1, -1])
+        levels = f"{shape[0]}x{shape[1]}"
+        shown = "over 90" if seconds is None else seconds
+        count = len(placed(found, hierarchy))
+        rows.append((profile, levels, stages, count, slowest, f"{ours:.6f}", shown, f"{spent:.3f}"))
+    columns = ("profile", "servers x devices", "its stages", "ours", "its slowest s", "ours",
+               "its seconds", "our CPU s")  # fmt: skip
+    return Table("pipedream-hierarchies", "PipeDream's recurrence on levels", columns, tuple(rows))
+
+
 def tables(quick: bool) -> list[Table]:
-    """Both tables; nothing where the profiles are absent."""
+    """The tables; nothing where the profiles are absent."""
     if not DATA.is_dir():
         print(MISSING)
         return []
     profiles = PROFILES[:2] if quick else PROFILES
-    return [references_table(), planners_table(profiles, 1.0 if quick else 10.0)]
+    return [
+        references_table(),
+        hierarchies_table(),
+        planners_table(profiles, 1.0 if quick else 10.0),
+    ]

@@ -135,6 +135,8 @@ class TestEveryPlanner:
             "exact",
             *BASELINES,
             "1f1b-star",
+            "2bw",
+            "2bw-flush",
             "madpipe",
             "general",
             "ooo",
@@ -155,7 +157,7 @@ class TestInfeasible:
             # 4 layers of 2 GB of states and 1 GB per microbatch in flight; 2 microbatches.
             ("dp", 2, (0, 0, 3, 1, 8 * GB + 2 * GB)),  # half of every microbatch
             ("gpipe", 2, (0, 0, 1, 2, 4 * GB + 4 * GB)),
-            ("pipedream", 2, (0, 0, 3, 1, 8 * GB + 2 * GB)),
+            ("pipedream", 2, (0, 0, 1, 1, 4 * GB + 2 * GB)),
             ("hetpipe", 2, (0, 0, 1, 1, 4 * GB + 2 * GB)),
         ],
     )
