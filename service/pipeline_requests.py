@@ -75,6 +75,7 @@ class PlanRequest(_Problem):
     out_of_order: OutOfOrder | None = None
     assumed_share: float | None = None
     batch: int | None = None
+    vertical_sync: bool = False
 
     @cached_property
     def problem(self) -> PipelineProblem:

@@ -35,6 +35,7 @@ def plan(
         request.order,
         request.out_of_order,
         request.batch,
+        request.vertical_sync,
     )
     return answer_of(
         request.problem,

@@ -22,9 +22,9 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound, PipelinePlan
 from stagewright.formulations.plans.plan_class import (
     EVERY_PLAN,
-    PATTERNS,
     PlanClass,
     class_of,
+    patterns_under,
 )
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 from stagewright.graphs.documents.errors import InputError
@@ -41,7 +41,7 @@ from stagewright.solvers.planners import (
 )
 from stagewright.solvers.planners.baselines import dp, gpipe, hetpipe, pipedream
 from stagewright.solvers.planners.class_bounds import ClassBounds
-from stagewright.solvers.planners.periodic import madpipe, one_f_one_b_star
+from stagewright.solvers.planners.periodic import asynchronous, madpipe, one_f_one_b_star
 from stagewright.solvers.planners.planner import (
     Planner,
     checking_seconds,
@@ -74,6 +74,7 @@ PLANNERS: dict[str, Planner] = {
         hetpipe.PLANNER,
         one_f_one_b_star.PLANNER,
         madpipe.PLANNER,
+        asynchronous.PLANNER,
         parallel_pipelines.TWO_BUFFERED,
         parallel_pipelines.FLUSHED,
         servers.PLANNER,
@@ -241,14 +242,15 @@ def _certified_plan(
 def _certified_pattern(
     problem: PipelineProblem, planner: str, known: ClassBounds, proposal: PeriodicProposal
 ) -> PipelinePlan:
-    assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern)
-    asked = pattern_problem(problem, proposal.stages)
+    rule = WEIGHT_RULES[proposal.weights]
+    assembled = assemble_pattern(problem, planner, proposal.stages, proposal.pattern, rule)
+    asked, plans = pattern_problem(problem, proposal.stages, rule), patterns_under(rule)
     load = asked.iteration_seconds(pattern_load_bound(asked))
     bounds = [
         *known.every,
         *proposal.bounds,
-        Bound(load, PATTERN_LOAD, "schedule", PATTERNS),
-        Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", PATTERNS),
+        Bound(load, PATTERN_LOAD, "schedule", plans),
+        Bound(iteration_bound(asked), PATTERN_MEMORY, "schedule", plans),
     ]
     return certify(problem, assembled, bounds, ())
 

@@ -71,9 +71,9 @@ def _require_whole_iterations(plan: PipelinePlan, framework: str) -> None:
     """Refuse plans of which a mini-batch ends in a later step than it begins."""
     if plan.is_periodic:
         raise InputError(
-            f"the plan is periodic: its pipeline never drains and its weights have two versions, "
-            f"but {framework} drains before every update; export a plan with a finite schedule "
-            "and weights 'flush'"
+            f"the plan is periodic: its pipeline never drains and its weights have several "
+            f"versions, but {framework} drains before every update; export a plan with a finite "
+            "schedule and weights 'flush'"
         )
     if plan.is_backward_first:
         raise InputError(

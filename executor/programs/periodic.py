@@ -7,7 +7,8 @@
    order, both ranks of a pair have a transfer in the same iteration, in the same order.
 3. `with_early_sends`, `with_early_receives`: within the iteration. Nothing is posted for a
    mini-batch that is not known yet.
-4. `_Walk`: all-reduces, updates, and versions of the weights.
+4. `_Walk`: all-reduces, updates, and versions of the weights. `StashedWalk` where they change after
+   every microbatch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,9 @@ from stagewright.executor.programs.program import (
     plan_devices,
     received,
     transfers,
+    updates_of_iteration,
 )
+from stagewright.executor.programs.stashed import StashedWalk
 from stagewright.executor.programs.transfers import with_early_receives, with_early_sends
 from stagewright.formulations.plans.actions import (
     COMPUTE,
@@ -65,7 +68,8 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
     _require_weights(plan)
     order, m = pattern_order(plan), plan.microbatches
     last = max(one.shift for one in order)
-    walk = _Walk(plan, order, families)
+    every_round = plan.weight_rule.updates_every_round
+    walk = StashedWalk(plan, order) if every_round else _Walk(plan, order, families)
     segments: list[ProgramRows] = []
     drains: list[ProgramRows] = []
     while True:
@@ -76,7 +80,8 @@ def lower_periodic(plan: PipelinePlan, families: Families = ()) -> PeriodicProgr
         drains.append(deepcopy(walk).through(_with_early_transfers(plan, rest), to_the_end=True))
         walk.iteration += 1
         if i * m >= last and walk.relative() == before:
-            return PeriodicProgram(plan_devices(plan), m, tuple(segments), tuple(drains))
+            made = updates_of_iteration(plan)
+            return PeriodicProgram(plan_devices(plan), m, tuple(segments), tuple(drains), made)
 
 
 def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | PeriodicProgram:
@@ -90,7 +95,10 @@ def lower_any(plan: PipelinePlan, families: Families = ()) -> Program | Periodic
 
 def _require_weights(plan: PipelinePlan) -> None:
     if not plan.weight_rule.may_overlap:
-        raise InvalidPlan(f"{plan.weights!r} weights, a periodic plan needs 'double-buffer'")
+        raise InvalidPlan(
+            f"{plan.weights!r} weights, a periodic plan needs 'double-buffer', 'stash' or "
+            "'stash+vertical-sync'"
+        )
     for s, stage in enumerate(plan.stages):
         if stage.turns > 1:
             raise InvalidPlan(

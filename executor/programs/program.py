@@ -76,15 +76,17 @@ class PeriodicProgram:
 
     In its first iterations the pipeline fills: iteration i does ``segments[i]``. The last of them
     repeats: an iteration later, its microbatches are higher by ``microbatches`` and its versions of
-    the weights by one. ``drains[i]`` completes the microbatches in flight after ``segments[i]``;
-    the last repeats likewise. Both hold a row per rank. Microbatches and versions are counted from
-    the last empty pipeline; ``microbatches`` are those of an iteration.
+    the weights by ``updates``. ``drains[i]`` completes the microbatches in flight after
+    ``segments[i]``; the last repeats likewise. Both hold a row per rank. Microbatches and versions
+    are counted from the last empty pipeline; ``microbatches`` and ``updates`` are those of an
+    iteration.
     """
 
     devices: tuple[str, ...]
     microbatches: int
     segments: tuple[ProgramRows, ...]
     drains: tuple[ProgramRows, ...]
+    updates: int = 1
 
     def place(self, iteration: int) -> tuple[int, int]:
         """The index of an iteration's segment and drain, and by how many iterations they shift."""
@@ -112,26 +114,31 @@ class PeriodicProgram:
         return self.unrolled(len(self.segments) + 1)
 
     def _moved(self, row: Row, later: int) -> Row:
-        return tuple(moved(one, later, self.microbatches) for one in row)
+        return tuple(moved(one, later, self.microbatches, self.updates) for one in row)
 
 
-def moved(one: Instruction, later: int, microbatches: int) -> Instruction:
-    """An instruction ``later`` iterations of so many ``microbatches`` after its own."""
-    action = moved_action(one.action, later, microbatches)
+def moved(one: Instruction, later: int, microbatches: int, updates: int = 1) -> Instruction:
+    """An instruction ``later`` iterations after its own, each of so many ``microbatches``."""
+    action = moved_action(one.action, later, microbatches, updates)
     return one if action is one.action else replace(one, action=action)
 
 
-def moved_action(action: Action, later: int, microbatches: int) -> Action:
+def moved_action(action: Action, later: int, microbatches: int, updates: int = 1) -> Action:
     """The same for an action: a later microbatch, or a later version of the weights."""
     if action.microbatch is None or later == 0:
         return action
-    each = 1 if action.kind in VERSIONED else microbatches
+    each = updates if action.kind in VERSIONED else microbatches
     return Action(action.stage, action.kind, action.microbatch + later * each)
 
 
 def plan_devices(plan: PipelinePlan) -> tuple[str, ...]:
     """The devices that the plan uses, by rank: in the order in which the stages name them."""
     return tuple(dict.fromkeys(name for stage in plan.stages for name in stage.devices))
+
+
+def updates_of_iteration(plan: PipelinePlan) -> int:
+    """How often the weights of a periodic plan change in an iteration."""
+    return plan.microbatches if plan.weight_rule.updates_every_round else 1
 
 
 def stages_on(plan: PipelinePlan, device: str) -> list[int]:

@@ -183,8 +183,9 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
     A transfer lasts from the first message's sending to the last one's receipt, and its bytes are
     those of the messages; values that stay on a device are not counted. An all-reduce lasts from
     when the first of its ranks enters it to when the last leaves it, so that waiting for the
-    slowest rank counts. With weights that change in every round, a step of the optimizer is a part
-    of the backward before it, as in the cost model. Versions of weights are left out.
+    slowest rank counts. With weights that change in every round, an all-reduce and a step of the
+    optimizer are parts of the backward before them, as in the cost model. Versions of weights are
+    left out.
 
     Raises
     ------
@@ -212,13 +213,13 @@ def merge(plan: PipelinePlan, records: Iterable[RankAction]) -> tuple[ScheduledA
 
 
 def _in_rounds(records: Iterable[RankAction]) -> Iterable[RankAction]:
-    """``records`` with each update as a part of the backward before it."""
+    """``records`` with each all-reduce and update as a part of the backward before it."""
     found: list[RankAction] = []
     backwards: dict[tuple[int, int], int] = {}  # positions by rank and stage
     for record in sorted(records, key=lambda one: one.start_seconds):
         action = parse_action(record.action)
         place = record.rank, action.stage
-        if action.kind is ActionKind.UPDATE:
+        if action.kind in (ActionKind.REDUCE, ActionKind.UPDATE):
             before = found[backwards[place]]
             later = before.finish_seconds + record.finish_seconds - record.start_seconds
             found[backwards[place]] = replace(before, finish_seconds=later)

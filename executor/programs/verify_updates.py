@@ -129,7 +129,7 @@ class _Gradients:
             return self._are_of(self.reduced, every_round) and self.reduced == self.updated + 1
         elif action.kind is UPDATE:
             self.updated += 1
-            overlaps = self.is_shared and rule.may_overlap
+            overlaps = self.is_shared and rule.staleness > 0
             is_reduced = not self.is_shared or self.reduced == self.updated
             return is_reduced and (overlaps or self._are_of(self.updated, every_round))
         return True

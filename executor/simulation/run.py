@@ -104,7 +104,11 @@ def _with_updates(
 def _actions(plan: PipelinePlan) -> list[Action]:
     """The action of every entry; the devices of a stage share one text."""
     expected = expected_actions(
-        plan.stages, plan.microbatches, split_backwards(plan), range(len(plan.stages))
+        plan.stages,
+        plan.microbatches,
+        split_backwards(plan),
+        range(len(plan.stages)),
+        plan.weight_rule,
     )
     by_text = {str(action): action for action in expected}
     return [by_text[entry.action] for entry in plan.actions]

@@ -147,6 +147,6 @@ class Preparation:
 
 def needs_two_gradients(plan: PipelinePlan, families: Families, s: int) -> bool:
     """Whether a stage's gradients are reduced while the next ones are computed."""
-    if not plan.is_periodic:
+    if not plan.is_periodic or plan.weight_rule.updates_every_round:
         return False
     return len(plan.stages[s].devices) > 1 or any(s in one for one in families)

@@ -44,7 +44,9 @@ def broken_actions(
         present[entry.action][entry.device] = entry
     split = split_backwards(plan)
     yield from _unknown_parts(problem, plan.stages, split)
-    for action in expected_actions(plan.stages, plan.microbatches, split, updated):
+    for action in expected_actions(
+        plan.stages, plan.microbatches, split, updated, plan.weight_rule
+    ):
         yield from _broken_entries(problem, plan.stages, action, present.pop(str(action), {}))
     for text, entries in present.items():
         message = _why_unexpected(text, len(plan.stages), plan.microbatches)
@@ -85,7 +87,7 @@ def _why_unexpected(text: str, stages: int, microbatches: int) -> str:
 def _why_idle(action: Action, stages: int) -> str:
     """Why an existing stage and microbatch has no such action."""
     if action.kind is REDUCE:
-        return "a stage on one device has nothing to reduce"
+        return "a stage on one device has nothing to reduce, others may do it in the backward"
     if action.kind is UPDATE:
         return "the optimizer step takes no time here, or is part of the backward"
     if action.kind is B:

@@ -39,12 +39,12 @@ def _broken_weights(plan: PipelinePlan) -> Iterator[Violation]:
         yield Violation("weights", "weights", f"{plan.weights!r} is not known, use one of {known}")
         return
     for s, stage in enumerate(plan.stages):
-        if plan.weight_rule.updates_every_round and len(stage.devices) > 1:
+        if plan.weight_rule.updates_every_round and stage.turns > 1:
             yield Violation(
                 "weights",
                 f"stage {s}",
-                f"{plan.weights!r} on {len(stage.devices)} devices needs an all-reduce per "
-                "microbatch, which is not planned: use one device, 'flush' or 'double-buffer'",
+                f"{plan.weights!r} on {stage.turns} devices in turn needs an all-reduce per "
+                "round, which is not planned: use 'split', or 'flush'",
             )
 
 

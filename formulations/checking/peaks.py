@@ -37,7 +37,7 @@ def memory_exceeded(times: PlanTimes) -> Iterator[Violation]:
 
 def peaks(times: PlanTimes) -> Iterator[tuple[str, float, float]]:
     """Per used device its static bytes, and the peak of the other bytes."""
-    overlapping = times.schedule is not None
+    overlapping = times.schedule is not None and times.rule.staleness > 0
     static_bytes = [
         stage_static_bytes(times.problem, stage, times.rule, overlapping) for stage in times.stages
     ]

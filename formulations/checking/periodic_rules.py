@@ -1,5 +1,8 @@
 """Rules of periodic plans: the pattern can be repeated, and iterations do not conflict.
 
+Where weights change after every microbatch, iterations are nothing but a count of microbatches:
+the versions that are kept are a matter of memory (`peaks`).
+
 All other rules are checked on the unrolled pattern without pauses. The rules across iterations are
 checked with pauses: all-reduces run while the devices compute or pause.
 """
@@ -26,6 +29,7 @@ from stagewright.formulations.plans.plan import (
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 
+MOST_OPERATIONS = 5  # of a stage and a microbatch: F, I, W and two transfers
 ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 
 
@@ -36,7 +40,7 @@ def broken_pattern(plan: PipelinePlan, schedule: PeriodicSchedule) -> Iterator[V
             "weights",
             "weights",
             f"{plan.weights!r} does not allow iterations to overlap, a periodic plan needs "
-            "'double-buffer'",
+            "'double-buffer', 'stash' or 'stash+vertical-sync'",
         )
     for s, stage in enumerate(plan.stages):
         if stage.turns > 1:
@@ -67,6 +71,9 @@ def _broken_repetition(
             place,
             f"{one.action} takes {one.seconds:.9g} s and repeats every {most:.9g} s",
         )
+    if plan.weight_rule.updates_every_round:
+        yield from _late(one, len(plan.stages), place)
+        return
     # A microbatch ends before its weights are overwritten, and an all-reduce after an iteration.
     latest = plan.microbatches * (2 if operation.kind is REDUCE else 1) + 2
     if one.shift > latest:
@@ -79,6 +86,18 @@ def _broken_repetition(
         )
 
 
+def _late(one: PeriodicAction, stages: int, place: str) -> Iterator[Violation]:
+    """No operation waits for more than a period: any later it could run a period earlier."""
+    latest = 2 * MOST_OPERATIONS * stages
+    if one.shift > latest:
+        yield Violation(
+            "versions",
+            place,
+            f"{one.action} runs {one.shift} periods after its microbatch began; {latest} are "
+            f"enough for {stages} stages",
+        )
+
+
 def broken_iterations(
     problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule, tolerance: float
 ) -> Iterator[Violation]:
@@ -86,9 +105,23 @@ def broken_iterations(
 
     Times are compared with ``tolerance``, in seconds.
     """
+    if plan.weight_rule.updates_every_round:
+        yield from _any_pause(schedule)
+        return
     yield from _short_pause(problem, plan, schedule, tolerance)
     yield from _overlapping_reductions(plan, schedule, tolerance)
     yield from _overwritten(plan, schedule, tolerance)
+
+
+def _any_pause(schedule: PeriodicSchedule) -> Iterator[Violation]:
+    """Where updates are parts of the backwards, there is no pause."""
+    if schedule.pause_seconds > 0:
+        yield Violation(
+            "pause",
+            "schedule",
+            f"pause_seconds is {schedule.pause_seconds:.9g}, but weights that change after every "
+            "microbatch are updated in the backwards: it must be 0",
+        )
 
 
 def _short_pause(

@@ -14,6 +14,7 @@ from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Predicted, Stage
 from stagewright.formulations.plans.timing import are_sent, covered_seconds
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.plans.weight_rules import WeightRule
 from stagewright.graphs.documents.arrays import Floats
 
 
@@ -26,7 +27,7 @@ def predicted(times: PlanTimes) -> Predicted:
         iteration_seconds=cost,
         bubble=1 - _busy(times) / (devices * cost) if cost > 0 else 0.0,
         peak_memory_bytes={name: static + saved for name, static, saved in peaks(times)},
-        link_bytes=_link_bytes(problem, times.stages),
+        link_bytes=_link_bytes(problem, times.stages, times.rule),
     )
 
 
@@ -54,7 +55,9 @@ def _computed(times: PlanTimes, lanes: Sequence[Lane]) -> tuple[Floats, Floats]:
     return np.concatenate(starts), np.concatenate(ends)
 
 
-def _link_bytes(problem: PipelineProblem, stages: Sequence[Stage]) -> dict[str, float]:
+def _link_bytes(
+    problem: PipelineProblem, stages: Sequence[Stage], rule: WeightRule
+) -> dict[str, float]:
     """Bytes per iteration between neighbouring stages ("0-1"), and reduced in a stage ("0")."""
     # A microbatch crosses a boundary twice: its activations, and their gradient.
     sent = [sum(are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
@@ -63,8 +66,9 @@ def _link_bytes(problem: PipelineProblem, stages: Sequence[Stage]) -> dict[str, 
         for s, count in enumerate(sent)
         if count > 0
     }
+    sums = problem.microbatches if rule.updates_every_round else 1
     reduced = {
-        str(s): problem.gradient_bytes(*stage.layers)
+        str(s): sums * problem.gradient_bytes(*stage.layers)
         for s, stage in enumerate(stages)
         if len(stage.devices) > 1
     }

@@ -61,6 +61,7 @@ from stagewright.formulations.plans.plan_class import (
     DISJOINT_WHOLE,
     EVERY_BACKWARD_FIRST,
     EVERY_FINITE,
+    EVERY_PATTERN,
     EVERY_PERIODIC,
     EVERY_PLAN,
     PATTERNS,
@@ -70,6 +71,7 @@ from stagewright.formulations.plans.plan_class import (
     PlanClass,
     class_of,
 )
+from stagewright.formulations.plans.weight_rules import WEIGHT_RULES
 
 ROUNDING = 1e-9  # relative; sums of the same numbers in another order
 
@@ -207,9 +209,9 @@ def _of_devices(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> f
 
 
 def _of_pattern(problem: PipelineProblem, plan: PipelinePlan, bound: Bound) -> float | None:
-    if not PATTERNS.contains(class_of(plan)):
+    if not EVERY_PATTERN.contains(class_of(plan)) or len(bound.plans.weights) > 1:
         return None
-    asked = pattern_problem(problem, plan.stages)
+    asked = pattern_problem(problem, plan.stages, WEIGHT_RULES[bound.plans.weights[0]])
     period = (pattern_load_bound if bound.proved_by == PATTERN_LOAD else period_bound)(asked)
     return asked.iteration_seconds(period)
 
@@ -261,6 +263,6 @@ ARGUMENTS: dict[str, Argument] = {
     },
     ALLOCATIONS: Argument("problem", SEARCHED_ALLOCATIONS),
     PATTERN: Argument("schedule", PATTERNS),
-    PATTERN_LOAD: Argument("schedule", PATTERNS, _of_pattern),
-    PATTERN_MEMORY: Argument("schedule", PATTERNS, _of_pattern),
+    PATTERN_LOAD: Argument("schedule", EVERY_PATTERN, _of_pattern),
+    PATTERN_MEMORY: Argument("schedule", EVERY_PATTERN, _of_pattern),
 }

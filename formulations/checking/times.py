@@ -102,9 +102,17 @@ class PlanTimes:
 def unrolled_steady(
     problem: PipelineProblem, plan: PipelinePlan, schedule: PeriodicSchedule
 ) -> tuple[PipelineProblem, PipelinePlan]:
-    """Problem and finite plan with enough microbatches for a full steady-state period."""
+    """Problem and finite plan with enough microbatches for a full steady-state period.
+
+    Where weights change after every microbatch, those that begin before the first one has ended
+    use one version, and so keep fewer than later ones: the steady state comes a microbatch's whole
+    way later. With vertical sync, versions are kept for microbatches that have begun on the first
+    stage only: it takes one more.
+    """
     first = without_pause(from_first(schedule))
     microbatches = steady_microbatches(first)
+    if plan.weight_rule.updates_every_round:
+        microbatches *= 3 if plan.weight_rule.follows_first_stage else 2
     longer = replace(problem, microbatches=microbatches)
     timed = unrolled(replace(plan, schedule=first), microbatches)
     return longer, replace(timed, digest=longer.digest)
@@ -130,18 +138,19 @@ def _read_finite(
     finishes = empty_blocks(len(plan.stages), plan.microbatches)
     in_sub = whole_backwards(plan.stages, plan.microbatches)
     split = split_backwards(plan)
-    for action in expected_actions(plan.stages, plan.microbatches, split, updated):
+    rule = plan.weight_rule
+    for action in expected_actions(plan.stages, plan.microbatches, split, updated, rule):
         entry, m = entries[str(action)], action.microbatch or 0
         starts[action.kind][action.stage, m] = entry.start_seconds
         finishes[action.kind][action.stage, m] = entry.finish_seconds
         if entry.stream == "sub":
             in_sub[action.stage, m] = True
-    lasting = durations(problem, plan.stages, split, plan.weight_rule)
+    lasting = durations(problem, plan.stages, split, rule)
     return PlanTimes(
         problem=problem,
         iteration_microbatches=plan.microbatches,
         stages=plan.stages,
-        rule=plan.weight_rule,
+        rule=rule,
         starts=starts,
         finishes=finishes,
         durations=lasting,

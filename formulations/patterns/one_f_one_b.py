@@ -100,7 +100,7 @@ def _least_load(problem: PatternProblem) -> float:
     for stages in problem.reducing:
         for s, reduced in zip(stages, accumulate(problem.reduce[s] for s in stages), strict=True):
             through[s] += max(0.0, reduced - problem.pause_seconds)
-    return max(pattern_load_bound(problem), max(through) / (problem.microbatches + 1))
+    return max(pattern_load_bound(problem), max(through) / problem.most_periods)
 
 
 def least_period(problem: PatternProblem) -> float:
@@ -149,9 +149,9 @@ def _least(
 
 
 def _suffices(problem: PatternProblem, period: float) -> bool:
-    """Whether memory, and two versions of the weights, suffice at ``period``."""
+    """Whether memory, and the versions of the weights, suffice at ``period``."""
     in_flight = groups(problem, period)
-    return max(in_flight) <= problem.microbatches + 1 and all(
+    return max(in_flight) <= problem.most_periods and all(
         _needed(problem, in_flight, device) <= room
         for device, room in enumerate(problem.room_bytes)
     )
@@ -162,6 +162,7 @@ def _needed(problem: PatternProblem, in_flight: tuple[int, ...], device: int) ->
     stages = problem.stages_on(device)
     kept = [(in_flight[s], problem.kept[s]) for s in stages]
     always = sum((group - 1) * one.saved_bytes for group, one in kept)
+    always += sum(problem.old_versions(s, in_flight) for s in stages)
     most = before = 0.0
     for s, (group, one) in enumerate(kept):
         # Earlier stages of this group keep all of its microbatches at that instant.
@@ -173,7 +174,7 @@ def _needed(problem: PatternProblem, in_flight: tuple[int, ...], device: int) ->
 
 def _reduces_in_time(problem: PatternProblem, period: float) -> bool:
     """Whether every all-reduce of 1F1B* ends before the next version is needed."""
-    limit = (problem.microbatches + 1) * period * (1 + MARGIN)
+    limit = problem.most_periods * period * (1 + MARGIN)
     items = _items(problem, period)[::2]
     return all(
         wait + (group - 1) * period + rest + reduce <= limit

@@ -9,7 +9,7 @@ pause delays everything after it (`PeriodicSchedule`).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -53,7 +53,7 @@ class PatternProblem:
         Seconds of the all-reduce per stage, shape (N,); once per iteration. All-reduces of stages
         on one device do not overlap.
     microbatches
-        Microbatches per iteration, m. Weights have two versions, so at most m + 1 periods pass
+        Microbatches per iteration, m. If weights have two versions, at most m + 1 periods pass
         from the start of a stage's forward to the end of its backward and of its all-reduce.
     least_seconds
         Lower bound on the period that leaves time for offloading.
@@ -61,6 +61,12 @@ class PatternProblem:
         Longest time of an iteration's updates on a device. If positive, the updates start when
         iteration i + 2 starts on the first stage: at most m + 1 periods pass from the start of the
         first forward to the end of the backward and all-reduce of every stage.
+    version_bytes
+        Per stage the bytes of another version of its weights, shape (N,), if they change after
+        every microbatch: there are as many old versions as other microbatches in flight. Empty:
+        there are two versions, which are no part of ``kept``.
+    follows_first_stage
+        Whether the microbatches in flight on the first stage count for the old versions of all.
     """
 
     forward: tuple[float, ...]
@@ -74,12 +80,16 @@ class PatternProblem:
     microbatches: int
     least_seconds: float = 0.0
     pause_seconds: float = 0.0
+    version_bytes: tuple[float, ...] = ()
+    follows_first_stage: bool = False
 
     def __post_init__(self) -> None:
         n = len(self.forward)
         lengths = (len(self.backward), len(self.there) + 1, len(self.back) + 1, len(self.devices))
         if n == 0 or {n, *lengths, len(self.kept), len(self.reduce)} != {n}:
             raise InputError("a pattern problem needs one value per stage in every field")
+        if self.version_bytes and len(self.version_bytes) != n:
+            raise InputError("version_bytes must be given for every stage, or for none")
         if set(self.devices) != set(range(len(self.room_bytes))):
             raise InputError(
                 "devices must be numbered from 0 without gaps, with room_bytes for each of them"
@@ -106,6 +116,25 @@ class PatternProblem:
                 forth.append(Job(Operation(s, SEND_F), self.there[s], link))
                 backwards.append(Job(Operation(s + 1, SEND_B), self.back[s], link))
         return (*forth, *backwards[::-1])
+
+    @property
+    def most_periods(self) -> float:
+        """How many periods a microbatch's round trip may last, by the versions of the weights."""
+        return math.inf if self.version_bytes else self.microbatches + 1
+
+    def old_versions(self, stage: int, in_flight: Sequence[int]) -> float:
+        """Bytes of a stage's old versions with so many microbatches in flight on every stage."""
+        if not self.version_bytes:
+            return 0.0
+        others = in_flight[0 if self.follows_first_stage else stage] - 1
+        return max(0, others) * self.version_bytes[stage]
+
+    def short_bytes(self) -> list[float]:
+        """Per device the bytes missing with one microbatch in flight; negative: to spare."""
+        needed = [0.0] * len(self.room_bytes)
+        for one, device in zip(self.kept, self.devices, strict=True):
+            needed[device] += one.saved_bytes + one.working_bytes
+        return [need - room for need, room in zip(needed, self.room_bytes, strict=True)]
 
     @cached_property
     def shared(self) -> tuple[tuple[int, ...], ...]:
@@ -203,7 +232,7 @@ class PatternProblem:
             if start < end - slack:
                 yield f"the all-reduce of stage {s} starts before {s}B ends"
             needed = pattern.starts[0 if self.pause_seconds > 0 else forward]
-            if max(end, start + seconds) - needed > iteration + pattern.period + slack:
+            if max(end, start + seconds) - needed > self.most_periods * pattern.period + slack:
                 yield f"stage {s} would need a third version of its weights"
         for stages in self.reducing:
             occupied = {
@@ -215,25 +244,45 @@ class PatternProblem:
         """The peak bytes of a device's microbatches in flight."""
         most = 0.0
         slack = TOLERANCE * (pattern.period + max(pattern.starts) - min(pattern.starts))
-        stages = self.stages_on(device)
+        stages, first = self.stages_on(device), self._most_in_flight(pattern, 0, slack)
         for s in stages:
             for kind in (F, B):
                 instant = pattern.starts[self.position[Operation(s, kind)]]
-                total = sum(self._bytes_at(pattern, r, instant, slack) for r in stages)
+                total = sum(self._bytes_at(pattern, r, instant, slack, first) for r in stages)
                 most = max(most, total)
         return most
 
-    def _bytes_at(self, pattern: "Pattern", stage: int, instant: float, slack: float) -> float:
-        """Bytes that a stage keeps just after ``instant``; times within ``slack`` are equal."""
+    def _most_in_flight(self, pattern: "Pattern", stage: int, slack: float) -> int:
+        """The microbatches in flight on a stage as a forward has begun."""
+        instant = pattern.starts[self.position[Operation(stage, F)]]
+        begun, _, ended = self._counts(pattern, stage, instant, slack)
+        return begun - ended
+
+    def _bytes_at(
+        self, pattern: "Pattern", stage: int, instant: float, slack: float, first: int
+    ) -> float:
+        """Bytes that a stage keeps just after ``instant``; times within ``slack`` are equal.
+
+        ``first`` are the microbatches in flight on the first stage at most.
+        """
+        begun, at_work, ended = self._counts(pattern, stage, instant, slack)
+        kept, in_flight = self.kept[stage], begun - ended
+        every = [in_flight] * len(self.kept)
+        every[0] = first if self.follows_first_stage else every[0]
+        held = in_flight * kept.saved_bytes + (at_work - ended) * kept.working_bytes
+        return held + self.old_versions(stage, every)
+
+    def _counts(
+        self, pattern: "Pattern", stage: int, instant: float, slack: float
+    ) -> tuple[int, int, int]:
+        """How many forwards and backwards have begun just after ``instant``, and have ended."""
         forward, backward = (self.position[Operation(stage, kind)] for kind in (F, B))
         begins = [pattern.starts[forward], pattern.starts[backward]]
         end = pattern.starts[backward] + self.jobs[backward].seconds
         begun = [math.floor((instant - begin + slack) / pattern.period) for begin in begins]
         # An operation of zero length is in flight at its start.
         ended = math.floor((instant - end + slack) / pattern.period)
-        kept = self.kept[stage]
-        in_flight, at_work = begun[0] - ended, begun[1] - ended
-        return in_flight * kept.saved_bytes + at_work * kept.working_bytes
+        return begun[0], begun[1], ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,31 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stagewright.formulations.patterns.pattern import PatternProblem
-from stagewright.formulations.plans.memory import Kept, kept_bytes, stage_static_bytes
+from stagewright.formulations.plans.memory import (
+    Kept,
+    kept_bytes,
+    stage_static_bytes,
+    version_bytes,
+)
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.timing import compute_seconds
-from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER
+from stagewright.formulations.plans.timing import (
+    compute_seconds,
+    reduce_seconds,
+    update_seconds,
+)
+from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, WeightRule
 from stagewright.graphs.documents.errors import InputError
 
 
-def pattern_problem(problem: PipelineProblem, stages: Sequence[Stage]) -> PatternProblem:
+def pattern_problem(
+    problem: PipelineProblem, stages: Sequence[Stage], rule: WeightRule = DOUBLE_BUFFER
+) -> PatternProblem:
     """The scheduling problem for given stages and devices.
 
     Two stages have either the same devices, in the same order, or disjoint ones.
     """
-    return PatternProblems(problem).of(stages)
+    return PatternProblems(problem, rule).of(stages)
 
 
 class _Figures(NamedTuple):
@@ -31,6 +42,7 @@ class _Figures(NamedTuple):
     reduce: float
     update: float
     static_bytes: float
+    version_bytes: float
     kept: Kept
     members: tuple[int, ...]  # indices of its devices
     least_seconds: float
@@ -38,9 +50,14 @@ class _Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class PatternProblems:
-    """Makes pattern problems for many choices of stages; caches times and bytes per stage."""
+    """Makes pattern problems for many choices of stages; caches times and bytes per stage.
+
+    Under a ``rule`` by which weights change after every microbatch, all-reduces and updates are
+    parts of the backwards.
+    """
 
     problem: PipelineProblem
+    rule: WeightRule = DOUBLE_BUFFER
 
     def of(self, stages: Sequence[Stage]) -> PatternProblem:
         """The problem of ``stages``, as :func:`pattern_problem`."""
@@ -64,6 +81,10 @@ class PatternProblems:
             self.problem.microbatches,
             max(figures.least_seconds for figures in found),
             max(updates.values()),
+            tuple(figures.version_bytes for figures in found)
+            if self.rule.updates_every_round
+            else (),
+            self.rule.follows_first_stage,
         )
 
     def seconds(self, stage: Stage) -> tuple[float, float]:
@@ -75,12 +96,16 @@ class PatternProblems:
             problem, index = self.problem, self.problem.cluster.index
             members = tuple(index[name] for name in stage.devices)
             forward, backward = compute_seconds(problem, stage, members)
+            reduce, update = reduce_seconds(problem, stage), update_seconds(problem, stage)
+            if self.rule.updates_every_round:
+                backward, reduce, update = backward + reduce + update, 0.0, 0.0
             self._known[stage] = _Figures(
                 forward,
                 backward,
-                problem.reduce_seconds(*stage.layers, members),
-                problem.update_seconds(*stage.layers, members),
-                static_bytes(problem, stage),
+                reduce,
+                update,
+                static_bytes(problem, stage, self.rule),
+                version_bytes(problem, *stage.layers),
                 kept_bytes(problem, stage),
                 members,
                 _least_seconds(problem, stage, members, max(forward, backward)),
@@ -118,14 +143,14 @@ class PatternProblems:
         return {}
 
 
-def static_bytes(problem: PipelineProblem, stage: Stage) -> float:
-    """Resident bytes of a stage on a device: two versions of the weights, gradients, buffers.
+def static_bytes(problem: PipelineProblem, stage: Stage, rule: WeightRule = DOUBLE_BUFFER) -> float:
+    """Resident bytes of a stage on a device: the rule's versions, gradients, buffers.
 
     MadPipe section 3: 3 W + 2 (a_(k-1) + a_l). In addition the optimizer state and, where gradients
     wait for an all-reduce or an update while the next ones are accumulated, one more gradient.
     Offloading adds two microbatches: one being written to the host and one read back.
     """
-    static = stage_static_bytes(problem, stage, DOUBLE_BUFFER, overlapping=True)
+    static = stage_static_bytes(problem, stage, rule, overlapping=rule.staleness > 0)
     return static + (2 * kept_bytes(problem, stage).offloaded_bytes if stage.offload else 0.0)
 
 

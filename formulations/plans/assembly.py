@@ -60,13 +60,17 @@ def assemble(
 
 
 def assemble_pattern(
-    problem: PipelineProblem, planner: str, stages: Sequence[Stage], pattern: Pattern
+    problem: PipelineProblem,
+    planner: str,
+    stages: Sequence[Stage],
+    pattern: Pattern,
+    rule: WeightRule = DOUBLE_BUFFER,
 ) -> PipelinePlan:
     """Build the periodic plan of ``stages`` with the times of ``pattern``, unchecked, uncertified.
 
-    ``pattern`` is a solution of ``pattern_problem(problem, stages)``.
+    ``pattern`` is a solution of ``pattern_problem(problem, stages, rule)``.
     """
-    asked = pattern_problem(problem, stages)
+    asked = pattern_problem(problem, stages, rule)
     timed = [
         (job.operation, start, job.seconds)
         for job, start in zip(asked.jobs, pattern.starts, strict=True)
@@ -75,7 +79,7 @@ def assemble_pattern(
     timed += [
         (Operation(s, ActionKind.REDUCE), start, seconds)
         for s, (stage, start, seconds) in enumerate(reduces)
-        if len(stage.devices) > 1
+        if len(stage.devices) > 1 and not rule.updates_every_round
     ]
     actions = [
         entry
@@ -84,7 +88,7 @@ def assemble_pattern(
     ]
     actions.sort(key=lambda entry: (entry.start_seconds, entry.seconds, entry.action, entry.device))
     schedule = PeriodicSchedule(pattern.period, tuple(actions), asked.pause_seconds)
-    return _with_figures(problem, planner, stages, schedule, DOUBLE_BUFFER)
+    return _with_figures(problem, planner, stages, schedule, rule)
 
 
 def _with_figures(
@@ -188,7 +192,7 @@ def _scheduled(
     weights = ActionKind.WEIGHT_GRADIENT
     ends[weights] = np.where(np.isnan(beside), ends[weights], beside)
     updated = updated_stages(problem, stages, rule)
-    for action in expected_actions(stages, problem.microbatches, split, updated):
+    for action in expected_actions(stages, problem.microbatches, split, updated, rule):
         s, m = action.stage, action.microbatch
         start = float(starts[action.kind][s, m or 0])  # an all-reduce has one column
         finish = float(ends[action.kind][s, m or 0])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict
 
-from stagewright.formulations.plans.weight_rules import Weights
+from stagewright.formulations.plans.weight_rules import WeightRule, Weights
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 
@@ -121,6 +121,8 @@ class PlanClass:
         limits = [] if self.split_backward else ["whole backwards"]
         if self.streams == 1 and "backward-first" in self.schedules:
             limits.append(SINGLE_STREAM)
+        if self.schedules == EVERY_PERIODIC.schedules and self.weights != EVERY_PERIODIC.weights:
+            limits.append(f"weights {' or '.join(self.weights)}")
         return f"every {kind} of these stages" + (f" with {', '.join(limits)}" if limits else "")
 
     def __str__(self) -> str:
@@ -158,6 +160,11 @@ def class_of_stages(
         merged=all(set(a.devices) != set(b.devices) for a, b in pairwise(stages)),
         streams=streams,
     )
+
+
+def patterns_under(rule: WeightRule) -> PlanClass:
+    """The plans that the patterns of given stages are compared with, by the rule of updates."""
+    return replace(PATTERNS, weights=(rule.name,))
 
 
 def _sharing(stages: "tuple[Stage, ...]") -> Sharing:
@@ -267,3 +274,5 @@ SEARCHED_ALLOCATIONS = replace(
 """The plans that the search over all allocations to groups of devices covers."""
 PATTERNS = replace(EVERY_PERIODIC, sharing="groups", split_backward=False, offload=False)
 """The plans that the patterns of given stages are compared with."""
+EVERY_PATTERN = replace(PATTERNS, weights=WEIGHTS[1:])
+"""The same with any weights that allow iterations to overlap."""

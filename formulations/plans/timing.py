@@ -59,11 +59,12 @@ def expected_actions(
     microbatches: int,
     split: Split | None = None,
     updated: Collection[int] = (),
+    rule: WeightRule = FLUSH,
 ) -> Iterator[Action]:
     """Every action that a schedule of ``stages`` must hold, once each.
 
     ``split`` marks the backwards that are split into I and W (default: none), ``updated`` the
-    stages whose optimizer step is an action.
+    stages whose optimizer step is an action. ``rule`` says whether all-reduces are actions.
     """
     parts = whole_backwards(stages, microbatches) if split is None else split
     sent = [are_sent(stages, s, microbatches) for s in range(-1, len(stages))]
@@ -76,7 +77,7 @@ def expected_actions(
                 yield Action(s, SEND_F, m)
             if sent[s][m]:
                 yield Action(s, SEND_B, m)
-        if len(stage.devices) > 1:
+        if len(stage.devices) > 1 and not rule.updates_every_round:
             yield Action(s, REDUCE)
         if s in updated:
             yield Action(s, UPDATE)
@@ -90,17 +91,16 @@ def durations(
 ) -> Blocks:
     """The cost model's seconds for every action of ``stages``, with ``split`` as above.
 
-    If weights change after every microbatch, the last action of a backward includes the optimizer
-    step.
+    If weights change after every microbatch, the last action of a backward includes the all-reduce
+    and the optimizer step.
     """
     parts = whole_backwards(stages, problem.microbatches) if split is None else split
     seconds = empty_blocks(len(stages), problem.microbatches)
     for s, stage in enumerate(stages):
-        step = update_seconds(problem, stage) if rule.updates_every_round else 0.0
+        step = ending_seconds(problem, stage) if rule.updates_every_round else 0.0
         _add_computations(problem, stages, s, step, bool(parts[s].any()), seconds)
-        if len(stage.devices) > 1:
-            group = [problem.cluster.index[name] for name in stage.devices]
-            seconds[REDUCE][s] = problem.reduce_seconds(*stage.layers, group)
+        if len(stage.devices) > 1 and not rule.updates_every_round:
+            seconds[REDUCE][s] = reduce_seconds(problem, stage)
     for s in updated_stages(problem, stages, rule):
         seconds[UPDATE][s] = update_seconds(problem, stages[s])
     for kind, absent in ((B, parts), (I, ~parts), (W, ~parts)):
@@ -169,6 +169,17 @@ def split_backwards(plan: PipelinePlan) -> Split:
         for s, m in np.ndindex(split.shape):
             split[s, m] = not parts.isdisjoint((str(Action(s, I, m)), str(Action(s, W, m))))
     return split
+
+
+def ending_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    """Seconds of the all-reduce and the optimizer step of a stage, one after the other."""
+    return reduce_seconds(problem, stage) + update_seconds(problem, stage)
+
+
+def reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    """Seconds of the all-reduce of a stage's gradients; 0 on one device."""
+    devices = [problem.cluster.index[name] for name in stage.devices]
+    return problem.reduce_seconds(*stage.layers, devices)
 
 
 def update_seconds(problem: PipelineProblem, stage: Stage) -> float:

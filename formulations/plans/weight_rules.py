@@ -16,7 +16,7 @@ class WeightRule:
     updates_every_round
         Whether weights change after every microbatch, or after every round of a round-robin stage;
         else once, at the end of the iteration. A version that a backward still needs is kept until
-        it ends, next to the newest.
+        it ends, next to the newest. The all-reduce and the update are parts of the backward.
     staleness
         By how many updates the weights of an iteration are older than the newest as it begins.
         That many versions are always held next to the newest.
@@ -37,12 +37,12 @@ class WeightRule:
     @property
     def may_overlap(self) -> bool:
         """Whether an iteration may begin before the one before it has ended."""
-        return self.staleness > 0
+        return self.staleness > 0 or self.updates_every_round
 
     @property
     def keeps_versions(self) -> bool:
         """Whether a stage ever holds more than the newest version."""
-        return self.updates_every_round or self.staleness > 0
+        return self.may_overlap
 
 
 FLUSH = WeightRule("flush")

@@ -32,6 +32,7 @@ class Options:
     order: bool = False
     out_of_order: bool = False
     batch: bool = False
+    vertical_sync: bool = False
 
 
 class Planner(Protocol):
@@ -129,3 +130,5 @@ def _asked(  # noqa: C901 - one case per choice
         yield "a method of out-of-order backprop", lambda one: one.out_of_order
     if choices.batch is not None:
         yield "a batch", lambda one: one.batch
+    if choices.vertical_sync:
+        yield "vertical sync", lambda one: one.vertical_sync

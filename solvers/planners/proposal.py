@@ -104,6 +104,8 @@ class Choices:
     batch
         ``2bw`` and ``2bw-flush``: the samples between two updates, of which the planner chooses
         the microbatches and their size in place of the problem's.
+    vertical_sync
+        ``pipedream-async``: whether every stage uses the weights that the first stage used.
     """
 
     recompute: Recomputation | None = None
@@ -115,6 +117,7 @@ class Choices:
     order: ScheduleChoice | None = None
     out_of_order: OutOfOrder | None = None
     batch: int | None = None
+    vertical_sync: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size is not None:
@@ -168,7 +171,8 @@ class Choices:
 class PeriodicProposal:
     """Stages with their pattern, and proved bounds on the iteration.
 
-    ``predicted_seconds`` is the period estimated from the allocation, before its pattern was found.
+    ``predicted_seconds`` is the period estimated from the allocation, before its pattern was found;
+    ``weights`` names the rule of their updates.
     """
 
     stages: tuple[Stage, ...]
@@ -176,6 +180,7 @@ class PeriodicProposal:
     predicted_seconds: float
     bounds: tuple[Bound, ...]
     notes: tuple[str, ...] = ()
+    weights: Weights = DOUBLE_BUFFER.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +213,7 @@ def proposal_of(
 def class_of_proposal(proposal: Proposal | PeriodicProposal) -> PlanClass:
     """The smallest class of the proposed plan."""
     if isinstance(proposal, PeriodicProposal):
-        return class_of_stages(proposal.stages, False, "periodic", DOUBLE_BUFFER.name)
+        return class_of_stages(proposal.stages, False, "periodic", proposal.weights)
     parts = not np.isnan(proposal.starts[ActionKind.INPUT_GRADIENT]).all()
     kind: ScheduleKind = "finite" if proposal.begins == "forward" else "backward-first"
     streams: Literal[1, 2] = 1 if proposal.sub_ends is None else 2

@@ -101,6 +101,14 @@ def plan(
             "(auto and general by default), the other planners in every stage.",
         ),
     ] = None,
+    vertical_sync: Annotated[
+        bool,
+        typer.Option(
+            "--vertical-sync",
+            help="With --planner pipedream-async: a microbatch uses on every stage the version of "
+            "the weights that it used on the first.",
+        ),
+    ] = False,
     gap: Annotated[
         str | None,
         typer.Option(
@@ -212,6 +220,7 @@ def plan(
             "--offload": offload, "--gap": gap, "--order": order, "--chunks": chunks,
             "--replicas": replicas, "--placement": placement, "--training": training,
             "--k": reversed_layers, "--group": group, "--share": share, "--from": start,
+            "--vertical-sync": vertical_sync or None,
         }  # fmt: skip
         refuse_options(given, f"is for models of layers; {model} is a graph of operators")
         chosen = None if contention is None else contention.value
@@ -232,6 +241,7 @@ def plan(
         cluster=load_cluster(cluster),
         microbatches=1 if microbatches is None else microbatches,
         batch=batch,
+        vertical_sync=vertical_sync,
         planner=planner,
         recompute=recompute,
         offload=offload,

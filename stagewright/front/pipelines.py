@@ -1,6 +1,7 @@
 """Plans of pipelines and schedules, for users of Python."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from stagewright.formulations.forms.answers import OnProgress, StopToken, silent
@@ -77,7 +78,8 @@ def plan(
     choices
         Recomputation and offloading; for the planners ``1f1b-star`` and ``madpipe`` also a group
         size, a period and the solver of patterns; the schedule to plan; for ``ooo`` the method of
-        training; for ``2bw`` and ``2bw-flush`` a batch in place of ``microbatches``
+        training; for ``2bw`` and ``2bw-flush`` a batch in place of ``microbatches``; for
+        ``pipedream-async`` vertical sync
         (:class:`~stagewright.solvers.planners.proposal.Choices`).
     start
         Planners ``auto`` and ``general``: a plan of the same layers to start from, though times,
@@ -109,25 +111,20 @@ def plan(
 
     asked = Choices() if choices is None else choices
     require_type(asked, Choices, "choices")
+    if start is not None:
+        asked = replace(asked, start=start)
     request = PlanRequest.of(
         chain=chain,
         cluster=cluster,
         microbatches=microbatches,
         planner=planner,
         memory_limit_bytes=memory_limit_bytes,
-        recompute=asked.recompute,
-        offload=asked.offload,
-        group_size=asked.group_size,
-        period_seconds=asked.period_seconds,
         gap=parse_share(gap, "gap"),
-        start=asked.start if start is None else start,
-        backend=asked.backend,
-        order=asked.order,
-        out_of_order=asked.out_of_order,
         assumed_share=assumed_share,
         time_limit=time_limit,
         threads=threads,
         seed=seed,
+        **{one.name: getattr(asked, one.name) for one in fields(asked)},
     )
     return answer(request, on_progress, stop).result
 

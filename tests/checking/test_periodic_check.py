@@ -39,6 +39,7 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
+from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, Weights
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.machines.cluster import Link, uniform_servers
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -51,12 +52,16 @@ AMPLE = 16e9
 
 
 def plan_of(
-    problem: PipelineProblem, stages: Sequence[Stage], period: float, starts: Mapping[Key, float]
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    period: float,
+    starts: Mapping[Key, float],
+    weights: Weights = "double-buffer",
 ) -> PipelinePlan:
     """The plan with these starts for microbatch 0."""
     actions = []
     split = {s for s, kind in starts if kind == "W"}
-    for (s, kind), op in expected_ops(problem, stages, split).items():
+    for (s, kind), op in expected_ops(problem, stages, split, weights).items():
         shift = math.floor(starts[s, kind] / period + 1e-12)
         start = max(0.0, starts[s, kind] - shift * period)
         actions += [
@@ -67,7 +72,7 @@ def plan_of(
         ]
     return PipelinePlan(
         problem.digest, "test", problem.chain.name, problem.cluster.name, problem.microbatches,
-        tuple(stages), PeriodicSchedule(period, tuple(actions)), weights="double-buffer",
+        tuple(stages), PeriodicSchedule(period, tuple(actions)), weights=weights,
         layers=tuple(PlannedLayer(e.name, e.parameter_bytes) for e in problem.chain.layers),
     )  # fmt: skip
 
@@ -78,12 +83,13 @@ def placed(
     period: float,
     wait: Callable[[], float] = lambda: 0.0,
     split: Collection[int] = (),
+    weights: Weights = "double-buffer",
 ) -> dict[Key, float] | None:
     """Every operation in its turn as soon as its devices or link are free, ``wait()`` later.
 
     Gradients of weights come when all else has its place.
     """
-    ops = expected_ops(problem, stages, split)
+    ops = expected_ops(problem, stages, split, weights)
     taken: dict[object, list[tuple[float, float]]] = {}
     starts: dict[Key, float] = {}
     ready = 0.0
@@ -116,19 +122,20 @@ def built(
     spare: int = 0,
     wait: Callable[[], float] = lambda: 0.0,
     split: Collection[int] = (),
+    weights: Weights = "double-buffer",
 ) -> tuple[PipelineProblem, PipelinePlan]:
     """A valid plan: the period is ``stretch`` times the largest load, or more if that fails.
 
     An iteration has ``spare`` microbatches more than two versions of the weights need.
     """
     problem = small_problem(layers, 6, 1, parts=True)
-    ops = expected_ops(problem, stages, split)
+    ops = expected_ops(problem, stages, split, weights)
     loads: dict[object, float] = {}
     for op in (op for (_, kind), op in ops.items() if kind != "REDUCE_GRAD"):
         for name in op.resources:
             loads[name] = loads.get(name, 0.0) + op.seconds
     period = stretch * max(loads.values())
-    while (starts := placed(problem, stages, period, wait, split)) is None:
+    while (starts := placed(problem, stages, period, wait, split, weights)) is None:
         period *= 1.3
     ends = {key: starts[key] + op.seconds for key, op in ops.items()}
     trips = [end - starts[s, "F"] for (s, _), end in ends.items() if (s, "F") in starts]
@@ -137,8 +144,9 @@ def built(
     summing -= min((starts[key] for key in reduces), default=0.0)
     needed = [math.ceil(t / period - 1e-9) - 1 for t in trips]
     needed += [math.ceil(summing / period - 1e-9)]
-    problem = small_problem(layers, 6, max(1, *needed) + spare, parts=True)
-    return problem, plan_of(problem, stages, period, starts)
+    microbatches = max(1, *needed) if weights == "double-buffer" else 1
+    problem = small_problem(layers, 6, microbatches + spare, parts=True)
+    return problem, plan_of(problem, stages, period, starts, weights)
 
 
 def with_memory(
@@ -433,8 +441,6 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "more microbatches": (
         "microbatches", lambda plan: replace(plan, microbatches=plan.microbatches + 1)),
     "flush": ("weights", lambda plan: replace(plan, weights="flush")),
-    "stash": ("weights", lambda plan: replace(plan, weights="stash")),
-    "stash+vertical-sync": ("weights", lambda plan: replace(plan, weights="stash+vertical-sync")),
     "round-robin": ("devices", round_robin),
     "layer gap": ("layers", restaged(1, layers=(3, 4))),
     "layer overlap": ("layers", restaged(1, layers=(1, 4))),
@@ -675,6 +681,7 @@ def periodic_plans(draw: st.DrawFn) -> tuple[PipelineProblem, PipelinePlan]:
         draw(st.integers(0, 1)),
         lambda: draw(st.sampled_from(waits)),
         [s for s in range(len(stages)) if draw(st.integers(0, 3)) == 0],
+        draw(st.sampled_from(("double-buffer", "double-buffer", "stash", "stash+vertical-sync"))),
     )
     if draw(st.booleans()):
         problem, plan = with_memory(problem, plan, needed_bytes(problem, plan) + 1)
@@ -727,6 +734,7 @@ def disturbed(draw: st.DrawFn) -> tuple[PipelineProblem, PipelinePlan]:
         lambda: draw(st.sampled_from([dropped, doubled]))(text)(plan),
         lambda: edited(plan, text, action=other),
         lambda: first_replica(text, start_seconds=0.0)(plan),
+        lambda: replace(plan, weights=draw(st.sampled_from(tuple(WEIGHT_RULES)))),
     ]
     changed_plan = draw(st.sampled_from(ways))() or plan
     first = min((e.shift for e in schedule_of(changed_plan).actions), default=0)

@@ -80,9 +80,12 @@ def items_of(problem: PatternProblem) -> list[float]:
 
 @st.composite
 def pattern_problems(
-    draw: st.DrawFn, devices: Sequence[Sequence[int]], reduced: bool = False
+    draw: st.DrawFn, devices: Sequence[Sequence[int]], reduced: bool = False, stashed: bool = False
 ) -> PatternProblem:
-    """Whole seconds and bytes, few of either, so that ties and tight memory are common."""
+    """Whole seconds and bytes, few of either, so that ties and tight memory are common.
+
+    If ``stashed``, weights change after every microbatch.
+    """
     where = draw(st.sampled_from(devices))
     count = len(where)
 
@@ -106,6 +109,8 @@ def pattern_problems(
         room_bytes=several(2, 9, max(where) + 1),
         reduce=several(0, 5, count) if reduced else (0.0,) * count,
         microbatches=draw(st.integers(1, 5)),
+        version_bytes=several(0, 3, count) if stashed else (),
+        follows_first_stage=stashed and draw(st.booleans()),
     )
 
 
@@ -228,7 +233,7 @@ def test_what_takes_no_time_is_in_nobodys_way(forward: float, backward: float) -
 
 
 @examples(100)
-@given(pattern_problems(ALONE))
+@given(pattern_problems(ALONE) | pattern_problems(ALONE, stashed=True))
 def test_the_bound_is_the_least_period_where_every_stage_is_alone(problem: PatternProblem) -> None:
     least = brute_force_period(problem)
     assert period_bound(problem) == pytest.approx(least)
@@ -248,7 +253,7 @@ def test_all_reduces_are_waited_for(problem: PatternProblem) -> None:
 
 
 @examples(60)
-@given(pattern_problems(SHARED, reduced=True))
+@given(pattern_problems(SHARED, reduced=True) | pattern_problems(SHARED, stashed=True))
 def test_no_pattern_of_stages_that_share_devices_undercuts_the_bound(
     problem: PatternProblem,
 ) -> None:
@@ -391,7 +396,10 @@ def short(problem: PatternProblem) -> PatternProblem:
 
 
 @examples(25)
-@given(pattern_problems(((0,), (0, 1), (0, 0)), reduced=True).map(short))
+@given(
+    pattern_problems(((0,), (0, 1), (0, 0)), reduced=True).map(short)
+    | pattern_problems(((0,), (0, 1), (0, 0)), stashed=True).map(short)
+)
 def test_oracle_by_turns_equals_trying_all_starts(problem: PatternProblem) -> None:
     least = brute_force_period(problem)
     first = 4 if least == inf else ceil(least - 1e-9)

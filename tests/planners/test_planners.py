@@ -138,6 +138,7 @@ class TestEveryPlanner:
             "2bw",
             "2bw-flush",
             "madpipe",
+            "pipedream-async",
             "general",
             "ooo",
             "order",
@@ -429,6 +430,7 @@ class TestAuto:
             "auto",
             "general",
             "order",
+            "pipedream-async",  # its iterations overlap
         }
         for name in sorted(rivals):
             other = plan(problem, name, LIMITS)

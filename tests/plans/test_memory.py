@@ -59,7 +59,7 @@ def test_states_by_weight_rule_and_devices():
 
 def test_rules_by_name():
     assert {rule.name for rule in WEIGHT_RULES.values()} == WEIGHT_RULES.keys()
-    assert [name for name, rule in WEIGHT_RULES.items() if rule.may_overlap] == ["double-buffer"]
+    assert [name for name, rule in WEIGHT_RULES.items() if not rule.may_overlap] == ["flush"]
     assert [name for name, rule in WEIGHT_RULES.items() if not rule.keeps_versions] == ["flush"]
 
 

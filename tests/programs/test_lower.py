@@ -46,7 +46,13 @@ from stagewright.executor.programs.updates import with_reductions, with_updates
 from stagewright.executor.programs.verify import verify
 from stagewright.executor.programs.versions import with_versions
 from stagewright.formulations.patterns.one_f_one_b import one_f_one_b_star, period_bound
-from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind, parse_action
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    parse_action,
+    parse_operation,
+)
 from stagewright.formulations.plans.periodic import unrolled
 from stagewright.formulations.plans.plan import (
     PeriodicSchedule,
@@ -59,6 +65,7 @@ from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.documents.errors import InvalidPlan
 
 F, B, I = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT
+W = ActionKind.WEIGHT_GRADIENT
 UPDATE, STASH, DROP = ActionKind.UPDATE, ActionKind.STASH, ActionKind.DROP
 
 
@@ -791,9 +798,11 @@ def test_an_update_waits_for_its_all_reduce_as_late_as_it_may() -> None:
 def test_periodic_programs_keep_what_the_passes_promise(
     plan: PipelinePlan, data: st.DataObject
 ) -> None:
-    """Also where some stages share parameters."""
+    """Also where some stages share parameters, if they update them together."""
     family = st.frozensets(st.integers(0, len(plan.stages) - 1), min_size=2)
-    families = data.draw(st.lists(family, max_size=2)) if len(plan.stages) > 1 else []
+    is_stashed = plan.weights != "double-buffer"
+    may_share = len(plan.stages) > 1 and not is_stashed
+    families = data.draw(st.lists(family, max_size=2)) if may_share else []
     program, m = lower_periodic(plan, families), plan.microbatches
     iterations = len(program.segments) + 2
     whole = program.unrolled(iterations)
@@ -803,7 +812,12 @@ def test_periodic_programs_keep_what_the_passes_promise(
         times = [start[device, str(action)] for action in computed]
         assert times == sorted(times)
         assert most_receives_under_way(row) <= RECEIVE_BUFFERS + 1
-        assert most_versions_of_stages(row) <= 2
+        for s in {one.action.stage for one in row}:
+            own = [one for one in row if one.action.stage == s]
+            if is_stashed:
+                assert most_versions(own, 1) == 1 + most_old_versions(plan, s, iterations * m)
+            else:
+                assert most_versions(own, 2) <= 2
     verify(plan, program, families=families)
 
 
@@ -825,9 +839,25 @@ def test_what_repeats_is_what_the_order_says(plan: PipelinePlan) -> None:
                 assert computed[0] == computed[1]
 
 
-def most_versions_of_stages(row: Row) -> int:
-    stages = {one.action.stage for one in row}
-    return max(most_versions([o for o in row if o.action.stage == s], 2) for s in stages)
+def most_old_versions(plan: PipelinePlan, s: int, microbatches: int) -> int:
+    """The most versions of a stage next to the newest, by the times of the plan."""
+    schedule, every = plan.schedule, range(microbatches)
+    assert isinstance(schedule, PeriodicSchedule)
+    starts, ends = {}, {}
+    for one in schedule.actions:
+        operation = parse_operation(one.action)
+        for m in every if operation.kind in COMPUTE else ():
+            start = (one.shift + m) * schedule.period_seconds + one.start_seconds
+            starts[operation.of(m)] = start
+            if operation.kind in (B, W):
+                ends[operation.stage, m] = start + one.seconds
+    leader = 0 if plan.weights == "stash+vertical-sync" else s
+    used = [sum(ends[leader, k] <= starts[Action(leader, F, m)] for k in every) for m in every]
+    most = 0
+    for update in every:
+        later = [m for m in every if ends[s, m] > ends[s, update]]
+        most = max(most, len({used[m] for m in later if used[m] <= update}))
+    return most
 
 
 @examples(60)

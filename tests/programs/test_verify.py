@@ -696,7 +696,10 @@ BETWEEN_LOSSES = plans(4, weights=["flush"], begins="backward", max_microbatches
 def test_a_periodic_program_is_accepted_if_and_only_if_it_means_the_same(
     plan: PipelinePlan, random: Random
 ) -> None:
-    """One instruction is moved, for two iterations more than `verify` runs through."""
+    """One instruction is moved, for two iterations more than `verify` runs through.
+
+    No computation where weights change after every microbatch, as above.
+    """
     program = lower_any(plan)
     assert isinstance(program, PeriodicProgram)
     verify(plan, program)
@@ -709,6 +712,8 @@ def test_a_periodic_program_is_accepted_if_and_only_if_it_means_the_same(
         row = parts[which][rank]
         if row:
             here, there = random.randrange(len(row)), random.randrange(len(row) + 1)
+            if plan.weights.startswith("stash") and row[here].action.kind in COMPUTE:
+                continue
             moved_row = moved(Program(("",), (row,)), 0, here, there).rows[0]
             mutant = with_part(program, which, rank, moved_row)
             meant = [means_in(plan, mutant, iterations) for iterations in many]

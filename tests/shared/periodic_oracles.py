@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise, product
-from math import ceil, inf, isclose
+from math import ceil, floor, inf, isclose
 from typing import NamedTuple
 
 from stagewright.formulations.patterns.pattern import Pattern, PatternProblem
@@ -40,11 +40,15 @@ class Op(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a stage keeps on a device: per microbatch in flight, and while its backward runs."""
+    """What a stage keeps on a device: per microbatch in flight, and while its backward runs.
+
+    And for every old version of its weights, where they change after every microbatch.
+    """
 
     stage: int
     saved: float
     working: float
+    version: float = 0.0
 
 
 @dataclass
@@ -58,6 +62,11 @@ class Line:
     memory: dict[object, tuple[float, list[Load]]] = field(default_factory=dict)
     pause: float = 0.0
     updates: dict[object, float] = field(default_factory=dict)  # seconds per device and iteration
+    weights: str = "double-buffer"
+
+    @property
+    def stashes(self) -> bool:
+        return self.weights.startswith("stash")
 
     @property
     def tolerance(self) -> float:
@@ -68,7 +77,9 @@ class Line:
         """Microbatches until all that can be at one time is there, and two iterations more."""
         starts = [op.start for op in self.ops.values()]
         ends = [op.start + op.seconds for op in self.ops.values()]
-        return ceil((max(ends) - min(starts)) / self.period) + 2 * self.microbatches + 4
+        span = ceil((max(ends) - min(starts)) / self.period)
+        # The first ones use one version; then versions are kept for those on the first stage.
+        return span * (4 if self.stashes else 1) + 2 * self.microbatches + 4
 
     def backward(self, stage: int) -> tuple[Key, Key]:
         """The first and the last part of a stage's backward."""
@@ -98,6 +109,8 @@ class Line:
 def faults(line: Line) -> list[str]:
     """Everything that the pattern does wrong when it is repeated."""
     times = [*_early(line), *_at_once(line), *_reduced_at_once(line)]
+    if line.stashes:
+        return [*times, *_too_much(line), *_too_late(line)]
     return [*times, *_too_much(line), *_overwritten(line), *_hurried(line)]
 
 
@@ -159,7 +172,26 @@ def held(line: Line, load: Load, instant: float) -> float:
         if now <= line.end(last, k):
             total += load.saved * (line.begin((load.stage, "F"), k) <= now)
             total += load.working * (line.begin(first, k) <= now)
-    return total
+    return total + load.version * (len(old_versions(line, load.stage, now)) if load.version else 0)
+
+
+def old_versions(line: Line, stage: int, now: float) -> set[int]:
+    """The versions that a microbatch needs whose backward has not ended; the newest is not old.
+
+    Version v is that after v updates, one at the end of every backward.
+    """
+    last, every = line.backward(stage)[1], range(line.count)
+    updates = sum(line.end(last, k) < now for k in every)
+    left = [k for k in every if line.end(last, k) >= now]
+    used = {version_used(line, stage, k) for k in left}
+    return {version for version in used if version < updates}
+
+
+def version_used(line: Line, stage: int, microbatch: int) -> int:
+    """The updates that are done as the forward begins, here or with vertical sync on stage 0."""
+    leader = 0 if line.weights == "stash+vertical-sync" else stage
+    begin, last = line.begin((leader, "F"), microbatch) + line.tolerance, line.backward(leader)[1]
+    return sum(line.end(last, k) < begin for k in range(line.count))
 
 
 def peak(line: Line, device: object) -> float:
@@ -171,6 +203,10 @@ def peak(line: Line, device: object) -> float:
         for key in ((load.stage, "F"), line.backward(load.stage)[0])
         for k in range(line.count)
     ]
+    if line.stashes:  # an update makes a version as a backward ends
+        begins += [
+            line.end(line.backward(load.stage)[1], k) for load in loads for k in range(line.count)
+        ]
     return max(sum(held(line, load, instant) for load in loads) for instant in begins)
 
 
@@ -210,6 +246,15 @@ def _overwritten(line: Line) -> Iterator[str]:
                 break
 
 
+def _too_late(line: Line) -> Iterator[str]:
+    """Nothing waits in a pause, and nothing for more periods than there are operations."""
+    if line.pause > 0:
+        yield f"pause: {line.pause}"
+    for key, op in line.ops.items():
+        if floor(op.start / line.period + TOLERANCE) > 10 * line.stages:
+            yield f"versions: {key} comes after {op.start / line.period} periods"
+
+
 def _hurried(line: Line) -> Iterator[str]:
     """The updates of a device, one after another, have time in a pause."""
     for device, seconds in line.updates.items():
@@ -241,7 +286,7 @@ def naive_check(problem: PipelineProblem, plan: PipelinePlan) -> list[str]:
         return found
     schedule = plan.schedule
     assert isinstance(schedule, PeriodicSchedule)
-    expected = expected_ops(problem, plan.stages, split_stages(plan))
+    expected = expected_ops(problem, plan.stages, split_stages(plan), plan.weights)
     found = [*_wrong_actions(expected, schedule.actions)]
     if found:
         return found
@@ -255,8 +300,8 @@ def naive_check(problem: PipelineProblem, plan: PipelinePlan) -> list[str]:
 def _wrong_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[str]:
     if plan.digest != problem.digest or plan.microbatches != problem.microbatches:
         yield "digest: the plan answers another problem"
-    if plan.weights != "double-buffer":
-        yield "weights: only two versions go with a pipeline that never drains"
+    if plan.weights == "flush":
+        yield "weights: one version does not go with a pipeline that never drains"
     bounds = [0, *(stage.layers[1] for stage in plan.stages)]
     if [stage.layers[0] for stage in plan.stages] != bounds[:-1]:
         yield "layers: a stage does not begin where the one before ends"
@@ -294,15 +339,26 @@ def _computed(problem: PipelineProblem, stage: Stage, split: bool) -> dict[str, 
 
 
 def expected_ops(
-    problem: PipelineProblem, stages: Sequence[Stage], split: Collection[int] = ()
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    split: Collection[int] = (),
+    weights: str = "double-buffer",
 ) -> dict[Key, Expected]:
-    """Every operation of a pattern of ``stages``; the backwards of ``split`` stand as I and W."""
+    """Every operation of a pattern of ``stages``; the backwards of ``split`` stand as I and W.
+
+    Weights that change after every microbatch are summed up and updated as their backward ends.
+    """
     ops = {}
     for s, stage in enumerate(stages):
-        for kind, lasting in _computed(problem, stage, s in split).items():
-            ops[s, kind] = Expected(stage.devices, lasting, stage.devices)
+        computed = _computed(problem, stage, s in split)
+        seconds = 0.0
         if len(stage.devices) > 1:
             seconds = problem.reduce_seconds(*stage.layers, _positions(problem, stage))
+        if weights.startswith("stash"):
+            computed["W" if s in split else "B"] += seconds + _updated(problem, stage)
+        for kind, lasting in computed.items():
+            ops[s, kind] = Expected(stage.devices, lasting, stage.devices)
+        if len(stage.devices) > 1 and not weights.startswith("stash"):
             size = sum(problem.chain.layers[i].parameter_bytes for i in range(*stage.layers))
             ops[s, "REDUCE_GRAD"] = Expected(
                 stage.devices[:1], seconds, stage.devices, stage.devices, stage.devices, size
@@ -364,29 +420,28 @@ def line_of(problem: PipelineProblem, plan: PipelinePlan) -> Line:
     assert isinstance(schedule, PeriodicSchedule)
     period, split = schedule.period_seconds, split_stages(plan)
     ops = {}
-    for key, op in expected_ops(problem, plan.stages, split).items():
+    for key, op in expected_ops(problem, plan.stages, split, plan.weights).items():
         one = next(entry for entry in schedule.actions if entry.action == _spelled(key))
         ops[key] = Op(one.shift * period + one.start_seconds, one.seconds, op.resources)
     devices = {name for stage in plan.stages for name in stage.devices}
     memory: dict[object, tuple[float, list[Load]]] = {
-        name: _memory(problem, plan.stages, name, split) for name in devices
+        name: _memory(problem, plan.stages, name, split, plan.weights) for name in devices
     }
     updates = {name: update_seconds(problem, plan.stages, name) for name in devices}
-    pause = schedule.pause_seconds
-    return Line(period, plan.microbatches, len(plan.stages), ops, memory, pause, updates)
+    pause, m = schedule.pause_seconds, plan.microbatches
+    return Line(period, m, len(plan.stages), ops, memory, pause, updates, plan.weights)
 
 
 def update_seconds(problem: PipelineProblem, stages: Sequence[Stage], device: str) -> float:
-    """What a device takes for its updates: the slowest kind of a stage's devices decides."""
-    total = 0.0
-    for stage in stages:
-        kinds = {problem.cluster.devices[v].kind for v in _positions(problem, stage)}
-        if device in stage.devices:
-            total += max(
-                sum(_update(problem.chain.layers[i], kind) for i in range(*stage.layers))
-                for kind in kinds
-            )
-    return total
+    """What a device takes for its updates."""
+    return sum(_updated(problem, stage) for stage in stages if device in stage.devices)
+
+
+def _updated(problem: PipelineProblem, stage: Stage) -> float:
+    """What an update takes: the slowest kind of the stage's devices decides."""
+    kinds = {problem.cluster.devices[v].kind for v in _positions(problem, stage)}
+    layers = problem.chain.layers[slice(*stage.layers)]
+    return max(sum(_update(layer, kind) for layer in layers) for kind in kinds)
 
 
 def _update(layer: Layer, kind: str) -> float:
@@ -396,28 +451,40 @@ def _update(layer: Layer, kind: str) -> float:
 
 
 def _memory(
-    problem: PipelineProblem, stages: Sequence[Stage], device: str, split: Collection[int]
+    problem: PipelineProblem,
+    stages: Sequence[Stage],
+    device: str,
+    split: Collection[int],
+    weights: str,
 ) -> tuple[float, list[Load]]:
     """Room and loads of a device, whose stages' static bytes are taken from the room."""
     room = problem.cluster.devices[problem.cluster.index[device]].memory_bytes
     loads = []
     for s, stage in enumerate(stages):
         if device in stage.devices:
-            room -= static(problem, stage)
-            loads.append(Load(s, *_saved(problem, stage, s in split)))
+            room -= static(problem, stage, weights)
+            version = _weights(problem, stage) if weights.startswith("stash") else 0.0
+            loads.append(Load(s, *_saved(problem, stage, s in split), version))
     return room, loads
 
 
-def static(problem: PipelineProblem, stage: Stage) -> float:
-    """Two versions, the gradient (two where one is reduced as the next grows), states, buffers."""
+def _weights(problem: PipelineProblem, stage: Stage) -> float:
+    return sum(layer.parameter_bytes for layer in problem.chain.layers[slice(*stage.layers)])
+
+
+def static(problem: PipelineProblem, stage: Stage, weights: str = "double-buffer") -> float:
+    """Two versions, the gradient (two where one is reduced as the next grows), states, buffers.
+
+    One of each where weights change after every microbatch.
+    """
     (start, stop), replicas = stage.layers, len(stage.devices)
-    weights = sum(layer.parameter_bytes for layer in problem.chain.layers[start:stop])
     updated = any(cost.update_seconds for layer in problem.chain.layers for cost in layer.costs)
-    copies = 3 + problem.chain.optimizer_bytes_per_parameter_byte + (replicas > 1 or updated)
+    copies = 2 + problem.chain.optimizer_bytes_per_parameter_byte
+    copies += 0 if weights.startswith("stash") else 1 + (replicas > 1 or updated)
     share = ceil(problem.chain.microbatch_size / replicas) / problem.chain.microbatch_size
     before = problem.boundary_bytes(start) if start > 0 else 0.0
     behind = problem.boundary_bytes(stop) if stop < len(problem.chain) else 0.0
-    return copies * weights + 2 * (before + behind) * share
+    return copies * _weights(problem, stage) + 2 * (before + behind) * share
 
 
 def _saved(problem: PipelineProblem, stage: Stage, split: bool = False) -> tuple[float, float]:
@@ -439,16 +506,23 @@ def figures(problem: PipelineProblem, plan: PipelinePlan) -> Predicted:
     """What a valid plan's figures are: per iteration, m periods and a pause."""
     line = line_of(problem, plan)
     seconds = line.iteration
-    busy = {name: line.updates[name] for stage in plan.stages for name in stage.devices}
+    busy = {
+        name: 0.0 if line.stashes else line.updates[name]
+        for stage in plan.stages
+        for name in stage.devices
+    }
     links: dict[str, float] = {}
-    for (s, kind), op in expected_ops(problem, plan.stages, split_stages(plan)).items():
+    for s, stage in enumerate(plan.stages):
+        if len(stage.devices) > 1:
+            sums = plan.microbatches if line.stashes else 1
+            links[f"{s}"] = sums * _weights(problem, stage)
+    expected = expected_ops(problem, plan.stages, split_stages(plan), plan.weights)
+    for (s, kind), op in expected.items():
         size = op.bytes or 0.0
         if kind in "FBIW":
             for name in op.devices:
                 busy[name] += plan.microbatches * op.seconds
-        elif kind == "REDUCE_GRAD":
-            links[f"{s}"] = size
-        else:
+        elif kind != "REDUCE_GRAD":
             pair = (s, s + 1) if kind == "SEND_F" else (s - 1, s)
             link = f"{pair[0]}-{pair[1]}"
             links[link] = links.get(link, 0.0) + plan.microbatches * size
@@ -499,8 +573,16 @@ def _line(problem: PatternProblem, period: float, starts: Mapping[Key, float]) -
     for v, room in enumerate(problem.room_bytes):
         mine = [s for s in range(stages) if problem.devices[s] == v]
         kept = [(s, problem.kept[s]) for s in mine]
-        memory[v] = room, [Load(s, one.saved_bytes, one.working_bytes) for s, one in kept]
-    return Line(period, problem.microbatches, stages, ops, memory, problem.pause_seconds)
+        versions = problem.version_bytes or (0.0,) * stages
+        memory[v] = (
+            room,
+            [Load(s, one.saved_bytes, one.working_bytes, versions[s]) for s, one in kept],
+        )
+    weights = "double-buffer"
+    if problem.version_bytes:
+        weights = "stash+vertical-sync" if problem.follows_first_stage else "stash"
+    m, pause = problem.microbatches, problem.pause_seconds
+    return Line(period, m, stages, ops, memory, pause, weights=weights)
 
 
 class Timed(NamedTuple):
@@ -586,6 +668,8 @@ class Enumeration:
 
     def _version_edges(self) -> Iterator[Edge]:
         limit = -self.problem.microbatches - 1
+        if self.problem.version_bytes:  # as many as are needed
+            return
         for s, reduce in enumerate(self.problem.reduce):
             backward, forward = self.at[s, "B"], self.at[s, "F"]
             seconds = self.jobs[backward].seconds
@@ -628,9 +712,24 @@ class Enumeration:
         for v, room in enumerate(self.problem.room_bytes):
             mine = [s for s in known if self.problem.devices[s] == v]
             begins = [self.at[s, kind] for s in mine for kind in "FB"]
+            room -= sum(self._old_versions(s, known) for s in mine)
             if any(self._kept(mine, begun) > room + BYTE for begun in begins):
                 return False
         return True
+
+    def _old_versions(self, stage: int, known: Collection[int]) -> float:
+        """Bytes of a stage's old versions, always.
+
+        Of the microbatches in flight on a stage as a forward has begun all but that one use an old
+        version, each another: there is one update between two forwards. With vertical sync it is
+        those on the first stage.
+        """
+        leader = 0 if self.problem.follows_first_stage else stage
+        if not self.problem.version_bytes or leader not in known:
+            return 0.0
+        ended = self._latest(self.at[leader, "B"], self.at[leader, "F"])
+        assert ended is not None
+        return self.problem.version_bytes[stage] * (-ended - 1)
 
     def _kept(self, stages: Sequence[int], begun: int) -> float:
         """At least so much is kept as ``begun`` begins; stages not yet placed do not count."""
@@ -738,7 +837,7 @@ def has_integer_pattern(problem: PatternProblem, period: int) -> bool:
             for chosen in product(*choices):
                 begun = {(s, "REDUCE_GRAD"): float(x) for s, x in zip(sums, chosen, strict=True)}
                 line = _line(problem, period, {**starts, **begun})
-                if not [*_reduced_at_once(line), *_overwritten(line)]:
+                if line.stashes or not [*_reduced_at_once(line), *_overwritten(line)]:
                     return True
             return False
         job = jobs[len(starts)]

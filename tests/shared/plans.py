@@ -213,13 +213,13 @@ def elaborate(
     weights = "flush" if begins else draw(st.sampled_from(get_args(Weights)))
     if weights == "flush" and begins is None:
         begins = draw(st.sampled_from(get_args(Begins)))
-    most = 1 if weights.startswith("stash") else 3
-    groups = st.lists(st.sampled_from(["g0", "g1", "g2"]), min_size=1, max_size=most, unique=True)
+    ways = ["split"] if weights.startswith("stash") else ["split", "round-robin"]
+    groups = st.lists(st.sampled_from(["g0", "g1", "g2"]), min_size=1, max_size=3, unique=True)
     stages = [
         Stage(
             layers_of,
             tuple(draw(groups)),
-            draw(st.sampled_from(["split", "round-robin"])),
+            draw(st.sampled_from(ways)),
             draw(st.sampled_from(["none", "full", "layer"])),
         )
         for layers_of in pairwise(bounds)
@@ -257,9 +257,10 @@ def _all_actions(
         if stages[s].runners(m) != stages[s + 1].runners(m):
             found += [Action(s, SEND_F, m), Action(s + 1, SEND_B, m)]
     for s, stage in enumerate(stages):
+        if weights.startswith("stash"):  # both are parts of the backwards
+            continue
         found += [Action(s, REDUCE)] if len(stage.devices) > 1 else []
-        step = 0.0 if weights.startswith("stash") else _update_seconds(problem, stage)
-        found += [Action(s, UPDATE)] if step > 0 else []
+        found += [Action(s, UPDATE)] if _update_seconds(problem, stage) > 0 else []
     return found
 
 
@@ -303,6 +304,13 @@ def _resources(stages: Sequence[Stage], action: Action) -> Sequence[object]:
     return [(left, stages[left].runners(m), stages[left + 1].runners(m))]
 
 
+def _reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
+    if len(stage.devices) == 1:
+        return 0.0
+    devices = [problem.cluster.index[name] for name in stage.devices]
+    return problem.reduce_seconds(*stage.layers, devices)
+
+
 def _update_seconds(problem: PipelineProblem, stage: Stage) -> float:
     return problem.update_seconds(
         *stage.layers, [problem.cluster.index[name] for name in stage.devices]
@@ -314,11 +322,11 @@ def _seconds(
 ) -> float:
     stage, index = stages[action.stage], problem.cluster.index
     if action.kind is REDUCE:
-        return problem.reduce_seconds(*stage.layers, [index[name] for name in stage.devices])
+        return _reduce_seconds(problem, stage)
     if action.kind in COMPUTE:
         devices = [index[name] for name in stage.runners(action.microbatch)]
         ends = action.kind in (B, W) and weights.startswith("stash")
-        step = _update_seconds(problem, stage) if ends else 0.0
+        step = _reduce_seconds(problem, stage) + _update_seconds(problem, stage) if ends else 0.0
         return _compute_seconds(problem, stage, devices)[action.kind] + step
     if action.kind is UPDATE:
         return _update_seconds(problem, stage)

@@ -16,10 +16,11 @@ for granted:
 - Buffers are constant: running statistics depend on the order of the forwards and are refused.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,14 @@ from stagewright.executor.capture.layers import LayeredModel
 from stagewright.executor.capture.tracing import capture
 from stagewright.executor.programs.shares import rows
 from stagewright.executor.training.stages.seeding import layer_seed
-from stagewright.formulations.plans.actions import COMPUTE, ActionKind, parse_action
-from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    parse_action,
+    parse_operation,
+)
+from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
 
 Values = tuple[Tensor, ...]
 Gradients = Mapping[str, Tensor | None]
@@ -53,27 +60,51 @@ def train(
     optimizer: Optimizer,
     seed: int = 0,
     clip_norm: float | None = None,
+    drains: Collection[int] = (),
 ) -> Trained:
-    """Do one step of ``plan`` per mini-batch (inputs, targets); ``model`` is left as it is."""
+    """Do one step of ``plan`` per mini-batch (inputs, targets); ``model`` is left as it is.
+
+    Where weights change after every microbatch, a periodic plan drains after the steps ``drains``:
+    what it does in between is one step of a longer plan.
+    """
+    batches, count = list(batches), plan.microbatches
     captured = capture(deepcopy(model))
     pieces = _Pieces(captured)
     if len(pieces.layers) != plan.stages[-1].layers[1]:
         raise ValueError(f"{len(pieces.layers)} layers, but the plan ends with {plan.stages[-1]}")
-    rules = update_rules(plan)
-    units = [_Versions(weights, optimizer, clip_norm) for weights in pieces.units(plan, len(rules))]
+    runs_on = plan.is_periodic and plan.weights.startswith("stash")
+    ends = (*drains, len(batches) - 1) if runs_on else range(len(batches))
+    of_rules = pieces.units(plan, len(update_rules(plan, count)))
+    units = [_Versions(weights, optimizer, clip_norm) for weights in of_rules]
     losses = []
     with torch.random.fork_rng(devices=[]):
-        for step, (inputs, targets) in enumerate(batches):
-            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-            cut = [x.tensor_split(plan.microbatches) for x in (*inputs, targets)]
-            if len(targets) % plan.microbatches:
-                raise ValueError(f"{len(targets)} samples, {plan.microbatches} microbatches")
-            microbatches = [(x[:-1], x[-1]) for x in zip(*cut, strict=True)]
-            seed_of = partial(layer_seed, seed, step)
+        for first, stop in pairwise([0, *sorted({i + 1 for i in ends})]):
+            rules = update_rules(plan, (stop - first) * count)
+            microbatches = [one for batch in batches[first:stop] for one in _cut(batch, count)]
+            seed_of = partial(_seed_of, seed, first, count)
             loss_at = partial(pieces.loss, plan, loss, microbatches, seed_of)
-            losses.append(_step(units, rules, loss_at))
+            found = _step(units, rules, loss_at)
+            losses += [_mean(found[m : m + count]) for m in range(0, len(found), count)]
     newest = {key: value for unit in units for key, value in unit.made[-1].items()}
     return Trained(pieces.state(newest), tuple(losses))
+
+
+def _cut(batch: tuple[Tensor | Values, Tensor], microbatches: int) -> list[tuple[Values, Tensor]]:
+    inputs, targets = batch
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    if len(targets) % microbatches:
+        raise ValueError(f"{len(targets)} samples, {microbatches} microbatches")
+    cut = [x.tensor_split(microbatches) for x in (*inputs, targets)]
+    return [(x[:-1], x[-1]) for x in zip(*cut, strict=True)]
+
+
+def _seed_of(seed: int, first: int, count: int, m: int, layer: int) -> int:
+    """Of a microbatch that is counted from step ``first`` on."""
+    return layer_seed(seed, first + m // count, m % count, layer)
+
+
+def _mean(losses: Sequence[tuple[float, float]]) -> float:
+    return sum(one for one, _ in losses) / sum(count for _, count in losses)
 
 
 # --- Which version of the weights each microbatch uses, and what makes the next one -------------
@@ -91,34 +122,36 @@ class Rule:
     rounds: tuple[tuple[int, ...], ...]
 
 
-def update_rules(plan: PipelinePlan) -> tuple[Rule, ...]:
-    """One rule for all parameters, or one per stage if the weights are stashed."""
+def update_rules(plan: PipelinePlan, microbatches: int | None = None) -> tuple[Rule, ...]:
+    """One rule for all parameters, or one per stage if the weights are stashed.
+
+    A periodic plan that stashes weights has as many ``microbatches`` as are asked for.
+    """
+    count = plan.microbatches if microbatches is None else microbatches
     every = tuple(range(plan.microbatches))
     if plan.weights == "flush":
         return (Rule((0,) * len(every), (every,)),)
     if plan.weights == "double-buffer":
         return (Rule((-1,) * len(every), (every,)),)
-    rules = tuple(_stashing(plan, s) for s in range(len(plan.stages)))
+    rules = tuple(_stashing(plan, s, count) for s in range(len(plan.stages)))
     return _synchronised(rules) if plan.weights == "stash+vertical-sync" else rules
 
 
-def _stashing(plan: PipelinePlan, s: int) -> Rule:
+def _stashing(plan: PipelinePlan, s: int, microbatches: int) -> Rule:
     """A forward uses what the backwards (or weight gradients) before it on its device have made."""
     stage = plan.stages[s]
     if stage.runners(0) != stage.devices:
         raise ValueError(f"stage {s}: which forwards see the update of a round of turns is open")
-    rules = {_in_order(plan, s, device) for device in stage.devices}
+    rules = {_in_order(plan, s, device, microbatches) for device in stage.devices}
     if len(rules) > 1:
         raise ValueError(f"stage {s}: its devices stand in different orders")
     return rules.pop()
 
 
-def _in_order(plan: PipelinePlan, s: int, device: str) -> Rule:
+def _in_order(plan: PipelinePlan, s: int, device: str, microbatches: int) -> Rule:
     used: dict[int, int] = {}
     updates: list[int] = []
-    entries = [entry for entry in plan.actions if entry.device == device]
-    for entry in sorted(entries, key=lambda entry: (entry.start_seconds, entry.finish_seconds)):
-        action = parse_action(entry.action)
+    for _, _, action in sorted(_on(plan, device, microbatches), key=lambda one: one[:2]):
         if action.stage != s or action.kind not in COMPUTE:
             continue
         assert action.microbatch is not None
@@ -127,6 +160,21 @@ def _in_order(plan: PipelinePlan, s: int, device: str) -> Rule:
         elif action.kind is not ActionKind.INPUT_GRADIENT:
             updates.append(action.microbatch)
     return Rule(tuple(used[m] for m in sorted(used)), tuple((m,) for m in updates))
+
+
+def _on(
+    plan: PipelinePlan, device: str, microbatches: int
+) -> Iterator[tuple[float, float, Action]]:
+    """Start and finish of all actions on a device."""
+    if not isinstance(plan.schedule, PeriodicSchedule):
+        for entry in plan.actions:
+            if entry.device == device:
+                yield entry.start_seconds, entry.finish_seconds, parse_action(entry.action)
+        return
+    for one in plan.schedule.actions:
+        for m in range(microbatches if one.device == device else 0):
+            start = one.start_seconds + (one.shift + m) * plan.schedule.period_seconds
+            yield start, start + one.seconds, parse_operation(one.action).of(m)
 
 
 def _synchronised(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -169,8 +217,8 @@ def _step(
     units: Sequence[_Versions],
     rules: Sequence[Rule],
     loss_at: Callable[[Mapping[str, Tensor], int], tuple[Tensor, float]],
-) -> float:
-    """Make all new versions of a step; the mean loss.
+) -> list[tuple[float, float]]:
+    """Make all new versions of a step; per microbatch the loss, and what it counts.
 
     A gradient needs the versions that its microbatch uses, and those need the gradients that made
     them: two recursions that call each other.
@@ -197,8 +245,7 @@ def _step(
 
     for u, rule in enumerate(rules):
         version(u, newest[u] + len(rule.rounds))
-    found = [gradient(m) for m in range(len(rules[0].used))]
-    return sum(one for one, *_ in found) / sum(count for _, count, _ in found)
+    return [gradient(m)[:2] for m in range(len(rules[0].used))]
 
 
 def _quotient(gradients: Sequence[Gradients], count: float) -> Gradients:

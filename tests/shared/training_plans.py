@@ -32,6 +32,7 @@ SEND_F, SEND_B = ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD
 REDUCE = ActionKind.REDUCE
 
 ALL_WEIGHTS: tuple[Weights, ...] = ("flush", "stash", "stash+vertical-sync", "double-buffer")
+PERIODIC_WEIGHTS = ALL_WEIGHTS[1:]
 Orders = Mapping[str, Sequence[Action]]
 
 # --- From the order of the computations to a plan ---------------------------------------------
@@ -298,9 +299,13 @@ def _per_stage(
 
 
 def pattern_of(
-    stages: Sequence[Stage], microbatches: int, seconds: Callable[[ActionKind], float]
+    stages: Sequence[Stage],
+    microbatches: int,
+    seconds: Callable[[ActionKind], float],
+    weights: Weights = "double-buffer",
 ) -> PatternProblem:
     """The scheduling problem of ``stages`` with room for everything."""
+    stashed = weights != "double-buffer"
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     apart = [one.devices != other.devices for one, other in pairwise(stages)]
     return PatternProblem(
@@ -311,12 +316,21 @@ def pattern_of(
         tuple(groups.index(stage.devices) for stage in stages),
         (Kept(0.0),) * len(stages),
         (0.0,) * len(groups),
-        tuple(seconds(REDUCE) if len(stage.devices) > 1 else 0.0 for stage in stages),
+        tuple(
+            seconds(REDUCE) if len(stage.devices) > 1 and not stashed else 0.0 for stage in stages
+        ),
         microbatches,
+        version_bytes=(0.0,) * len(stages) * stashed,
+        follows_first_stage=weights == "stash+vertical-sync",
     )
 
 
-def periodic(stages: Sequence[Stage], problem: PatternProblem, pattern: Pattern) -> PipelinePlan:
+def periodic(
+    stages: Sequence[Stage],
+    problem: PatternProblem,
+    pattern: Pattern,
+    weights: Weights = "double-buffer",
+) -> PipelinePlan:
     """The plan of a pattern, which is checked; all-reduces follow their last backward at once."""
     period = problem.evaluate(pattern)
     entries: list[PeriodicAction] = []
@@ -330,7 +344,7 @@ def periodic(stages: Sequence[Stage], problem: PatternProblem, pattern: Pattern)
             targets = stages[s + (1 if job.operation.kind is SEND_F else -1)].devices
             entries.append(PeriodicAction(sources[0], text, *when, sources, targets, 0.0))
     for s, stage in enumerate(stages):
-        if len(stage.devices) > 1:
+        if len(stage.devices) > 1 and weights == "double-buffer":
             (last,) = (
                 start + job.seconds
                 for job, start in zip(problem.jobs, pattern.starts, strict=True)
@@ -342,7 +356,7 @@ def periodic(stages: Sequence[Stage], problem: PatternProblem, pattern: Pattern)
     schedule = PeriodicSchedule(period, tuple(entries))
     return PipelinePlan(
         "", "test", "test", "test", problem.microbatches, tuple(stages), schedule,
-        weights="double-buffer",
+        weights=weights,
     )  # fmt: skip
 
 
@@ -381,13 +395,14 @@ def overlapping(
     microbatches: int,
     seconds: Callable[[ActionKind], float] = lambda kind: 2.0 if kind is B else 1.0,
     wait: Callable[[], float] = lambda: 0.0,
+    weights: Weights = "double-buffer",
 ) -> PipelinePlan:
     """A periodic plan of the least period that the greedy pattern reaches."""
-    problem = pattern_of(stages, microbatches, seconds)
+    problem = pattern_of(stages, microbatches, seconds, weights)
     for period in count(1):
         pattern = greedy_pattern(problem, float(period), wait)
         if pattern is not None:
-            return periodic(stages, problem, pattern)
+            return periodic(stages, problem, pattern, weights)
     raise AssertionError
 
 
@@ -417,11 +432,18 @@ def periodic_plans(
     *,
     max_stages: int = 5,
     max_microbatches: int = 4,
+    weights: Sequence[Weights] = PERIODIC_WEIGHTS,
 ) -> PipelinePlan:
-    """Any stages whose groups of devices are equal or disjoint; any overlap of iterations."""
+    """Any stages whose groups of devices are equal or disjoint; any overlap of iterations.
+
+    Where weights change after every microbatch, computations take time: at one instant it would be
+    open which of them come first.
+    """
+    how = draw(st.sampled_from(list(weights)))
     stages = draw(disjoint_stages(layers, world_sizes, max_stages))
     microbatches = draw(st.integers(1, max_microbatches))
-    lasts = draw(st.fixed_dictionaries({kind: st.integers(0, 3) for kind in (F, B, SEND_F)}))
+    least = {SEND_F: 0} | dict.fromkeys((F, B), int(how != "double-buffer"))
+    lasts = draw(st.fixed_dictionaries({kind: st.integers(k, 3) for kind, k in least.items()}))
     waits = [*draw(st.lists(st.integers(0, 2), min_size=1, max_size=7)), 0]
     turns = count()
     plan = overlapping(
@@ -429,6 +451,7 @@ def periodic_plans(
         microbatches,
         lambda kind: float(lasts.get(kind, 1)),
         lambda: float(waits[next(turns) % len(waits)]),
+        how,
     )
     return in_two(plan) if draw(st.booleans()) else plan
 

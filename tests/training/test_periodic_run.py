@@ -1,4 +1,4 @@
-"""Periodic plans on processes: what is trained is what double-buffered weights mean."""
+"""Periodic plans on processes: what is trained is what their rule of the weights means."""
 
 import gc
 import re
@@ -120,7 +120,7 @@ def compare_with_reference(
     model, samples = built(name), make.even_samples(plan.stages) * plan.microbatches
     batches = doubles(samples, name)
     results = ranks.run(run, world(plan), plan, model, batches, optimizer, drains)
-    expected = training.train(plan, model, batches, CROSS_ENTROPY, optimizer)
+    expected = training.train(plan, model, batches, CROSS_ENTROPY, optimizer, drains=drains)
     require_equal(results[0][0], expected.state)
     last = plan.stages[-1].devices
     devices = dict.fromkeys(name for stage in plan.stages for name in stage.devices)
@@ -182,6 +182,24 @@ def waiting(*seconds: float) -> Any:
             make.overlapping([replace(one, offload=True) for one in on("a", "b")], 2),
             "dropping", ADAM, id="offloaded",
         ),
+        *(
+            pytest.param(
+                make.overlapping(stages, microbatches, slow_links, weights=weights),
+                "dropping", optimizer, id=f"{weights}, {name}",
+            )
+            for weights in ("stash", "stash+vertical-sync")
+            for name, stages, microbatches, optimizer in (
+                ("two ranks", on("a", "b"), 1, ADAM),
+                ("three ranks", on("a", "b", "c"), 2, SGD),
+                ("there and back", on("a", "b", "a", recompute="full"), 3, SGD),
+                ("a group first", on("ab", "c", recompute="layer"), 2, ADAM),
+                ("a group last", on("a", "bc"), 1, SGD),
+            )
+        ),
+        pytest.param(
+            make.in_two(make.overlapping(on("a", "bc", "a"), 2, weights="stash")),
+            "dropping", ADAM, id="stash, backwards in two",
+        ),
     ],
 )  # fmt: skip
 def test_known_plans(ranks: Ranks, plan: PipelinePlan, name: str, optimizer: Any) -> None:
@@ -193,7 +211,9 @@ def test_known_plans(ranks: Ranks, plan: PipelinePlan, name: str, optimizer: Any
 @given(data=st.data())
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(MODELS)))
-    plan = data.draw(make.periodic_plans(MODELS[name][2]))
+    # What stages share, they must update together.
+    weights = ["double-buffer"] if name == "tied" else make.PERIODIC_WEIGHTS
+    plan = data.draw(make.periodic_plans(MODELS[name][2], weights=weights))
     drains = data.draw(st.sets(st.integers(0, STEPS - 2), max_size=2))
     optimizer = data.draw(st.sampled_from([SGD, ADAM]))
     compare_with_reference(ranks, plan, name, optimizer, sorted(drains))
@@ -244,9 +264,9 @@ def test_periodic_and_finite_plans_train_the_same(ranks: Ranks) -> None:
 # --- Losses that come later, and the drain ------------------------------------------------------
 
 
-def late_plan() -> PipelinePlan:
+def late_plan(weights: Any = "double-buffer") -> PipelinePlan:
     """The last stage's forward comes two periods behind the first one's."""
-    return make.overlapping(on("a", "b"), 2, slow_links, waiting(0, 2, 3))
+    return make.overlapping(on("a", "b"), 2, slow_links, waiting(0, 2, 3), weights)
 
 
 def test_losses_come_with_the_step_that_ends_their_mini_batch(ranks: Ranks) -> None:
@@ -361,6 +381,9 @@ CLOCK_SECONDS = 0.02  # ranks leave a barrier one after another
             make.overlapping(on("ab", "c", "ab", layers=8), 2, slow_links), "tied", id="tied"
         ),
         pytest.param(make.overlapping(on("a"), 2), "dropping", id="one device"),
+        pytest.param(
+            make.overlapping(on("a", "bc"), 2, slow_links, weights="stash"), "dropping", id="stash"
+        ),
     ],
 )
 def test_a_run_between_two_drains_is_one_step_of_the_trace(
@@ -379,6 +402,7 @@ def test_a_run_between_two_drains_is_one_step_of_the_trace(
             (device, f"{s}UPDATE"): step.iterations
             for s, stage in enumerate(plan.stages)
             for device in stage.devices
+            if plan.weights == "double-buffer"  # else they are parts of the backwards
         }
         rest = [one for one in step.actions if one not in updates]
         named = [(one.device, one.action) for one in rest]
@@ -454,7 +478,10 @@ def test_what_cannot_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyP
 
 
 def in_two_runs(_: Any, rank: int, plan: PipelinePlan, model: Any, batches: Any) -> Any:
-    """Parameters on rank 0 of a run in one piece, and of one that begins again after two steps."""
+    """Parameters on rank 0 of a run in one piece, and of one that begins again after two steps.
+
+    With stashed weights the run in one piece drains there too: that changes what it trains.
+    """
 
     def trained(executor: Executor, some: Any) -> Executor:
         for batch in some:
@@ -465,14 +492,19 @@ def in_two_runs(_: Any, rank: int, plan: PipelinePlan, model: Any, batches: Any)
     def new() -> Executor:
         return Executor(plan, model, CROSS_ENTROPY, ADAM, dtype=torch.float64)
 
-    whole = trained(new(), batches).parameters_on_first_rank()
+    executor, rest = new(), batches
+    if plan.weights == "stash":
+        trained(executor, batches[:2])
+        rest = batches[2:]
+    whole = trained(executor, rest).parameters_on_first_rank()
     first, second = trained(new(), batches[:2]), new()
     second.load_state({name: one.clone() for name, one in first.state().items()}, first.steps_done)
     return whole, trained(second, batches[2:]).parameters_on_first_rank()
 
 
-def test_a_run_is_resumed_as_if_it_had_not_ended(ranks: Ranks) -> None:
-    plan, batches = late_plan(), doubles(8)
+@pytest.mark.parametrize("weights", ["double-buffer", "stash"])
+def test_a_run_is_resumed_as_if_it_had_not_ended(ranks: Ranks, weights: Any) -> None:
+    plan, batches = late_plan(weights), doubles(8)
     whole, resumed = ranks.run(in_two_runs, 2, plan, built("dropping"), batches)[0]
     require_equal(resumed, whole, 0.0)
 

@@ -98,7 +98,8 @@ class Agreement:
     def wait(self, s: int) -> float:
         """Wait for what the update of a stage needs of other ranks; the seconds of computing."""
         # Where mini-batches overlap, the newest version is i, or with double-buffer i + 1.
-        iteration = self._weights[s].newest - self._staleness if self._periodic else 0
+        made = self._weights[s].newest - self._staleness
+        iteration = made // self._iterations.updates if self._periodic else 0
         self._last_stage.require_finite(iteration)
         seconds = 0.0
         if self._joint.tied is not None:

@@ -5,13 +5,14 @@ does not know how a plan was made.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.programs.program import Instruction, Row, moved
+from stagewright.executor.programs.program import Instruction, Row
 from stagewright.executor.programs.shares import Rows
 from stagewright.executor.programs.trace import RankAction
 from stagewright.executor.training.batches import Batch, mapped_batch, tensors_of_batch
@@ -242,7 +243,8 @@ class Interpreter:
                 except (RuntimeError, MemoryError) as error:
                     iterations = self._iterations
                     step = iterations.step(iterations.begun - 1)
-                    explain_memory(error, moved(one, iterations.later, self._count), step)
+                    now = replace(one, action=iterations.moved(one.action))
+                    explain_memory(error, now, step)
                     raise
 
     def _pop_losses(self, iterations: Sequence[int]) -> list[tuple[float, float]]:
@@ -267,7 +269,7 @@ class Interpreter:
         if kind in VERSIONED:
             weights = self._weights[s]
             switch = {STASH: weights.stash, USE: weights.use, DROP: weights.drop}[kind]
-            return lambda: switch(m + iterations.later)
+            return lambda: switch(m + iterations.later * iterations.updates)
         if kind in COMPUTE:
             computations = {F: self._forward, B: self._backward, I: self._input_gradient}
             compute = computations.get(kind, self._weight_gradient)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from stagewright.executor.programs.program import moved_action
+from stagewright.executor.programs.program import moved_action, updates_of_iteration
 from stagewright.executor.programs.shares import Rows
 from stagewright.executor.training.batches import Batch, mapped_batch
 from stagewright.executor.training.ranks.rank import Rank
@@ -28,6 +28,8 @@ class Iterations:
     ----------
     count
         Microbatches of an iteration.
+    updates
+        Of the weights, in an iteration of a periodic plan.
     begun
         Iterations begun since the last drain.
     first_step
@@ -40,6 +42,7 @@ class Iterations:
         self, rank: Rank, lanes: Sequence[Sequence[Rows]], samples: int, stages: Collection[int]
     ) -> None:
         self.count, self.samples = rank.plan.microbatches, samples
+        self.updates = updates_of_iteration(rank.plan)
         self.begun = self.first_step = self.later = 0
         self._rank, self._lanes = rank, lanes
         last = len(rank.plan.stages) - 1
@@ -85,7 +88,7 @@ class Iterations:
 
     def moved(self, action: Action) -> Action:
         """An action of the row as it is now: of later microbatches and versions."""
-        return moved_action(action, self.later, self.count)
+        return moved_action(action, self.later, self.count, self.updates)
 
     def runs_of(self, s: int) -> int:
         """The microbatches of an iteration that this rank works on in stage ``s``."""

@@ -1,0 +1,179 @@
+"""PipeDream as it was published (thesis 2.4): weights change after every microbatch, no flush.
+
+A stage keeps the versions of its weights that the microbatches in flight have used in their
+forwards, so that their backwards use the same (weight stashing); with vertical sync all stages use
+the version of the first. Stages run 1F1B* at the least period that leaves room for activations and
+versions. The replicas of a stage split every microbatch, and sum its gradient up before the next
+begins; the paper's take turns instead, and overlap the sums with the computation.
+
+PipeDream's recurrence looks at neither of these. So the partition that it finds is one of several:
+equal numbers of devices per stage at every depth are the others, among them straight pipelines
+and data parallelism. They are balanced without regard to memory, with as many microbatches in
+flight as there are stages from here to the end, and with one (`GroupTables`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+
+import numpy as np
+
+from stagewright.formulations.forms.answers import Limits, OnProgress, Progress
+from stagewright.formulations.patterns.one_f_one_b import least_period, one_f_one_b_star
+from stagewright.formulations.patterns.pattern import PatternProblem
+from stagewright.formulations.patterns.pattern_problems import PatternProblems
+from stagewright.formulations.patterns.periodic_bounds import fastest_work
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.weight_rules import STASH, STASH_VERTICAL_SYNC, WeightRule
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import format_bytes, format_seconds
+from stagewright.solvers.planners.baselines import pipedream
+from stagewright.solvers.planners.periodic.device_groups import (
+    Groups,
+    group_sizes,
+    named_group,
+    orders,
+)
+from stagewright.solvers.planners.periodic.group_tables import GroupTables
+from stagewright.solvers.planners.planner import Options, SearchPlanner
+from stagewright.solvers.planners.proposal import (
+    Choices,
+    NoPlan,
+    PeriodicProposal,
+    named_stages,
+    with_memory_mode,
+)
+
+RECURRENCE = "PipeDream's recurrence"
+SHOWN = 3  # kinds of partition
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Stages with their pattern problem and the least period of 1F1B*; ``kind`` says whose."""
+
+    kind: str
+    stages: tuple[Stage, ...]
+    asked: PatternProblem
+    period: float
+
+    def proposal(self, rule: WeightRule, notes: tuple[str, ...] = ()) -> PeriodicProposal:
+        """The plan of 1F1B*."""
+        pattern = one_f_one_b_star(self.asked, self.period)
+        return PeriodicProposal(self.stages, pattern, self.period, (), notes, rule.name)
+
+
+def plan_asynchronous(
+    problem: PipelineProblem, limits: Limits, on_progress: OnProgress, choices: Choices
+) -> PeriodicProposal | NoPlan:
+    """The partition with the shortest period, of PipeDream's and of equally replicated ones.
+
+    Raises
+    ------
+    InputError
+        If the layers take no time, or the group size is out of range.
+    """
+    if not fastest_work(problem, 1).any():
+        raise InputError("the layers take no time: a periodic plan needs a positive period")
+    began, rule = perf_counter(), STASH_VERTICAL_SYNC if choices.vertical_sync else STASH
+    best: dict[str, _Found] = {}
+    tried = 0
+    for one in _candidates(problem, rule, choices):
+        tried += 1
+        if one.period < min((known.period for known in best.values()), default=math.inf):
+            made = partial(one.proposal, rule)
+            seconds = perf_counter() - began
+            on_progress(Progress(seconds, one.asked.iteration_seconds(one.period), 0.0, made))
+        if one.period < best[one.kind].period if one.kind in best else one.period < math.inf:
+            best[one.kind] = one
+        if limits.left(perf_counter() - began) <= 0:
+            break
+    else:
+        if not best:
+            return _no_plan(problem, rule, choices)
+    if not best:
+        return NoPlan(f"none of the first {tried} partitions fits in memory", proved=False)
+    fastest = sorted(best.values(), key=lambda one: one.period)
+    shown = [one for one in fastest if one.kind == RECURRENCE or one in fastest[:SHOWN]]
+    each = ", ".join(f"{one.kind} {format_seconds(one.period)}" for one in shown)
+    return fastest[0].proposal(rule, (f"a microbatch every, of {tried} partitions: {each}",))
+
+
+def _candidates(problem: PipelineProblem, rule: WeightRule, choices: Choices) -> Iterator[_Found]:
+    """The partitions to try, each with every allowed recomputation."""
+    figures = PatternProblems(problem, rule)
+    seen: set[tuple[Stage, ...]] = set()
+    for kind, stages in _partitions(problem, rule, choices):
+        if stages in seen:
+            continue
+        seen.add(stages)
+        for mode in choices.periodic_recomputations:
+            again = tuple(with_memory_mode(stage, mode) for stage in stages)
+            asked = figures.of(again)
+            yield _Found(kind, again, asked, least_period(asked))
+
+
+def _partitions(
+    problem: PipelineProblem, rule: WeightRule, choices: Choices
+) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+    sizes = group_sizes(problem, choices)  # refuses a size that is out of range
+    if choices.group_size is None:
+        found = pipedream.partition(problem)
+        most = (problem.most_replicas(one.start, one.stop) for one in found)
+        fitting = [
+            replace(one, devices=one.devices[:few]) for one, few in zip(found, most, strict=True)
+        ]
+        yield RECURRENCE, named_stages(problem, fitting)
+    for size in sizes:
+        for groups in orders(problem, size):
+            tables = GroupTables(
+                problem, groups[: len(problem.chain)], rule, choices.periodic_recomputations
+            )
+            for cuts, first in tables.partitions():
+                yield _kind(problem, size, len(cuts) - 1), _staged(problem, first, cuts)
+
+
+def _kind(problem: PipelineProblem, size: int, depth: int) -> str:
+    if size == 1:
+        return "straight pipelines"
+    if size == len(problem.cluster):
+        return "data parallelism"
+    return f"{size} devices a stage" if depth > 1 else "one stage"
+
+
+def _staged(problem: PipelineProblem, groups: Groups, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    return tuple(
+        Stage((cuts[s], cuts[s + 1]), named_group(problem, groups[s])) for s in range(len(cuts) - 1)
+    )
+
+
+def _no_plan(problem: PipelineProblem, rule: WeightRule, choices: Choices) -> NoPlan:
+    """What is missing where the least is, of all partitions with one microbatch in flight."""
+    short, found, s = min(
+        (
+            (max(one.asked.short_bytes()), one, int(np.argmax(one.asked.short_bytes())))
+            for one in _candidates(problem, rule, choices)
+        ),
+        key=lambda one: one[0],
+    )
+    stage = found.stages[s]
+    name = min(stage.devices, key=lambda v: problem.memory_bytes[problem.cluster.index[v]])
+    has = float(problem.memory_bytes[problem.cluster.index[name]])
+    return NoPlan(
+        f"at any period, with one microbatch in flight, stage {s} (layers {stage.layers[0]} to "
+        f"{stage.layers[1] - 1}) of {found.kind} needs {format_bytes(has + short)}, device "
+        f"{name!r} has {format_bytes(has)}: {short:.0f} bytes short"
+    )
+
+
+PLANNER = SearchPlanner(
+    "pipedream-async",
+    "weights that change after every microbatch, stashed for its backward (or synchronised "
+    "vertically); no flush; the best of PipeDream's recurrence and equal replicas at every depth",
+    "PipeDream: Narayanan's thesis, 2.4",
+    plan_asynchronous,
+    Options(("none", "full", "auto"), group_size=True, vertical_sync=True),
+)
