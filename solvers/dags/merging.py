@@ -24,7 +24,7 @@ def merge(
     kept = sorted(set(place))
     number = {part: i for i, part in enumerate(kept)}
     members = tuple(tuple(i for i, part in enumerate(place) if part == one) for one in kept)
-    return _merged(problem, [number[part] for part in place], members), members
+    return merged(problem, [number[part] for part in place], members), members
 
 
 def fits_together(problem: DagProblem) -> bool:
@@ -98,9 +98,10 @@ class _Merging:
         self.tensors = [parts for parts in self.tensors if len(parts) > 1]
 
 
-def _merged(
+def merged(
     problem: DagProblem, place: list[int], members: tuple[tuple[int, ...], ...]
 ) -> DagProblem:
+    """The problem of the parts ``members`` together, of which part i goes to ``place[i]``."""
     edges = {(place[a], place[b]) for a, b in problem.edges}
     tensors = (
         Tensor(tuple(sorted({place[part] for part in one.parts})), one.seconds)

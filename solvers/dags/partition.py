@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from time import perf_counter
 
 import networkx as nx
@@ -12,17 +11,14 @@ import numpy as np
 from stagewright.formulations.dags.bounds import heaviest_part, priced_load
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet
 from stagewright.formulations.forms.answers import Limits, OnProgress, Progress, Status, silent
-from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InvalidPlan
-from stagewright.solvers.dags.downsets import Contents, Downsets, downsets, prefixes
-from stagewright.solvers.dags.kernel import Lattice, Machines, extend
+from stagewright.solvers.dags.downsets import Downsets, downsets, prefixes
 from stagewright.solvers.dags.merging import expand, fits_together, merge
+from stagewright.solvers.dags.neighbourhood import Neighbourhoods
+from stagewright.solvers.dags.program import LEAST, Program
 from stagewright.solvers.operators.bounds import best_prices
 
 MOST_DOWNSETS = 400_000
-LEAST = 1e-9  # relative improvement; less is rounding
-CHUNK = 256  # downsets that are extended between two looks at the clock
 DOWNSETS, LOAD, PART = "dynamic program over downsets", "load priced by device", "heaviest part"
 
 
@@ -58,7 +54,8 @@ def partition(
     """The optimum by a dynamic program over downsets; else the best found within ``limits``.
 
     First the same program on the prefixes of a few topological orders, whose answer bounds the
-    loads that are looked at; all downsets after that, if they can be listed. Where memory may bind,
+    loads that are looked at; all downsets after that, if they can be listed, else neighbourhoods of
+    the best partition. Where memory may bind,
     parts cannot be merged without loss, and there are many downsets: the optimum without memory
     limits is a bound, and the answer if it fits; the best of merged parts is a first partition.
     """
@@ -68,11 +65,14 @@ def partition(
     if fits_together(problem):
         return search(problem).run()
     roomy = tuple(replace(pool, memory=np.inf) for pool in problem.pools)
-    free = search(replace(problem, pools=roomy)).run()
-    if _fits(problem, free.sets):
+    free = search(replace(problem, pools=roomy)).run(share=0.0)
+    fits = _fits(problem, free.sets)
+    if fits and free.status is Status.OPTIMAL:
         return free
-    merged = search(problem, anyway=True, least=free).run()
-    return search(problem, first=merged, least=free).run()
+    merged = search(problem, anyway=True, least=free).run(share=1 / 2)
+    known = [one for one in (merged, free if fits else None) if one and one.cost is not None]
+    first = min(known, key=lambda one: one.cost or 0.0, default=None)
+    return search(problem, first=first, least=free).run()
 
 
 def _fits(problem: DagProblem, sets: tuple[PlacedSet, ...] | None) -> bool:
@@ -114,9 +114,10 @@ class _Search:
         self.sets: tuple[PlacedSet, ...] | None = None
         if first is not None and first.sets is not None and first.cost is not None:
             self.sets, self.cost = first.sets, first.cost
-        self.machines = _machines(self.problem, self.prices)
+        self.program = Program(self.problem, self.prices)
 
-    def run(self) -> DagResult:
+    def run(self, share: float = 1.0) -> DagResult:
+        """Search; a ``share`` of the time that is left for neighbourhoods, if it comes to them."""
         orders = list(_orders(self.problem))
         for order in orders:
             self._solve(prefixes(order), order)
@@ -127,7 +128,18 @@ class _Search:
                 return self._result(Status.INFEASIBLE, lattice)
             self.bound, self.proved_by = self.cost, DOWNSETS
             return self._result(Status.OPTIMAL, lattice)
+        if self.sets is not None:
+            self._improve(self.sets, share)
+        if self._is_within(LEAST):
+            return self._result(Status.OPTIMAL, lattice)
         return self._result(self.limits.status(found=self.sets is not None), lattice)
+
+    def _improve(self, sets: tuple[PlacedSet, ...], share: float) -> None:
+        """Look into neighbourhoods of the partition ``sets``."""
+        until = perf_counter() - self.began + share * self._left()
+        near = Neighbourhoods(self.problem, self.prices, sets, self.cost, self.limits.seed)
+        near.search(self._keep, lambda: self._over(until))
+        self.pairs += near.pairs
 
     def _result(self, status: Status, lattice: Downsets | None) -> DagResult:
         sets = None if self.sets is None else expand(self.sets, self.members)
@@ -139,54 +151,29 @@ class _Search:
             proved_by=self.proved_by,
             status=status,
             downsets=None if lattice is None else len(lattice),
-            pairs=self.pairs,
+            pairs=self.pairs + self.program.pairs,
             seconds=perf_counter() - self.began,
         )
 
     def _solve(self, lattice: Downsets, order: list[int]) -> bool:
         """Look for a better partition into differences of downsets; False if stopped early."""
-        table = _lattice(self.problem, lattice, order, self.prices)
-        n, states = len(lattice), len(self.machines.larger)
-        best, came = np.full((states, n), np.inf), np.full((states, n), -1)
-        best[0, 0] = 0.0
-        for begin in range(0, n, CHUNK):
-            if self.limits.left(perf_counter() - self.began) == 0:
-                return False
-            end = min(begin + CHUNK, n)
-            known = self.cost * (1 - LEAST)
-            pairs, most = extend(table, self.machines, begin, end, known, best, came)
-            self.pairs += pairs
-            if most < known:
-                self.cost = most
-                self.sets = tuple(self._sets(lattice, best, came))[::-1]
-                seconds = perf_counter() - self.began
-                self.on_progress(Progress(seconds, self.cost, min(self.bound, self.cost)))
-        return True
+        return self.program.improve(lattice, order, self.cost, self._keep, self._over)
 
-    def _sets(self, lattice: Downsets, best: Floats, came: np.ndarray) -> Iterator[PlacedSet]:
-        """The sets of the best partition of all parts, the last one first."""
-        i = len(lattice) - 1
-        state = int(np.argmin(best[:, i]))
-        contents = Contents(lattice)
-        while i:
-            before = int(came[state, i])
-            parts = tuple(sorted(contents.of(i) - contents.of(before)))
-            pool, smaller = self._step(parts, state, best[state, i], best[:, before])
-            yield PlacedSet(pool, parts)
-            i, state = before, smaller
+    def _keep(self, sets: tuple[PlacedSet, ...], cost: float) -> None:
+        self.sets, self.cost = sets, cost
+        seconds = perf_counter() - self.began
+        self.on_progress(Progress(seconds, cost, min(self.bound, cost)))
 
-    def _step(
-        self, parts: tuple[int, ...], state: int, cost: float, before: Floats
-    ) -> tuple[int, int]:
-        """The pool of the last set, and the state without its device."""
-        for pool in range(len(self.problem.pools)):
-            for smaller in np.flatnonzero(self.machines.larger[:, pool] == state).tolist():
-                held = float(sum(self.problem.bytes[part] for part in parts))
-                load = self.problem.load(parts, pool)
-                fits = held <= self.machines.memory[pool]
-                if fits and max(before[smaller], load) <= cost * (1 + RELATIVE_TOLERANCE):
-                    return pool, smaller
-        raise AssertionError("no set leads to this partition")
+    def _left(self) -> float:
+        return self.limits.left(perf_counter() - self.began)
+
+    def _over(self, until: float = np.inf) -> bool:
+        """Whether it is time to end, or the best partition is proved to be as good as asked."""
+        near = self._is_within(max(self.limits.gap, LEAST))
+        return near or self._left() == 0 or perf_counter() - self.began >= until
+
+    def _is_within(self, gap: float) -> bool:
+        return self.sets is not None and self.cost - self.bound <= gap * self.cost
 
 
 def _orders(problem: DagProblem) -> Iterator[list[int]]:
@@ -201,49 +188,3 @@ def _orders(problem: DagProblem) -> Iterator[list[int]]:
 def _depth_first(graph: "nx.DiGraph[int]") -> list[int]:
     """A topological order that follows a branch to its end before it begins the next."""
     return list(nx.dfs_postorder_nodes(graph.reverse()))
-
-
-def _machines(problem: DagProblem, prices: Floats) -> Machines:
-    counts = [pool.count for pool in problem.pools]
-    states = list(product(*(range(count + 1) for count in counts)))
-    number = {state: s for s, state in enumerate(states)}
-    larger = np.full((len(states), len(counts)), -1)
-    for s, state in enumerate(states):
-        for k in range(len(counts)):
-            more = (*state[:k], state[k] + 1, *state[k + 1 :])
-            larger[s, k] = number.get(more, -1)
-    left = (np.array(counts) - np.array(states)) @ prices
-    return Machines(
-        memory=np.array([pool.memory * (1 + RELATIVE_TOLERANCE) for pool in problem.pools]),
-        pays=np.array([pool.pays_transfers for pool in problem.pools], dtype=np.int64),
-        larger=larger,
-        left=left * (1 + RELATIVE_TOLERANCE),
-    )
-
-
-def _lattice(problem: DagProblem, lattice: Downsets, order: list[int], prices: Floats) -> Lattice:
-    n, pools = problem.seconds.shape
-    rows = np.column_stack([problem.seconds, problem.bytes, (problem.seconds * prices).min(axis=1)])
-    total = np.zeros((len(lattice), pools + 2))
-    source = np.repeat(np.arange(len(lattice)), np.diff(lattice.first))
-    # Downsets ascend by size, so that a sum is complete before another is made from it.
-    first = np.unique(lattice.target, return_index=True)[1]
-    for e in first.tolist():
-        total[lattice.target[e]] = total[source[e]] + rows[lattice.node[e]]
-    own: list[list[int]] = [[] for _ in range(n)]
-    for t, one in enumerate(problem.tensors):
-        for part in one.parts:
-            own[part].append(t)
-    return Lattice(
-        first=lattice.first,
-        node=lattice.node,
-        target=lattice.target,
-        rank=np.argsort(order),
-        seconds=np.ascontiguousarray(total[:, :pools].T),
-        held=np.ascontiguousarray(total[:, pools]),
-        work=np.ascontiguousarray(total[:, pools + 1]),
-        of=np.cumsum([0, *map(len, own)]),
-        tensor=np.array([t for its in own for t in its], dtype=np.int64),
-        cost=np.array([one.seconds for one in problem.tensors]),
-        size=np.array([len(one.parts) for one in problem.tensors], dtype=np.int64),
-    )

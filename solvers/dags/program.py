@@ -1,0 +1,129 @@
+"""The dynamic program over a family of downsets: sets of parts, devices and the clock."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import numpy as np
+
+from stagewright.formulations.dags.problem import DagProblem, PlacedSet
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.solvers.dags.downsets import Contents, Downsets
+from stagewright.solvers.dags.kernel import Lattice, Machines, extend
+
+LEAST = 1e-9  # relative improvement; less is rounding
+CHUNK = 256  # downsets that are extended between two looks at the clock
+
+Found = Callable[[tuple[PlacedSet, ...], float], None]
+
+
+class Program:
+    """Partitions of a problem's parts into differences of downsets.
+
+    ``prices`` are the work of a second of each pool (`best_prices`). ``pairs`` counts the sets
+    whose load was computed.
+    """
+
+    def __init__(self, problem: DagProblem, prices: Floats) -> None:
+        self.problem, self.prices, self.pairs = problem, prices, 0
+        self._machines = _machines(problem, prices)
+
+    def improve(
+        self,
+        lattice: Downsets,
+        order: list[int],
+        cost: float,
+        found: Found,
+        over: Callable[[], bool],
+    ) -> bool:
+        """Give every partition below ``cost`` that is found to ``found``; False if stopped early.
+
+        The last one given is the best of all partitions into differences of these downsets.
+        ``order`` is a topological one of the parts.
+        """
+        table = _lattice(self.problem, lattice, order, self.prices)
+        n, states = len(lattice), len(self._machines.larger)
+        best, came = np.full((states, n), np.inf), np.full((states, n), -1)
+        best[0, 0] = 0.0
+        for begin in range(0, n, CHUNK):
+            if over():
+                return False
+            end = min(begin + CHUNK, n)
+            known = cost * (1 - LEAST)
+            pairs, most = extend(table, self._machines, begin, end, known, best, came)
+            self.pairs += pairs
+            if most < known:
+                cost = most
+                found(tuple(self._sets(lattice, best, came))[::-1], cost)
+        return True
+
+    def _sets(self, lattice: Downsets, best: Floats, came: np.ndarray) -> Iterator[PlacedSet]:
+        """The sets of the best partition of all parts, the last one first."""
+        i = len(lattice) - 1
+        state = int(np.argmin(best[:, i]))
+        contents = Contents(lattice)
+        while i:
+            before = int(came[state, i])
+            parts = tuple(sorted(contents.of(i) - contents.of(before)))
+            pool, smaller = self._step(parts, state, best[state, i], best[:, before])
+            yield PlacedSet(pool, parts)
+            i, state = before, smaller
+
+    def _step(
+        self, parts: tuple[int, ...], state: int, cost: float, before: Floats
+    ) -> tuple[int, int]:
+        """The pool of the last set, and the state without its device."""
+        for pool in range(len(self.problem.pools)):
+            for smaller in np.flatnonzero(self._machines.larger[:, pool] == state).tolist():
+                held = float(sum(self.problem.bytes[part] for part in parts))
+                load = self.problem.load(parts, pool)
+                fits = held <= self._machines.memory[pool]
+                if fits and max(before[smaller], load) <= cost * (1 + RELATIVE_TOLERANCE):
+                    return pool, smaller
+        raise AssertionError("no set leads to this partition")
+
+
+def _machines(problem: DagProblem, prices: Floats) -> Machines:
+    counts = [pool.count for pool in problem.pools]
+    states = list(product(*(range(count + 1) for count in counts)))
+    number = {state: s for s, state in enumerate(states)}
+    larger = np.full((len(states), len(counts)), -1)
+    for s, state in enumerate(states):
+        for k in range(len(counts)):
+            more = (*state[:k], state[k] + 1, *state[k + 1 :])
+            larger[s, k] = number.get(more, -1)
+    left = (np.array(counts) - np.array(states)) @ prices
+    return Machines(
+        memory=np.array([pool.memory * (1 + RELATIVE_TOLERANCE) for pool in problem.pools]),
+        pays=np.array([pool.pays_transfers for pool in problem.pools], dtype=np.int64),
+        larger=larger,
+        left=left * (1 + RELATIVE_TOLERANCE),
+    )
+
+
+def _lattice(problem: DagProblem, lattice: Downsets, order: list[int], prices: Floats) -> Lattice:
+    n, pools = problem.seconds.shape
+    rows = np.column_stack([problem.seconds, problem.bytes, (problem.seconds * prices).min(axis=1)])
+    total = np.zeros((len(lattice), pools + 2))
+    source = np.repeat(np.arange(len(lattice)), np.diff(lattice.first))
+    # Downsets ascend by size, so that a sum is complete before another is made from it.
+    first = np.unique(lattice.target, return_index=True)[1]
+    for e in first.tolist():
+        total[lattice.target[e]] = total[source[e]] + rows[lattice.node[e]]
+    own: list[list[int]] = [[] for _ in range(n)]
+    for t, one in enumerate(problem.tensors):
+        for part in one.parts:
+            own[part].append(t)
+    return Lattice(
+        first=lattice.first,
+        node=lattice.node,
+        target=lattice.target,
+        rank=np.argsort(order),
+        seconds=np.ascontiguousarray(total[:, :pools].T),
+        held=np.ascontiguousarray(total[:, pools]),
+        work=np.ascontiguousarray(total[:, pools + 1]),
+        of=np.cumsum([0, *map(len, own)]),
+        tensor=np.array([t for its in own for t in its], dtype=np.int64),
+        cost=np.array([one.seconds for one in problem.tensors]),
+        size=np.array([len(one.parts) for one in problem.tensors], dtype=np.int64),
+    )
