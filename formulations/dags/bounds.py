@@ -22,6 +22,9 @@ def priced_load(problem: DagProblem, prices: Floats) -> float:
 
 
 def heaviest_part(problem: DagProblem) -> float:
-    """The longest time of a part on its fastest device."""
+    """The longest time of a part on its fastest device, on the number of replicas that suits it."""
     used = [k for k, pool in enumerate(problem.pools) if pool.count]
-    return float(problem.seconds[:, used].min(axis=1).max())
+    fastest = problem.seconds[:, used].min(axis=1)
+    exchange = np.zeros_like(fastest) if problem.exchange is None else problem.exchange
+    replicas = np.arange(1, problem.most_replicas + 1)[:, None]
+    return float(((fastest + 2 * (replicas - 1) * exchange) / replicas).min(axis=0).max())

@@ -3,13 +3,15 @@
 The rules:
 
 - Every part, of one or several operators that must be together, is in exactly one set; a device
-  has at most one set.
+  has at most one set. A set may be on several devices of a pool, its replicas.
 - The sets are contiguous: there is an order of them in which no edge goes back. A pipeline runs
   through them in that order, and the backward of a part is where its forward is.
 - The load of a set is the time of its parts on its device and, on devices that pay for transfers,
   the time of every tensor of which some but not all parts are in the set: its maker sends it once,
   and each other set that reads it receives it once.
-- The parts of a set fit in the memory of its device.
+- The replicas of a set do equal shares of the samples, and exchange their gradients: the load is
+  that of one device divided by r, and 2 (r - 1) / r times the exchange of the set's parts.
+- The parts of a set fit in the memory of each of its devices.
 - The cost is the largest load: the time between two samples that leave the full pipeline.
 """
 
@@ -57,6 +59,10 @@ class DagProblem:
         Time of each part on a device of each pool, shape (n, pools).
     bytes
         Of each part, shape (n,).
+    exchange
+        Seconds in which a device sends the gradients of each part, shape (n,); None: nothing.
+    most_replicas
+        Of a set.
     """
 
     names: tuple[str, ...]
@@ -65,13 +71,19 @@ class DagProblem:
     bytes: Floats
     tensors: tuple[Tensor, ...]
     pools: tuple[Pool, ...]
+    exchange: Floats | None = None
+    most_replicas: int = 1
 
     def __post_init__(self) -> None:
         n, pools = len(self.names), len(self.pools)
         if not n or not any(pool.count for pool in self.pools):
             raise InputError("there must be a part and a device")
-        for name, shape in (("seconds", (n, pools)), ("bytes", (n,))):
+        if self.most_replicas < 1:
+            raise InputError(f"a set has 1 replica or more, got {self.most_replicas}")
+        for name, shape in (("seconds", (n, pools)), ("bytes", (n,)), ("exchange", (n,))):
             values = getattr(self, name)
+            if name == "exchange" and values is None:
+                continue
             if values.shape != shape:
                 raise InputError(f"{name} must have the shape {shape}, got {values.shape}")
             if not (np.isfinite(values).all() and (values >= 0).all()):
@@ -90,16 +102,18 @@ class DagProblem:
             cycle = " -> ".join(self.names[a] for a, _ in nx.find_cycle(graph))
             raise InputError(f"the parts form a cycle: {cycle}")
 
-    def load(self, parts: Sequence[int], pool: int) -> float:
+    def load(self, parts: Sequence[int], pool: int, replicas: int = 1) -> float:
         """The load of a set of ``parts`` on a device of a pool, in seconds."""
         own = set(parts)
         total = float(sum(self.seconds[part, pool] for part in own))
-        if not self.pools[pool].pays_transfers:
-            return total
-        cut = (
-            one.seconds for one in self.tensors if 0 < len(own & set(one.parts)) < len(one.parts)
-        )
-        return total + sum(cut)
+        if self.pools[pool].pays_transfers:
+            total += sum(
+                one.seconds
+                for one in self.tensors
+                if 0 < len(own & set(one.parts)) < len(one.parts)
+            )
+        exchanged = 0.0 if self.exchange is None else sum(self.exchange[part] for part in own)
+        return total / replicas + 2 * (replicas - 1) / replicas * float(exchanged)
 
     def evaluate(self, sets: "Sequence[PlacedSet]", contiguous: bool = True) -> float:
         """Check every rule, that of contiguity if it is asked for; the largest load, in seconds.
@@ -120,7 +134,7 @@ class DagProblem:
         self._require_devices(sets)
         if contiguous:
             self._require_contiguous(home)
-        return max(self.load(one.parts, one.pool) for one in sets)
+        return max(self.load(one.parts, one.pool, one.replicas) for one in sets)
 
     def _require_contiguous(self, home: dict[int, int]) -> None:
         quotient = nx.DiGraph((home[a], home[b]) for a, b in self.edges if home[a] != home[b])
@@ -134,7 +148,11 @@ class DagProblem:
             if not 0 <= one.pool < len(self.pools):
                 raise InvalidPlan(f"set {number}: there is no pool {one.pool}")
             pool = self.pools[one.pool]
-            used[one.pool] += 1
+            if not 1 <= one.replicas <= self.most_replicas:
+                raise InvalidPlan(
+                    f"set {number}: {one.replicas} replicas, a set has 1 to {self.most_replicas}"
+                )
+            used[one.pool] += one.replicas
             if used[one.pool] > pool.count:
                 raise InvalidPlan(f"there are only {pool.count} devices {pool.name}")
             held = float(sum(self.bytes[part] for part in one.parts))
@@ -147,7 +165,8 @@ class DagProblem:
 
 @dataclass(frozen=True, slots=True)
 class PlacedSet:
-    """The parts on one device of a pool, ascending."""
+    """The parts on one device of a pool, ascending; or on several, its replicas."""
 
     pool: int
     parts: tuple[int, ...]
+    replicas: int = 1

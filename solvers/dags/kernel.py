@@ -13,9 +13,10 @@ class Lattice(NamedTuple):
 
     ``first``, ``node``, ``target`` are those of :class:`~downsets.Downsets`; ``rank`` of each part
     is its place in a topological order. ``seconds[k, i]`` are
-    those of the parts of downset i on a device of pool k, ``held[i]`` their bytes and ``work[i]``
-    their priced work. The tensors of part v are ``tensor[of[v]:of[v + 1]]``; ``cost`` and ``size``
-    of a tensor are its seconds and its number of parts.
+    those of the parts of downset i on a device of pool k, ``held[i]`` their bytes, ``work[i]``
+    their priced work and ``exchange[i]`` the seconds of sending their gradients. The tensors of
+    part v are ``tensor[of[v]:of[v + 1]]``; ``cost`` and ``size`` of a tensor are its seconds and
+    its number of parts.
     """
 
     first: Ints
@@ -25,6 +26,7 @@ class Lattice(NamedTuple):
     seconds: Floats
     held: Floats
     work: Floats
+    exchange: Floats
     of: Ints
     tensor: Ints
     cost: Floats
@@ -34,7 +36,8 @@ class Lattice(NamedTuple):
 class Machines(NamedTuple):
     """Pools k, and states s: how many devices of each pool have a set.
 
-    ``larger[s, k]`` is the state with one more device of pool k, -1 if there is none. ``left[s]``
+    ``larger[s, k, r]`` is the state with r + 1 more devices of pool k, -1 if there is none, for as
+    many replicas as a set may have. ``left[s]``
     is the most priced work per second of load of the devices that are left.
     """
 
@@ -58,7 +61,7 @@ def extend(  # noqa: C901 - one walk over the lattice
     A set is walked by adding parts by ascending rank, so that every larger downset is met once. The
     rank is a topological order, so that every set can be walked.
     """
-    states, pools = m.larger.shape
+    states, pools, replicas = m.larger.shape
     last = len(a.first) - 2
     whole = a.work[last]
     depths = len(a.rank) + 1
@@ -95,7 +98,7 @@ def extend(  # noqa: C901 - one walk over the lattice
                 continue
             fits = False
             for k in range(pools):
-                light = a.seconds[k, j] - a.seconds[k, i] < most
+                light = (a.seconds[k, j] - a.seconds[k, i]) / replicas < most
                 fits |= light and a.held[j] - a.held[i] <= m.memory[k]
             if not fits:
                 continue
@@ -111,17 +114,21 @@ def extend(  # noqa: C901 - one walk over the lattice
             pairs += 1
             rest = whole - a.work[j]
             for k in range(pools):
-                load = a.seconds[k, j] - a.seconds[k, i] + (sent if m.pays[k] else 0.0)
-                if load >= most or a.held[j] - a.held[i] > m.memory[k]:
+                if a.held[j] - a.held[i] > m.memory[k]:
                     continue
-                for s in range(states):
-                    larger = m.larger[s, k]
-                    if larger < 0 or rest > m.left[larger] * most:
+                alone = a.seconds[k, j] - a.seconds[k, i] + (sent if m.pays[k] else 0.0)
+                for r in range(replicas):
+                    load = (alone + 2 * r * (a.exchange[j] - a.exchange[i])) / (r + 1)
+                    if load >= most:
                         continue
-                    cost = max(best[s, i], load)
-                    if cost < best[larger, j] and cost < most:
-                        best[larger, j] = cost
-                        came[larger, j] = i
-                        if j == last:
-                            most = cost
+                    for s in range(states):
+                        larger = m.larger[s, k, r]
+                        if larger < 0 or rest > m.left[larger] * most:
+                            continue
+                        cost = max(best[s, i], load)
+                        if cost < best[larger, j] and cost < most:
+                            best[larger, j] = cost
+                            came[larger, j] = i
+                            if j == last:
+                                most = cost
     return pairs, most

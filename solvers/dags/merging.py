@@ -12,9 +12,10 @@ def merge(
 ) -> tuple[DagProblem, tuple[tuple[int, ...], ...]]:
     """A problem of fewer parts with the same optimum, and the parts of ``problem`` in each.
 
-    A part v that takes no time moves to the set of a part u if all tensors of v are also of u, so
-    that no set pays for one more, and either u is the last of v's predecessors (all others have a
-    path to it) or the first of its successors: the sets stay contiguous. Memory may change hands,
+    A part v that takes no time, and exchanges nothing, moves to the set of a part u if all tensors
+    of v are also of u, so that no set pays for one more, and either u is the last of v's
+    predecessors (all others have a path to it) or the first of its successors: the sets stay
+    contiguous. Memory may change hands,
     so nothing is merged unless all parts fit together in the smallest memory; or ``anyway``, when
     the optimum may be worse, or there may be none.
     """
@@ -39,7 +40,12 @@ class _Merging:
     def __init__(self, problem: DagProblem) -> None:
         n = len(problem.names)
         self.place = list(range(n))
-        self.idle = {v for v in range(n) if not problem.seconds[v].any()}
+        self.idle = {
+            v
+            for v in range(n)
+            if not problem.seconds[v].any()
+            and (problem.exchange is None or not problem.exchange[v])
+        }
         self.after, self.before = ({v: set[int]() for v in range(n)} for _ in range(2))
         for a, b in problem.edges:
             self.after[a].add(b)
@@ -113,6 +119,9 @@ def merged(
         edges=tuple(sorted((a, b) for a, b in edges if a != b)),
         seconds=np.array([problem.seconds[list(its)].sum(axis=0) for its in members]),
         bytes=np.array([problem.bytes[list(its)].sum() for its in members]),
+        exchange=None
+        if problem.exchange is None
+        else np.array([problem.exchange[list(its)].sum() for its in members]),
         tensors=tuple(one for one in tensors if len(one.parts) > 1 and one.seconds),
     )
 
@@ -122,6 +131,6 @@ def expand(
 ) -> tuple[PlacedSet, ...]:
     """The sets of merged parts as sets of the parts in them."""
     return tuple(
-        PlacedSet(one.pool, tuple(sorted(i for part in one.parts for i in members[part])))
+        replace(one, parts=tuple(sorted(i for part in one.parts for i in members[part])))
         for one in sets
     )

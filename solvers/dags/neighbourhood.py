@@ -81,7 +81,7 @@ class Neighbourhoods:
         last = len(self.sets) - count
         if random.random() < 1 / 2:
             return int(random.integers(0, last + 1)), count
-        loads = [self.problem.load(one.parts, one.pool) for one in self.sets]
+        loads = [self.problem.load(one.parts, one.pool, one.replicas) for one in self.sets]
         slowest = int(np.argmax(loads)) - int(random.integers(0, count))
         return min(max(0, slowest), last), count
 

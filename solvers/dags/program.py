@@ -65,21 +65,21 @@ class Program:
         while i:
             before = int(came[state, i])
             parts = tuple(sorted(contents.of(i) - contents.of(before)))
-            pool, smaller = self._step(parts, state, best[state, i], best[:, before])
-            yield PlacedSet(pool, parts)
+            one, smaller = self._step(parts, state, best[state, i], best[:, before])
+            yield one
             i, state = before, smaller
 
     def _step(
         self, parts: tuple[int, ...], state: int, cost: float, before: Floats
-    ) -> tuple[int, int]:
-        """The pool of the last set, and the state without its device."""
-        for pool in range(len(self.problem.pools)):
-            for smaller in np.flatnonzero(self._machines.larger[:, pool] == state).tolist():
-                held = float(sum(self.problem.bytes[part] for part in parts))
-                load = self.problem.load(parts, pool)
-                fits = held <= self._machines.memory[pool]
-                if fits and max(before[smaller], load) <= cost * (1 + RELATIVE_TOLERANCE):
-                    return pool, smaller
+    ) -> tuple[PlacedSet, int]:
+        """The last set, and the state without its devices."""
+        held = float(sum(self.problem.bytes[part] for part in parts))
+        places = np.argwhere(self._machines.larger == state).tolist()
+        for smaller, pool, more in sorted(places, key=lambda place: place[1:]):
+            load = self.problem.load(parts, pool, more + 1)
+            fits = held <= self._machines.memory[pool]
+            if fits and max(before[smaller], load) <= cost * (1 + RELATIVE_TOLERANCE):
+                return PlacedSet(pool, parts, more + 1), smaller
         raise AssertionError("no set leads to this partition")
 
 
@@ -87,11 +87,11 @@ def _machines(problem: DagProblem, prices: Floats) -> Machines:
     counts = [pool.count for pool in problem.pools]
     states = list(product(*(range(count + 1) for count in counts)))
     number = {state: s for s, state in enumerate(states)}
-    larger = np.full((len(states), len(counts)), -1)
-    for s, state in enumerate(states):
-        for k in range(len(counts)):
-            more = (*state[:k], state[k] + 1, *state[k + 1 :])
-            larger[s, k] = number.get(more, -1)
+    replicas = min(problem.most_replicas, max(counts))
+    larger = np.full((len(states), len(counts), replicas), -1)
+    for (s, state), k, r in product(enumerate(states), range(len(counts)), range(replicas)):
+        more = (*state[:k], state[k] + r + 1, *state[k + 1 :])
+        larger[s, k, r] = number.get(more, -1)
     left = (np.array(counts) - np.array(states)) @ prices
     return Machines(
         memory=np.array([pool.memory * (1 + RELATIVE_TOLERANCE) for pool in problem.pools]),
@@ -103,8 +103,10 @@ def _machines(problem: DagProblem, prices: Floats) -> Machines:
 
 def _lattice(problem: DagProblem, lattice: Downsets, order: list[int], prices: Floats) -> Lattice:
     n, pools = problem.seconds.shape
-    rows = np.column_stack([problem.seconds, problem.bytes, (problem.seconds * prices).min(axis=1)])
-    total = np.zeros((len(lattice), pools + 2))
+    exchange = np.zeros(n) if problem.exchange is None else problem.exchange
+    work = (problem.seconds * prices).min(axis=1)
+    rows = np.column_stack([problem.seconds, problem.bytes, work, exchange])
+    total = np.zeros((len(lattice), pools + 3))
     source = np.repeat(np.arange(len(lattice)), np.diff(lattice.first))
     # Downsets ascend by size, so that a sum is complete before another is made from it.
     first = np.unique(lattice.target, return_index=True)[1]
@@ -122,6 +124,7 @@ def _lattice(problem: DagProblem, lattice: Downsets, order: list[int], prices: F
         seconds=np.ascontiguousarray(total[:, :pools].T),
         held=np.ascontiguousarray(total[:, pools]),
         work=np.ascontiguousarray(total[:, pools + 1]),
+        exchange=np.ascontiguousarray(total[:, pools + 2]),
         of=np.cumsum([0, *map(len, own)]),
         tensor=np.array([t for its in own for t in its], dtype=np.int64),
         cost=np.array([one.seconds for one in problem.tensors]),

@@ -85,6 +85,43 @@ def least(problem, contiguous=True):
     return best
 
 
+def least_replicated(problem):
+    """The same with replicas: every division into sets, and a pool and a number for each."""
+    n, best = len(problem.names), inf
+    kinds = [
+        (k, r)
+        for k, pool in enumerate(problem.pools)
+        for r in range(1, min(pool.count, problem.most_replicas) + 1)
+    ]
+    most = min(n, sum(pool.count for pool in problem.pools))
+    for home in product(range(most), repeat=n):
+        number = len(set(home))
+        if set(home) != set(range(number)) or not _is_ordered(problem, home):
+            continue
+        for chosen in product(kinds, repeat=number):
+            used = [sum(r for k, r in chosen if k == pool) for pool in range(len(problem.pools))]
+            if any(u > pool.count for u, pool in zip(used, problem.pools, strict=True)):
+                continue
+            loads = [
+                _replicated(problem, [i for i in range(n) if home[i] == s], *chosen[s])
+                for s in range(number)
+            ]
+            best = min(best, max(loads))
+    return best
+
+
+def _replicated(problem, own, pool, replicas):
+    if sum(problem.bytes[i] for i in own) > problem.pools[pool].memory:
+        return inf
+    load = sum(problem.seconds[i][pool] for i in own)
+    if problem.pools[pool].pays_transfers:
+        for tensor in problem.tensors:
+            there = sum(i in own for i in tensor.parts)
+            load += tensor.seconds * (0 < there < len(tensor.parts))
+    ring = 2 * (replicas - 1) * sum(problem.exchange[i] for i in own)
+    return (load + ring) / replicas
+
+
 def _is_ordered(problem, home):
     """Whether devices can be ordered so that no edge goes back: repeatedly take one off."""
     arcs = {(home[a], home[b]) for a, b in problem.edges if home[a] != home[b]}
@@ -165,6 +202,42 @@ def test_downsets_of_chains_and_antichains(n):
     assert len(downsets(n, [(i, i + 1) for i in range(n - 1)], 100)) == n + 1
     assert len(downsets(n, [], 100)) == 2**n
     assert downsets(6, [], 63) is None
+
+
+@examples(60)
+@given(problem=problems(4), exchange=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+       most=st.integers(1, 3))  # fmt: skip
+def test_replicas_equal_every_division(problem, exchange, most):
+    times = np.array(exchange[: len(problem.names)], dtype=float) / 2
+    problem = replace(problem, exchange=times, most_replicas=most)
+    right = least_replicated(problem)
+    assert right == (pytest.approx(least(problem)) if most == 1 else right)
+    found = partition(problem, LIMITS)
+    assert found.bound <= right * (1 + 1e-9)
+    if right == inf:
+        assert found.status is Status.INFEASIBLE
+        return
+    assert found.status is Status.OPTIMAL
+    assert found.cost == pytest.approx(right)
+    assert problem.evaluate(found.sets) == pytest.approx(right)
+    assert heaviest_part(problem) <= right * (1 + 1e-9)
+
+
+def test_replicas_by_hand():
+    """Of 6 s and 2 s on four devices: 6 on three replicas, or with dear gradients on one."""
+    problem = DagProblem(
+        ("a", "b"), ((0, 1),), np.array([[6.0], [2.0]]), np.ones(2), (), (Pool("gpu", 4, inf),),
+        exchange=np.array([0.0, 0.0]), most_replicas=4,
+    )  # fmt: skip
+    assert partition(problem, LIMITS).cost == 2.0
+    dear = replace(problem, exchange=np.array([30.0, 0.0]))
+    found = partition(dear, LIMITS)
+    assert found.cost == 6.0
+    assert max(one.replicas for one in found.sets) == 1
+    with pytest.raises(InvalidPlan, match="set 0: 5 replicas, a set has 1 to 4"):
+        problem.evaluate([PlacedSet(0, (0, 1), 5)])
+    with pytest.raises(InvalidPlan, match="there are only 4 devices gpu"):
+        problem.evaluate([PlacedSet(0, (0,), 3), PlacedSet(0, (1,), 2)])
 
 
 @pytest.mark.parametrize(
