@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -26,8 +26,15 @@ PIPELINES = "pipelines of contiguous sets, with replicas, shards and recomputati
 class DivideRequest(Search):
     """Divide a published workload among devices; what is None is as in its file.
 
-    ``hosts`` and ``any_sets`` (sets need not be contiguous) are for workloads of operators;
-    ``bandwidth_bytes_per_second`` and ``samples`` of a batch for Piper's.
+    For workloads of operators are ``hosts``, ``any_sets`` (sets need not be contiguous), and
+
+    replicas
+        The most devices of a set, which exchange gradients at ``bandwidth_bytes_per_second``.
+    objective
+        ``load``: the largest load. ``phases``: the largest forward load plus the largest backward
+        load, of a pipeline that does all forwards first.
+
+    For Piper's are ``bandwidth_bytes_per_second`` and ``samples`` of a batch.
     """
 
     workload: Workload | PiperWorkload
@@ -35,6 +42,8 @@ class DivideRequest(Search):
     memory_bytes: float | None = None
     hosts: int | None = None
     any_sets: bool = False
+    replicas: int = 1
+    objective: Literal["load", "phases"] = "load"
     bandwidth_bytes_per_second: float | None = None
     samples: int | None = None
 
@@ -43,6 +52,7 @@ class DivideRequest(Search):
         for name, most in (("devices", MAX_DEVICES), ("samples", MOST_SAMPLES)):
             if getattr(self, name) is not None:
                 require_count(getattr(self, name), name, most)
+        require_count(self.replicas, "replicas", MAX_DEVICES)
         if self.hosts:
             require_count(self.hosts, "hosts", MAX_DEVICES)
         for name in ("memory_bytes", "bandwidth_bytes_per_second"):
@@ -96,17 +106,31 @@ def divide(
         If something is asked that the kind of workload does not have.
     """
     if isinstance(request.workload, Workload):
-        _refuse(request, "Piper's workloads", "bandwidth_bytes_per_second", "samples")
+        _refuse(request, "Piper's workloads", "samples")
+        _require_sets(request)
         return _operators(request, request.workload, on_progress, stop)
-    _refuse(request, "workloads of operators", "hosts", "any_sets")
+    _refuse(request, "workloads of operators", "hosts", "any_sets", "replicas", "objective")
     return _layers(request, request.workload, stop)
 
 
 def _refuse(request: DivideRequest, owner: str, *names: str) -> None:
     for name in names:
-        value = getattr(request, name)
-        if value is not None and value is not False:
+        if getattr(request, name) != DivideRequest.model_fields[name].default:
             raise InputError(f"{name} is for {owner}")
+
+
+def _require_sets(request: DivideRequest) -> None:
+    """Refuse what sets of operators do not have together."""
+    bandwidth = request.bandwidth_bytes_per_second
+    if request.replicas > 1 and bandwidth is None:
+        raise InputError("replicas exchange gradients: give the bandwidth of a device")
+    if request.replicas == 1 and bandwidth is not None:
+        raise InputError(
+            "a bandwidth is for replicas, or for Piper's workloads: a workload of operators has "
+            "the seconds of its transfers"
+        )
+    if request.any_sets and (request.replicas > 1 or request.objective != "load"):
+        raise InputError("any_sets goes with one replica of each set and the objective 'load'")
 
 
 def _operators(
@@ -114,6 +138,7 @@ def _operators(
 ) -> DivideAnswer:
     from stagewright.solvers.dags.free import free_partition
     from stagewright.solvers.dags.partition import partition
+    from stagewright.solvers.dags.phases import partition_phases
 
     asked = {
         "max_devices": request.devices,
@@ -121,8 +146,14 @@ def _operators(
         "max_hosts": request.hosts,
     }
     workload = workload.model_copy(update={k: v for k, v in asked.items() if v is not None})
-    problem, limits = dag_problem(workload), request.limits(stop)
-    found = partition(problem, limits, on_progress)
+    problem = dag_problem(
+        workload,
+        most_replicas=request.replicas,
+        bandwidth=request.bandwidth_bytes_per_second,
+    )
+    limits = request.limits(stop)
+    solve = partition if request.objective == "load" else partition_phases
+    found = solve(problem, limits, on_progress)
     spent = found.seconds
     if request.any_sets and found.status is not Status.INFEASIBLE:
         left = replace(limits, seconds=limits.left(spent))
@@ -136,8 +167,9 @@ def _operators(
             DividedSet(
                 device=problem.pools[one.pool].name,
                 nodes=tuple(name for part in one.parts for name in names[part]),
-                seconds=problem.load(one.parts, one.pool),
+                seconds=problem.load(one.parts, one.pool, one.replicas),
                 memory_bytes=float(problem.bytes[list(one.parts)].sum()),
+                replicas=one.replicas,
             )
             for one in found.sets
         )
@@ -149,11 +181,18 @@ def _operators(
         bound_seconds=found.bound,
         gap=found.gap,
         proved_by=found.proved_by,
-        plan_class=ANY if request.any_sets else CONTIGUOUS,
+        plan_class=_class(request),
         reason=reason,
         sets=sets,
         wall_seconds=spent,
     )
+
+
+def _class(request: DivideRequest) -> str:
+    if request.any_sets:
+        return ANY
+    several = f" with up to {request.replicas} replicas" if request.replicas > 1 else ""
+    return CONTIGUOUS + several
 
 
 def _layers(

@@ -12,11 +12,14 @@ The rules:
 - The replicas of a set do equal shares of the samples, and exchange their gradients: the load is
   that of one device divided by r, and 2 (r - 1) / r times the exchange of the set's parts.
 - The parts of a set fit in the memory of each of its devices.
-- The cost is the largest load: the time between two samples that leave the full pipeline.
+- The cost is the largest load: the time between two samples that leave the full pipeline. If a
+  pipeline does all forwards before the first backward, it is the largest forward load plus the
+  largest backward load.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import networkx as nx
 import numpy as np
@@ -39,10 +42,14 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What one part makes and others read; ``seconds`` to send or to receive it."""
+    """What one part makes and others read; ``seconds`` to send or to receive it.
+
+    ``backward``: in the backward pass.
+    """
 
     parts: tuple[int, ...]
     seconds: float
+    backward: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +66,8 @@ class DagProblem:
         Time of each part on a device of each pool, shape (n, pools).
     bytes
         Of each part, shape (n,).
+    backward
+        Of ``seconds`` those of the backward pass, the same shape; None: nothing.
     exchange
         Seconds in which a device sends the gradients of each part, shape (n,); None: nothing.
     most_replicas
@@ -71,6 +80,7 @@ class DagProblem:
     bytes: Floats
     tensors: tuple[Tensor, ...]
     pools: tuple[Pool, ...]
+    backward: Floats | None = None
     exchange: Floats | None = None
     most_replicas: int = 1
 
@@ -80,14 +90,17 @@ class DagProblem:
             raise InputError("there must be a part and a device")
         if self.most_replicas < 1:
             raise InputError(f"a set has 1 replica or more, got {self.most_replicas}")
-        for name, shape in (("seconds", (n, pools)), ("bytes", (n,)), ("exchange", (n,))):
+        shapes = {"seconds": (n, pools), "bytes": (n,)}
+        optional = {"backward": (n, pools), "exchange": (n,)}
+        shapes |= {k: shape for k, shape in optional.items() if getattr(self, k) is not None}
+        for name, shape in shapes.items():
             values = getattr(self, name)
-            if name == "exchange" and values is None:
-                continue
             if values.shape != shape:
                 raise InputError(f"{name} must have the shape {shape}, got {values.shape}")
             if not (np.isfinite(values).all() and (values >= 0).all()):
                 raise InputError(f"{name} must be finite and not negative")
+        if self.backward is not None and (self.backward > self.seconds).any():
+            raise InputError("the backward pass is a part of the seconds, at most all of them")
         self._require_graph()
 
     def _require_graph(self) -> None:
@@ -114,6 +127,37 @@ class DagProblem:
             )
         exchanged = 0.0 if self.exchange is None else sum(self.exchange[part] for part in own)
         return total / replicas + 2 * (replicas - 1) / replicas * float(exchanged)
+
+    @cached_property
+    def of_backward(self) -> "DagProblem":
+        """The same with the times of the backward pass alone."""
+        return replace(
+            self,
+            seconds=np.zeros_like(self.seconds) if self.backward is None else self.backward,
+            tensors=tuple(one for one in self.tensors if one.backward),
+            backward=None,
+        )
+
+    @cached_property
+    def of_forward(self) -> "DagProblem":
+        """The same with the times of the forward pass alone; no gradients are exchanged."""
+        return replace(
+            self,
+            seconds=self.seconds - (0.0 if self.backward is None else self.backward),
+            tensors=tuple(one for one in self.tensors if not one.backward),
+            backward=None,
+            exchange=None,
+        )
+
+    def evaluate_phases(self, sets: "Sequence[PlacedSet]") -> float:
+        """Check every rule; the largest forward load plus the largest backward load, in seconds.
+
+        Raises
+        ------
+        InvalidPlan
+            As `evaluate`.
+        """
+        return self.of_forward.evaluate(sets) + self.of_backward.evaluate(sets)
 
     def evaluate(self, sets: "Sequence[PlacedSet]", contiguous: bool = True) -> float:
         """Check every rule, that of contiguity if it is asked for; the largest load, in seconds.

@@ -9,7 +9,13 @@ from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
 from stagewright.graphs.importers.dnn_partitioning import Workload
 
 
-def dag_problem(workload: Workload, *, hosts: bool = True) -> DagProblem:
+def dag_problem(
+    workload: Workload,
+    *,
+    hosts: bool = True,
+    most_replicas: int = 1,
+    bandwidth: float | None = None,
+) -> DagProblem:
     """Parts are the nodes that every partition has together.
 
     Nodes of a colour class are on one device, forward and backward. So are those that contiguous
@@ -19,13 +25,18 @@ def dag_problem(workload: Workload, *, hosts: bool = True) -> DagProblem:
 
     ``hosts``: whether processors are devices too, which no transfer takes time of, as the published
     program counts them.
+
+    ``most_replicas`` of a set exchange the bytes of its nodes, as if all were weights, at the
+    ``bandwidth`` of a device in bytes per second (None: at once).
     """
     nodes = {node.id: node for node in workload.nodes}
     home, parts = _together(workload)
-    seconds = np.zeros((len(parts), 2))
+    seconds, backward = np.zeros((2, len(parts), 2))
     held = np.zeros(len(parts))
     for id_, part in home.items():
-        seconds[part] += np.array((nodes[id_].fpga_latency, nodes[id_].cpu_latency)) / 1e3
+        took = np.array((nodes[id_].fpga_latency, nodes[id_].cpu_latency)) / 1e3
+        seconds[part] += took
+        backward[part] += took * nodes[id_].is_backward_node
         held[part] += nodes[id_].size
     made: dict[int, set[int]] = defaultdict(set)
     cost: dict[int, float] = defaultdict(float)
@@ -36,7 +47,8 @@ def dag_problem(workload: Workload, *, hosts: bool = True) -> DagProblem:
     for source, readers in made.items():
         members = tuple(sorted(readers | {home[source]}))
         if len(members) > 1 and cost[source] > 0:
-            tensors.append(Tensor(members, cost[source] / 1e3))
+            back = bool(nodes[source].is_backward_node)
+            tensors.append(Tensor(members, cost[source] / 1e3, back))
     pools = [Pool("accelerator", workload.max_devices, workload.max_bytes)]
     pools.append(Pool("host", workload.max_hosts if hosts else 0, np.inf, pays_transfers=False))
     return DagProblem(
@@ -46,6 +58,9 @@ def dag_problem(workload: Workload, *, hosts: bool = True) -> DagProblem:
         bytes=held,
         tensors=tuple(tensors),
         pools=tuple(pools),
+        backward=backward,
+        exchange=None if bandwidth is None else held / bandwidth,
+        most_replicas=most_replicas,
     )
 
 

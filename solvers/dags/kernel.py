@@ -16,7 +16,8 @@ class Lattice(NamedTuple):
     those of the parts of downset i on a device of pool k, ``held[i]`` their bytes, ``work[i]``
     their priced work and ``exchange[i]`` the seconds of sending their gradients. The tensors of
     part v are ``tensor[of[v]:of[v + 1]]``; ``cost`` and ``size`` of a tensor are its seconds and
-    its number of parts.
+    its number of parts. ``other`` and ``other_cost`` are the seconds of a second load, which is
+    limited, as ``seconds`` and ``cost``.
     """
 
     first: Ints
@@ -31,6 +32,8 @@ class Lattice(NamedTuple):
     tensor: Ints
     cost: Floats
     size: Ints
+    other: Floats
+    other_cost: Floats
 
 
 class Machines(NamedTuple):
@@ -49,14 +52,22 @@ class Machines(NamedTuple):
 
 @njit(cache=True, error_model="numpy")
 def extend(  # noqa: C901 - one walk over the lattice
-    a: Lattice, m: Machines, begin: int, end: int, most: float, best: Floats, came: Ints
+    a: Lattice,
+    m: Machines,
+    begin: int,
+    end: int,
+    most: float,
+    most_other: float,
+    best: Floats,
+    came: Ints,
 ) -> tuple[int, float]:
     """Extend the partitions of downsets ``begin`` to ``end`` by one set each.
 
     ``best[s, i]`` is the least largest load of a partition of downset i with the devices of state
     s, and ``came[s, i]`` the downset before its last set. Partitions whose largest load is not
     below ``most`` are left out, which falls to the cost of every partition of all parts that is
-    found; the number of pairs that were looked at, and ``most``, are returned.
+    found; the number of pairs that were looked at, and ``most``, are returned. The second load of
+    no set is above ``most_other``.
 
     A set is walked by adding parts by ascending rank, so that every larger downset is met once. The
     rank is a topological order, so that every set can be walked.
@@ -73,11 +84,11 @@ def extend(  # noqa: C901 - one walk over the lattice
     for i in range(begin, end):
         open_ = False
         for s in range(states):
-            if best[s, i] < most and whole - a.work[i] < m.left[s] * most:
+            if best[s, i] < most and whole - a.work[i] <= m.left[s] * most:
                 open_ = True
         if not open_:
             continue
-        depth, at[0], added[0], edge[0], sent = 0, i, -1, a.first[i], 0.0
+        depth, at[0], added[0], edge[0], sent, other = 0, i, -1, a.first[i], 0.0, 0.0
         while depth >= 0:
             here = at[depth]
             if edge[depth] == a.first[here + 1]:
@@ -87,9 +98,11 @@ def extend(  # noqa: C901 - one walk over the lattice
                         t = a.tensor[q]
                         if inside[t] < a.size[t]:
                             sent -= a.cost[t]
+                            other -= a.other_cost[t]
                         inside[t] -= 1
                         if inside[t] > 0:
                             sent += a.cost[t]
+                            other += a.other_cost[t]
                 depth -= 1
                 continue
             v, j = a.node[edge[depth]], a.target[edge[depth]]
@@ -99,6 +112,7 @@ def extend(  # noqa: C901 - one walk over the lattice
             fits = False
             for k in range(pools):
                 light = (a.seconds[k, j] - a.seconds[k, i]) / replicas < most
+                light &= (a.other[k, j] - a.other[k, i]) / replicas <= most_other
                 fits |= light and a.held[j] - a.held[i] <= m.memory[k]
             if not fits:
                 continue
@@ -106,9 +120,11 @@ def extend(  # noqa: C901 - one walk over the lattice
                 t = a.tensor[q]
                 if inside[t] > 0:
                     sent -= a.cost[t]
+                    other -= a.other_cost[t]
                 inside[t] += 1
                 if inside[t] < a.size[t]:
                     sent += a.cost[t]
+                    other += a.other_cost[t]
             depth += 1
             at[depth], added[depth], edge[depth] = j, v, a.first[j]
             pairs += 1
@@ -117,9 +133,10 @@ def extend(  # noqa: C901 - one walk over the lattice
                 if a.held[j] - a.held[i] > m.memory[k]:
                     continue
                 alone = a.seconds[k, j] - a.seconds[k, i] + (sent if m.pays[k] else 0.0)
+                second = a.other[k, j] - a.other[k, i] + (other if m.pays[k] else 0.0)
                 for r in range(replicas):
                     load = (alone + 2 * r * (a.exchange[j] - a.exchange[i])) / (r + 1)
-                    if load >= most:
+                    if load >= most or second > most_other * (r + 1):
                         continue
                     for s in range(states):
                         larger = m.larger[s, k, r]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stagewright.formulations.dags.problem import DagProblem, PlacedSet, Tensor
+from stagewright.formulations.dags.problem import DagProblem, PlacedSet
 
 
 def merge(
@@ -110,7 +110,7 @@ def merged(
     """The problem of the parts ``members`` together, of which part i goes to ``place[i]``."""
     edges = {(place[a], place[b]) for a, b in problem.edges}
     tensors = (
-        Tensor(tuple(sorted({place[part] for part in one.parts})), one.seconds)
+        replace(one, parts=tuple(sorted({place[part] for part in one.parts})))
         for one in problem.tensors
     )
     return replace(
@@ -119,6 +119,9 @@ def merged(
         edges=tuple(sorted((a, b) for a, b in edges if a != b)),
         seconds=np.array([problem.seconds[list(its)].sum(axis=0) for its in members]),
         bytes=np.array([problem.bytes[list(its)].sum() for its in members]),
+        backward=None
+        if problem.backward is None
+        else np.array([problem.backward[list(its)].sum(axis=0) for its in members]),
         exchange=None
         if problem.exchange is None
         else np.array([problem.exchange[list(its)].sum() for its in members]),

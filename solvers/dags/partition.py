@@ -118,7 +118,7 @@ class _Search:
 
     def run(self, share: float = 1.0) -> DagResult:
         """Search; a ``share`` of the time that is left for neighbourhoods, if it comes to them."""
-        orders = list(_orders(self.problem))
+        orders = list(topological_orders(self.problem))
         for order in orders:
             self._solve(prefixes(order), order)
         lattice = downsets(len(self.problem.names), self.problem.edges, MOST_DOWNSETS)
@@ -176,7 +176,7 @@ class _Search:
         return self.sets is not None and self.cost - self.bound <= gap * self.cost
 
 
-def _orders(problem: DagProblem) -> Iterator[list[int]]:
+def topological_orders(problem: DagProblem) -> Iterator[list[int]]:
     """Topological orders: breadth first, and depth first from either end."""
     graph: nx.DiGraph[int] = nx.DiGraph(problem.edges)
     graph.add_nodes_from(range(len(problem.names)))

@@ -20,12 +20,20 @@ Found = Callable[[tuple[PlacedSet, ...], float], None]
 class Program:
     """Partitions of a problem's parts into differences of downsets.
 
+    ``other``: the same parts with other times, whose loads are limited to ``most_other``.
     ``prices`` are the work of a second of each pool (`best_prices`). ``pairs`` counts the sets
     whose load was computed.
     """
 
-    def __init__(self, problem: DagProblem, prices: Floats) -> None:
+    def __init__(
+        self,
+        problem: DagProblem,
+        prices: Floats,
+        other: DagProblem | None = None,
+        most_other: float = np.inf,
+    ) -> None:
         self.problem, self.prices, self.pairs = problem, prices, 0
+        self.other, self.most_other = other, most_other
         self._machines = _machines(problem, prices)
 
     def improve(
@@ -41,7 +49,7 @@ class Program:
         The last one given is the best of all partitions into differences of these downsets.
         ``order`` is a topological one of the parts.
         """
-        table = _lattice(self.problem, lattice, order, self.prices)
+        table = _lattice(self.problem, self.other, lattice, order, self.prices)
         n, states = len(lattice), len(self._machines.larger)
         best, came = np.full((states, n), np.inf), np.full((states, n), -1)
         best[0, 0] = 0.0
@@ -50,7 +58,9 @@ class Program:
                 return False
             end = min(begin + CHUNK, n)
             known = cost * (1 - LEAST)
-            pairs, most = extend(table, self._machines, begin, end, known, best, came)
+            pairs, most = extend(
+                table, self._machines, begin, end, known, self.most_other, best, came
+            )
             self.pairs += pairs
             if most < known:
                 cost = most
@@ -78,6 +88,8 @@ class Program:
         for smaller, pool, more in sorted(places, key=lambda place: place[1:]):
             load = self.problem.load(parts, pool, more + 1)
             fits = held <= self._machines.memory[pool]
+            if self.other is not None:
+                fits &= self.other.load(parts, pool, more + 1) <= self.most_other * (1 + LEAST)
             if fits and max(before[smaller], load) <= cost * (1 + RELATIVE_TOLERANCE):
                 return PlacedSet(pool, parts, more + 1), smaller
         raise AssertionError("no set leads to this partition")
@@ -101,19 +113,29 @@ def _machines(problem: DagProblem, prices: Floats) -> Machines:
     )
 
 
-def _lattice(problem: DagProblem, lattice: Downsets, order: list[int], prices: Floats) -> Lattice:
+def _lattice(
+    problem: DagProblem,
+    other: DagProblem | None,
+    lattice: Downsets,
+    order: list[int],
+    prices: Floats,
+) -> Lattice:
     n, pools = problem.seconds.shape
     exchange = np.zeros(n) if problem.exchange is None else problem.exchange
     work = (problem.seconds * prices).min(axis=1)
-    rows = np.column_stack([problem.seconds, problem.bytes, work, exchange])
-    total = np.zeros((len(lattice), pools + 3))
+    second = np.zeros_like(problem.seconds) if other is None else other.seconds
+    rows = np.column_stack([problem.seconds, problem.bytes, work, exchange, second])
+    total = np.zeros((len(lattice), rows.shape[1]))
     source = np.repeat(np.arange(len(lattice)), np.diff(lattice.first))
     # Downsets ascend by size, so that a sum is complete before another is made from it.
     first = np.unique(lattice.target, return_index=True)[1]
     for e in first.tolist():
         total[lattice.target[e]] = total[source[e]] + rows[lattice.node[e]]
     own: list[list[int]] = [[] for _ in range(n)]
-    for t, one in enumerate(problem.tensors):
+    tensors = (*problem.tensors, *(() if other is None else other.tensors))
+    sent = np.array([one.seconds for one in tensors])
+    is_own = np.arange(len(tensors)) < len(problem.tensors)
+    for t, one in enumerate(tensors):
         for part in one.parts:
             own[part].append(t)
     return Lattice(
@@ -127,6 +149,8 @@ def _lattice(problem: DagProblem, lattice: Downsets, order: list[int], prices: F
         exchange=np.ascontiguousarray(total[:, pools + 2]),
         of=np.cumsum([0, *map(len, own)]),
         tensor=np.array([t for its in own for t in its], dtype=np.int64),
-        cost=np.array([one.seconds for one in problem.tensors]),
-        size=np.array([len(one.parts) for one in problem.tensors], dtype=np.int64),
+        cost=np.where(is_own, sent, 0.0),
+        size=np.array([len(one.parts) for one in tensors], dtype=np.int64),
+        other=np.ascontiguousarray(total[:, pools + 3 :].T),
+        other_cost=np.where(is_own, 0.0, sent),
     )

@@ -1,5 +1,6 @@
 """``divide``: published partition problems of operator graphs."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from stagewright.service.dividing import DivideAnswer, DividedSet
 
 MOST_NAMES = 3  # of a set's nodes that are printed
+
+
+class Objective(StrEnum):
+    """What is least."""
+
+    LOAD = "load"
+    PHASES = "phases"
 
 
 def divide(
@@ -43,9 +51,27 @@ def divide(
     any_sets: Annotated[
         bool, typer.Option("--any-sets", help="dnn-partitioning: sets need not be contiguous.")
     ] = False,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            help="dnn-partitioning: the most devices of a set; they exchange gradients at "
+            "--bandwidth.",
+            metavar="N",
+        ),
+    ] = 1,
+    objective: Annotated[
+        Objective,
+        typer.Option(
+            help="dnn-partitioning: the largest load, or the largest forward load plus the "
+            "largest backward load (phases), of a pipeline that does all forwards first.",
+        ),
+    ] = Objective.LOAD,
     bandwidth: Annotated[
         str | None,
-        typer.Option(help="Piper: of a device, such as 25GB/s; default: as in the file."),
+        typer.Option(
+            help="Of a device, such as 25GB/s; Piper: default as in the file; dnn-partitioning: "
+            "with --replicas."
+        ),
     ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Piper: samples in a batch; default: as in the file.")
@@ -71,6 +97,8 @@ def divide(
         memory_bytes=None if memory is None else parse_bytes(memory),
         hosts=hosts,
         any_sets=any_sets,
+        replicas=replicas,
+        objective=objective.value,
         bandwidth_bytes_per_second=None if bandwidth is None else parse_bandwidth(bandwidth),
         samples=samples,
     )
@@ -111,7 +139,7 @@ def _print(name: str, answer: "DivideAnswer") -> None:
 
 def _device(one: "DividedSet") -> str:
     if one.options is None:
-        return one.device
+        return one.device if one.replicas == 1 else f"{one.replicas} x {one.device}"
     return f"{one.replicas} x {one.shards}" if one.shards > 1 else str(one.replicas)
 
 

@@ -84,6 +84,34 @@ def test_devices_memory_and_hosts_may_differ_from_the_file() -> None:
     assert free["cost_seconds"] == pytest.approx(9e-3)
 
 
+@pytest.mark.usefixtures("files")
+def test_replicas_of_sets_exchange_their_bytes() -> None:
+    """Both devices do 14 ms by turns, and exchange 4 kB; with a slow exchange they do not."""
+    asked = ("divide", "ops.json", "--replicas", 2, "--bandwidth")
+    found = answered_json(*asked, "4MB/s")
+    assert found["cost_seconds"] == pytest.approx(14e-3 / 2 + 4 / 4e3)
+    assert found["plan_class"] == "contiguous sets of operators with up to 2 replicas"
+    assert [one["replicas"] for one in found["sets"]] == [2]
+    assert "2 x accelerator" in answered(*asked, "4MB/s")
+    assert answered_json(*asked, "1MB/s")["cost_seconds"] == pytest.approx(9e-3)
+
+
+@pytest.mark.usefixtures("files")
+def test_the_passes_apart_take_no_less() -> None:
+    """Backward operators of 8, 1 ms, with the forward ones of 1 and 8 ms: 8 + 8 apart."""
+    back = {"isBackwardNode": 1}
+    nodes = [
+        node(0, 1, 1, colorClass=0), node(1, 8, 1, colorClass=1),
+        node(2, 1, 1, colorClass=1, **back), node(3, 8, 1, colorClass=0, **back),
+    ]  # fmt: skip
+    edges = [edge(0, 1, 0), edge(1, 2, 0), edge(2, 3, 0)]
+    Path("both.json").write_text(json.dumps(OPERATORS | {"nodes": nodes, "edges": edges}))
+    assert answered_json("divide", "both.json")["cost_seconds"] == pytest.approx(9e-3)
+    apart = answered_json("divide", "both.json", "--objective", "phases")
+    assert apart["cost_seconds"] == pytest.approx(16e-3)
+    assert (apart["status"], apart["bound_seconds"]) == ("optimal", apart["cost_seconds"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -118,6 +146,12 @@ def test_layers_become_stages_with_replicas_and_recomputation() -> None:
     ("arguments", "complaint"),
     [
         (["ops.json", "--samples", 4], "samples is for Piper's workloads"),
+        (["ops.json", "--replicas", 2], "replicas exchange gradients: give the bandwidth"),
+        (["ops.json", "--replicas", 0, "--bandwidth", "1GB/s"], "replicas must be"),
+        (["ops.json", "--bandwidth", "1GB/s"], "a bandwidth is for replicas, or for Piper's"),
+        (["ops.json", "--any-sets", "--objective", "phases"], "any_sets goes with one replica"),
+        (["ops.json", "--objective", "most"], "'most' is not one of 'load', 'phases'"),
+        (["layers.json", "--objective", "phases"], "objective is for workloads of operators"),
         (["layers.json", "--hosts", 0], "hosts is for workloads of operators"),
         (["layers.json", "--any-sets"], "any_sets is for workloads of operators"),
         (["ops.json", "--devices", 0], "--devices must be at least 1, got 0"),

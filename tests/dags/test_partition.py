@@ -24,6 +24,7 @@ from stagewright.solvers.dags.downsets import downsets
 from stagewright.solvers.dags.free import free_partition
 from stagewright.solvers.dags.merging import expand, merge
 from stagewright.solvers.dags.partition import partition
+from stagewright.solvers.dags.phases import partition_phases
 
 DOWNSETS = Path(__file__).parents[3] / "shared" / "data" / "downsets"
 LIMITS = Limits(60)
@@ -87,7 +88,12 @@ def least(problem, contiguous=True):
 
 def least_replicated(problem):
     """The same with replicas: every division into sets, and a pool and a number for each."""
-    n, best = len(problem.names), inf
+    return min((max(loads) for loads in every_loads(problem)), default=inf)
+
+
+def every_loads(problem):
+    """The loads of every division into sets that fit, with a pool and replicas for each."""
+    n = len(problem.names)
     kinds = [
         (k, r)
         for k, pool in enumerate(problem.pools)
@@ -102,12 +108,10 @@ def least_replicated(problem):
             used = [sum(r for k, r in chosen if k == pool) for pool in range(len(problem.pools))]
             if any(u > pool.count for u, pool in zip(used, problem.pools, strict=True)):
                 continue
-            loads = [
+            yield [
                 _replicated(problem, [i for i in range(n) if home[i] == s], *chosen[s])
                 for s in range(number)
             ]
-            best = min(best, max(loads))
-    return best
 
 
 def _replicated(problem, own, pool, replicas):
@@ -221,6 +225,65 @@ def test_replicas_equal_every_division(problem, exchange, most):
     assert found.cost == pytest.approx(right)
     assert problem.evaluate(found.sets) == pytest.approx(right)
     assert heaviest_part(problem) <= right * (1 + 1e-9)
+
+
+@st.composite
+def passes(draw):
+    """Some of the times are of the backward pass, which has tensors and exchanges of its own."""
+    problem = draw(problems(4))
+    n = len(problem.names)
+    share = np.array(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n)))
+    tensors = tuple(replace(one, backward=draw(st.booleans())) for one in problem.tensors)
+    exchange = np.array(draw(st.lists(st.integers(0, 2), min_size=n, max_size=n)), dtype=float)
+    return replace(
+        problem,
+        tensors=tensors,
+        backward=problem.seconds * share[:, None],
+        exchange=exchange,
+        most_replicas=draw(st.integers(1, 2)),
+    )
+
+
+@examples(80)
+@given(problem=passes())
+def test_phases_equal_every_division(problem):
+    """The largest forward load and the largest backward load, which may be of two sets."""
+    forth = replace(
+        problem,
+        seconds=problem.seconds - problem.backward,
+        tensors=tuple(one for one in problem.tensors if not one.backward),
+        exchange=np.zeros(len(problem.names)),
+        backward=None,
+    )
+    back = replace(
+        problem,
+        seconds=problem.backward,
+        tensors=tuple(one for one in problem.tensors if one.backward),
+        backward=None,
+    )
+    both = zip(every_loads(forth), every_loads(back), strict=True)
+    right = min((max(f) + max(b) for f, b in both), default=inf)
+    found = partition_phases(problem, LIMITS)
+    assert found.bound <= right * (1 + 1e-9)
+    if right == inf:
+        assert found.status is Status.INFEASIBLE
+        return
+    assert found.status is Status.OPTIMAL
+    assert found.cost == pytest.approx(right)
+    assert problem.evaluate_phases(found.sets) == pytest.approx(right)
+    assert problem.evaluate(found.sets) <= found.cost * (1 + 1e-9)
+
+
+def test_phases_by_hand():
+    """Forwards 3, 1 and backwards 1, 3: apart the largest are 3 + 3, together 4 + 4."""
+    problem = DagProblem(
+        ("a", "b"), ((0, 1),), np.array([[4.0], [4.0]]), np.zeros(2), (), (Pool("gpu", 2, inf),),
+        backward=np.array([[1.0], [3.0]]),
+    )  # fmt: skip
+    assert partition(problem, LIMITS).cost == 4.0
+    assert partition_phases(problem, LIMITS).cost == 6.0
+    with pytest.raises(InputError, match="the backward pass is a part of the seconds"):
+        replace(problem, backward=np.array([[5.0], [3.0]]))
 
 
 def test_replicas_by_hand():
