@@ -29,7 +29,11 @@ if TYPE_CHECKING:
         run_cluster,
         simulate_cluster,
     )
-    from stagewright.front.operators import check_placement, place
+    from stagewright.front.operators import (
+        check_placement,
+        divide,
+        place,
+    )
     from stagewright.front.pipelines import (
         check,
         check_proofs,
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
         schedule,
         simulate,
     )
+    from stagewright.graphs.importers.partition_problems import load_partition_problem
     from stagewright.graphs.machines.cluster import load_cluster, save_cluster
     from stagewright.graphs.models.chain import load_model, save_model
     from stagewright.graphs.models.step_graph import load_graph, save_graph
@@ -57,6 +62,7 @@ __all__ = [
     "cloud",
     "compare",
     "compare_schedules",
+    "divide",
     "estimate",
     "jobshop",
     "load_allocation",
@@ -65,6 +71,7 @@ __all__ = [
     "load_market",
     "load_model",
     "load_operator_plan",
+    "load_partition_problem",
     "load_plan",
     "load_trace",
     "load_workload",
@@ -94,7 +101,8 @@ _LAZY = {
     "stagewright.front.clusters": (
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
-    "stagewright.front.operators": ("check_placement", "place"),
+    "stagewright.front.operators": ("check_placement", "divide", "place"),
+    "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
         "check", "check_proofs", "compare", "compare_schedules", "jobshop", "partition", "plan",
         "schedule", "simulate",

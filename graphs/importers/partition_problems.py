@@ -9,7 +9,7 @@ from stagewright.graphs.importers.dnn_partitioning import Workload, read_workloa
 from stagewright.graphs.importers.piper import PiperWorkload, read_piper
 
 
-def read_partition_problem(path: str | os.PathLike[str]) -> Workload | PiperWorkload:
+def load_partition_problem(path: str | os.PathLike[str]) -> Workload | PiperWorkload:
     """The workload in a file of either project.
 
     Raises

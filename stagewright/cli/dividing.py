@@ -85,14 +85,14 @@ def divide(
     and recomputation (Piper 2021).
     """
     from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
-    from stagewright.graphs.importers.partition_problems import read_partition_problem
+    from stagewright.graphs.importers.partition_problems import load_partition_problem
     from stagewright.service.dividing import DivideRequest
 
     request = ask(
         DivideRequest,
         {"memory_bytes": "--memory", "bandwidth_bytes_per_second": "--bandwidth"},
         **limit_fields(time_limit, 1, 0),
-        workload=read_partition_problem(file),
+        workload=load_partition_problem(file),
         devices=devices,
         memory_bytes=None if memory is None else parse_bytes(memory),
         hosts=hosts,

@@ -1,6 +1,6 @@
 """Placements of operators, for users of Python."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from stagewright.formulations.forms.answers import StopToken
 from stagewright.service.operator_plans import CheckPlacementRequest, PlaceRequest
@@ -9,8 +9,11 @@ if TYPE_CHECKING:
     from stagewright.formulations.checking.violations import Violation
     from stagewright.formulations.operators.plan import OperatorPlan
     from stagewright.formulations.operators.problem import Contention
+    from stagewright.graphs.importers.dnn_partitioning import Workload
+    from stagewright.graphs.importers.piper import PiperWorkload
     from stagewright.graphs.machines.cluster import Cluster
     from stagewright.graphs.models.step_graph import StepGraph
+    from stagewright.service.dividing import DivideAnswer
     from stagewright.service.operator_plans import PlaceAnswer
 
 
@@ -65,6 +68,74 @@ def place(
         seed=seed,
     )
     return answer(request, stop)
+
+
+def divide(
+    workload: "Workload | PiperWorkload",
+    *,
+    devices: int | None = None,
+    memory_bytes: float | None = None,
+    hosts: int | None = None,
+    any_sets: bool = False,
+    replicas: int = 1,
+    objective: Literal["load", "phases"] = "load",
+    bandwidth_bytes_per_second: float | None = None,
+    samples: int | None = None,
+    time_limit: float = 10.0,
+    seed: int = 0,
+    stop: StopToken | None = None,
+) -> "DivideAnswer":
+    """Divide a published workload among devices: the least time between two samples.
+
+    Parameters
+    ----------
+    workload
+        Operators (dnn-partitioning) or layers (Piper); see :func:`load_partition_problem`.
+    devices, memory_bytes, hosts, bandwidth_bytes_per_second, samples
+        In place of those in its file.
+    any_sets
+        Operators: whether sets need not be contiguous.
+    replicas
+        Operators: the most devices of a set, which exchange gradients at
+        ``bandwidth_bytes_per_second``.
+    objective
+        Operators: the largest ``load``, or the largest forward load plus the largest backward load
+        (``phases``).
+    time_limit
+        Seconds.
+    seed
+        Of the neighbourhoods that are looked at where there are too many downsets.
+    stop
+        Ends the search once it is set; the answer is then the best division so far.
+
+    Returns
+    -------
+    DivideAnswer
+        ``sets`` (None if there are none, with a ``reason``), status, cost, bound and gap.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid for the workload, with the reason in one line.
+    """
+    from stagewright.service.dividing import DivideRequest
+    from stagewright.service.dividing import divide as answer
+
+    request = DivideRequest.of(
+        workload=workload,
+        devices=devices,
+        memory_bytes=memory_bytes,
+        hosts=hosts,
+        any_sets=any_sets,
+        replicas=replicas,
+        objective=objective,
+        bandwidth_bytes_per_second=bandwidth_bytes_per_second,
+        samples=samples,
+        time_limit=time_limit,
+        threads=1,
+        seed=seed,
+    )
+    return answer(request, stop=stop)
 
 
 def check_placement(

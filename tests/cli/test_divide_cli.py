@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from commands import answered, answered_json, refused
 
+import stagewright
+from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.chain import load_model
 
 KILOBYTE = 1e3
@@ -82,6 +84,17 @@ def test_devices_memory_and_hosts_may_differ_from_the_file() -> None:
     free = answered_json("divide", "ops.json", "--any-sets")
     assert free["plan_class"] == "sets of operators, contiguous or not"
     assert free["cost_seconds"] == pytest.approx(9e-3)
+
+
+@pytest.mark.usefixtures("files")
+def test_python_answers_as_the_command() -> None:
+    found = stagewright.divide(stagewright.load_partition_problem("ops.json"), memory_bytes=2e3)
+    asked = answered_json("divide", "ops.json", "--memory", "2KB")
+    assert found.cost_seconds == asked["cost_seconds"]
+    assert [list(one.nodes) for one in found.sets or ()] == [one["nodes"] for one in asked["sets"]]
+    layers = stagewright.load_partition_problem("layers.json")
+    with pytest.raises(InputError, match="hosts is for workloads of operators"):
+        stagewright.divide(layers, hosts=1)
 
 
 @pytest.mark.usefixtures("files")
