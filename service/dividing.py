@@ -139,6 +139,7 @@ def _operators(
     from stagewright.solvers.dags.free import free_partition
     from stagewright.solvers.dags.partition import partition
     from stagewright.solvers.dags.phases import partition_phases
+    from stagewright.solvers.dags.warm_up import compile_partition
 
     asked = {
         "max_devices": request.devices,
@@ -152,6 +153,7 @@ def _operators(
         bandwidth=request.bandwidth_bytes_per_second,
     )
     limits = request.limits(stop)
+    compile_partition()
     solve = partition if request.objective == "load" else partition_phases
     found = solve(problem, limits, on_progress)
     spent = found.seconds
@@ -199,7 +201,9 @@ def _layers(
     request: DivideRequest, workload: PiperWorkload, stop: StopToken | None
 ) -> DivideAnswer:
     from stagewright.solvers.dags.piper import piper_pipeline
+    from stagewright.solvers.dags.warm_up import compile_piper
 
+    compile_piper()
     problem = piper_problem(
         workload,
         devices=request.devices,

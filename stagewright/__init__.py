@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         plan,
         schedule,
         simulate,
+        sweep,
     )
     from stagewright.graphs.importers.partition_problems import load_partition_problem
     from stagewright.graphs.machines.cluster import load_cluster, save_cluster
@@ -90,6 +91,7 @@ __all__ = [
     "schedule",
     "simulate",
     "simulate_cluster",
+    "sweep",
 ]
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -105,7 +107,7 @@ _LAZY = {
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
         "check", "check_proofs", "compare", "compare_schedules", "jobshop", "partition", "plan",
-        "schedule", "simulate",
+        "schedule", "simulate", "sweep",
     ),
     "stagewright.graphs.machines.cluster": ("load_cluster", "save_cluster"),
     "stagewright.graphs.models.chain": ("load_model", "save_model"),

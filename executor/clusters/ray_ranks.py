@@ -33,9 +33,7 @@ def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise InputError(
-            "running jobs on a cluster needs ray: pip install 'stagewright[cluster]'"
-        ) from None
+        raise InputError("Ray is not installed: pip install 'stagewright[cluster]'") from None
     if ray.is_initialized():
         yield ray
         return

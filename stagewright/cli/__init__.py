@@ -30,6 +30,7 @@ from stagewright.cli.profiling import profile, profile_links
 from stagewright.cli.running import run
 from stagewright.cli.schedules import schedule
 from stagewright.cli.simulating import simulate_cluster
+from stagewright.cli.sweeping import sweep
 from stagewright.cli.training import train
 from stagewright.graphs.documents.errors import InputError
 
@@ -90,7 +91,7 @@ app = typer.Typer(
 )
 
 PANELS: dict[str, tuple[Callable[..., int], ...]] = {
-    "Plan": (plan, check, simulate, show),
+    "Plan": (plan, sweep, check, simulate, show),
     "Scheduling problems": (partition, divide, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links, capture),
     "Run": (run, train, compare, export),

@@ -1,6 +1,6 @@
 """Plans of pipelines and schedules, for users of Python."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ScheduleAnswer,
         ScheduleComparison,
     )
+    from stagewright.service.sweep_requests import SweepAnswer, SweepRow
     from stagewright.solvers.planners.proposal import Choices
     from stagewright.solvers.planning import Result
 
@@ -127,6 +128,63 @@ def plan(
         **{one.name: getattr(asked, one.name) for one in fields(asked)},
     )
     return answer(request, on_progress, stop).result
+
+
+def sweep(
+    chain: "Chain",
+    cluster: "Cluster",
+    microbatches: Sequence[int] = (),
+    *,
+    batches: Sequence[int] = (),
+    devices: Sequence[int] = (),
+    memory_bytes: Sequence[float] = (),
+    planners: Sequence[str] = ("auto",),
+    recompute: str | None = None,
+    offload: bool | None = None,
+    time_limit: float = 10.0,
+    threads: int = 1,
+    seed: int = 0,
+    engine: str = "local",
+    workers: int | None = None,
+    address: str | None = None,
+    on_row: "Callable[[SweepRow], None] | None" = None,
+    stop: StopToken | None = None,
+) -> "SweepAnswer":
+    """Plan every combination of the listed sizes; an empty list leaves what is given.
+
+    ``devices`` are numbers of the first devices of ``cluster``, ``memory_bytes`` the memory of
+    each; ``batches``, samples between two updates, are in place of ``microbatches`` for the
+    planners that choose these. ``time_limit`` is of each plan. ``engine`` is ``local`` (processes:
+    ``workers``; call it below ``if __name__ == "__main__"`` in a script) or ``ray``.
+    ``on_row`` is told of each row when it is planned. Rows are in the order of the lists, each with
+    its own bound; ``answer.rows[answer.best]`` has the most samples per second.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid, or the planner refuses every combination.
+    """
+    from stagewright.service.sweep_requests import SweepRequest
+    from stagewright.service.sweeping import sweep as answer
+
+    request = SweepRequest.of(
+        chain=chain,
+        cluster=cluster,
+        microbatches=tuple(microbatches),
+        batches=tuple(batches),
+        devices=tuple(devices),
+        memory_bytes=tuple(float(size) for size in memory_bytes),
+        planners=tuple(planners),
+        recompute=recompute,
+        offload=offload,
+        time_limit=time_limit,
+        threads=threads,
+        seed=seed,
+        engine=engine,
+        workers=workers,
+        address=address,
+    )
+    return answer(request, on_row or (lambda _: None), stop)
 
 
 def partition(

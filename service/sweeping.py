@@ -1,0 +1,45 @@
+"""Sweeps: the plan of every combination of devices, memory, microbatches and planners."""
+
+from collections.abc import Callable
+from time import perf_counter
+
+from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.sweep_engines import REFUSED, engine_of, row
+from stagewright.service.sweep_requests import SweepAnswer, SweepRequest, SweepRow
+
+OnRow = Callable[[SweepRow], None]
+
+
+def sweep(
+    request: SweepRequest, on_row: OnRow = lambda _: None, stop: StopToken | None = None
+) -> SweepAnswer:
+    """Plan all combinations; ``on_row`` is told of each when it is planned.
+
+    After ``stop`` no further plan is begun, and those in flight end with their best so far (on Ray:
+    are lost).
+
+    Raises
+    ------
+    InputError
+        If a planner refuses every combination, for the reason of the first; or Ray is not there.
+    """
+    began = perf_counter()
+    found: dict[int, SweepRow] = {}
+    for number, one in engine_of(request)(request, stop):
+        found[number] = one
+        on_row(one)
+    rows = [
+        found.get(number) or row(point, status=Status.INTERRUPTED.value)
+        for number, point in enumerate(request.points)
+    ]
+    if all(one.status == REFUSED for one in rows):
+        raise InputError(rows[0].reason)
+    rates = {n: one.samples_per_second or 0.0 for n, one in enumerate(rows)}
+    best = max(rates, key=rates.__getitem__)
+    return SweepAnswer(
+        status="interrupted" if is_stopped(stop) else "done",
+        best=best if rates[best] else None,
+        rows=tuple(rows),
+        wall_seconds=perf_counter() - began,
+    )

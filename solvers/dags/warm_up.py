@@ -1,0 +1,38 @@
+"""Compilation of the kernels of operator graphs before a time limit starts."""
+
+from functools import cache
+
+import numpy as np
+
+from stagewright.formulations.dags.piper import Edge, Layer, LayerOption, PiperProblem
+from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
+from stagewright.solvers.dags.partition import partition
+from stagewright.solvers.dags.phases import partition_phases
+from stagewright.solvers.dags.piper import piper_pipeline
+
+
+@cache
+def compile_partition() -> None:
+    """The programs over downsets, once per process."""
+    seconds = np.ones((2, 1))
+    tensors = (Tensor((0, 1), 1.0), Tensor((1, 0), 1.0, backward=True))
+    problem = DagProblem(
+        names=("a", "b"),
+        edges=((0, 1),),
+        seconds=seconds,
+        bytes=np.ones(2),
+        tensors=tensors,
+        pools=(Pool("device", 2, 2.0),),
+        backward=seconds / 2,
+    )
+    partition(problem)
+    partition_phases(problem)
+
+
+@cache
+def compile_piper() -> None:
+    """The program over upsets and its knapsacks, once per process."""
+    keep, less = (LayerOption(str(x), x, 1.0, 3.0 - x, 1.0, {}) for x in (1.0, 2.0))
+    options = {1: (keep, less)}
+    layers = (Layer("a", options), Layer("b", options))
+    piper_pipeline(PiperProblem(layers, (Edge(0, 1, 1.0),), 2, 9.0, 1.0, 4))

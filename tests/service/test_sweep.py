@@ -1,0 +1,143 @@
+"""Sweeps: every row is the plan of its combination alone, whichever engine makes it."""
+
+import threading
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from importlib.util import find_spec
+from itertools import product
+
+import pytest
+
+import stagewright
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.machines.parts import first_devices, with_memory
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.service import sweep_engines
+from stagewright.service.sweep_requests import SweepRequest, SweepRow
+
+LAYERS = (3.0, 1.0, 2.0, 4.0)
+CHAIN = Chain(
+    "made up",
+    "made up",
+    4,
+    tuple(
+        Layer(f"l{i}", 1e7, (LayerCost(4, s, 2e6, 3e6, backward_seconds=2 * s),))
+        for i, s in enumerate(LAYERS)
+    ),
+)
+CLUSTER = uniform_servers(2, 2, Link(1e9), Link(1e8), memory_bytes=1e12)
+SIZES = {"devices": (1, 3), "memory_bytes": (1e12, 8e7), "microbatches": (2, 4)}
+
+
+def without_time(rows: "tuple[SweepRow, ...]") -> list[dict[str, object]]:
+    return [row.json_object() | {"wall_seconds": 0.0} for row in rows]
+
+
+def swept(**options):
+    found = stagewright.sweep(CHAIN, CLUSTER, planners=("dp", "pipedream"), **SIZES, **options)
+    assert found.status == "done"
+    return found
+
+
+def test_every_row_is_the_plan_of_its_combination():
+    told = []
+    answer = swept(workers=1, on_row=told.append)
+    assert told == list(answer.rows)
+    combinations = product(*SIZES.values(), ("dp", "pipedream"))
+    for row, (devices, memory, microbatches, planner) in zip(
+        answer.rows, combinations, strict=True
+    ):
+        assert (row.devices, row.memory_bytes, row.microbatches) == (devices, memory, microbatches)
+        cluster = with_memory(first_devices(CLUSTER, devices), memory)
+        alone = stagewright.plan(CHAIN, cluster, microbatches, planner)
+        assert (row.planner, row.status) == (planner, alone.status)
+        assert (row.cost_seconds, row.bound_seconds) == (alone.cost, alone.bound)
+        if alone.plan is None:
+            assert row.samples_per_second is None
+            continue
+        assert alone.cost is not None
+        assert row.samples_per_second == pytest.approx(4 * microbatches / alone.cost)
+        assert row.replicas == "-".join(str(len(one.devices)) for one in alone.plan.stages)
+    assert {row.status for row in answer.rows} >= {"feasible", "infeasible"}
+    best = max(row.samples_per_second or 0.0 for row in answer.rows)
+    assert answer.best is not None
+    assert answer.rows[answer.best].samples_per_second == best
+
+
+def test_processes_give_what_this_process_gives():
+    assert without_time(swept(workers=2).rows) == without_time(swept(workers=1).rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_ray_gives_what_this_process_gives():
+    assert without_time(swept(engine="ray").rows) == without_time(swept(workers=1).rows)
+
+
+def test_a_stopped_sweep_keeps_its_rows():
+    stop = threading.Event()
+    answer = stagewright.sweep(
+        CHAIN, CLUSTER, (2, 3, 4), planners=("dp",), workers=1,
+        on_row=lambda _: stop.set(), stop=stop,
+    )  # fmt: skip
+    assert answer.status == "interrupted"
+    first, *rest = answer.rows
+    assert first.cost_seconds is not None
+    assert [row.microbatches for row in rest] == [3, 4]
+    assert all((row.status, row.cost_seconds) == ("interrupted", None) for row in rest)
+    assert answer.best == 0
+
+
+def test_a_stop_reaches_the_processes():
+    stop = threading.Event()
+    stop.set()
+    answer = stagewright.sweep(CHAIN, CLUSTER, (2, 3, 4), planners=("dp",), workers=2, stop=stop)
+    assert [row.status for row in answer.rows] == ["interrupted"] * 3
+
+
+def test_a_process_that_ended_is_a_row():
+    (point,) = SweepRequest.of(
+        chain=CHAIN, cluster=CLUSTER, microbatches=(2,), planners=("dp",)
+    ).points
+    lost: Future[SweepRow | None] = Future()
+    lost.set_exception(BrokenProcessPool("a child ended"))
+    row = sweep_engines._result(lost, point)
+    assert row is not None
+    assert (row.status, row.microbatches, row.cost_seconds) == ("failed", 2, None)
+    assert "a process ended" in row.reason
+
+
+def test_what_one_planner_refuses_is_a_row():
+    """Samples between two updates are chosen by 2bw-flush, not by dp."""
+    answer = stagewright.sweep(
+        CHAIN, CLUSTER, batches=(8, 10), planners=("2bw-flush", "dp"), workers=1
+    )
+    found = {(row.planner, row.batch): row for row in answer.rows}
+    assert found["2bw-flush", 8].samples == 8
+    assert found["2bw-flush", 10].status == "refused"
+    assert "8 or 12" in found["2bw-flush", 10].reason
+    assert found["dp", 8].status == "refused"
+    with pytest.raises(InputError, match="does not support a batch"):
+        stagewright.sweep(CHAIN, CLUSTER, batches=(8,), planners=("dp",), workers=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({}, "give one of microbatches and batches"),
+        ({"microbatches": (2,), "batches": (8,)}, "give one of microbatches and batches"),
+        ({"microbatches": (2, 0)}, "microbatches must be at least 1, got 0"),
+        ({"microbatches": (2,), "devices": (5,)}, "devices must be 1 to 4, as cluster '2x2' has"),
+        ({"microbatches": (2,), "memory_bytes": (-1.0,)}, "memory_bytes must"),
+        ({"microbatches": (2,), "planners": ("best",)}, "planners: 'best' is none of spp"),
+        ({"microbatches": (2,), "planners": ()}, "planners is empty"),
+        ({"microbatches": (2,), "workers": 0}, "workers must be at least 1"),
+        ({"microbatches": (2,), "engine": "ray", "workers": 2}, "workers is for the engine local"),
+        ({"microbatches": (2,), "address": "auto"}, "address is for the engine ray"),
+        ({"microbatches": range(1, 10_002)}, "10001 plans are more than the most, 10000"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sweep_is_refused(given, complaint):
+    with pytest.raises(InputError, match=complaint):
+        stagewright.sweep(CHAIN, CLUSTER, **given)
