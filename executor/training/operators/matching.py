@@ -39,7 +39,8 @@ def planned_graph(plan: OperatorPlan, step: CapturedStep) -> PlacedGraph:
         fault = str(error)
     raise InputError(
         f"model, mini-batch, loss and optimizer are not those of {plan.model!r} as it was planned "
-        f"({fault}); capture and plan them, or give the same"
+        f"({fault}); capture and plan them, or give the same (unless told, `capture` takes the "
+        "optimizer adamw and `run` sgd)"
     )
 
 
