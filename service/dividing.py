@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from stagewright.formulations.dags.piper import PiperProblem, PiperStage, in_flight, piper_problem
 from stagewright.formulations.dags.shortages import layer_shortage, part_shortage
-from stagewright.formulations.dags.workloads import dag_problem, members
+from stagewright.formulations.dags.workloads import dag_problem, in_any_order, members
 from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_DEVICES, require_count
@@ -53,6 +53,8 @@ class DivideRequest(Search):
             if getattr(self, name) is not None:
                 require_count(getattr(self, name), name, most)
         require_count(self.replicas, "replicas", MAX_DEVICES)
+        if self.hosts is not None and self.hosts < 0:
+            raise InputError(f"hosts must not be negative, got {self.hosts}")
         if self.hosts:
             require_count(self.hosts, "hosts", MAX_DEVICES)
         for name in ("memory_bytes", "bandwidth_bytes_per_second"):
@@ -157,11 +159,13 @@ def _operators(
     solve = partition if request.objective == "load" else partition_phases
     found = solve(problem, limits, on_progress)
     spent = found.seconds
-    if request.any_sets and found.status is not Status.INFEASIBLE:
+    if request.any_sets:
+        problem = dag_problem(workload, contiguous=False)
+        start = None if found.sets is None else in_any_order(workload, found.sets)
         left = replace(limits, seconds=limits.left(spent))
-        found = free_partition(problem, found, left, on_progress)
+        found = free_partition(problem, replace(found, sets=start), left, on_progress)
         spent += found.seconds
-    names = members(workload)
+    names = members(workload, not request.any_sets)
     sets = (
         None
         if found.sets is None

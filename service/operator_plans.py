@@ -10,7 +10,7 @@ from stagewright.formulations.operators.plan import OperatorPlan, digest_of, loa
 from stagewright.formulations.operators.problem import Contention
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.cluster import Cluster
-from stagewright.graphs.models.step_graph import StepGraph
+from stagewright.graphs.models.step_graph import WITHOUT_TIME, StepGraph
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.pipeline_answers import ViolationAnswer
 from stagewright.service.requests import Request, Search
@@ -141,6 +141,21 @@ def _require_times(graph: StepGraph, cluster: Cluster) -> None:
                 f"graph {graph.name!r} has no times on {device.kind!r}, as {device.name} is; it "
                 f"has them on {', '.join(sorted(known))}"
             )
+        _require_times_on(graph, device.kind)
+
+
+def _require_times_on(graph: StepGraph, kind: str) -> None:
+    """Refuse operators without a time on that kind; they would seem to take none."""
+    computed = [node for node in graph.nodes if node.role not in WITHOUT_TIME]
+    missing = [node for node in computed if kind not in node.seconds]
+    if missing:
+        first, *others = missing
+        more = f" and {len(others)} others" if others else ""
+        there = ", ".join(sorted(first.seconds)) or "no kind"
+        raise InputError(
+            f"operator {first.name!r}{more} of graph {graph.name!r} has no time on {kind!r} (it "
+            f"has one on {there}); capture it with --device-kind {kind}, or let `train` learn it"
+        )
 
 
 def check(request: CheckPlacementRequest) -> PlacementCheckAnswer:

@@ -1,17 +1,20 @@
 """The partition problem of a workload: what must be together becomes one part."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
 
-from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
+from stagewright.formulations.dags.problem import DagProblem, PlacedSet, Pool, Tensor
 from stagewright.graphs.importers.dnn_partitioning import Workload
 
 
 def dag_problem(
     workload: Workload,
     *,
+    contiguous: bool = True,
     hosts: bool = True,
     most_replicas: int = 1,
     bandwidth: float | None = None,
@@ -23,6 +26,9 @@ def dag_problem(
     without forward nodes may be anywhere as long as the backward sets are contiguous, in the
     reverse order; backward nodes with one follow from the forward ones.
 
+    ``contiguous`` False, for partitions in any order: a part is a colour class alone, or a node
+    without one, and there are no edges if they would form a cycle.
+
     ``hosts``: whether processors are devices too, which no transfer takes time of, as the published
     program counts them.
 
@@ -30,7 +36,10 @@ def dag_problem(
     ``bandwidth`` of a device in bytes per second (None: at once).
     """
     nodes = {node.id: node for node in workload.nodes}
-    home, parts = _together(workload)
+    home, parts = _together(workload, contiguous)
+    edges = {(home[a], home[b]) for a, b in _order(workload)} - _loops(len(parts))
+    if not nx.is_directed_acyclic_graph(nx.DiGraph(edges)):
+        edges = set()
     seconds, backward = np.zeros((2, len(parts), 2))
     held = np.zeros(len(parts))
     for id_, part in home.items():
@@ -53,7 +62,7 @@ def dag_problem(
     pools.append(Pool("host", workload.max_hosts if hosts else 0, np.inf, pays_transfers=False))
     return DagProblem(
         names=tuple(parts),
-        edges=tuple(sorted({(home[a], home[b]) for a, b in _order(workload)} - _loops(len(parts)))),
+        edges=tuple(sorted(edges)),
         seconds=seconds,
         bytes=held,
         tensors=tuple(tensors),
@@ -64,22 +73,39 @@ def dag_problem(
     )
 
 
-def members(workload: Workload) -> tuple[tuple[str, ...], ...]:
-    """The names of the nodes of each part."""
-    home, parts = _together(workload)
+def members(workload: Workload, contiguous: bool = True) -> tuple[tuple[str, ...], ...]:
+    """The names of the nodes of each part, with their numbers where a name is not unique."""
+    home, parts = _together(workload, contiguous)
+    count = Counter(node.label for node in workload.nodes)
     found: list[list[str]] = [[] for _ in parts]
     for node in workload.nodes:
-        found[home[node.id]].append(node.label)
+        unique = count[node.label] == 1
+        found[home[node.id]].append(node.label if unique else f"{node.label} ({node.id})")
     return tuple(map(tuple, found))
+
+
+def in_any_order(workload: Workload, sets: Sequence[PlacedSet]) -> tuple[PlacedSet, ...]:
+    """Sets of the parts of contiguous partitions as sets of those of any partition."""
+    strict, loose = (_together(workload, contiguous)[0] for contiguous in (True, False))
+    within: dict[int, set[int]] = defaultdict(set)
+    for id_, part in strict.items():
+        within[part].add(loose[id_])
+    return tuple(
+        replace(one, parts=tuple(sorted({v for part in one.parts for v in within[part]})))
+        for one in sets
+    )
 
 
 def _loops(n: int) -> set[tuple[int, int]]:
     return {(i, i) for i in range(n)}
 
 
-def _together(workload: Workload) -> tuple[dict[int, int], list[str]]:
-    """The part of every node, and the names of the parts, in a topological order."""
-    graph: nx.DiGraph[int] = nx.DiGraph(_order(workload))
+def _together(workload: Workload, contiguous: bool) -> tuple[dict[int, int], list[str]]:
+    """The part of every node, and the names of the parts, in a topological order if there is one.
+
+    Not ``contiguous``: the classes alone.
+    """
+    graph: nx.DiGraph[int] = nx.DiGraph(_order(workload) if contiguous else ())
     graph.add_nodes_from(node.id for node in workload.nodes)
     for members in _classes(workload).values():
         nx.add_cycle(graph, members)

@@ -36,7 +36,7 @@ class WorkloadNode(_Record):
     id: int
     fpga_latency: _Amount
     cpu_latency: _Amount = 0.0
-    size: _Amount
+    size: _Amount = 0.0
     is_backward_node: bool = False
     supported_on_fpga: bool = True
     color_class: int | None = None
@@ -53,7 +53,7 @@ class WorkloadEdge(_Record):
 
     source_id: int
     dest_id: int
-    size: _Amount
+    size: _Amount = 0.0
     cost: _Amount = 0.0
 
 
@@ -154,7 +154,10 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
                 raise InputError(f"{path}: edges[{i}] names node {id_}, which does not exist")
     for node in workload.nodes:
         if not node.supported_on_fpga:
-            raise InputError(f"{path}: {node.label!r} does not run on an accelerator")
+            raise InputError(
+                f"{path}: {node.label!r} does not run on an accelerator; graphs with operators for "
+                "processors alone are not divided"
+            )
     return workload
 
 

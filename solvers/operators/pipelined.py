@@ -19,6 +19,7 @@ from stagewright.formulations.operators.problem import OperatorProblem, Timetabl
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.models.step_graph import StepGraph
 from stagewright.solvers.dags.partition import partition
+from stagewright.solvers.dags.warm_up import compile_partition
 from stagewright.solvers.operators.arrays import arrays_of
 from stagewright.solvers.operators.insertion import by_devices, timetable
 from stagewright.solvers.operators.search import shortest
@@ -32,15 +33,36 @@ AHEAD = ("state", "input", "forward")
 def pipelined(graph: StepGraph, problem: OperatorProblem, limits: Limits) -> Timetable | None:
     """The shortest pipeline found that keeps the memory; None if there is none.
 
+    Stages are cut for all devices and for half as many, down to one: more stages are slower where
+    transfers take longer than what they save.
+    """
+    compile_partition()
+    began, parts = perf_counter(), _Parts.of(graph, problem)
+    best: Timetable | None = None
+    few = len(problem.devices)
+    while few:
+        left = replace(limits, seconds=limits.left(perf_counter() - began))
+        found = _on_few(parts, problem, few, left)
+        best = shortest(problem, [one for one in (best, found) if one is not None])
+        few //= 2
+    return best
+
+
+def _on_few(
+    parts: "_Parts", problem: OperatorProblem, few: int, limits: Limits
+) -> Timetable | None:
+    """The shortest pipeline on at most that many devices of each kind.
+
     Stages are cut with and without the time of transfers in the load, for as many microbatches in
     memory as there are devices, and for fewer if that does not fit.
     """
-    began, parts = perf_counter(), _Parts.of(graph, problem)
+    began = perf_counter()
     best: Timetable | None = None
-    for held in range(min(parts.microbatches, len(problem.devices)), 0, -1):
+    for held in range(min(parts.microbatches, few), 0, -1):
         for pays in (True, False):
             left = min(PARTITION_SECONDS, limits.left(perf_counter() - began))
-            found = partition(parts.problem(problem, held, pays), replace(limits, seconds=left))
+            asked = parts.problem(problem, held, pays, few)
+            found = partition(asked, replace(limits, seconds=left))
             if found.sets is not None:
                 best = shortest(problem, [best, *_timetables(parts, problem, found.sets)])
         if best is not None:
@@ -101,8 +123,8 @@ class _Parts:
             tuple(joined.edges),
         )
 
-    def problem(self, problem: OperatorProblem, held: int, pays: bool) -> DagProblem:
-        """Divide the parts among the devices, with ``held`` microbatches in memory.
+    def problem(self, problem: OperatorProblem, held: int, pays: bool, few: int) -> DagProblem:
+        """Divide the parts among ``few`` devices a kind, with ``held`` microbatches in memory.
 
         A load is that of a microbatch: a step's work over the number of microbatches.
         """
@@ -121,7 +143,7 @@ class _Parts:
             bytes=held_bytes,
             tensors=tuple(self._tensors(problem)),
             pools=tuple(
-                Pool(problem.devices[d], len(its), float(problem.memory[d]), pays)
+                Pool(problem.devices[d], min(few, len(its)), float(problem.memory[d]), pays)
                 for d, its in zip(first, pools, strict=True)
             ),
         )

@@ -142,6 +142,30 @@ def test_why_there_is_no_division(arguments: list[str], reason: str) -> None:
 
 
 @pytest.mark.usefixtures("files")
+def test_a_class_of_any_sets_takes_nothing_else_with_it() -> None:
+    """In order, 1 is between 0 and 2 and with them; else 0 and 2 are alone, within their memory."""
+    nodes = [node(i, 2.0, KILOBYTE, colorClass=c) for i, c in enumerate((0, None, 0))]
+    file = OPERATORS | {"nodes": nodes, "edges": [edge(0, 1, 0), edge(1, 2, 0)]}
+    file["maxSizePerFPGA"] = 2 * KILOBYTE
+    Path("classes.json").write_text(json.dumps(file))
+    assert answered_json("divide", "classes.json", code=1)["status"] == "infeasible"
+    found = answered_json("divide", "classes.json", "--any-sets")
+    assert (found["status"], found["cost_seconds"]) == ("optimal", pytest.approx(4e-3))
+    assert sorted(one["nodes"] for one in found["sets"]) == [["op0", "op2"], ["op1"]]
+
+
+@pytest.mark.usefixtures("files")
+def test_nodes_of_one_name_have_their_numbers() -> None:
+    """Sizes of nodes and edges may be left out."""
+    nodes = [{"id": i, "name": "mm", "fpgaLatency": 1.0} for i in range(2)]
+    file = {"nodes": nodes, "edges": [{"sourceId": 0, "destId": 1}], "maxFPGAs": 2}
+    Path("twins.json").write_text(json.dumps(file | {"maxSizePerFPGA": 1.0}))
+    assert [one["nodes"] for one in answered_json("divide", "twins.json")["sets"]] == [
+        ["mm (0)"], ["mm (1)"],
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("files")
 def test_layers_become_stages_with_replicas_and_recomputation() -> None:
     """One stage of two replicas exchanges gradients; two stages send a tensor twice."""
     found = answered_json("divide", "layers.json")
@@ -168,6 +192,7 @@ def test_layers_become_stages_with_replicas_and_recomputation() -> None:
         (["layers.json", "--hosts", 0], "hosts is for workloads of operators"),
         (["layers.json", "--any-sets"], "any_sets is for workloads of operators"),
         (["ops.json", "--devices", 0], "--devices must be at least 1, got 0"),
+        (["ops.json", "--hosts", -1], "--hosts must not be negative, got -1"),
         (["ops.json", "--memory", "0"], "--memory must be positive and finite, got 0"),
         (["layers.json", "--bandwidth", "0B/s"], "bandwidth '0B/s' must be positive"),
         (["none.json"], "none.json"),

@@ -19,18 +19,18 @@ KINDS = {"accelerator": 0, "host": 1}
 
 
 @st.composite
-def workloads(draw, most, classes=True):
+def workloads(draw, most):
     """A file: some forward operators, then backward ones, with a class, an orphan's or none."""
     n = draw(st.integers(1, most))
     forward = draw(st.integers(1, n))
-    colours = st.sampled_from([None, 0, 1, 2]) if classes else st.none()
+    colours, unit = st.sampled_from([None, 0, 1, 2]), draw(st.sampled_from([0.25, 1]))
     nodes = [
         {
             "id": 7 * i + 3,
             "supportedOnFpga": 1,
             "fpgaLatency": draw(FEW) / 2,
             "cpuLatency": float(draw(FEW)),
-            "size": draw(st.integers(0, 3)),
+            "size": unit * draw(st.integers(0, 3)),
             "isBackwardNode": int(i >= forward),
             "colorClass": draw(colours),
         }
@@ -48,7 +48,7 @@ def workloads(draw, most, classes=True):
         "edges": draw(st.permutations(edges)),
         "maxFPGAs": draw(st.integers(1, 3)),
         "maxCPUs": draw(st.integers(0, 1)),
-        "maxSizePerFPGA": draw(st.sampled_from([1e9, 6, 4, 3])),
+        "maxSizePerFPGA": unit * draw(st.sampled_from([1e9, 6, 4, 3])),
     }
 
 
@@ -216,6 +216,6 @@ def test_passes_apart_equal_every_division(file, most, tmp_path):
 
 
 @examples(60)
-@given(file=workloads(5, classes=False))
+@given(file=workloads(5))
 def test_any_sets_equal_every_division(file, tmp_path):
     compare(file, tmp_path, any_sets=True)

@@ -59,6 +59,17 @@ def test_a_graph_is_planned_and_checked(place):
     assert "valid, 6 ms per step" in answered("check", "plan.json", *FILES)
 
 
+def test_an_operator_without_a_time_on_a_kind_of_device_is_named(place):
+    """It would seem to take no time there."""
+    b = replace(GRAPH.nodes[2], seconds={"t4": 1e-3})
+    save_graph(replace(GRAPH, nodes=(*GRAPH.nodes[:2], b, GRAPH.nodes[3])), "graph.json")
+    for planner in ("fastt", "dag", "single"):
+        assert refused("plan", *FILES, "--planner", planner) == (
+            "operator 'b' of graph 'fork' has no time on 'v100' (it has one on t4); capture it "
+            "with --device-kind v100, or let `train` learn it"
+        )
+
+
 def test_what_is_optimal_with_whole_operators_only_says_so(place):
     text = answered("plan", *FILES, "--planner", "search", "--time-limit", 1)
     assert "search: optimal with whole operators after" in text

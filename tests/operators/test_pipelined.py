@@ -113,3 +113,16 @@ def test_stages_fit_in_memory() -> None:
     nothing = plan_operators(graph, small, "dag")
     assert nothing.plan is None
     assert nothing.reason == "the state is 40 MB, all devices together have 36 MB"
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e12])
+def test_more_devices_are_never_slower_than_one(bandwidth: float) -> None:
+    """Over a slow link a pipeline of two stages is slower than one device."""
+    graph = chain(4, 3)
+    one, two = (
+        plan_operators(graph, uniform_servers(1, n, Link(bandwidth, 1e-2), kind="a"), "dag").plan
+        for n in (1, 2)
+    )
+    assert one is not None
+    assert two is not None
+    assert two.claim.cost <= one.claim.cost * (1 + 1e-9)

@@ -58,10 +58,12 @@ def share_of(batch: tuple[Any, Any], replicas: int, number: int) -> tuple[Any, A
         return batch
     for one in tree_leaves(batch):
         if not isinstance(one, Tensor) or not one.dim() or len(one) % replicas:
-            found = f"{len(one)}" if isinstance(one, Tensor) and one.dim() else "no"
+            found = len(one) if isinstance(one, Tensor) and one.dim() else 0
+            below = found - found % replicas
+            near = f"{below} or {below + replicas}" if below else str(replicas)
             raise InputError(
-                f"a tensor of the mini-batch has {found} samples, which {replicas} replicas "
-                "cannot share equally"
+                f"a tensor of the mini-batch has {found or 'no'} samples, which {replicas} "
+                f"replicas or microbatches cannot share equally; {near} can be"
             )
 
     def rows(one: Tensor) -> Tensor:
