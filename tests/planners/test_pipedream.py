@@ -54,3 +54,11 @@ def test_the_thesis_overlaps_the_all_reduce(reference: Reference, agrees: bool):
     seconds = thesis_seconds(reference_problem(reference))
     assert seconds <= reference.slowest_seconds + REFERENCE_DIGITS
     assert np.isclose(seconds, reference.slowest_seconds, rtol=0, atol=REFERENCE_DIGITS) == agrees
+
+
+def test_straight_pipelines_and_data_parallelism():
+    """VGG-16 on 16 devices: as many stages as devices, one stage, and the optimum between."""
+    problem = reference_problem(REFERENCES[1])
+    assert [len(one.devices) for one in partition(problem, "straight")] == [1] * 16
+    assert [len(one.devices) for one in partition(problem, "data")] == [16]
+    assert [len(one.devices) for one in partition(problem)] == [15, 1]

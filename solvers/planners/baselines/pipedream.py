@@ -19,6 +19,7 @@ from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.baselines.hierarchy import (
     ROUNDING,
     Costs,
+    Shape,
     hierarchy_of,
     optimize,
     placed,
@@ -58,16 +59,19 @@ def plan_pipedream(
     return proposal_of(problem, named_stages(problem, stages), times)
 
 
-def partition(problem: PipelineProblem) -> tuple[StageChoice, ...]:
-    """The stages of PipeDream's optimizer on the levels of the cluster.
+def partition(problem: PipelineProblem, shape: Shape = "any") -> tuple[StageChoice, ...]:
+    """The stages of PipeDream's optimizer on the levels of the cluster; none if the shape has none.
 
     With stages that a device has memory for, if there are such; else memory is not looked at.
+    ``shape`` is that of :func:`hierarchy.optimize`: straight pipelines and data parallelism are
+    restrictions of the same recurrence.
     """
     hierarchy = hierarchy_of(problem.cluster)
-    tables = optimize(costs_of(problem), hierarchy)
-    if not np.isfinite(tables[-1].slowest[0, -1, -1]):
-        tables = optimize(costs_of(problem, memory=False), hierarchy)
-    return placed(tables, hierarchy)
+    for memory in (True, False):
+        tables = optimize(costs_of(problem, memory=memory), hierarchy, shape=shape)
+        if np.isfinite(tables[-1].slowest[0, -1, -1]):
+            return placed(tables, hierarchy)
+    return ()
 
 
 def slowest_seconds(problem: PipelineProblem) -> float:
