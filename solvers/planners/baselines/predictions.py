@@ -23,8 +23,8 @@ def explain_pattern(
     """One line on a periodic plan, in which every microbatch has an all-reduce and an update.
 
     The changes, in seconds per microbatch, add up: whole samples instead of equal shares, the
-    devices and links that the stages have, and recomputation; the all-reduce and the update after the backward, and the
-    transfers that share a channel; and a longer period because of memory.
+    devices and links that the stages have, and recomputation; the all-reduce and the update after
+    the backward, and the transfers that share a channel; and a longer period because of memory.
     """
     computed, moved = _loads(problem, stages)
     reduced = [reduce_seconds(problem, stage) for stage in stages]
