@@ -20,7 +20,7 @@ from stagewright.graphs.importers import read_pipedream
 from stagewright.graphs.machines.cluster import Cluster, Link, uniform_servers
 from stagewright.graphs.models.chain import Chain
 from stagewright.solvers.planners.baselines.hierarchy import hierarchy_of, optimize, placed
-from stagewright.solvers.planners.baselines.pipedream import costs_of, partition, slowest_seconds
+from stagewright.solvers.planners.baselines.pipedream import costs_of, optimum, partition
 from stagewright.solvers.planning import plan
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "pipedream"
@@ -130,7 +130,7 @@ def reference_problem(reference: Reference) -> PipelineProblem:
 
 def thesis_seconds(asked: PipelineProblem) -> float:
     """The slowest stage or channel by the thesis's formula, max(compute, all-reduce)."""
-    return slowest_seconds(asked)
+    return optimum(asked).seconds
 
 
 def public_code_seconds(asked: PipelineProblem, stages: Sequence[StageChoice]) -> float:

@@ -63,7 +63,7 @@ def least(costs, hierarchy, overlapped):
         else:
             inside = costs.work[i:j].sum() if j <= costs.most_stop[i] else inf
         reduced = costs.parameter_bytes[i:j].sum() / hierarchy.levels[k].bandwidth
-        return stage(inside, reduced, m, overlapped) if j <= costs.most_stop[i] else inf
+        return stage(inside, reduced, m, overlapped)
 
     top = len(hierarchy.levels) - 1
     return best(top, 0, len(costs.work), hierarchy.levels[top].workers)
@@ -118,7 +118,7 @@ def by_integer_program(costs, hierarchy, k, i, j, m):
     for a in range(i, j):
         for b in range(a + 1, j + 1):
             inside = costs.work[a:b].sum() if b <= costs.most_stop[a] else inf
-            if k and b <= costs.most_stop[a]:
+            if k:
                 inside = by_integer_program(
                     costs, hierarchy, k - 1, a, b, hierarchy.levels[k - 1].workers
                 )
@@ -172,3 +172,28 @@ def test_levels_of_clusters():
     apart = [[None, 4e9, 1e9], [4e9, None, 1e9], [1e9, 1e9, None]]
     uneven = from_matrix(names, apart, servers=[[names[0].name, names[1].name], [names[2].name]])
     assert hierarchy_of(uneven).levels == (Level(3, 1e9),)
+
+
+def test_stages_inside_a_component_fit_where_their_sum_does_not():
+    """Each of four layers fills a device; two servers of two devices have a stage per device."""
+    costs = Costs(np.ones(4), np.ones(4), np.zeros(4), np.arange(1, 5))
+    servers = Hierarchy((Level(2, 8.0), Level(2, 1.0)), (0, 1, 2, 3))
+    tables = optimize(costs, servers)
+    assert tables[-1].slowest[0, -1, -1] == 1
+    assert [one.devices for one in placed(tables, servers)] == [(0,), (1,), (2,), (3,)]
+
+
+@given(cases())
+@examples(60, quick=20)
+def test_straight_pipelines_and_data_parallelism_are_restrictions(case):
+    costs, hierarchy = case
+    free = optimize(costs, hierarchy)[-1].slowest[0, -1, -1]
+    for shape in ("straight", "data"):
+        tables = optimize(costs, hierarchy, shape=shape)
+        slowest = tables[-1].slowest[0, -1, -1]
+        assert slowest >= free
+        if slowest == inf:
+            continue
+        sizes = [len(one.devices) for one in placed(tables, hierarchy)]
+        count = prod(level.workers for level in hierarchy.levels)
+        assert sizes == ([1] * count if shape == "straight" else [count])

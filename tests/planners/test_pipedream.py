@@ -12,6 +12,8 @@ from benchmarks.pipedream import (
     reference_problem,
     thesis_seconds,
 )
+from benchmarks.pipedream_thesis import CHOICES, FORMULAS, Choice, chosen, costs_on, price
+from stagewright.solvers.planners.baselines.hierarchy import hierarchy_of, optimize
 from stagewright.solvers.planners.baselines.pipedream import partition
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +44,7 @@ def test_slowest_stage_by_the_formula_of_the_public_code(reference: Reference):
 def test_the_slowest_stage_on_levels_is_that_of_the_authors():
     """GNMT-large on 16 devices, and ResNet-50 on 4 servers of 4."""
     rows = {(row[0], row[1]): row for row in hierarchies_table().rows}
+    assert rows["gnmt_large", "1x16"][3] == 13
     assert rows["gnmt_large", "1x16"][5] == "0.058971"
     assert rows["resnet50", "4x4"][5] == "0.028667"
 
@@ -54,3 +57,37 @@ def test_the_thesis_overlaps_the_all_reduce(reference: Reference, agrees: bool):
     seconds = thesis_seconds(reference_problem(reference))
     assert seconds <= reference.slowest_seconds + REFERENCE_DIGITS
     assert np.isclose(seconds, reference.slowest_seconds, rtol=0, atol=REFERENCE_DIGITS) == agrees
+
+
+def test_straight_pipelines_and_data_parallelism():
+    """VGG-16 on 16 devices: as many stages as devices, one stage, and the optimum between."""
+    problem = reference_problem(REFERENCES[1])
+    assert [len(one.devices) for one in partition(problem, "straight")] == [1] * 16
+    assert [len(one.devices) for one in partition(problem, "data")] == [16]
+    assert [len(one.devices) for one in partition(problem)] == [15, 1]
+
+
+# Of table 2.2: the lines that the public profiles give by the code's formula on one level.
+AGREEING = [CHOICES[i] for i in (0, 1, 2, 6, 9, 10)]
+
+
+@pytest.mark.parametrize("choice", AGREEING, ids=lambda one: f"{one.profile}-{one.where}")
+def test_configurations_of_table_2_2(choice: Choice):
+    assert chosen(costs_on(choice), choice.one_level, overlapped=False) == choice.printed
+
+
+def test_resnet_is_data_parallel_on_two_levels_by_the_formula_of_the_thesis():
+    choice = CHOICES[3]
+    levels = hierarchy_of(choice.machines)
+    assert chosen(costs_on(choice), levels, overlapped=True) == choice.printed == (16,)
+
+
+@pytest.mark.parametrize("overlapped", FORMULAS.values(), ids=FORMULAS)
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda one: f"{one.profile}-{one.where}")
+def test_no_configuration_of_table_2_2_is_better_than_the_optimum(choice: Choice, overlapped: bool):
+    costs, level = costs_on(choice), choice.one_level
+    optimum = optimize(costs, level, overlapped=overlapped)[-1].slowest[0, -1, -1]
+    ours = price(costs, chosen(costs, level, overlapped=overlapped), level, overlapped=overlapped)
+    assert ours.seconds == pytest.approx(optimum)
+    printed = price(costs, choice.printed, level, overlapped=overlapped)
+    assert printed.seconds >= optimum * (1 - 1e-9)

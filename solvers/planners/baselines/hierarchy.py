@@ -2,11 +2,15 @@
 
 Level 0 has devices, level 1 the servers that they are in, and so on; all components of a level are
 equal. A stage of a level is computed by some of its components, each of which divides it further.
+
+A pipeline is cut at states: the prefixes of a chain of layers, or the downsets of a graph of
+operators (:mod:`antichains`). A stage is what one state has more than an earlier one.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 import numpy as np
 from numba import njit
@@ -17,6 +21,7 @@ from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.machines.cluster import Cluster
 
 ROUNDING = 1e-9  # relative: of sums of times in another order
+Shape = Literal["any", "straight", "data"]  # data: one stage on all devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,45 @@ class Costs:
     output_bytes: Floats
     most_stop: Ints
 
+    def states(self) -> "States":
+        """The prefixes of the layers."""
+        stops = np.arange(len(self.work) + 1)
+        most = np.append(self.most_stop, len(self.work))
+        return States(
+            work=prefix_sums(self.work),
+            parameter_bytes=prefix_sums(self.parameter_bytes),
+            crossing_bytes=np.append(0.0, self.output_bytes),
+            stages=(stops[:, None] < stops) & (stops <= most[:, None]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """Where a pipeline may be cut: S sets of operators, from none to all.
+
+    In ascending order of their work, a set before those that contain it.
+
+    Attributes
+    ----------
+    work
+        Seconds of forward and backward of a microbatch, shape (S,).
+    parameter_bytes, crossing_bytes
+        Of the operators of a state, and of the outputs that others read, shape (S,).
+    stages
+        Whether one device may have what state j has more than state i, shape (S, S).
+    """
+
+    work: Floats
+    parameter_bytes: Floats
+    crossing_bytes: Floats
+    stages: NDArray[np.bool_]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LevelTables:
-    """A[i, j, m], the time of the slowest stage of layers [i, j) on m components, with choices.
+    """A[i, j, m], the time of the slowest stage from state i to state j on m components.
 
-    ``split[i, j, m]`` is the first layer of the last stage (i for a single stage) and
+    ``split[i, j, m]`` is the state before the last stage (i for a single stage) and
     ``last[i, j, m]`` the components of that stage. The highest level has i = 0 only.
     """
 
@@ -73,7 +111,7 @@ class LevelTables:
     last: NDArray[np.int32]
 
     def stages(self, start: int, stop: int, workers: int) -> list[tuple[int, int, int]]:
-        """(first layer, end, components) of the stages of layers [start, stop), in order."""
+        """(state before, state after, components) of the stages between two states, in order."""
         found = []
         while True:
             split = int(self.split[start, stop, workers])
@@ -133,21 +171,35 @@ def _slowest(cluster: Cluster, labels: Ints) -> float:
 
 
 def optimize(
-    costs: Costs, hierarchy: Hierarchy, *, overlapped: bool = True
+    costs: Costs | States,
+    hierarchy: Hierarchy,
+    *,
+    overlapped: bool = True,
+    shape: Shape = "any",
 ) -> tuple[LevelTables, ...]:
     """The tables A^k, from the lowest level.
 
-    ``overlapped``: an all-reduce runs beside the computation, as the thesis has it; else after it,
-    and for 4 (m - 1) / m of the bytes, as in PipeDream's public code.
+    Parameters
+    ----------
+    costs
+        A chain of layers, or the states at which a graph of operators may be cut.
+    hierarchy
+        The devices.
+    overlapped
+        An all-reduce runs beside the computation, as the thesis has it; else after it, and for
+        4 (m - 1) / m of the bytes, as in PipeDream's public code.
+    shape
+        ``straight``: every stage on one device; ``data``: one stage on all devices.
     """
-    prefix = prefix_sums(costs.work)
-    compute, weights = range_sums(prefix), range_sums(prefix_sums(costs.parameter_bytes))
+    states = costs.states() if isinstance(costs, Costs) else costs
+    compute = np.where(states.stages, range_sums(states.work), np.inf)
+    weights = range_sums(states.parameter_bytes)
     found: list[LevelTables] = []
     for k, level in enumerate(hierarchy.levels):
         tables = _solve_level(
-            compute, prefix, weights, 2.0 * costs.output_bytes / level.bandwidth, level.bandwidth,
-            level.workers, hierarchy.size(k), k + 1 == len(hierarchy.levels), costs.most_stop,
-            overlapped,
+            compute, states.work, weights, 2.0 * states.crossing_bytes / level.bandwidth,
+            level.bandwidth, level.workers, hierarchy.size(k), k + 1 == len(hierarchy.levels),
+            1 if shape == "straight" else level.workers, shape != "data", overlapped,
         )  # fmt: skip
         found.append(LevelTables(*tables))
         compute = np.ascontiguousarray(found[-1].slowest[:, :, level.workers])
@@ -162,8 +214,8 @@ def placed(tables: tuple[LevelTables, ...], hierarchy: Hierarchy) -> tuple[Stage
     top = len(hierarchy.levels) - 1
     size = hierarchy.size(top)
     bundles = [[c * size] for c in range(hierarchy.levels[top].workers)]
-    layers = tables[top].slowest.shape[1] - 1
-    return tuple(_placed(tables, hierarchy, top, bundles, (0, layers)))
+    whole = tables[top].slowest.shape[1] - 1
+    return tuple(_placed(tables, hierarchy, top, bundles, (0, whole)))
 
 
 def _placed(
@@ -204,30 +256,32 @@ def _solve_level(  # noqa: C901 - one recurrence
     workers: int,
     size: int,
     highest: bool,
-    most_stop: Ints,
+    most: int,
+    cuts: bool,
     overlapped: bool,
 ) -> tuple[Floats, NDArray[np.int32], NDArray[np.int32]]:
     """The tables of one level of components of ``size`` devices.
 
     T(i, j, m) is :func:`_stage` of A_below(i, j) and w(i, j) / B, and A(i, j, m) is the least of
     T(i, j, m) and, over s and m', max(A(i, s, m - m'), 2 a_s / B, T(s, j, m')); of equal ones that
-    of largest s, then of least m'. The printed minimum leaves out the single stage on all m.
+    of largest s, then of least m'. The printed minimum leaves out the single stage on all m. No
+    stage has more than ``most`` components; without ``cuts`` there is one stage.
 
     No stage is faster than its work on all its devices: with ``prefix`` that limits the s that can
     improve on the best one so far.
     """
-    layers = len(most_stop)
-    rows = 1 if highest else layers + 1
-    slowest = np.full((rows, layers + 1, workers + 1), np.inf)
-    split = np.zeros((rows, layers + 1, workers + 1), dtype=np.int32)
-    last = np.zeros((rows, layers + 1, workers + 1), dtype=np.int32)
-    for i in range(1 if highest else layers):
-        for j in range(i + 1, layers + 1):
+    states = len(prefix)
+    rows = 1 if highest else states
+    slowest = np.full((rows, states, workers + 1), np.inf)
+    split = np.zeros((rows, states, workers + 1), dtype=np.int32)
+    last = np.zeros((rows, states, workers + 1), dtype=np.int32)
+    for i in range(rows):
+        for j in range(i + 1, states):
             for m in range(1, workers + 1):
                 best, at, with_k = np.inf, i, m
-                if j <= most_stop[i]:
+                if m <= most:
                     best = _stage(compute[i, j], weights[i, j] / bandwidth, m, overlapped)
-                for k in range(1, m):
+                for k in range(1, min(m, most + 1) if cuts else 1):
                     ahead, own = (m - k) * size, k * size
                     middle = prefix[i] + (prefix[j] - prefix[i]) * (m - k) / m
                     first = min(max(np.searchsorted(prefix, middle), i + 1), j - 1)
@@ -238,10 +292,8 @@ def _solve_level(  # noqa: C901 - one recurrence
                             low = np.searchsorted(prefix, prefix[j] - room * own)
                             high = np.searchsorted(prefix, prefix[i] + room * ahead, "right") - 1
                         for s in range(min(high, j - 1), max(low, i + 1) - 1, -1):
-                            if j > most_stop[s]:
-                                break
                             one = _stage(compute[s, j], weights[s, j] / bandwidth, k, overlapped)
-                            time = max(slowest[i, s, m - k], moved[s - 1], one)
+                            time = max(slowest[i, s, m - k], moved[s], one)
                             if time < best or (
                                 time == best and at > i and (s > at or (s == at and k < with_k))
                             ):

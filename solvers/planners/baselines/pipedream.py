@@ -5,7 +5,8 @@ channel, the activations of microbatches in flight, shares of a microbatch that 
 drain at the end of an iteration.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +20,17 @@ from stagewright.solvers.pipelines.list_scheduling import list_schedule
 from stagewright.solvers.planners.baselines.hierarchy import (
     ROUNDING,
     Costs,
+    Shape,
     hierarchy_of,
     optimize,
     placed,
 )
+from stagewright.solvers.planners.baselines.predictions import explain_iteration
 from stagewright.solvers.planners.proposal import (
+    Choices,
     NoPlan,
     Proposal,
+    cost_of,
     named_stages,
     proposal_of,
     shortage,
@@ -58,22 +63,32 @@ def plan_pipedream(
     return proposal_of(problem, named_stages(problem, stages), times)
 
 
-def partition(problem: PipelineProblem) -> tuple[StageChoice, ...]:
-    """The stages of PipeDream's optimizer on the levels of the cluster.
+class Optimum(NamedTuple):
+    """The stages of the recurrence, and seconds of its slowest stage or channel per microbatch."""
+
+    stages: tuple[StageChoice, ...]
+    seconds: float
+
+
+def optimum(problem: PipelineProblem, shape: Shape = "any") -> Optimum:
+    """The answer of PipeDream's optimizer on the levels of the cluster.
 
     With stages that a device has memory for, if there are such; else memory is not looked at.
+    ``shape`` is that of :func:`hierarchy.optimize`: straight pipelines and data parallelism are
+    restrictions of the same recurrence. There are no stages if there are too few layers for it.
     """
     hierarchy = hierarchy_of(problem.cluster)
-    tables = optimize(costs_of(problem), hierarchy)
-    if not np.isfinite(tables[-1].slowest[0, -1, -1]):
-        tables = optimize(costs_of(problem, memory=False), hierarchy)
-    return placed(tables, hierarchy)
+    for memory in (True, False):
+        tables = optimize(costs_of(problem, memory=memory), hierarchy, shape=shape)
+        slowest = float(tables[-1].slowest[0, -1, -1])
+        if np.isfinite(slowest):
+            return Optimum(placed(tables, hierarchy), slowest)
+    return Optimum((), np.inf)
 
 
-def slowest_seconds(problem: PipelineProblem) -> float:
-    """The recurrence's optimum: seconds of the slowest stage or channel per microbatch."""
-    tables = optimize(costs_of(problem), hierarchy_of(problem.cluster))
-    return float(tables[-1].slowest[0, -1, -1])
+def partition(problem: PipelineProblem, shape: Shape = "any") -> tuple[StageChoice, ...]:
+    """The stages of :func:`optimum`."""
+    return optimum(problem, shape).stages
 
 
 def costs_of(problem: PipelineProblem, *, memory: bool = True) -> Costs:
@@ -104,7 +119,23 @@ def _predicted_seconds(problem: PipelineProblem) -> float:
     return (sum(steps) + layers**2 / 20 * levels[-1].workers ** 2 / 2) * STEP_SECONDS
 
 
-PLANNER = UniformPlanner(
+@dataclass(frozen=True, slots=True)
+class ExplainedPlanner(UniformPlanner):
+    """Adds to the notes what the recurrence predicts and what the plan takes."""
+
+    def propose(
+        self, problem: PipelineProblem, choices: Choices, limits: Limits, on_progress: OnProgress
+    ) -> Proposal | NoPlan:
+        """As the planner without notes."""
+        found = UniformPlanner.propose(self, problem, choices, limits, on_progress)
+        if isinstance(found, NoPlan):
+            return found
+        predicted, cost = optimum(problem).seconds, cost_of(problem, found)
+        note = explain_iteration(predicted, problem, found.stages, cost)
+        return replace(found, notes=(*found.notes, note))
+
+
+PLANNER = ExplainedPlanner(
     "pipedream",
     "hierarchical partition and replication, 1F1B with a flush",
     "Narayanan's thesis 2.4.1",

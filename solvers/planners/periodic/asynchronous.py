@@ -31,6 +31,7 @@ from stagewright.formulations.plans.weight_rules import STASH, STASH_VERTICAL_SY
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import format_bytes, format_seconds
 from stagewright.solvers.planners.baselines import pipedream
+from stagewright.solvers.planners.baselines.predictions import explain_pattern
 from stagewright.solvers.planners.periodic.device_groups import (
     Groups,
     group_sizes,
@@ -97,9 +98,28 @@ def plan_asynchronous(
     if not best:
         return NoPlan(f"none of the first {tried} partitions fits in memory", proved=False)
     fastest = sorted(best.values(), key=lambda one: one.period)
+    return fastest[0].proposal(rule, tuple(_notes(problem, choices, fastest, tried)))
+
+
+def _notes(
+    problem: PipelineProblem, choices: Choices, fastest: Sequence[_Found], tried: int
+) -> Iterator[str]:
+    """The shortest periods by kind of partition, and the recurrence's against its prediction."""
     shown = [one for one in fastest if one.kind == RECURRENCE or one in fastest[:SHOWN]]
     each = ", ".join(f"{one.kind} {format_seconds(one.period)}" for one in shown)
-    return fastest[0].proposal(rule, (f"a microbatch every, of {tried} partitions: {each}",))
+    yield f"a microbatch every, of {tried} partitions: {each}"
+    if choices.group_size is None:
+        yield _explained(problem, next((one for one in fastest if one.kind == RECURRENCE), None))
+
+
+def _explained(problem: PipelineProblem, found: _Found | None) -> str:
+    """What the recurrence predicts for its partition, and what its plan takes."""
+    predicted = pipedream.optimum(problem).seconds
+    if found is None:
+        return (
+            f"{RECURRENCE}: {format_seconds(predicted)} per microbatch, checked: fits in no memory"
+        )
+    return explain_pattern(predicted, problem, found.stages, found.asked, found.period)
 
 
 def _candidates(problem: PipelineProblem, rule: WeightRule, choices: Choices) -> Iterator[_Found]:
