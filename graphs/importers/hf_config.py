@@ -10,16 +10,14 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import MAX_LAYERS, require_count
+from stagewright.graphs.importers.config_fields import Fields
 from stagewright.graphs.models.architecture import (
-    MAX_SIZE,
     Architecture,
     Experts,
     FeedForward,
@@ -58,76 +56,10 @@ def architecture_of(values: dict[str, Any]) -> Architecture:
     if not isinstance(kind, str) or kind not in _READERS:
         found = reprlib.repr(kind) if "model_type" in values else "no such field"
         raise InputError(f"model_type must be one of {', '.join(_READERS)}; there is {found}")
-    return _READERS[kind](_Fields(values))
+    return _READERS[kind](Fields(values))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The fields of a configuration, checked as they are read."""
-
-    values: dict[str, Any]
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; required without a default."""
-        value = self.optional_size(name, default)
-        if value is None:
-            missing = "is null" if name in self.values else "is missing"
-            raise InputError(f"{name} {missing}; it must be a positive integer")
-        return value
-
-    def optional_size(self, name: str, default: int | None = None) -> int | None:
-        """A positive integer, or None for null."""
-        value = self.values.get(name, default)
-        if value is None:
-            return None
-        if type(value) is not int or value < 1:
-            raise InputError(f"{name} must be a positive integer, got {reprlib.repr(value)}")
-        require_count(value, name, MAX_SIZE)
-        return value
-
-    def number(self, name: str, default: int) -> int:
-        """An integer from 0."""
-        value = self.values.get(name, default)
-        if type(value) is not int or value < 0:
-            raise InputError(f"{name} must be an integer from 0, got {reprlib.repr(value)}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise InputError(f"{name} must be true or false, got {reprlib.repr(value)}")
-        return value
-
-    def is_positive(self, name: str, default: float) -> bool:
-        """Whether a rate of dropout, from 0 to 1, is not 0."""
-        value = self.values.get(name, default)
-        if type(value) not in (int, float) or not 0 <= value <= 1:
-            raise InputError(f"{name} must be from 0 to 1, got {reprlib.repr(value)}")
-        return bool(value > 0)
-
-    def layers(self, name: str = "num_hidden_layers") -> int:
-        """The number of blocks."""
-        value = self.size(name)
-        require_count(value, name, MAX_LAYERS)
-        return value
-
-    def indices(self, name: str) -> frozenset[int]:
-        """A list of layers, counted from 0; by default empty."""
-        value = self.values.get(name)
-        if value is None:
-            return frozenset()
-        if not isinstance(value, list) or any(type(one) is not int or one < 0 for one in value):
-            raise InputError(f"{name} must be a list of layers, got {reprlib.repr(value)}")
-        return frozenset(value)
-
-    def refuse(self, name: str) -> None:
-        """A flag that must not be set: its operators are not counted."""
-        if self.flag(name, False):
-            raise InputError(f"{name} must be false: such models are not supported")
-
-
-def _gpt2(fields: _Fields) -> Architecture:
+def _gpt2(fields: Fields) -> Architecture:
     fields.refuse("add_cross_attention")
     hidden = fields.size("n_embd")
     inner = fields.optional_size("n_inner") or 4 * hidden
@@ -145,7 +77,7 @@ def _gpt2(fields: _Fields) -> Architecture:
     )
 
 
-def _bert(fields: _Fields) -> Architecture:
+def _bert(fields: Fields) -> Architecture:
     fields.refuse("is_decoder")
     fields.refuse("add_cross_attention")
     return Architecture(
@@ -164,7 +96,7 @@ def _bert(fields: _Fields) -> Architecture:
     )
 
 
-def _gpt_neox(fields: _Fields) -> Architecture:
+def _gpt_neox(fields: Fields) -> Architecture:
     bias = fields.flag("attention_bias", True)
     return Architecture(
         name="gpt_neox",
@@ -179,7 +111,7 @@ def _gpt_neox(fields: _Fields) -> Architecture:
     )
 
 
-def _llama(fields: _Fields) -> Architecture:
+def _llama(fields: Fields) -> Architecture:
     attention = _grouped(fields)
     feed_forward = FeedForward(
         fields.size("intermediate_size"), bias=fields.flag("mlp_bias", False)
@@ -187,7 +119,7 @@ def _llama(fields: _Fields) -> Architecture:
     return _decoder("llama", fields, attention, feed_forward)
 
 
-def _mistral(fields: _Fields) -> Architecture:
+def _mistral(fields: Fields) -> Architecture:
     return _decoder(
         "mistral",
         fields,
@@ -196,7 +128,7 @@ def _mistral(fields: _Fields) -> Architecture:
     )
 
 
-def _mixtral(fields: _Fields) -> Architecture:
+def _mixtral(fields: Fields) -> Architecture:
     width = fields.size("intermediate_size")
     experts = Experts(fields.size("num_local_experts"), fields.size("num_experts_per_tok"), width)
     return _decoder(
@@ -208,19 +140,19 @@ def _mixtral(fields: _Fields) -> Architecture:
     )
 
 
-def _qwen2(fields: _Fields) -> Architecture:
+def _qwen2(fields: Fields) -> Architecture:
     window, full = _qwen_window(fields)
     attention = _grouped(fields, bias=True, key_value_heads=32)
     return _decoder("qwen2", fields, attention, window=window, full_layers=full)
 
 
-def _qwen3(fields: _Fields) -> Architecture:
+def _qwen3(fields: Fields) -> Architecture:
     window, full = _qwen_window(fields)
     attention = _grouped(fields, head_norms=True, key_value_heads=32, head_size=128)
     return _decoder("qwen3", fields, attention, window=window, full_layers=full)
 
 
-def _qwen2_moe(fields: _Fields) -> Architecture:
+def _qwen2_moe(fields: Fields) -> Architecture:
     window, full = _qwen_window(fields, lambda index, most: index % 2 == 1 or index >= most)
     step = fields.size("decoder_sparse_step", 1)
     others = (index for index in range(fields.layers()) if (index + 1) % step)
@@ -238,12 +170,12 @@ def _qwen2_moe(fields: _Fields) -> Architecture:
     )
 
 
-def _gemma(fields: _Fields) -> Architecture:
+def _gemma(fields: Fields) -> Architecture:
     attention = _grouped(fields, key_value_heads=16, head_size=256)
     return _decoder("gemma", fields, attention, tied=True)
 
 
-def _gemma2(fields: _Fields) -> Architecture:
+def _gemma2(fields: Fields) -> Architecture:
     attention = _grouped(fields, key_value_heads=4, head_size=256)
     return _decoder(
         "gemma2",
@@ -256,16 +188,16 @@ def _gemma2(fields: _Fields) -> Architecture:
     )
 
 
-def _deepseek_v2(fields: _Fields) -> Architecture:
+def _deepseek_v2(fields: Fields) -> Architecture:
     fields.refuse("mlp_bias")
     return _deepseek("deepseek_v2", fields, first_dense=0, shared=2)
 
 
-def _deepseek_v3(fields: _Fields) -> Architecture:
+def _deepseek_v3(fields: Fields) -> Architecture:
     return _deepseek("deepseek_v3", fields, first_dense=3, shared=1)
 
 
-def _deepseek(name: str, fields: _Fields, *, first_dense: int, shared: int) -> Architecture:
+def _deepseek(name: str, fields: Fields, *, first_dense: int, shared: int) -> Architecture:
     attention = LatentAttention(
         heads=fields.size("num_attention_heads"),
         query_rank=fields.optional_size("q_lora_rank", 1536),
@@ -291,9 +223,7 @@ def _deepseek(name: str, fields: _Fields, *, first_dense: int, shared: int) -> A
     return _decoder(name, fields, attention, experts=experts, left_out=left_out)
 
 
-def _equal_heads(
-    fields: _Fields, hidden: str, heads: str, *, bias: bool = True
-) -> GroupedAttention:
+def _equal_heads(fields: Fields, hidden: str, heads: str, *, bias: bool = True) -> GroupedAttention:
     """As many key-value heads as heads, which divide the hidden size; fields by their names."""
     number = fields.size(heads)
     size = _whole_share(fields.size(hidden), number, hidden, heads)
@@ -301,7 +231,7 @@ def _equal_heads(
 
 
 def _grouped(
-    fields: _Fields,
+    fields: Fields,
     *,
     bias: bool | None = None,
     head_norms: bool = False,
@@ -330,7 +260,7 @@ def _grouped(
 
 def _decoder(
     name: str,
-    fields: _Fields,
+    fields: Fields,
     attention: GroupedAttention | LatentAttention,
     feed_forward: FeedForward | None = None,
     *,
@@ -351,7 +281,7 @@ def _decoder(
 
 
 def _qwen_window(
-    fields: _Fields, is_full: Callable[[int, int], bool] = operator.lt
+    fields: Fields, is_full: Callable[[int, int], bool] = operator.lt
 ) -> tuple[int | None, frozenset[int]]:
     """The window, if it is used, and the layers without it.
 
@@ -364,7 +294,7 @@ def _qwen_window(
     return window, _full_layers(fields, lambda index: is_full(index, most))
 
 
-def _full_layers(fields: _Fields, is_full: Callable[[int], bool]) -> frozenset[int]:
+def _full_layers(fields: Fields, is_full: Callable[[int], bool]) -> frozenset[int]:
     """The layers without a window, by ``layer_types`` or else by the class's rule."""
     layers = fields.layers()
     kinds = fields.values.get("layer_types")
@@ -386,7 +316,7 @@ def _whole_share(whole: int, parts: int, name: str, parts_name: str) -> int:
     return whole // parts
 
 
-_READERS: dict[str, Callable[[_Fields], Architecture]] = {
+_READERS: dict[str, Callable[[Fields], Architecture]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _mistral,
