@@ -136,18 +136,37 @@ CHANGES = [
 ]
 
 
+def built(fields, **options):
+    """The model that ``transformers`` makes of a configuration, on the current device."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    given = {name: value for name, value in fields.items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model(fields["model_type"], **given, **options)
+    masked = fields["model_type"] == "bert"
+    family = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    model = family.from_config(config)
+    model.tie_weights()
+    return model
+
+
 @pytest.mark.parametrize(("kind", "change"), CHANGES)
 def test_parameters_equal_those_of_transformers(kind, change):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch = pytest.importorskip("torch", reason="torch is not installed")
     fields = SMALL[kind] | change
-    given = {name: value for name, value in fields.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(kind, **given)
-    family = "ForMaskedLM" if kind == "bert" else "ForCausalLM"
     with torch.device("meta"):
-        model = getattr(transformers, f"AutoModel{family}").from_config(config)
-    model.tie_weights()
+        model = built(fields)
     assert architecture_of(fields).total_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_flops_equal_those_that_torch_counts(kind):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    counter = pytest.importorskip("torch.utils.flop_counter", reason="torch counts no FLOPs")
+    # Its counter knows plain products only.
+    model = built(SMALL[kind], attn_implementation="eager", experts_implementation="eager")
+    with counter.FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=torch.zeros(2, 16, dtype=torch.int64))
+    found = architecture_of(SMALL[kind]).flops(2, 16)
+    assert counted.get_total_flops() == sum(sum(one.values()) for one in found.values())
 
 
 def test_sliding_windows():
