@@ -1,4 +1,7 @@
-"""Accelerators by name: peaks and memory from the manufacturers' datasheets."""
+"""Accelerators by name: peaks and memory from the manufacturers' datasheets.
+
+Peaks are dense; datasheets of NVIDIA since A100 print twice as much, with structured sparsity.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +12,8 @@ from stagewright.graphs.documents.errors import InputError
 class Accelerator:
     """Peaks of one device.
 
-    ``fp16_flops`` is the dense peak with fp32 accumulation, on tensor cores if it has them.
+    ``fp16_flops`` is the dense peak with fp32 accumulation, on tensor cores if it has them; that of
+    bf16 is the same where the device ``has_bf16``.
     """
 
     name: str
@@ -17,6 +21,7 @@ class Accelerator:
     memory_bytes_per_second: float
     fp32_flops: float
     fp16_flops: float
+    has_bf16: bool = False
 
 
 ACCELERATORS: dict[str, Accelerator] = {
@@ -28,10 +33,14 @@ ACCELERATORS: dict[str, Accelerator] = {
         Accelerator("v100", 16e9, 900e9, 15.7e12, 125e12),  # SXM2
         Accelerator("v100-32gb", 32e9, 900e9, 15.7e12, 125e12),
         Accelerator("t4", 16e9, 320e9, 8.1e12, 65e12),
-        Accelerator("a100", 40e9, 1555e9, 19.5e12, 312e12),  # SXM4
-        Accelerator("a100-80gb", 80e9, 2039e9, 19.5e12, 312e12),
-        Accelerator("h100", 80e9, 3350e9, 67e12, 989e12),  # SXM5
-        Accelerator("h200", 141e9, 4800e9, 67e12, 989e12),
+        Accelerator("a100", 40e9, 1555e9, 19.5e12, 312e12, has_bf16=True),  # SXM4
+        Accelerator("a100-80gb", 80e9, 2039e9, 19.5e12, 312e12, has_bf16=True),
+        Accelerator("h100", 80e9, 3350e9, 67e12, 989e12, has_bf16=True),  # SXM5
+        Accelerator("h200", 141e9, 4800e9, 67e12, 989e12, has_bf16=True),
+        # A DGX B200's 1440 GB and 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
+        Accelerator("b200", 180e9, 8000e9, 75e12, 2250e12, has_bf16=True),
+        # AMD's datasheet; fp32 as vectors and as matrices.
+        Accelerator("mi300x", 192e9, 5300e9, 163.4e12, 1307.4e12, has_bf16=True),
     )
 }
 

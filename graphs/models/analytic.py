@@ -1,17 +1,18 @@
-"""Analytic profiles: costs of named models from operation counts and a device's peaks."""
+"""Analytic profiles: costs of models from operation counts and a device's peaks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.devices import Accelerator, accelerator
+from stagewright.graphs.models.architecture import Architecture
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
 from stagewright.graphs.models.language import Attention
-from stagewright.graphs.models.named import NamedModel, named_model
+from stagewright.graphs.models.named import named_model
 from stagewright.graphs.models.operations import LayerWork, Operation
 
-Precision = Literal["fp32", "fp16"]
+Precision = Literal["fp32", "fp16", "bf16"]
 
 OPTIMIZERS = {0: "SGD", 1: "SGD with momentum", 2: "Adam"}  # by numbers of state per parameter
 
@@ -55,7 +56,7 @@ def analytic_model(
     Each operation takes the larger of FLOPs over achieved FLOP/s and bytes over achieved memory
     bandwidth; launch times are not counted. See ``models.operations`` for the counts of gradients
     and kept activations. The optimizer step is bound by memory traffic: in fp32 it reads weights,
-    gradients and state and writes weights and state, in fp16 it works on fp32 masters.
+    gradients and state and writes weights and state, in 16 bits it works on fp32 masters.
 
     A table that several layers use (logits tied to the embedding) counts in each of them: every
     later stage that uses it holds a copy, with its gradient and its state, and updates it. If a
@@ -74,8 +75,9 @@ def analytic_model(
     efficiency
         The achieved fractions of the peaks.
     precision
-        ``fp32``, or ``fp16``: weights, gradients and activations of 2 bytes, and an optimizer
-        that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per parameter).
+        ``fp32``, or ``fp16`` and ``bf16``: weights, gradients and activations of 2 bytes, and an
+        optimizer that keeps masters of the weights and its state in fp32 (Adam: 12 bytes per
+        parameter).
     attention
         ``fused``: one kernel that keeps no matrix of scores and recomputes them in the backward,
         or ``materialized``. It does not apply to vision models.
@@ -92,36 +94,65 @@ def analytic_model(
         If the model, the device or a size is unknown or out of range.
     """
     model = named_model(name)
-    asked = model.microbatch_size if microbatch_size is None else microbatch_size
-    every = sorted({asked} if isinstance(asked, int) else set(asked))
-    if not every or every[0] < 1:
-        raise InputError(f"microbatch_size must be at least 1, got {asked}")
-    if precision not in ("fp32", "fp16"):
-        raise InputError(f"precision must be fp32 or fp16, got {precision!r}")
     if attention not in get_args(Attention):
         raise InputError(f"attention must be fused or materialized, got {attention!r}")
-    if optimizer_state not in OPTIMIZERS:
-        raise InputError(f"optimizer_state must be 0, 1 or 2, got {optimizer_state!r}")
-    cards = [accelerator(kind) for kind in ([device] if isinstance(device, str) else device)]
-    if not cards:
-        raise InputError("an analytic profile needs at least one device")
-    rates = [Rates(card, precision, efficiency or Efficiency(), optimizer_state) for card in cards]
-    by_size = {samples: model.layers(samples, sizes, attention) for samples in every}
-    works = by_size[every[-1]]
-    counted = [work.parameters + tied_copies * work.tied_parameters for work in works]
-    layers = zip(counted, zip(*by_size.values(), strict=True), strict=True)
-    assumed = [
-        *map(str, rates),
-        *_assumed(model, works, attention, tied_copies),
-        f"update by {OPTIMIZERS[optimizer_state]}",
-    ]
-    chosen = ",".join(f"{size}={value}" for size, value in sizes.items())
-    return Chain(
-        f"{name}({chosen})" if chosen else name,
-        f"analytic: {'; '.join(assumed)}",
-        every[-1],
-        tuple(_layer(number, dict(zip(every, one, strict=True)), rates) for number, one in layers),
-        optimizer_bytes_per_parameter_byte=rates[0].state_bytes_per_parameter_byte,
+    rates = _rates(device, precision, efficiency, optimizer_state)
+    return _chain(
+        name,
+        sizes,
+        lambda samples: model.layers(samples, sizes, attention),
+        _require_sizes(model.microbatch_size if microbatch_size is None else microbatch_size),
+        rates,
+        assumed=[f"{attention} attention"] if model.attends else [],
+        tied_copies=tied_copies,
+    )
+
+
+def architecture_model(
+    architecture: Architecture,
+    sequence: int,
+    microbatch_size: int | Sequence[int] = 1,
+    device: str | Sequence[str] = "v100",
+    *,
+    efficiency: Efficiency | None = None,
+    precision: Precision = "fp32",
+    tied_copies: bool = True,
+    optimizer_state: int = 2,
+) -> Chain:
+    """A transformer with computed, not measured, costs: embedding, blocks, head.
+
+    Tokens are spread evenly over a layer's experts, all of which are on the device: their weights,
+    gradients and optimizer state count in full. Attention is fused. The other assumptions and
+    parameters are those of :func:`analytic_model`.
+
+    Parameters
+    ----------
+    architecture
+        For example of ``importers.hf_config.read_hf_config``.
+    sequence
+        Tokens in a sample.
+
+    Raises
+    ------
+    InputError
+        If the device is unknown, or a size is out of range.
+    """
+    rates = _rates(device, precision, efficiency, optimizer_state)
+    assumed = ["roofline of every operator", "fused attention"]
+    if not architecture.encoder:
+        assumed.append("causal masks save no FLOPs")
+    if architecture.experts is not None:
+        assumed += ["tokens spread evenly over the experts", "all experts on the device"]
+    if architecture.left_out is not None:
+        assumed.append(f"without {architecture.left_out}")
+    return _chain(
+        architecture.name,
+        {"layers": architecture.layers, "hidden": architecture.hidden, "sequence": sequence},
+        lambda samples: architecture.works(samples, sequence),
+        _require_sizes(microbatch_size),
+        rates,
+        assumed=assumed,
+        tied_copies=tied_copies,
     )
 
 
@@ -154,7 +185,7 @@ class Rates:
 
     @property
     def state_bytes_per_parameter_byte(self) -> float:
-        """The optimizer's state, with fp32 masters where the weights are fp16."""
+        """The optimizer's state, with fp32 masters where the weights have 16 bits."""
         if self.precision == "fp32":
             return float(self.optimizer_state)
         return 2.0 * (1 + self.optimizer_state)
@@ -167,7 +198,7 @@ class Rates:
         """Time of the optimizer step: it reads gradients and state, writes state and weights.
 
         In fp32 it reads the weights too: 7 times their bytes with Adam, 5 with momentum, 3 with
-        SGD. In fp16 it reads the masters in place of the weights.
+        SGD. In 16 bits it reads the masters in place of the weights.
         """
         once = 3 if self.precision == "fp32" else 2
         passes = once + 2 * self.state_bytes_per_parameter_byte
@@ -182,15 +213,65 @@ class Rates:
         return max(operation.flops / (self.peak_flops * reached), memory)
 
 
-def _assumed(
-    model: NamedModel, works: Sequence[LayerWork], attention: Attention, tied_copies: bool
-) -> list[str]:
-    """The assumptions about the model that ``source`` states, after the devices."""
-    found = [f"{attention} attention"] if model.attends else []
+def _rates(
+    device: str | Sequence[str],
+    precision: Precision,
+    efficiency: Efficiency | None,
+    optimizer_state: int,
+) -> list[Rates]:
+    """The rates of every device."""
+    if precision not in get_args(Precision):
+        raise InputError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
+    if optimizer_state not in OPTIMIZERS:
+        raise InputError(f"optimizer_state must be 0, 1 or 2, got {optimizer_state!r}")
+    cards = [accelerator(kind) for kind in ([device] if isinstance(device, str) else device)]
+    if not cards:
+        raise InputError("an analytic profile needs at least one device")
+    for card in cards:
+        if precision == "bf16" and not card.has_bf16:
+            raise InputError(f"{card.name} has no bf16 arithmetic; the precision may be fp16")
+    return [Rates(card, precision, efficiency or Efficiency(), optimizer_state) for card in cards]
+
+
+def _require_sizes(asked: int | Sequence[int]) -> list[int]:
+    """The microbatch sizes, ascending."""
+    every = sorted({asked} if isinstance(asked, int) else set(asked))
+    if not every or every[0] < 1:
+        raise InputError(f"microbatch_size must be at least 1, got {asked}")
+    return every
+
+
+def _chain(
+    name: str,
+    sizes: Mapping[str, int],
+    works_of: Callable[[int], Sequence[LayerWork]],
+    microbatch_sizes: Sequence[int],
+    rates: Sequence[Rates],
+    *,
+    assumed: Sequence[str],
+    tied_copies: bool,
+) -> Chain:
+    """The chain of a model's layers, which ``works_of`` gives for a number of samples."""
+    by_size = {samples: works_of(samples) for samples in microbatch_sizes}
+    works = by_size[microbatch_sizes[-1]]
+    counted = [work.parameters + tied_copies * work.tied_parameters for work in works]
+    layers = zip(counted, zip(*by_size.values(), strict=True), strict=True)
+    stated = [*map(str, rates), *assumed]
     if any(work.tied_parameters for work in works):
         where = "copied to every layer that uses them" if tied_copies else "in their first layer"
-        found.append(f"tied weights {where}")
-    return found
+        stated.append(f"tied weights {where}")
+    stated.append(f"update by {OPTIMIZERS[rates[0].optimizer_state]}")
+    chosen = ",".join(f"{size}={value}" for size, value in sizes.items())
+    return Chain(
+        f"{name}({chosen})" if chosen else name,
+        f"analytic: {'; '.join(stated)}",
+        microbatch_sizes[-1],
+        tuple(
+            _layer(number, dict(zip(microbatch_sizes, one, strict=True)), rates)
+            for number, one in layers
+        ),
+        optimizer_bytes_per_parameter_byte=rates[0].state_bytes_per_parameter_byte,
+    )
 
 
 def _layer(parameters: float, works: Mapping[int, LayerWork], rates: Sequence[Rates]) -> Layer:

@@ -66,15 +66,25 @@ class LayerWork:
 
 
 def dense(
-    rows: int, inputs: int, outputs: int, *, bias: bool = True, tied: bool = False
+    rows: int,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool = True,
+    tied: bool = False,
+    experts: int = 1,
 ) -> Operation:
-    """A linear layer on ``rows`` vectors; ``tied`` weights are those of an earlier layer."""
+    """A linear layer on ``rows`` vectors; ``tied`` weights are those of an earlier layer.
+
+    Of several ``experts`` each has its weights and an equal part of the vectors; with fewer vectors
+    than experts, only as many experts are read.
+    """
     weights = inputs * outputs
     return Operation(
         "matmul",
         2.0 * rows * weights,
-        rows * inputs + weights + rows * outputs,
-        parameters=0 if tied else weights + (outputs if bias else 0),
+        rows * inputs + min(experts, rows) * weights + rows * outputs,
+        parameters=0 if tied else experts * (weights + (outputs if bias else 0)),
         tied_parameters=weights if tied else 0,
         saved=rows * inputs,
         weight_gradients=1,
@@ -94,7 +104,15 @@ def product(batch: int, rows: int, inner: int, columns: int) -> Operation:
 
 
 def fused_attention(
-    batch: int, heads: int, sequence: int, head: int, *, bias: bool = False
+    batch: int,
+    heads: int,
+    sequence: int,
+    head: int,
+    *,
+    bias: bool = False,
+    key_heads: int | None = None,
+    value: int | None = None,
+    window: int | None = None,
 ) -> Operation:
     """Scores, softmax, dropout and weighted values in one kernel (FlashAttention, 2022).
 
@@ -102,16 +120,22 @@ def fused_attention(
     (the output counts where the projection reads it). The backward recomputes the scores: five
     products, where the forward has two. A ``bias`` is a matrix of the scores' size, which is read
     and kept.
+
+    Keys and values have ``key_heads`` heads (None: as many as queries), values the size ``value``
+    (None: that of the keys). Every token attends to all, or to ``window``; as in the thesis's
+    section 4.5, a causal mask saves nothing.
     """
-    rows = batch * heads * sequence
+    value = head if value is None else value
+    rows, key_rows = (batch * each * sequence for each in (heads, key_heads or heads))
+    inputs = rows * head + key_rows * (head + value)
     added = rows * sequence if bias else 0
     return Operation(
         "matmul",
-        4.0 * rows * sequence * head,
-        4 * rows * head + added,
-        saved=3 * rows * head + added,
+        2.0 * rows * min(sequence, window or sequence) * (head + value),
+        inputs + rows * value + added,
+        saved=inputs + added,
         saved_bytes=4 * rows,
-        input_gradients=2.5,
+        input_gradients=(3 * head + 2 * value) / (head + value),
     )
 
 
@@ -131,9 +155,13 @@ def embedding(rows: int, entries: int, width: int, *, tied: bool = False) -> Ope
     )
 
 
-def norm(elements: int, width: int, *, passes: int = 2) -> Operation:
-    """Layer norm (read, write) or, with 3 passes, batch norm (read, read again, write)."""
-    return Operation("memory", 0.0, passes * elements, parameters=2 * width, saved=elements)
+def norm(elements: int, width: int, *, passes: int = 2, bias: bool = True) -> Operation:
+    """Layer norm (read, write) or, with 3 passes, batch norm (read, read again, write).
+
+    Without ``bias`` it is an RMS norm, of one parameter per element of a vector.
+    """
+    parameters = (2 if bias else 1) * width
+    return Operation("memory", 0.0, passes * elements, parameters=parameters, saved=elements)
 
 
 def elementwise(

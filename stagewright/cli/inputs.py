@@ -16,6 +16,7 @@ from stagewright.cli.console import (
     read_sizes,
     warn,
 )
+from stagewright.cli.outputs import Named, require_apart
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     FP16 = "fp16"
+    BF16 = "bf16"
 
 
 class Attention(StrEnum):
@@ -154,7 +156,11 @@ def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: b
 
 def model(
     name: Annotated[
-        str, typer.Argument(help="For example bert-large, vgg19, gpt.", show_default=False)
+        str,
+        typer.Argument(
+            help="For example bert-large, vgg19, gpt; or the path of a Hugging Face config.json.",
+            show_default=False,
+        ),
     ],
     output: OutputFile = None,
     microbatch_size: MicrobatchSize = None,
@@ -182,14 +188,20 @@ def model(
     layers: Annotated[int | None, typer.Option(help="gpt: transformer layers.")] = None,
     hidden: Annotated[int | None, typer.Option(help="gpt: hidden size.")] = None,
     heads: Annotated[int | None, typer.Option(help="gpt: attention heads.")] = None,
-    sequence: Annotated[int | None, typer.Option(help="gpt: tokens in a sequence.")] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="gpt, config.json: tokens in a sequence.")
+    ] = None,
     vocabulary: Annotated[int | None, typer.Option(help="gpt: entries in the vocabulary.")] = None,
     image: Annotated[
         int | None, typer.Option(help="Vision models: height and width of the images.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Write the analytic profile of a named model: computed from FLOPs and bytes, not measured."""
+    """Write an analytic profile: computed from FLOPs and bytes, not measured.
+
+    The model has a name, or is described by a transformer's config.json, for example:
+    stagewright model config.json --device h100 --precision bf16 --sequence 4096 -o model.json
+    """
     from stagewright.graphs.models.analytic import analytic_model
 
     given = {
@@ -203,17 +215,41 @@ def model(
     sizes: dict[str, Any] = {key: size for key, size in given.items() if size is not None}
     if microbatch_size is not None and microbatch_sizes is not None:
         raise InputError("give one of --microbatch-size and --microbatch-sizes")
+    samples = microbatch_size if microbatch_sizes is None else read_sizes(microbatch_sizes)
+    options: dict[str, Any] = {"precision": precision.value, "optimizer_state": optimizer_state}
     kinds = device.split(",")
-    chain = analytic_model(
-        name,
-        microbatch_size if microbatch_sizes is None else read_sizes(microbatch_sizes),
-        kinds,
-        precision=precision.value,
-        attention=attention.value,
-        optimizer_state=optimizer_state,
-        **sizes,
-    )
+    if name.endswith(".json"):
+        if output is not None:
+            require_apart([Named("--output", output)], [Named("NAME", Path(name))])
+        chain = _configured(name, attention, sizes, samples, kinds, options)
+    else:
+        chain = analytic_model(name, samples, kinds, attention=attention.value, **options, **sizes)
     return hand_out(chain, output, as_json)
+
+
+def _configured(
+    path: str,
+    attention: Attention,
+    sizes: dict[str, int],
+    samples: int | list[int] | None,
+    kinds: list[str],
+    options: dict[str, Any],
+) -> "Chain":
+    """The profile of a model that a config.json describes."""
+    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.graphs.models.analytic import architecture_model
+
+    stray = [f"--{size}" for size in sizes if size != "sequence"]
+    if attention is not Attention.FUSED:
+        stray.append(f"--attention {attention.value}")
+    if stray:
+        raise InputError(f"{', '.join(stray)}: does not apply to a configuration such as {path}")
+    if "sequence" not in sizes:
+        raise InputError("--sequence is missing: the tokens in a sample, for example 4096")
+    architecture = read_hf_config(path)
+    return architecture_model(
+        architecture, sizes["sequence"], 1 if samples is None else samples, kinds, **options
+    )
 
 
 def cluster(

@@ -1,0 +1,75 @@
+"""The fields of another project's configuration, checked as they are read."""
+
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_LAYERS, require_count
+from stagewright.graphs.models.architecture import MAX_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a configuration; every error begins with a field's name."""
+
+    values: dict[str, Any]
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer; required without a default."""
+        value = self.optional_size(name, default)
+        if value is None:
+            missing = "is null" if name in self.values else "is missing"
+            raise InputError(f"{name} {missing}; it must be a positive integer")
+        return value
+
+    def optional_size(self, name: str, default: int | None = None) -> int | None:
+        """A positive integer, or None for null."""
+        value = self.values.get(name, default)
+        if value is None:
+            return None
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name} must be a positive integer, got {reprlib.repr(value)}")
+        require_count(value, name, MAX_SIZE)
+        return value
+
+    def number(self, name: str, default: int) -> int:
+        """An integer from 0."""
+        value = self.values.get(name, default)
+        if type(value) is not int or value < 0:
+            raise InputError(f"{name} must be an integer from 0, got {reprlib.repr(value)}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise InputError(f"{name} must be true or false, got {reprlib.repr(value)}")
+        return value
+
+    def is_positive(self, name: str, default: float) -> bool:
+        """Whether a rate of dropout, from 0 to 1, is not 0."""
+        value = self.values.get(name, default)
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise InputError(f"{name} must be from 0 to 1, got {reprlib.repr(value)}")
+        return bool(value > 0)
+
+    def layers(self, name: str = "num_hidden_layers") -> int:
+        """The number of blocks."""
+        value = self.size(name)
+        require_count(value, name, MAX_LAYERS)
+        return value
+
+    def indices(self, name: str) -> frozenset[int]:
+        """A list of layers, counted from 0; by default empty."""
+        value = self.values.get(name)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list) or any(type(one) is not int or one < 0 for one in value):
+            raise InputError(f"{name} must be a list of layers, got {reprlib.repr(value)}")
+        return frozenset(value)
+
+    def refuse(self, name: str) -> None:
+        """A flag that must not be set: its operators are not counted."""
+        if self.flag(name, False):
+            raise InputError(f"{name} must be false: such models are not supported")

@@ -1,0 +1,359 @@
+"""Transformers by their architecture: parameters, and the operators of a forward.
+
+A :class:`Architecture` is a chain of an embedding, blocks and a head. Projections of one input
+count as one operator (query, key and value; gate and up), so that the input that they keep counts
+once.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_LAYERS, require_count
+from stagewright.graphs.models.operations import (
+    LayerWork,
+    Operation,
+    dense,
+    dropout,
+    elementwise,
+    embedding,
+    fused_attention,
+    layer,
+    norm,
+)
+
+MAX_SIZE = 10**9  # of anything that is counted: far above any model, products fit in a float
+
+Operators = dict[str, Operation]
+
+
+def _require_sizes(record: object) -> None:
+    """Every integer of a dataclass is from 1 to MAX_SIZE; zero is spelled None."""
+    for one in fields(record):  # type: ignore[arg-type]
+        value = getattr(record, one.name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value < 1:
+                raise InputError(f"{one.name} must be at least 1, got {value}")
+            require_count(value, one.name, MAX_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Attention in which every key-value head serves ``heads / key_value_heads`` query heads.
+
+    ``bias`` is of the projections to queries, keys and values, ``output_bias`` of the one back.
+    ``head_norms``: a norm over each head of queries and of keys, as in Qwen3.
+    """
+
+    heads: int
+    key_value_heads: int
+    head_size: int
+    bias: bool = False
+    output_bias: bool = False
+    head_norms: bool = False
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+        if self.heads % self.key_value_heads:
+            raise InputError(
+                f"heads ({self.heads}) must be a multiple of key_value_heads "
+                f"({self.key_value_heads})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), as it is trained.
+
+    Keys and values are projections of a latent vector of ``key_value_rank``, queries of one of
+    ``query_rank`` (None: of the input). A head has ``plain_size + rotary_size`` elements of queries
+    and keys, and ``value_size`` of values; all heads share the rotary part of the keys. ``bias``
+    is of the projections to the latent vectors and of the one back.
+    """
+
+    heads: int
+    query_rank: int | None
+    key_value_rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+
+    @property
+    def key_size(self) -> int:
+        """Elements of a head's query or key."""
+        return self.plain_size + self.rotary_size
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """Two linear layers, or with ``gated`` three: act(gate) * up, then down."""
+
+    width: int
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Gated feed-forwards without biases, of which a router chooses some for every token.
+
+    ``shared_width`` is the width of all shared experts together, which every token passes through
+    (None: there are none); with ``shared_gate`` their output is scaled by a learned gate. The
+    ``dense_layers`` (counted from 0) have the plain feed-forward instead.
+    """
+
+    number: int
+    per_token: int
+    width: int
+    shared_width: int | None = None
+    shared_gate: bool = False
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+        if self.per_token > self.number:
+            raise InputError(f"{self.per_token} experts per token, but there are {self.number}")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A decoder, or BERT's encoder with the head of its masked language model.
+
+    ``block_norms`` norms are in a block. ``positions`` is the size of the table of learned
+    positions (None: rotary), ``segments`` that of token types. ``tied``: the head uses the
+    embedding's table. A ``window`` limits the attention of all but the ``full_layers`` (counted
+    from 0). ``dropout``: whether hidden activations are dropped, which keeps masks.
+
+    An ``encoder`` has a norm after the embedding in place of the final one, and its head is a
+    linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
+    has and the layers have not.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    attention: GroupedAttention | LatentAttention
+    feed_forward: FeedForward
+    experts: Experts | None = None
+    norm: Literal["layer", "rms"] = "rms"
+    block_norms: int = 2
+    positions: int | None = None
+    segments: int | None = None
+    tied: bool = False
+    window: int | None = None
+    full_layers: frozenset[int] = frozenset()
+    dropout: bool = False
+    encoder: bool = False
+    left_out: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+        require_count(self.layers, "layers", MAX_LAYERS)
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether the block (counted from 0) has experts."""
+        return self.experts is not None and index not in self.experts.dense_layers
+
+    def operators(self, samples: int, sequence: int) -> dict[str, Operators]:
+        """The operators of a forward of ``samples`` sequences of ``sequence`` tokens, by layer.
+
+        Raises
+        ------
+        InputError
+            If there are fewer learned positions than tokens in a sequence.
+        """
+        for value, name in ((samples, "samples"), (sequence, "sequence")):
+            if value < 1:
+                raise InputError(f"{name} must be at least 1, got {value}")
+            require_count(value, name, MAX_SIZE)
+        if self.positions is not None and sequence > self.positions:
+            raise InputError(
+                f"sequence must be at most the {self.positions} learned positions, got {sequence}"
+            )
+        blocks = {f"block{i}": self._block(i, samples, sequence) for i in range(self.layers)}
+        rows = samples * sequence
+        return {"embedding": self._embedding(rows), **blocks, "head": self._head(rows)}
+
+    def works(self, samples: int, sequence: int) -> tuple[LayerWork, ...]:
+        """The layers for analytic costs; see :meth:`operators`."""
+        rows = samples * sequence
+        outputs = {"head": rows * self.vocabulary}
+        return tuple(
+            layer(
+                name,
+                outputs.get(name, rows * self.hidden),
+                list(operators.values()),
+                differentiable=name != "embedding",
+            )
+            for name, operators in self.operators(samples, sequence).items()
+        )
+
+    def flops(self, samples: int, sequence: int) -> dict[str, dict[str, float]]:
+        """FLOPs of a forward, by layer and operator; see :meth:`operators`."""
+        return {
+            name: {operator: one.flops for operator, one in operators.items()}
+            for name, operators in self.operators(samples, sequence).items()
+        }
+
+    def parameters(self) -> dict[str, int]:
+        """Parameters by layer; a tied table counts in the embedding."""
+        return {work.name: int(work.parameters) for work in self.works(1, 1)}
+
+    @property
+    def total_parameters(self) -> int:
+        """All parameters."""
+        return sum(self.parameters().values())
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters that one token uses: all but those of experts not chosen for it."""
+        if self.experts is None:
+            return self.total_parameters
+        sparse = sum(self.is_sparse(index) for index in range(self.layers))
+        expert = 3 * self.hidden * self.experts.width
+        idle = self.experts.number - self.experts.per_token
+        return self.total_parameters - sparse * idle * expert
+
+    def _norm(self, elements: int, width: int) -> Operation:
+        return norm(elements, width, bias=self.norm == "layer")
+
+    def _dropped(self, name: str, elements: int) -> Operators:
+        return {name: dropout(elements)} if self.dropout else {}
+
+    def _embedding(self, rows: int) -> Operators:
+        tables = {"tokens": self.vocabulary, "positions": self.positions, "segments": self.segments}
+        found = {
+            name: embedding(rows, entries, self.hidden)
+            for name, entries in tables.items()
+            if entries is not None
+        }
+        width = rows * self.hidden
+        if len(found) > 1:
+            found["sum"] = elementwise(width, operands=len(found))
+        if self.encoder:
+            found["norm"] = self._norm(width, self.hidden)
+        return found | self._dropped("dropout", width)
+
+    def _block(self, index: int, samples: int, sequence: int) -> Operators:
+        rows = samples * sequence
+        width = rows * self.hidden
+        window = None if index in self.full_layers else self.window
+        if isinstance(self.attention, LatentAttention):
+            attention = self._latent_attention(self.attention, samples, sequence, window)
+        else:
+            attention = self._grouped_attention(self.attention, samples, sequence, window)
+        sparse = self.experts if self.is_sparse(index) else None
+        return {
+            **{f"norm {i + 1}": self._norm(width, self.hidden) for i in range(self.block_norms)},
+            **attention,
+            **self._dropped("attention dropout", width),
+            "attention sum": elementwise(width, operands=2),
+            **(self._mlp(rows) if sparse is None else self._mixture(sparse, rows)),
+            **self._dropped("feed-forward dropout", width),
+            "feed-forward sum": elementwise(width, operands=2),
+        }
+
+    def _grouped_attention(
+        self, of: GroupedAttention, samples: int, sequence: int, window: int | None
+    ) -> Operators:
+        rows, heads = samples * sequence, of.heads + of.key_value_heads
+        size = of.head_size
+        inputs = (heads + of.key_value_heads) * size
+        found = {"query, key, value": dense(rows, self.hidden, inputs, bias=of.bias)}
+        if of.head_norms:  # two norms, of as many parameters as a head has elements
+            found["head norms"] = self._norm(rows * heads * size, 2 * size)
+        if self.positions is None:
+            found["rotary"] = elementwise(rows * heads * size)
+        found["attention"] = fused_attention(
+            samples, of.heads, sequence, size, key_heads=of.key_value_heads, window=window
+        )
+        found["output"] = dense(rows, of.heads * size, self.hidden, bias=of.output_bias)
+        return found
+
+    def _latent_attention(
+        self, of: LatentAttention, samples: int, sequence: int, window: int | None
+    ) -> Operators:
+        rows, queries = samples * sequence, of.heads * of.key_size
+        latent = of.key_value_rank + of.rotary_size
+        down = dense(rows, self.hidden, (of.query_rank or queries) + latent, bias=False)
+        biases = (latent + (of.query_rank or 0)) if of.bias else 0
+        found = {"latent": replace(down, parameters=down.parameters + biases)}
+        if of.query_rank is not None:
+            found["query norm"] = self._norm(rows * of.query_rank, of.query_rank)
+            found["query"] = dense(rows, of.query_rank, queries, bias=False)
+        found["key-value norm"] = self._norm(rows * of.key_value_rank, of.key_value_rank)
+        keys = of.heads * (of.plain_size + of.value_size)
+        found["key, value"] = dense(rows, of.key_value_rank, keys, bias=False)
+        # Rotates queries and the shared keys, and writes the keys of all heads.
+        found["rotary"] = elementwise(rows * of.heads * (of.key_size + of.rotary_size))
+        found["attention"] = fused_attention(
+            samples, of.heads, sequence, of.key_size, value=of.value_size, window=window
+        )
+        found["output"] = dense(rows, of.heads * of.value_size, self.hidden, bias=of.bias)
+        return found
+
+    def _mlp(self, rows: int) -> Operators:
+        return _feed_forward("feed-forward", rows, self.hidden, self.feed_forward)
+
+    def _mixture(self, experts: Experts, rows: int) -> Operators:
+        """Tokens are spread evenly over the experts; each is copied to those chosen for it."""
+        chosen, width = rows * experts.per_token, rows * self.hidden
+        each = FeedForward(experts.width)
+        return {
+            "router": dense(rows, self.hidden, experts.number, bias=False),
+            "routing": elementwise(rows * experts.number, saved=rows * experts.number),
+            "dispatch": elementwise(chosen * self.hidden),
+            **_feed_forward("experts", chosen, self.hidden, each, experts.number),
+            "combine": elementwise(width, operands=experts.per_token, saved=chosen * self.hidden),
+            **self._shared_experts(experts, rows),
+        }
+
+    def _shared_experts(self, experts: Experts, rows: int) -> Operators:
+        if experts.shared_width is None:
+            return {}
+        width = rows * self.hidden
+        found = _feed_forward("shared", rows, self.hidden, FeedForward(experts.shared_width))
+        if experts.shared_gate:
+            found["shared gate"] = dense(rows, self.hidden, 1, bias=False)
+            found["shared scale"] = elementwise(width, saved=width)
+        for name in ("shared in", "shared gate"):  # the router counts the input that they keep
+            if name in found:
+                found[name] = replace(found[name], saved=0.0)
+        found["shared sum"] = elementwise(width, operands=2)
+        return found
+
+    def _head(self, rows: int) -> Operators:
+        width, scores = rows * self.hidden, rows * self.vocabulary
+        found = {}
+        if self.encoder:
+            found["transform"] = dense(rows, self.hidden, self.hidden)
+            found["activation"] = elementwise(width, saved=width)
+        found["norm"] = self._norm(width, self.hidden)
+        logits = dense(rows, self.hidden, self.vocabulary, bias=False, tied=self.tied)
+        biases = self.vocabulary if self.encoder else 0
+        found["logits"] = replace(logits, parameters=logits.parameters + biases)
+        found["loss"] = elementwise(scores, saved=scores)
+        return found
+
+
+def _feed_forward(
+    name: str, rows: int, hidden: int, of: FeedForward, experts: int = 1
+) -> Operators:
+    """Linear layer, activation, linear layer; act(gate) * up keeps gate, its activation and up."""
+    inner, wide = rows * of.width, (2 if of.gated else 1) * of.width
+    found = {
+        f"{name} in": dense(rows, hidden, wide, bias=of.bias, experts=experts),
+        f"{name} activation": elementwise(inner, saved=inner),
+    }
+    if of.gated:
+        found[f"{name} gate"] = elementwise(inner, operands=2, saved=2 * inner)
+    found[f"{name} out"] = dense(rows, of.width, hidden, bias=of.bias, experts=experts)
+    return found

@@ -1,0 +1,267 @@
+"""Configurations of transformers: parameters as published, and as ``transformers`` counts them."""
+
+import json
+import re
+
+import pytest
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.importers.hf_config import MODEL_TYPES, architecture_of, read_hf_config
+from stagewright.graphs.models.analytic import architecture_model
+
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+BERT = {
+    "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "intermediate_size": 3072, "vocab_size": 30522,
+}  # fmt: skip
+
+
+def sized(kind, layers, hidden, heads, groups, inner, vocabulary, **others):
+    """The fields that most configurations have."""
+    return {
+        "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden,
+        "num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": inner,
+        "vocab_size": vocabulary, **others,
+    }  # fmt: skip
+
+
+DEEPSEEK_V3 = sized(
+    "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, moe_intermediate_size=2048,
+    n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3,
+    moe_layer_freq=1, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, num_nextn_predict_layers=1,
+)  # fmt: skip
+MIXTRAL = sized(
+    "mixtral", 32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2
+)
+QWEN2_MOE = sized(
+    "qwen2_moe", 24, 2048, 16, 16, 5632, 151936, num_experts=60, num_experts_per_tok=4,
+    moe_intermediate_size=1408, shared_expert_intermediate_size=5632, decoder_sparse_step=1,
+)  # fmt: skip
+
+# Fields as in the published config.json of each model; all counts are those of ``transformers``.
+PUBLISHED = {
+    "GPT-2": (GPT2, 124_439_808),
+    "GPT-2 XL": (GPT2 | {"n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200),
+    "GPT-NeoX-20B": (
+        sized("gpt_neox", 44, 6144, 64, None, 24576, 50432), 20_554_567_680,
+    ),
+    "Llama-2-7B": (sized("llama", 32, 4096, 32, 32, 11008, 32000), 6_738_415_616),
+    "Llama-3-8B": (sized("llama", 32, 4096, 32, 8, 14336, 128256), 8_030_261_248),
+    "Llama-3-70B": (sized("llama", 80, 8192, 64, 8, 28672, 128256), 70_553_706_496),
+    "Mistral-7B": (sized("mistral", 32, 4096, 32, 8, 14336, 32000), 7_241_732_096),
+    "Mixtral-8x7B": (MIXTRAL, 46_702_792_704),
+    "Qwen2-7B": (sized("qwen2", 28, 3584, 28, 4, 18944, 152064), 7_615_616_512),
+    "Qwen3-8B": (sized("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128), 8_190_735_360),
+    "Qwen1.5-MoE-A2.7B": (QWEN2_MOE, 14_315_784_192),
+    "Gemma-7B": (
+        sized("gemma", 28, 3072, 16, 16, 24576, 256000, head_dim=256), 8_537_680_896,
+    ),
+    "Gemma-2-9B": (
+        sized("gemma2", 42, 3584, 16, 8, 14336, 256000, head_dim=256), 9_241_705_984,
+    ),
+    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_404_352),
+    "BERT-base": (BERT, 109_514_298),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_models(name):
+    fields, expected = PUBLISHED[name]
+    architecture = architecture_of(fields)
+    assert architecture.total_parameters == expected
+    assert sum(architecture.parameters().values()) == expected
+
+
+def test_the_encoder_of_bert():
+    layers = architecture_of(BERT).parameters()
+    pooler = 768 * 768 + 768
+    assert sum(layers.values()) - layers["head"] + pooler == 109_482_240
+    assert list(layers)[:2] == ["embedding", "block0"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "billions"), [(MIXTRAL, 12.9), (DEEPSEEK_V3, 37.0), (QWEN2_MOE, 2.7)]
+)
+def test_active_parameters_of_published_models(fields, billions):
+    """Published with two or three digits."""
+    active = architecture_of(fields).active_parameters
+    assert active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+# One change at a time from small configurations that ``transformers`` builds too.
+SMALL = {
+    "llama": sized("llama", 3, 32, 4, 2, 48, 90),
+    "mistral": sized("mistral", 3, 32, 4, 2, 48, 90),
+    "mixtral": sized("mixtral", 3, 32, 4, 2, 48, 90, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2": sized("qwen2", 3, 32, 4, 2, 48, 90),
+    "qwen3": sized("qwen3", 3, 32, 4, 2, 48, 90, head_dim=16),
+    "qwen2_moe": sized(
+        "qwen2_moe", 3, 32, 4, 2, 48, 90, num_experts=5, num_experts_per_tok=2,
+        moe_intermediate_size=12, shared_expert_intermediate_size=20,
+    ),
+    "gemma": sized("gemma", 3, 32, 4, 2, 48, 90),
+    "gemma2": sized("gemma2", 3, 32, 4, 2, 48, 90),
+    "deepseek_v2": sized(
+        "deepseek_v2", 3, 32, 4, 4, 48, 90, n_routed_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=12, first_k_dense_replace=1, q_lora_rank=20, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+    ),
+    "deepseek_v3": sized(
+        "deepseek_v3", 4, 32, 4, 4, 48, 90, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
+        topk_group=1, moe_intermediate_size=12, q_lora_rank=20, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+    ),
+    "gpt_neox": sized("gpt_neox", 3, 32, 4, None, 48, 90),
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 90},
+    "bert": sized("bert", 3, 32, 4, None, 48, 90),
+}  # fmt: skip
+CHANGES = [
+    *((kind, {}) for kind in SMALL),
+    *((kind, {"tie_word_embeddings": False}) for kind in ("gpt2", "gemma", "gemma2")),
+    *((kind, {"tie_word_embeddings": True}) for kind in ("llama", "deepseek_v3", "gpt_neox")),
+    ("gpt2", {"n_inner": 50, "n_positions": 70}),
+    ("bert", {"max_position_embeddings": 70, "type_vocab_size": 3}),
+    ("llama", {"num_key_value_heads": None}),
+    ("llama", {"head_dim": 10, "mlp_bias": True}),
+    *((kind, {"attention_bias": True}) for kind in ("llama", "qwen3", "gemma", "gemma2")),
+    *((kind, {"attention_bias": True}) for kind in ("deepseek_v2", "deepseek_v3")),
+    ("gpt_neox", {"attention_bias": False}),
+    ("deepseek_v2", {"q_lora_rank": None}),
+    ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True, "n_shared_experts": 3}),
+    ("deepseek_v3", {"first_k_dense_replace": 0}),
+    ("qwen2_moe", {"decoder_sparse_step": 2}),
+    ("qwen2_moe", {"mlp_only_layers": [1], "qkv_bias": False}),
+    ("mistral", {"head_dim": None}),
+]
+
+
+def built(fields, **options):
+    """The model that ``transformers`` makes of a configuration, on the current device."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    given = {name: value for name, value in fields.items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model(fields["model_type"], **given, **options)
+    masked = fields["model_type"] == "bert"
+    family = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    model = family.from_config(config)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize(("kind", "change"), CHANGES)
+def test_parameters_equal_those_of_transformers(kind, change):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    fields = SMALL[kind] | change
+    with torch.device("meta"):
+        model = built(fields)
+    assert architecture_of(fields).total_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_flops_equal_those_that_torch_counts(kind):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    counter = pytest.importorskip("torch.utils.flop_counter", reason="torch counts no FLOPs")
+    # Its counter knows plain products only.
+    model = built(SMALL[kind], attn_implementation="eager", experts_implementation="eager")
+    with counter.FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=torch.zeros(2, 16, dtype=torch.int64))
+    found = architecture_of(SMALL[kind]).flops(2, 16)
+    assert counted.get_total_flops() == sum(sum(one.values()) for one in found.values())
+
+
+def test_sliding_windows():
+    def windows(kind, **change):
+        found = architecture_of(SMALL[kind] | change)
+        every = found.flops(1, 8)
+        return [every[f"block{i}"]["attention"] for i in range(found.layers)]
+
+    full, part = windows("llama")[0], windows("mistral", sliding_window=4)[0]
+    assert part == full / 2
+    assert windows("mistral") == windows("mistral", sliding_window=None) == 3 * [full]
+    assert windows("qwen2", sliding_window=4) == 3 * [full]  # use_sliding_window is false
+    used = {"sliding_window": 4, "use_sliding_window": True}
+    assert windows("qwen2", max_window_layers=2, **used) == [full, full, part]
+    assert windows("qwen2_moe", max_window_layers=1, **used) == [part, full, full]
+    wide = windows("gemma2")[0]
+    assert windows("gemma2", sliding_window=4) == [wide / 2, wide, wide / 2]
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows("gemma2", sliding_window=4, layer_types=kinds) == [wide, wide / 2, wide]
+
+
+def test_a_file_is_read_as_it_is_published(tmp_path):
+    path = tmp_path / "config.json"
+    extra = {"architectures": ["MistralForCausalLM"], "rope_theta": 1e6, "torch_dtype": "bfloat16"}
+    path.write_text(json.dumps(SMALL["mistral"] | extra))
+    assert read_hf_config(path) == architecture_of(SMALL["mistral"])
+
+
+def test_the_source_states_what_is_left_out():
+    chain = architecture_model(architecture_of(DEEPSEEK_V3), 128, 1, "h100", precision="bf16")
+    assert "without the layers of multi-token prediction" in chain.source
+    assert "all experts on the device" in chain.source
+    assert len(chain) == 63
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "t5"}, f"model_type must be one of {', '.join(MODEL_TYPES)}; .*'t5'"),
+        ({"model_type": ["llama"]}, r"model_type must be one of .*\['llama'\]"),
+        ({"model_type": None}, "model_type must be one of .* there is None"),
+        ({"hidden_size": ...}, "hidden_size is missing; it must be a positive integer"),
+        ({"hidden_size": None}, "hidden_size is null"),
+        ({"hidden_size": "32"}, "hidden_size must be a positive integer, got '32'"),
+        ({"hidden_size": 33}, r"hidden_size \(33\) must be a multiple of num_attention_heads"),
+        ({"vocab_size": True}, "vocab_size must be a positive integer, got True"),
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+        ({"vocab_size": 10**10}, "vocab_size must be at most"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+        ({"mlp_only_layers": [-1]}, r"mlp_only_layers must be a list of layers, got \[-1\]"),
+        ({"max_window_layers": -1, "use_sliding_window": True}, "max_window_layers must be an"),
+        ({"layer_types": [], "use_sliding_window": True}, "layer_types must be a list of 3 kinds"),
+        (
+            {"layer_types": ["full_attention", "wide", 3], "use_sliding_window": True},
+            r"layer_types\[1\] must be full_attention or sliding_attention, got 'wide'",
+        ),
+        ({"num_experts_per_tok": 6}, "6 experts per token, but there are 5"),
+    ],
+)
+def test_bad_fields_are_refused(change, message, tmp_path):
+    fields = {k: v for k, v in (SMALL["qwen2_moe"] | change).items() if v is not ...}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    with pytest.raises(InputError, match=re.escape(f"{path}: ") + message):
+        read_hf_config(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("bert", {"is_decoder": True}, "is_decoder must be false: such models are not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention must be false"),
+        ("gpt2", {"resid_pdrop": "none"}, "resid_pdrop must be from 0 to 1, got 'none'"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be false"),
+    ],
+)
+def test_models_that_are_not_counted_are_refused(kind, change, message):
+    with pytest.raises(InputError, match=message):
+        architecture_of(SMALL[kind] | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a complete JSON document"),
+        ("[]", "a configuration is an object with the field 'model_type'"),
+        ("{}", "model_type must be one of .* there is no such field"),
+    ],
+)
+def test_other_files_are_refused(text, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_hf_config(path)
+    with pytest.raises(InputError, match=r"none\.json: No such file"):
+        read_hf_config(tmp_path / "none.json")
