@@ -104,8 +104,8 @@ def read_throughputs(path: str | os.PathLike[str]) -> Throughputs:
     InputError
         In one line, if the file is not such a table.
     """
+    text = documents.read_text(path)
     try:
-        text = documents.read_text(path)
         from_json(text)  # refuses deep nesting, into which the json module recurses
         table = json.loads(text, parse_int=float)
     except ValueError as error:
