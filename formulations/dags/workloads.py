@@ -6,7 +6,7 @@ import networkx as nx
 import numpy as np
 
 from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
-from stagewright.graphs.importers.dnn_partitioning import Workload
+from stagewright.graphs.importers.dnn_partitioning import Workload, require_accelerators
 
 
 def dag_problem(
@@ -28,7 +28,13 @@ def dag_problem(
 
     ``most_replicas`` of a set exchange the bytes of its nodes, as if all were weights, at the
     ``bandwidth`` of a device in bytes per second (None: at once).
+
+    Raises
+    ------
+    InputError
+        If a node does not run on an accelerator.
     """
+    require_accelerators(workload)
     nodes = {node.id: node for node in workload.nodes}
     home, parts = _together(workload)
     seconds, backward = np.zeros((2, len(parts), 2))

@@ -1,0 +1,169 @@
+"""Lower bounds on the latency of every placement, from one path of the graph at a time.
+
+The nodes of a path follow each other, and contiguous calls meet the path in segments. So the
+latency is at least that of the best division of the path into nodes on hosts and at most k calls,
+each of which takes at least
+
+- the nodes of its segment, with all that contiguity and groups then force into the call;
+- the outputs that it reads from nodes which contiguity keeps out of it, since they come before the
+  path's node before the segment, and those that it makes for nodes that are kept out likewise;
+- for each other output that it reads, the transfer or the node that makes it, as far as the memory
+  that is left can hold those nodes (a knapsack, relaxed to fractions).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import networkx as nx
+import numpy as np
+
+from stagewright.formulations.dags.latency import LatencyProblem
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Floats
+
+MOST_WEIGHTS = 24  # of nodes, by which paths are heavy
+
+
+def longest_path(problem: LatencyProblem) -> float:
+    """The longest path, with every node where it is fastest."""
+    inf = np.inf
+    seconds = np.minimum(
+        np.where(problem.supported & (problem.accelerators > 0), problem.on_accelerator, inf),
+        problem.on_host if problem.hosts else inf,
+    )
+    return float(sum(seconds[v] for v in _heaviest(problem, seconds)))
+
+
+class PathBound:
+    """Bounds from paths; see the module."""
+
+    def __init__(self, problem: LatencyProblem) -> None:
+        self.problem = problem
+        n = len(problem.names)
+        graph: nx.DiGraph[int] = nx.DiGraph(problem.edges)
+        graph.add_nodes_from(range(n))
+        order = list(nx.topological_sort(graph))
+        self.makers = [list(graph.predecessors(v)) for v in range(n)]
+        self.readers = [sum(1 << w for w in graph.successors(v)) for v in range(n)]
+        self.below, self.above = [0] * n, [0] * n  # with the node itself, as sets of bits
+        for v in order:
+            self.above[v] = 1 << v
+            for u in self.makers[v]:
+                self.above[v] |= self.above[u]
+        for v in reversed(order):
+            self.below[v] = 1 << v
+            for w in graph.successors(v):
+                self.below[v] |= self.below[w]
+        self.group = [1 << v for v in range(n)]
+        for members in problem.groups:
+            for v in members:
+                self.group[v] = sum(1 << w for w in members)
+
+    def of(self, path: Sequence[int]) -> float:
+        """The least latency of a division of ``path``; infinite if it cannot be divided."""
+        k, size = self.problem.accelerators, len(path)
+        best = np.full((k + 1, size + 1), np.inf)
+        best[0, 0] = 0.0
+        for i, v in enumerate(path):
+            if self.problem.hosts:
+                on_host = best[:, i] + self.problem.on_host[v]
+                best[:, i + 1] = np.minimum(best[:, i + 1], on_host)
+            for j, seconds in self._calls(path, i):
+                best[1:, j] = np.minimum(best[1:, j], best[:-1, i] + seconds)
+        return float(best[:, size].min())
+
+    def _calls(self, path: Sequence[int], i: int) -> Iterator[tuple[int, float]]:
+        """(j, seconds) of a call that meets the path in nodes i to j - 1, for every j that fits."""
+        problem = self.problem
+        before = self.above[path[i - 1]] if i else 0
+        inside, below, above, took, held = 0, 0, 0, 0.0, 0.0
+        for j in range(i, len(path)):
+            wanted = self.group[path[j]] & ~inside
+            while wanted:
+                grouped = 0
+                for v in _bits(wanted):
+                    if not problem.supported[v]:
+                        return
+                    took += float(problem.on_accelerator[v])
+                    held += float(problem.bytes[v])
+                    below, above = below | self.below[v], above | self.above[v]
+                    grouped |= self.group[v]
+                inside |= wanted
+                wanted = (below & above | grouped) & ~inside
+            if held > problem.memory * (1 + RELATIVE_TOLERANCE) or inside & before:
+                return
+            after = self.below[path[j + 1]] if j + 1 < len(path) else 0
+            if not inside & after:
+                yield j + 1, took + self._transfers(inside, before, after, held)
+
+    def _transfers(self, inside: int, before: int, after: int, held: float) -> float:
+        """The least seconds of the transfers of a call with the nodes ``inside``, and of others."""
+        problem = self.problem
+        sent, others, read = 0.0, [], 0
+        for v in _bits(inside):
+            if self.readers[v] & after:
+                sent += float(problem.transfer[v])
+            for u in self.makers[v]:
+                read |= 1 << u
+        for u in _bits(read & ~inside):
+            sent += float(problem.transfer[u])
+            saved = float(problem.transfer[u] - problem.on_accelerator[u])
+            if saved > 0 and problem.supported[u] and not before >> u & 1:
+                others.append((saved, float(problem.bytes[u])))
+        room = problem.memory * (1 + RELATIVE_TOLERANCE) - held
+        return sent - _fractional_knapsack(others, room)
+
+    def of_heavy_paths(self) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """The bounds of some heavy paths, which differ, with the paths."""
+        seen = set()
+        for weights in self._weights():
+            path = tuple(_heaviest(self.problem, weights))
+            if path not in seen:
+                seen.add(path)
+                yield self.of(path), path
+
+    def _weights(self) -> Iterator[Floats]:
+        """What makes a path long: time, transfers, memory, and mixtures of them."""
+        problem = self.problem
+        kinds = [
+            values / max(float(values.sum()), 1e-300)
+            for values in (problem.on_accelerator, problem.on_host, problem.transfer, problem.bytes)
+        ]
+        yield from kinds
+        random = np.random.default_rng(0)
+        for _ in range(MOST_WEIGHTS - len(kinds)):
+            shares = random.dirichlet(np.full(len(kinds), 0.5))
+            yield sum(share * values for share, values in zip(shares, kinds, strict=True))
+
+
+def _heaviest(problem: LatencyProblem, weights: Floats) -> list[int]:
+    """The path with the largest sum of ``weights`` of its nodes."""
+    graph: nx.DiGraph[int] = nx.DiGraph(problem.edges)
+    graph.add_nodes_from(range(len(weights)))
+    total: dict[int, float] = {}
+    maker: dict[int, int] = {}
+    for v in nx.topological_sort(graph):
+        for u in graph.predecessors(v):
+            if v not in maker or total[u] > total[maker[v]]:
+                maker[v] = u
+        total[v] = float(weights[v]) + (total[maker[v]] if v in maker else 0.0)
+    path = [max(total, key=total.__getitem__)]
+    while path[-1] in maker:
+        path.append(maker[path[-1]])
+    return path[::-1]
+
+
+def _fractional_knapsack(items: list[tuple[float, float]], room: float) -> float:
+    """The largest saving of items (saving, size), the last one in part, that have room."""
+    saved = 0.0
+    for saving, size in sorted(items, key=lambda one: -one[0] / max(one[1], 1e-300)):
+        if size > room:
+            return saved + saving * room / size
+        saved, room = saved + saving, room - size
+    return saved
+
+
+def _bits(number: int) -> Iterator[int]:
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
