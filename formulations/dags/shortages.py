@@ -47,7 +47,7 @@ def node_shortage(problem: LatencyProblem) -> str | None:
         )
     if _is_more(total, problem.accelerators * problem.memory):
         return (
-            f"all nodes have {format_bytes(total)}, {problem.accelerators} accelerators "
+            f"all nodes have {format_bytes(total)}, all accelerators "
             f"{format_bytes(problem.accelerators * problem.memory)}, and there are no hosts"
         )
     return None
