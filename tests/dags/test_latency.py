@@ -20,9 +20,10 @@ from stagewright.formulations.dags.latency import HOST, LatencyProblem, latency_
 from stagewright.formulations.dags.latency_bounds import PathBound, longest_path
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
-from stagewright.graphs.importers.dnn_partitioning import Workload
+from stagewright.graphs.importers.dnn_partitioning import Workload, read_workload
 from stagewright.solvers.dags.latency import place_for_latency
 
+DOWNSETS = Path(__file__).parents[3] / "shared" / "data" / "downsets"
 LIMITS = Limits(60)
 
 
@@ -245,6 +246,16 @@ def test_a_stopped_search_says_so():
     assert found.status is Status.INTERRUPTED
     assert found.cost == 60  # all on hosts
     assert found.bound <= 8
+
+
+@pytest.mark.skipif(not DOWNSETS.exists(), reason="the published inputs are absent")
+@pytest.mark.parametrize("name", ["bert24", "gnmt"])
+def test_published_graphs(name):
+    """The clock agrees, and the bound is near: these graphs are almost chains."""
+    problem = latency_problem(read_workload(DOWNSETS / f"LayerGraphs_{name}_inference.json"))
+    found = place_for_latency(problem, Limits(4))
+    assert found.cost == pytest.approx(by_events(problem, found.home))
+    assert longest_path(problem) <= found.bound <= found.cost <= 1.05 * found.bound
 
 
 def node(number: int, milliseconds: float, **more: Any) -> dict[str, Any]:
