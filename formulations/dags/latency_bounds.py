@@ -7,8 +7,9 @@ each of which takes at least
 - the nodes of its segment, with all that contiguity and groups then force into the call;
 - the outputs that it reads from nodes which contiguity keeps out of it, since they come before the
   path's node before the segment, and those that it makes for nodes that are kept out likewise;
-- for each other output that it reads, the transfer or the node that makes it, as far as the memory
-  that is left can hold those nodes (a knapsack, relaxed to fractions).
+- for each other output that it reads, the transfer or the node that makes it, and what that node
+  reads in turn, as far as the memory that is left can hold it (a knapsack, relaxed to fractions);
+- for each other output that it makes, the transfer or all nodes that read it, and theirs in turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from stagewright.formulations.dags.latency import LatencyProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 
+DEPTH = 16  # of branches whose nodes may join a call
 MOST_WEIGHTS = 24  # of nodes, by which paths are heavy
 
 
@@ -42,12 +44,13 @@ class PathBound:
         graph: nx.DiGraph[int] = nx.DiGraph(problem.edges)
         graph.add_nodes_from(range(n))
         order = list(nx.topological_sort(graph))
-        self.makers = [list(graph.predecessors(v)) for v in range(n)]
+        # Sets of nodes are the bits of numbers.
+        self.makers = [sum(1 << u for u in graph.predecessors(v)) for v in range(n)]
         self.readers = [sum(1 << w for w in graph.successors(v)) for v in range(n)]
-        self.below, self.above = [0] * n, [0] * n  # with the node itself, as sets of bits
+        self.below, self.above = [0] * n, [0] * n  # with the node itself
         for v in order:
             self.above[v] = 1 << v
-            for u in self.makers[v]:
+            for u in graph.predecessors(v):
                 self.above[v] |= self.above[u]
         for v in reversed(order):
             self.below[v] = 1 << v
@@ -75,7 +78,8 @@ class PathBound:
         """(j, seconds) of a call that meets the path in nodes i to j - 1, for every j that fits."""
         problem = self.problem
         before = self.above[path[i - 1]] if i else 0
-        inside, below, above, took, held = 0, 0, 0, 0.0, 0.0
+        room = problem.memory * (1 + RELATIVE_TOLERANCE)
+        inside, below, above, read, open_, took = 0, 0, 0, 0, 0, 0.0
         for j in range(i, len(path)):
             wanted = self.group[path[j]] & ~inside
             while wanted:
@@ -84,33 +88,67 @@ class PathBound:
                     if not problem.supported[v]:
                         return
                     took += float(problem.on_accelerator[v])
-                    held += float(problem.bytes[v])
+                    room -= float(problem.bytes[v])
                     below, above = below | self.below[v], above | self.above[v]
-                    grouped |= self.group[v]
+                    grouped, read = grouped | self.group[v], read | self.makers[v]
                 inside |= wanted
+                open_ |= wanted
                 wanted = (below & above | grouped) & ~inside
-            if held > problem.memory * (1 + RELATIVE_TOLERANCE) or inside & before:
+            if room < 0 or inside & before:
                 return
+            open_ = sum(1 << v for v in _bits(open_) if self.readers[v] & ~inside)
             after = self.below[path[j + 1]] if j + 1 < len(path) else 0
             if not inside & after:
-                yield j + 1, took + self._transfers(inside, before, after, held)
+                received = self._received(read & ~inside, inside, before, room)
+                yield j + 1, took + received + self._given(open_, inside, after)
 
-    def _transfers(self, inside: int, before: int, after: int, held: float) -> float:
-        """The least seconds of the transfers of a call with the nodes ``inside``, and of others."""
-        problem = self.problem
-        sent, others, read = 0.0, [], 0
-        for v in _bits(inside):
-            if self.readers[v] & after:
-                sent += float(problem.transfer[v])
-            for u in self.makers[v]:
-                read |= 1 << u
-        for u in _bits(read & ~inside):
-            sent += float(problem.transfer[u])
-            saved = float(problem.transfer[u] - problem.on_accelerator[u])
-            if saved > 0 and problem.supported[u] and not before >> u & 1:
-                others.append((saved, float(problem.bytes[u])))
-        room = problem.memory * (1 + RELATIVE_TOLERANCE) - held
-        return sent - _fractional_knapsack(others, room)
+    def _received(self, read: int, inside: int, before: int, room: float) -> float:
+        """The least seconds for what the nodes ``inside`` a call read from others, if ``room``."""
+        claimed = [inside | read]
+        total, others = 0.0, []
+        for u in _bits(read):
+            sent = float(self.problem.transfer[u])
+            total += sent
+            saved = sent - self._made_inside(u, before, claimed, DEPTH)
+            if saved > 0:
+                others.append((saved, float(self.problem.bytes[u])))
+        return total - _fractional_knapsack(others, room)
+
+    def _made_inside(self, u: int, before: int, claimed: list[int], depth: int) -> float:
+        """The least seconds that node u in the call adds; infinite if it cannot be in it.
+
+        Each of its makers is received, or in the call too. One that several nodes read counts for
+        the first of them only, which claims it.
+        """
+        if before >> u & 1 or not self.problem.supported[u]:
+            return np.inf
+        total = float(self.problem.on_accelerator[u])
+        makers = self.makers[u] & ~claimed[0] if depth else 0
+        claimed[0] |= makers
+        for w in _bits(makers):
+            sent = float(self.problem.transfer[w])
+            total += min(sent, self._made_inside(w, before, claimed, depth - 1))
+        return total
+
+    def _given(self, open_: int, inside: int, after: int) -> float:
+        """The least seconds for outputs of the call, of which ``open_`` have other readers."""
+        claimed = [inside]
+        return sum(self._sent(v, after, claimed, DEPTH) for v in _bits(open_))
+
+    def _sent(self, v: int, after: int, claimed: list[int], depth: int) -> float:
+        """The least seconds for the output of node v in the call: sent, or all readers in it."""
+        sent = float(self.problem.transfer[v])
+        if self.readers[v] & after:
+            return sent
+        readers = self.readers[v] & ~claimed[0] if depth else 0
+        claimed[0] |= readers
+        total = 0.0
+        for w in _bits(readers):
+            if not self.problem.supported[w]:
+                return sent
+            total += float(self.problem.on_accelerator[w])
+            total += self._sent(w, after, claimed, depth - 1)
+        return min(sent, total)
 
     def of_heavy_paths(self) -> Iterator[tuple[float, tuple[int, ...]]]:
         """The bounds of some heavy paths, which differ, with the paths."""
