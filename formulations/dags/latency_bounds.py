@@ -8,7 +8,7 @@ each of which takes at least
 - the outputs that it reads from nodes which contiguity keeps out of it, since they come before the
   path's node before the segment, and those that it makes for nodes that are kept out likewise;
 - for each other output that it reads, the transfer or the node that makes it, and what that node
-  reads in turn, as far as the memory that is left can hold it (a knapsack, relaxed to fractions);
+  reads in turn, as far as the memory that is left can hold them (a knapsack, in fractions);
 - for each other output that it makes, the transfer or all nodes that read it, and theirs in turn.
 """
 
@@ -99,41 +99,48 @@ class PathBound:
             open_ = sum(1 << v for v in _bits(open_) if self.readers[v] & ~inside)
             after = self.below[path[j + 1]] if j + 1 < len(path) else 0
             if not inside & after:
-                received = self._received(read & ~inside, inside, before, room)
-                yield j + 1, took + received + self._given(open_, inside, after)
+                claimed = [inside | read]
+                received = self._received(read & ~inside, before, claimed, room)
+                given = sum(self._sent(v, after, claimed, DEPTH) for v in _bits(open_))
+                yield j + 1, took + received + given
 
-    def _received(self, read: int, inside: int, before: int, room: float) -> float:
-        """The least seconds for what the nodes ``inside`` a call read from others, if ``room``."""
-        claimed = [inside | read]
+    def _received(self, read: int, before: int, claimed: list[int], room: float) -> float:
+        """The least seconds for what a call reads from the nodes ``read``, which are not forced in.
+
+        Nodes and transfers count once in a call: for the first node that claims them.
+        """
         total, others = 0.0, []
         for u in _bits(read):
             sent = float(self.problem.transfer[u])
             total += sent
+            held = sum(float(self.problem.bytes[w]) for w in _bits(self._joining(u, claimed)))
             saved = sent - self._made_inside(u, before, claimed, DEPTH)
             if saved > 0:
-                others.append((saved, float(self.problem.bytes[u])))
+                others.append((saved, held))
         return total - _fractional_knapsack(others, room)
 
-    def _made_inside(self, u: int, before: int, claimed: list[int], depth: int) -> float:
-        """The least seconds that node u in the call adds; infinite if it cannot be in it.
+    def _joining(self, v: int, claimed: list[int]) -> int:
+        """Node v with those of its group that nothing else claims."""
+        return 1 << v | self.group[v] & ~claimed[0]
 
-        Each of its makers is received, or in the call too. One that several nodes read counts for
-        the first of them only, which claims it.
+    def _made_inside(self, u: int, before: int, claimed: list[int], depth: int) -> float:
+        """The least seconds that node u and its group add in the call; infinite if they cannot be.
+
+        Each of their makers is received, or in the call too.
         """
-        if before >> u & 1 or not self.problem.supported[u]:
-            return np.inf
-        total = float(self.problem.on_accelerator[u])
-        makers = self.makers[u] & ~claimed[0] if depth else 0
+        joining, makers, total = self._joining(u, claimed), 0, 0.0
+        for v in _bits(joining):
+            if before >> v & 1 or not self.problem.supported[v]:
+                return np.inf
+            total += float(self.problem.on_accelerator[v])
+            makers |= self.makers[v]
+        claimed[0] |= joining
+        makers = makers & ~claimed[0] if depth else 0
         claimed[0] |= makers
         for w in _bits(makers):
             sent = float(self.problem.transfer[w])
             total += min(sent, self._made_inside(w, before, claimed, depth - 1))
         return total
-
-    def _given(self, open_: int, inside: int, after: int) -> float:
-        """The least seconds for outputs of the call, of which ``open_`` have other readers."""
-        claimed = [inside]
-        return sum(self._sent(v, after, claimed, DEPTH) for v in _bits(open_))
 
     def _sent(self, v: int, after: int, claimed: list[int], depth: int) -> float:
         """The least seconds for the output of node v in the call: sent, or all readers in it."""
@@ -144,9 +151,11 @@ class PathBound:
         claimed[0] |= readers
         total = 0.0
         for w in _bits(readers):
-            if not self.problem.supported[w]:
+            joining = self._joining(w, claimed)
+            claimed[0] |= joining
+            if not all(self.problem.supported[v] for v in _bits(joining)):
                 return sent
-            total += float(self.problem.on_accelerator[w])
+            total += sum(float(self.problem.on_accelerator[v]) for v in _bits(joining))
             total += self._sent(w, after, claimed, depth - 1)
         return min(sent, total)
 
