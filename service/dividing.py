@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Literal, Self
 
 from pydantic import model_validator
 
+from stagewright.formulations.dags.latency import HOST, LatencyProblem, latency_problem
 from stagewright.formulations.dags.piper import PiperProblem, PiperStage, in_flight, piper_problem
-from stagewright.formulations.dags.shortages import layer_shortage, part_shortage
+from stagewright.formulations.dags.shortages import layer_shortage, node_shortage, part_shortage
 from stagewright.formulations.dags.workloads import dag_problem, in_any_order, members
 from stagewright.formulations.forms.answers import OnProgress, Status, StopToken, silent
 from stagewright.graphs.documents.errors import InputError
@@ -18,6 +20,7 @@ from stagewright.service.answers import Answer, Finite
 from stagewright.service.requests import Search, require_positive
 
 MOST_SAMPLES = 10**9
+ONE_CALL = "placements with one contiguous call for each accelerator"
 CONTIGUOUS = "contiguous sets of operators"
 ANY = "sets of operators, contiguous or not"
 PIPELINES = "pipelines of contiguous sets, with replicas, shards and recomputation"
@@ -32,7 +35,8 @@ class DivideRequest(Search):
         The most devices of a set, which exchange gradients at ``bandwidth_bytes_per_second``.
     objective
         ``load``: the largest load. ``phases``: the largest forward load plus the largest backward
-        load, of a pipeline that does all forwards first.
+        load, of a pipeline that does all forwards first. ``latency``: the time of one sample, with
+        one call for each accelerator and hosts that keep no node waiting (``hosts=0``: no hosts).
 
     For Piper's are ``bandwidth_bytes_per_second`` and ``samples`` of a batch.
     """
@@ -43,7 +47,7 @@ class DivideRequest(Search):
     hosts: int | None = None
     any_sets: bool = False
     replicas: int = 1
-    objective: Literal["load", "phases"] = "load"
+    objective: Literal["load", "phases", "latency"] = "load"
     bandwidth_bytes_per_second: float | None = None
     samples: int | None = None
 
@@ -82,8 +86,11 @@ class DividedSet(Answer):
 class DivideAnswer(Answer):
     """The division of least time between two samples, and a bound on that of every other one.
 
-    ``sets`` are in the order of the pipeline; None if there are none, with the ``reason`` if it is
-    known. The claim is about ``plan_class``.
+    With the objective ``latency`` it is the time of one sample, and the ``seconds`` of a set are
+    those of its call, or those until the last node on a host is done.
+
+    ``sets`` are in the order of the pipeline, or of the ends of the calls; None if there are none,
+    with the ``reason`` if it is known. The claim is about ``plan_class``.
     """
 
     status: Status
@@ -109,6 +116,9 @@ def divide(
     """
     if isinstance(request.workload, Workload):
         _refuse(request, "Piper's workloads", "samples")
+        if request.objective == "latency":
+            _require_latency(request)
+            return _latency(request, request.workload, on_progress, stop)
         _require_sets(request)
         return _operators(request, request.workload, on_progress, stop)
     _refuse(request, "workloads of operators", "hosts", "any_sets", "replicas", "objective")
@@ -135,6 +145,65 @@ def _require_sets(request: DivideRequest) -> None:
         raise InputError("any_sets goes with one replica of each set and the objective 'load'")
 
 
+def _require_latency(request: DivideRequest) -> None:
+    """Refuse what the latency of one sample does not have."""
+    for name in ("any_sets", "replicas", "bandwidth_bytes_per_second"):
+        if getattr(request, name) != DivideRequest.model_fields[name].default:
+            raise InputError(f"{name} does not apply to the objective 'latency'")
+    if request.hosts:
+        raise InputError(
+            "with the objective 'latency' hosts keep no node waiting: give hosts 0, or none"
+        )
+
+
+def _latency(
+    request: DivideRequest, workload: Workload, on_progress: OnProgress, stop: StopToken | None
+) -> DivideAnswer:
+    from stagewright.solvers.dags.latency import place_for_latency
+    from stagewright.solvers.dags.warm_up import compile_latency
+
+    compile_latency()
+    problem = latency_problem(_asked(request, workload))
+    found = place_for_latency(problem, request.limits(stop), on_progress)
+    return DivideAnswer(
+        status=found.status,
+        cost_seconds=found.cost,
+        bound_seconds=None if found.bound == inf else found.bound,
+        gap=found.gap,
+        proved_by=found.proved_by,
+        plan_class=ONE_CALL,
+        reason=node_shortage(problem) if found.home is None else None,
+        sets=None if found.home is None else tuple(_calls(problem, found.home)),
+        wall_seconds=found.seconds,
+    )
+
+
+def _calls(problem: LatencyProblem, home: Sequence[int]) -> Iterator[DividedSet]:
+    """The calls in the order of their ends, and the nodes on hosts."""
+    done, took = problem.done(home), problem.call_seconds(home)
+    members: dict[int, list[int]] = {}
+    for v in sorted(range(len(home)), key=lambda v: (home[v] == HOST, done[v])):
+        members.setdefault(home[v], []).append(v)
+    for device, nodes in members.items():
+        hosted = device == HOST
+        yield DividedSet(
+            device="hosts" if hosted else "accelerator",
+            nodes=tuple(problem.names[v] for v in sorted(nodes)),
+            seconds=max(done[v] for v in nodes) if hosted else took[device],
+            memory_bytes=float(problem.bytes[nodes].sum()),
+        )
+
+
+def _asked(request: DivideRequest, workload: Workload) -> Workload:
+    """The workload with what the request gives in place of its file."""
+    asked = {
+        "max_devices": request.devices,
+        "max_bytes": request.memory_bytes,
+        "max_hosts": request.hosts,
+    }
+    return workload.model_copy(update={k: v for k, v in asked.items() if v is not None})
+
+
 def _operators(
     request: DivideRequest, workload: Workload, on_progress: OnProgress, stop: StopToken | None
 ) -> DivideAnswer:
@@ -143,12 +212,7 @@ def _operators(
     from stagewright.solvers.dags.phases import partition_phases
     from stagewright.solvers.dags.warm_up import compile_partition
 
-    asked = {
-        "max_devices": request.devices,
-        "max_bytes": request.memory_bytes,
-        "max_hosts": request.hosts,
-    }
-    workload = workload.model_copy(update={k: v for k, v in asked.items() if v is not None})
+    workload = _asked(request, workload)
     problem = dag_problem(
         workload,
         most_replicas=request.replicas,

@@ -2,6 +2,7 @@
 
 import math
 
+from stagewright.formulations.dags.latency import LatencyProblem
 from stagewright.formulations.dags.piper import PiperProblem
 from stagewright.formulations.dags.problem import DagProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
@@ -26,6 +27,28 @@ def part_shortage(problem: DagProblem) -> str | None:
             f"all parts have {format_bytes(total)}, the devices {format_bytes(room)}: "
             f"{math.ceil(total / largest)} devices of {format_bytes(largest)} are needed at least, "
             f"not {count}"
+        )
+    return None
+
+
+def node_shortage(problem: LatencyProblem) -> str | None:
+    """Without hosts: the node or the memory that accelerators lack; None if it is neither."""
+    if problem.hosts:
+        return None
+    lost = [v for v in range(len(problem.names)) if not problem.supported[v]]
+    if lost:
+        return f"{problem.names[lost[0]]} does not run on an accelerator, and there are no hosts"
+    heaviest = int(problem.bytes.argmax())
+    needed, total = float(problem.bytes[heaviest]), float(problem.bytes.sum())
+    if _is_more(needed, problem.memory):
+        return (
+            f"{problem.names[heaviest]} has {format_bytes(needed)}, an accelerator "
+            f"{format_bytes(problem.memory)}, and there are no hosts"
+        )
+    if _is_more(total, problem.accelerators * problem.memory):
+        return (
+            f"all nodes have {format_bytes(total)}, all accelerators "
+            f"{format_bytes(problem.accelerators * problem.memory)}, and there are no hosts"
         )
     return None
 

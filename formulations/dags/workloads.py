@@ -8,7 +8,7 @@ import networkx as nx
 import numpy as np
 
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet, Pool, Tensor
-from stagewright.graphs.importers.dnn_partitioning import Workload
+from stagewright.graphs.importers.dnn_partitioning import Workload, require_accelerators
 
 
 def dag_problem(
@@ -34,7 +34,13 @@ def dag_problem(
 
     ``most_replicas`` of a set exchange the bytes of its nodes, as if all were weights, at the
     ``bandwidth`` of a device in bytes per second (None: at once).
+
+    Raises
+    ------
+    InputError
+        If a node does not run on an accelerator.
     """
+    require_accelerators(workload)
     nodes = {node.id: node for node in workload.nodes}
     home, parts = _together(workload, contiguous)
     edges = {(home[a], home[b]) for a, b in _order(workload)} - _loops(len(parts))

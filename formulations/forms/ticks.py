@@ -5,11 +5,13 @@ from fractions import Fraction
 
 import numpy as np
 
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Floats
 
 TICKS = 24  # log2 of the horizon for times without a common unit; finer ticks slow the proofs
 MAX_TICKS = 2**40  # times with a common unit are taken exactly up to this horizon
 MAX_DENOMINATOR = 10_000  # of a time as a fraction of the least time
+SHARES = 2.0**40  # integers in a memory
 EXACT = 1e-12  # relative error of a time that still counts as a multiple of the unit
 
 
@@ -36,6 +38,22 @@ def in_ticks(times: Floats, unit: float) -> Floats:
     nearest = np.round(ticks)
     multiple = np.abs(ticks - nearest) <= EXACT * nearest
     return np.where(multiple, nearest, np.floor(ticks))
+
+
+def lost_seconds(times: Floats, unit: float) -> Floats:
+    """What each of ``times`` loses in ticks; 0 for multiples of ``unit``."""
+    return np.maximum(times - in_ticks(times, unit) * unit, 0.0)
+
+
+def memory_shares(held: Floats, memory: float) -> tuple[list[int], int]:
+    """Bytes as integers, and how many of them there is room for.
+
+    They are rounded down, and the tolerance of memory is added: what fits is not lost. What is too
+    large stays so.
+    """
+    shares = np.minimum(held / memory, 2.0) if memory else np.where(held > 0, 2.0, 0.0)
+    room = SHARES * (1 + RELATIVE_TOLERANCE) if memory else 0.0
+    return np.floor(shares * SHARES).astype(np.int64).tolist(), int(room)
 
 
 def _common_unit(times: Floats) -> float:

@@ -119,6 +119,7 @@ def dnn_partitioning_graph(
     readers = _weight_readers(workload)
     title = name or Path(path).name.removesuffix(".json")
     try:
+        require_accelerators(workload)
         return OpGraph(
             title,
             f"measured: dnn-partitioning workload {Path(path).name} (made for up to "
@@ -152,13 +153,17 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
         for id_ in (edge.source_id, edge.dest_id):
             if id_ not in ids:
                 raise InputError(f"{path}: edges[{i}] names node {id_}, which does not exist")
+    return workload
+
+
+def require_accelerators(workload: Workload) -> None:
+    """Refuse nodes that do not run on an accelerator."""
     for node in workload.nodes:
         if not node.supported_on_fpga:
             raise InputError(
-                f"{path}: {node.label!r} does not run on an accelerator; graphs with operators for "
-                "processors alone are not divided"
+                f"{node.label!r} does not run on an accelerator; graphs with operators for "
+                "processors alone are divided for latency only"
             )
-    return workload
 
 
 def _forward(workload: Workload) -> dict[int, WorkloadNode]:

@@ -11,8 +11,7 @@ from ortools.sat.python import cp_model
 
 from stagewright.formulations.dags.problem import DagProblem, PlacedSet
 from stagewright.formulations.forms.answers import Limits, OnProgress, Status, silent
-from stagewright.formulations.forms.ticks import in_ticks, tick
-from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.formulations.forms.ticks import in_ticks, lost_seconds, memory_shares, tick
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.documents.errors import InvalidPlan
 from stagewright.solvers.backends.cpsat import run_model
@@ -21,7 +20,6 @@ from stagewright.solvers.dags.partition import DagResult
 
 FREE = "CP-SAT over all partitions"
 EXACT = 1e-9  # relative: of times added up in another order
-SHARES = 2.0**40  # integers per memory of a device
 
 
 def free_partition(
@@ -75,11 +73,11 @@ class _Model:
         times = np.concatenate([self.problem.seconds.ravel(), sent])
         most = start.cost or float(times.sum())
         self.unit = tick(times, most) or 1.0
-        work, ticks = in_ticks(self.problem.seconds, self.unit), in_ticks(sent, self.unit)
-        lost = (self.problem.seconds - work * self.unit).max(axis=1).sum()
-        lost += (sent - ticks * self.unit).sum()
-        self.rounding = EXACT + max(0.0, float(lost)) / most if most else EXACT
-        self.work, self.sent = work.astype(np.int64), ticks.astype(np.int64)
+        work = self.problem.seconds
+        lost = lost_seconds(work, self.unit).max(axis=1).sum() + lost_seconds(sent, self.unit).sum()
+        self.rounding = EXACT + float(lost) / most if most else EXACT
+        self.work = in_ticks(work, self.unit).astype(np.int64)
+        self.sent = in_ticks(sent, self.unit).astype(np.int64)
         self.model = cp_model.CpModel()
         self.place = [[self.model.new_bool_var("") for _ in range(m)] for _ in range(n)]
         self.columns = [literal for row in self.place for literal in row]
@@ -112,11 +110,8 @@ class _Model:
             terms += self._cuts(own)
         self.model.add(cp_model.LinearExpr.sum(terms) <= self.load)
         if self.problem.bytes.sum() > pool.memory:
-            # Rounded down, so that nothing that fits is lost; what is too large stays so.
-            shares = self.problem.bytes / (pool.memory or 1.0)
-            held = np.floor(np.minimum(shares, 2.0) * SHARES).astype(np.int64)
-            room = SHARES * (1 + RELATIVE_TOLERANCE) if pool.memory else 0.0
-            self.model.add(cp_model.LinearExpr.weighted_sum(own, held.tolist()) <= int(room))
+            held, room = memory_shares(self.problem.bytes, pool.memory)
+            self.model.add(cp_model.LinearExpr.weighted_sum(own, held) <= room)
 
     def _cuts(self, own: list[cp_model.IntVar]) -> list[cp_model.LinearExpr]:
         """The ticks of every tensor of which some but not all parts are here."""

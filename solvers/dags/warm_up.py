@@ -1,11 +1,13 @@
 """Compilation of the kernels of operator graphs before a time limit starts."""
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
+from stagewright.formulations.dags.latency import LatencyProblem
 from stagewright.formulations.dags.piper import Edge, Layer, LayerOption, PiperProblem
 from stagewright.formulations.dags.problem import DagProblem, Pool, Tensor
+from stagewright.solvers.dags.latency_search import LatencySearch
 from stagewright.solvers.dags.partition import partition
 from stagewright.solvers.dags.phases import partition_phases
 from stagewright.solvers.dags.piper import piper_pipeline
@@ -27,6 +29,27 @@ def compile_partition() -> None:
     )
     partition(problem)
     partition_phases(problem)
+
+
+@cache
+def compile_latency() -> None:
+    """The division of orders and annealing, once per process."""
+    problem = LatencyProblem(
+        names=("a", "b"),
+        edges=((0, 1),),
+        on_accelerator=np.ones(2),
+        on_host=np.full(2, 2.0),
+        transfer=np.ones(2),
+        bytes=np.ones(2),
+        supported=np.ones(2, dtype=bool),
+        groups=(),
+        accelerators=1,
+        memory=1.0,
+    )
+    search = LatencySearch(problem, 0, lambda _: None)
+    for step in (search.divide_orders, search.anneal):
+        once = iter((False,))
+        step(partial(next, once, True))
 
 
 @cache

@@ -28,6 +28,7 @@ class Objective(StrEnum):
 
     LOAD = "load"
     PHASES = "phases"
+    LATENCY = "latency"
 
 
 def divide(
@@ -46,7 +47,10 @@ def divide(
     ] = None,
     hosts: Annotated[
         int | None,
-        typer.Option(help="dnn-partitioning: processors besides; default: as in the file."),
+        typer.Option(
+            help="dnn-partitioning: processors besides; default: as in the file; with --objective "
+            "latency only 0: none."
+        ),
     ] = None,
     any_sets: Annotated[
         bool, typer.Option("--any-sets", help="dnn-partitioning: sets need not be contiguous.")
@@ -62,8 +66,9 @@ def divide(
     objective: Annotated[
         Objective,
         typer.Option(
-            help="dnn-partitioning: the largest load, or the largest forward load plus the "
-            "largest backward load (phases), of a pipeline that does all forwards first.",
+            help="dnn-partitioning: the largest load; the largest forward load plus the largest "
+            "backward load (phases), of a pipeline that does all forwards first; or the time of "
+            "one sample (latency).",
         ),
     ] = Objective.LOAD,
     bandwidth: Annotated[
@@ -80,6 +85,8 @@ def divide(
     as_json: JsonFlag = False,
 ) -> int:
     """Divide an operator graph among devices: least time between two samples; exit code 1 if none.
+
+    Or least time of one sample (--objective latency).
 
     Operators in contiguous sets (Tarnawski et al. 2020), or layers in stages with replicas, shards
     and recomputation (Piper 2021).
@@ -109,11 +116,12 @@ def divide(
     if as_json:
         print_answer(answer)
     else:
-        _print(file.name, answer)
+        what = "for one sample" if objective is Objective.LATENCY else "between two samples"
+        _print(file.name, answer, what)
     return 1 if answer.sets is None else 0
 
 
-def _print(name: str, answer: "DivideAnswer") -> None:
+def _print(name: str, answer: "DivideAnswer", what: str) -> None:
     from stagewright.graphs.documents.units import format_bytes, format_seconds
 
     if answer.sets is None or answer.cost_seconds is None:
@@ -130,7 +138,7 @@ def _print(name: str, answer: "DivideAnswer") -> None:
         ],
     )  # fmt: skip
     print_lines(
-        f"{name}: {format_seconds(answer.cost_seconds)} between two samples ({answer.status}), "
+        f"{name}: {format_seconds(answer.cost_seconds)} {what} ({answer.status}), "
         f"bound {format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
         f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s",
         f"of all {answer.plan_class}",

@@ -78,14 +78,14 @@ def divide(
     hosts: int | None = None,
     any_sets: bool = False,
     replicas: int = 1,
-    objective: Literal["load", "phases"] = "load",
+    objective: Literal["load", "phases", "latency"] = "load",
     bandwidth_bytes_per_second: float | None = None,
     samples: int | None = None,
     time_limit: float = 10.0,
     seed: int = 0,
     stop: StopToken | None = None,
 ) -> "DivideAnswer":
-    """Divide a published workload among devices: the least time between two samples.
+    """Divide a published workload among devices: the least time between two samples, or of one.
 
     Parameters
     ----------
@@ -99,8 +99,8 @@ def divide(
         Operators: the most devices of a set, which exchange gradients at
         ``bandwidth_bytes_per_second``.
     objective
-        Operators: the largest ``load``, or the largest forward load plus the largest backward load
-        (``phases``).
+        Operators: the largest ``load``; the largest forward load plus the largest backward load
+        (``phases``); or the time of one sample (``latency``; ``hosts=0``: on accelerators only).
     time_limit
         Seconds.
     seed

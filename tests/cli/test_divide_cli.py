@@ -187,7 +187,7 @@ def test_layers_become_stages_with_replicas_and_recomputation() -> None:
         (["ops.json", "--replicas", 0, "--bandwidth", "1GB/s"], "replicas must be"),
         (["ops.json", "--bandwidth", "1GB/s"], "a bandwidth is for replicas, or for Piper's"),
         (["ops.json", "--any-sets", "--objective", "phases"], "any_sets goes with one replica"),
-        (["ops.json", "--objective", "most"], "'most' is not one of 'load', 'phases'"),
+        (["ops.json", "--objective", "most"], "'most' is not one of 'load', 'phases', 'latency'"),
         (["layers.json", "--objective", "phases"], "objective is for workloads of operators"),
         (["layers.json", "--hosts", 0], "hosts is for workloads of operators"),
         (["layers.json", "--any-sets"], "any_sets is for workloads of operators"),

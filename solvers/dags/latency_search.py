@@ -1,0 +1,136 @@
+"""Placements of low latency: divided topological orders, and annealing from the best of them."""
+
+from collections.abc import Callable, Sequence
+
+import networkx as nx
+import numpy as np
+
+from stagewright.formulations.dags.latency import HOST, Home, LatencyProblem
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
+from stagewright.graphs.documents.arrays import Bools, Ints
+from stagewright.solvers.dags.latency_kernel import Nodes, divide_order, latency
+from stagewright.solvers.dags.latency_moves import anneal
+
+ORDERS = 32
+ROUNDS, MOVES = 48, 20_000
+CYCLE = 8  # rounds before annealing begins again from the best placement
+WARM, COLD = 3e-2, 3e-4  # of the latency: what a step may cost, at first and at last
+BRANCHES = 2 / 3  # of the orders follow a branch to its end, the others go by levels
+
+
+class LatencySearch:
+    """The best placement so far, as ``positions`` (see the kernel) of nodes in a topological order.
+
+    Every better one is given to ``found``; ``over`` ends a search.
+    """
+
+    def __init__(self, problem: LatencyProblem, seed: int, found: Callable[[Home], None]) -> None:
+        self.problem, self.found = problem, found
+        self.random = np.random.default_rng(seed)
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(len(problem.names)))
+        graph.add_edges_from(problem.edges)
+        self.blocks = _inseparable(problem, graph)
+        self.order = list(nx.lexicographical_topological_sort(graph))
+        self.nodes = _nodes(problem, self.order)
+        self.cost = np.inf
+        self.positions: Ints | None = None
+
+    def divide_orders(self, over: Callable[[], bool]) -> None:
+        """Begin with all on hosts, if there are hosts, and with random orders, divided."""
+        if self.problem.hosts:
+            self._keep(np.zeros(len(self.order), dtype=np.int64))
+        for _ in range(ORDERS):
+            if over():
+                return
+            order, closed = self._random_order()
+            cost, positions = divide_order(self.nodes, order, closed, self.problem.accelerators)
+            if np.isfinite(cost):
+                self._keep(positions)
+
+    def anneal(self, over: Callable[[], bool]) -> None:
+        """Improve the best placement, if there is one."""
+        accelerators = self.problem.accelerators
+        if self.positions is None or not accelerators:
+            return
+        current = self.positions.copy()
+        for i in range(ROUNDS):
+            if over():
+                return
+            if i % CYCLE == 0:
+                current = self.positions.copy()
+            warmth = self.cost * WARM * (COLD / WARM) ** (i / ROUNDS)
+            self._keep(anneal(self.nodes, current, accelerators, MOVES, warmth or 1.0, self.random))
+
+    def by_node(self) -> list[int] | None:
+        """The positions of the nodes as the problem numbers them."""
+        if self.positions is None:
+            return None
+        place = dict(zip(self.order, self.positions.tolist(), strict=True))
+        return [place[v] for v in range(len(place))]
+
+    def _keep(self, positions: Ints) -> None:
+        cost = float(latency(self.nodes, positions, self.problem.accelerators))
+        if cost < self.cost:
+            self.cost, self.positions = cost, positions.copy()
+            self.found(tuple(p // 2 if p % 2 else HOST for p in self.by_node() or ()))
+
+    def _random_order(self) -> tuple[Ints, Bools]:
+        """A topological order of the blocks, and where it may be cut."""
+        rank = self.random.permutation(len(self.blocks)).tolist()
+        if self.random.random() < BRANCHES:
+            back: nx.DiGraph[int] = nx.DiGraph()
+            back.add_nodes_from(sorted(self.blocks, key=rank.__getitem__))
+            edges = sorted(self.blocks.edges, key=lambda edge: rank[edge[0]])
+            back.add_edges_from((b, a) for a, b in edges)
+            chosen = list(nx.dfs_postorder_nodes(back))
+        else:
+            chosen = list(nx.lexicographical_topological_sort(self.blocks, key=rank.__getitem__))
+        place = {v: i for i, v in enumerate(self.order)}
+        order: list[int] = []
+        closed: list[bool] = []
+        for block in chosen:
+            members = sorted(place[v] for v in self.blocks.nodes[block]["members"])
+            order += members
+            closed += [True] + [False] * (len(members) - 1)
+        return np.array(order), np.array(closed)
+
+
+def _inseparable(problem: LatencyProblem, graph: "nx.DiGraph[int]") -> "nx.DiGraph[int]":
+    """Blocks of groups and of what lies between their nodes; acyclic."""
+    together = graph.copy()
+    for group in problem.groups:
+        nx.add_cycle(together, group)
+    return nx.condensation(together)
+
+
+def _nodes(problem: LatencyProblem, order: list[int]) -> Nodes:
+    """The nodes in the ``order``."""
+    place = {v: i for i, v in enumerate(order)}
+    readers: list[list[int]] = [[] for _ in order]
+    makers: list[list[int]] = [[] for _ in order]
+    for a, b in sorted(set(problem.edges)):
+        readers[place[a]].append(place[b])
+        makers[place[b]].append(place[a])
+    mates = [[i] for i in range(len(order))]
+    for group in problem.groups:
+        for v in group:
+            mates[place[v]] = [place[w] for w in group]
+    return Nodes(
+        problem.on_accelerator[order],
+        problem.on_host[order],
+        problem.transfer[order],
+        problem.bytes[order],
+        problem.supported[order],
+        *_rows(readers),
+        *_rows(makers),
+        *_rows(mates),
+        problem.memory * (1 + RELATIVE_TOLERANCE),
+        problem.hosts,
+    )
+
+
+def _rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Lists as the beginnings of rows and their values."""
+    begins = np.cumsum([0, *map(len, lists)])
+    return begins, np.array([value for row in lists for value in row], dtype=np.int64)
