@@ -135,7 +135,9 @@ def _require_sets(request: DivideRequest) -> None:
     """Refuse what sets of operators do not have together."""
     bandwidth = request.bandwidth_bytes_per_second
     if request.replicas > 1 and bandwidth is None:
-        raise InputError("replicas exchange gradients: give the bandwidth of a device")
+        raise InputError(
+            "replicas exchange gradients: give the bandwidth of a device, for example 12GB/s"
+        )
     if request.replicas == 1 and bandwidth is not None:
         raise InputError(
             "a bandwidth is for replicas, or for Piper's workloads: a workload of operators has "

@@ -33,7 +33,7 @@ def row(point: Point, **fields: Any) -> SweepRow:
     """A row with what distinguishes the point."""
     asked = point.request
     microbatches = asked.microbatches if asked.batch is None else None
-    return SweepRow(**point.place, microbatches=microbatches, batch=asked.batch, **fields)
+    return SweepRow(**point.place, batch=asked.batch, **{"microbatches": microbatches} | fields)
 
 
 def _workers(request: SweepRequest) -> int:
@@ -58,12 +58,15 @@ def _planned(point: Point, stop: StopToken | None = None) -> SweepRow:
 
 def _answered(point: Point, answer: PlanAnswer) -> SweepRow:
     found = answer.plan
-    samples = None if found is None else found.microbatches * (
-        found.microbatch_size or point.request.chain.microbatch_size
-    )  # fmt: skip
+    sizes: dict[str, int] = {}
+    if found is not None:
+        size = found.microbatch_size or point.request.chain.microbatch_size
+        sizes = {"microbatches": found.microbatches, "microbatch_size": size}
+    samples = sizes["microbatches"] * sizes["microbatch_size"] if sizes else None
     cost = answer.cost_seconds
     return row(
         point,
+        **sizes,
         status=answer.status.value,
         cost_seconds=cost,
         samples=samples,
@@ -71,7 +74,9 @@ def _answered(point: Point, answer: PlanAnswer) -> SweepRow:
         bound_seconds=answer.bound_seconds,
         gap=answer.gap,
         proved_by=answer.proved_by,
-        plans=None if answer.result.plans is None else str(answer.result.plans),
+        plans=None
+        if answer.result.plans is None
+        else f"{answer.result.plans}{'' if found is None else found.of_sizes}",
         stages=None if answer.stages is None else len(answer.stages),
         replicas=None if answer.stages is None else _replicas(answer.stages),
         peak_memory_bytes=answer.peak_memory_bytes,

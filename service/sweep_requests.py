@@ -9,7 +9,12 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import MAX_DEVICES, require_amount, require_count
+from stagewright.graphs.documents.units import (
+    MAX_DEVICES,
+    MIN_MEMORY,
+    require_amount,
+    require_count,
+)
 from stagewright.graphs.machines.cluster import Cluster
 from stagewright.graphs.machines.parts import first_devices, with_memory
 from stagewright.graphs.models.chain import Chain
@@ -59,6 +64,8 @@ class SweepRequest(Search):
             raise InputError("give one of microbatches and batches")
         for size in self.memory_bytes:
             require_amount(size, "memory_bytes")
+            if size < MIN_MEMORY:
+                raise InputError(f"memory_bytes must be at least 1 MB, got {size:g} bytes")
         if self.workers is not None:
             require_count(self.workers, "workers", MAX_DEVICES)
         if self.engine == "ray" and self.workers is not None:
@@ -125,14 +132,16 @@ class SweepRow(Answer):
 
     ``status`` is that of the planner; ``refused``: the planner does not take this combination;
     ``failed``: the process that computed it ended. ``memory_bytes`` None: the cluster's.
-    ``cost_seconds`` is the time of an iteration of ``samples`` samples. ``bound_seconds`` holds for
-    all plans of the class ``plans`` for this combination alone. ``replicas``: devices of the stages
-    in order, such as 2-1-1.
+    ``cost_seconds`` is the time of an iteration of ``samples`` samples: ``microbatches`` of
+    ``microbatch_size``, which the planner chose if there is a ``batch``. ``bound_seconds`` holds
+    for all plans of the class ``plans`` for these microbatches, on these devices. ``replicas``:
+    devices of the stages in order, such as 2-1-1.
     """
 
     devices: int
     memory_bytes: Finite = None
     microbatches: int | None = None
+    microbatch_size: int | None = None
     batch: int | None = None
     planner: str
     status: str

@@ -7,6 +7,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -19,6 +20,7 @@ from stagewright.graphs.documents.errors import InputError
 if TYPE_CHECKING:
     from stagewright.graphs.workloads.pool import Pool
 
+CONNECT_SECONDS = 5.0
 KILL_SECONDS = 10.0  # how long a killed process may take to end
 LOG = "output.log"  # output of a job's processes, in the job's folder
 
@@ -50,6 +52,7 @@ def connected(counts: Mapping[str, int], address: str | None) -> Iterator[Any]:
 def _connect(ray: Any, counts: Mapping[str, int], address: str | None) -> None:
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if address is not None:
+        _require_listener(address)
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
@@ -58,6 +61,17 @@ def _connect(ray: Any, counts: Mapping[str, int], address: str | None) -> None:
     cpus = max(os.cpu_count() or 1, sum(counts.values()))  # Ray keeps a process for each
     resources = {name: float(count) for name, count in counts.items()}
     ray.init(address="local", num_cpus=cpus, resources=resources, include_dashboard=False, **quiet)
+
+
+def _require_listener(address: str) -> None:
+    """Refuse HOST:PORT where nothing listens; Ray would try again for minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()) or "://" in address:
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"no Ray cluster at {address!r}: {one_line(error)}") from None
 
 
 class RemoteScheduler:

@@ -122,7 +122,7 @@ def _facts(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
         certificate = plan.certificate
         yield format_seconds(certificate.bound_seconds), f"bound, by {certificate.proved_by}"
         for one in headlines(certificate):
-            yield f"{one.gap:.2%}", f"gap, over {one.plans}"
+            yield f"{one.gap:.2%}", f"gap, over {one.plans}{plan.of_sizes}"
     if plan.predicted is not None:
         yield f"{plan.predicted.bubble:.1%}", "of the devices' time idle"
         peak = max(plan.predicted.peak_memory_bytes.values(), default=0.0)
@@ -140,7 +140,7 @@ def _bounds(plan: PipelinePlan) -> list[dict[str, Any]]:
     }
     rows = [("this plan", "", "cost", cost)]
     for (who, scope, plans), seconds in reversed(largest.items()):
-        of = str(plans) if scope == "problem" else plans.schedule_phrase()
+        of = (str(plans) if scope == "problem" else plans.schedule_phrase()) + plan.of_sizes
         rows.append((who, of, scope, seconds))
     return [
         {

@@ -332,6 +332,13 @@ class PipelinePlan(Envelope):
         return self.stages[stage].runners(microbatch % self.microbatches)
 
     @property
+    def of_sizes(self) -> str:
+        """The microbatches that the planner chose, which its bounds are of; empty if it did not."""
+        if self.microbatch_size is None:
+            return ""
+        return f", in {self.microbatches} microbatches of {self.microbatch_size} samples"
+
+    @property
     def weight_rule(self) -> WeightRule:
         """The rule that ``weights`` names."""
         return WEIGHT_RULES[self.weights]

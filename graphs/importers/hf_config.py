@@ -56,7 +56,14 @@ def architecture_of(values: dict[str, Any]) -> Architecture:
     if not isinstance(kind, str) or kind not in _READERS:
         found = reprlib.repr(kind) if "model_type" in values else "no such field"
         raise InputError(f"model_type must be one of {', '.join(_READERS)}; there is {found}")
-    return _READERS[kind](Fields(values))
+    fields = Fields(values)
+    try:
+        architecture = _READERS[kind](fields)
+    except InputError:
+        fields.require_spelling()  # the cause, if a default took the place of what was meant
+        raise
+    fields.require_spelling()
+    return architecture
 
 
 def _gpt2(fields: Fields) -> Architecture:

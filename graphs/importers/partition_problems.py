@@ -17,8 +17,9 @@ def load_partition_problem(path: str | os.PathLike[str]) -> Workload | PiperWork
     InputError
         One line with the file and what is wrong in it.
     """
+    text = documents.read_text(path)
     try:
-        found = json.loads(documents.read_text(path))
+        found = json.loads(text)
     except ValueError as error:
         raise InputError(f"{path}: no JSON: {error}") from None
     names = found.keys() if isinstance(found, dict) else set()

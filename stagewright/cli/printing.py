@@ -40,7 +40,7 @@ def print_plan(plan: "PipelinePlan", chain: "Chain | None" = None) -> None:
     if plan.predicted is not None:
         print_lines(f"idle   {percent(max(0.0, plan.predicted.bubble))} of the used devices' time")
     if plan.certificate is not None:
-        print_lines(*_certificate_lines(plan.certificate))
+        print_lines(*_certificate_lines(plan.certificate, plan.of_sizes))
 
 
 def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
@@ -75,7 +75,7 @@ def _period_lines(plan: "PipelinePlan", schedule: "PeriodicSchedule") -> list[st
     ]
 
 
-def _certificate_lines(certificate: "Certificate") -> list[str]:
+def _certificate_lines(certificate: "Certificate", sizes: str) -> list[str]:
     from stagewright.formulations.checking.certificates import headlines
     from stagewright.graphs.documents.units import format_seconds
 
@@ -84,8 +84,8 @@ def _certificate_lines(certificate: "Certificate") -> list[str]:
     ]
     for i, one in enumerate(headlines(certificate)):
         lines.append(
-            f"{'       ' if i else 'bound  '}{format_seconds(one.seconds)} for {one.plans}, gap "
-            f"{percent(one.gap)}, proved by {one.proved_by}"
+            f"{'       ' if i else 'bound  '}{format_seconds(one.seconds)} for {one.plans}{sizes}, "
+            f"gap {percent(one.gap)}, proved by {one.proved_by}"
         )
     for promise in certificate.guarantees:
         holds = "holds" if promise.holds else "DOES NOT HOLD"

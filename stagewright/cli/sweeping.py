@@ -251,6 +251,13 @@ def _print(answer: "SweepAnswer") -> None:
 
 
 def _size(row: "SweepRow") -> str:
+    if row.batch is None:
+        return str(row.microbatches)
+    chosen = f": {row.microbatches} x {row.microbatch_size}" if row.microbatches else ""
+    return f"batch {row.batch}{chosen}"
+
+
+def _asked(row: "SweepRow") -> str:
     return str(row.microbatches) if row.batch is None else f"batch {row.batch}"
 
 
@@ -259,7 +266,8 @@ def _place(row: "SweepRow") -> str:
 
     memory = "" if row.memory_bytes is None else f" of {format_bytes(row.memory_bytes)}"
     size = f"{row.microbatches} microbatches" if row.batch is None else f"batch {row.batch}"
-    return f"{row.planner}, {row.devices} devices{memory}, {size}"
+    some = "1 device" if row.devices == 1 else f"{row.devices} devices"
+    return f"{row.planner}, {some}{memory}, {size}"
 
 
 def _drawn(answer: "SweepAnswer") -> bytes:
@@ -273,7 +281,7 @@ def _drawn(answer: "SweepAnswer") -> bytes:
             "" if row.memory_bytes is None else format_bytes(row.memory_bytes)
             for row in answer.rows
         ],
-        "microbatches": [_size(row) for row in answer.rows],
+        "microbatches": [_asked(row) for row in answer.rows],
         "planner": [row.planner for row in answer.rows],
     }
     varied = [name for name, values in shown.items() if len(set(values)) > 1] or ["devices"]

@@ -210,6 +210,10 @@ def test_the_source_states_what_is_left_out():
         ({"model_type": None}, "model_type must be one of .* there is None"),
         ({"hidden_size": ...}, "hidden_size is missing; it must be a positive integer"),
         ({"hidden_size": None}, "hidden_size is null"),
+        (
+            {"num_key_value_heads": ..., "num_key_value_head": 2},
+            "num_key_value_head is not a field that is read; is num_key_value_heads meant",
+        ),
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, got '32'"),
         ({"hidden_size": 33}, r"hidden_size \(33\) must be a multiple of num_attention_heads"),
         ({"vocab_size": True}, "vocab_size must be a positive integer, got True"),

@@ -114,7 +114,10 @@ def test_what_one_planner_refuses_is_a_row():
         CHAIN, CLUSTER, batches=(8, 10), planners=("2bw-flush", "dp"), workers=1
     )
     found = {(row.planner, row.batch): row for row in answer.rows}
-    assert found["2bw-flush", 8].samples == 8
+    row = found["2bw-flush", 8]
+    assert (row.samples, row.microbatches, row.microbatch_size) == (8, 2, 4)
+    assert row.plans is not None
+    assert row.plans.endswith(", in 2 microbatches of 4 samples")
     assert found["2bw-flush", 10].status == "refused"
     assert "8 or 12" in found["2bw-flush", 10].reason
     assert found["dp", 8].status == "refused"
@@ -130,6 +133,8 @@ def test_what_one_planner_refuses_is_a_row():
         ({"microbatches": (2, 0)}, "microbatches must be at least 1, got 0"),
         ({"microbatches": (2,), "devices": (5,)}, "devices must be 1 to 4, as cluster '2x2' has"),
         ({"microbatches": (2,), "memory_bytes": (-1.0,)}, "memory_bytes must"),
+        ({"microbatches": (2,), "memory_bytes": (16.0,)}, "memory_bytes must be at least 1 MB"),
+        ({"microbatches": (2,), "engine": "ray", "address": "127.0.0.1:1"}, "no Ray cluster at"),
         ({"microbatches": (2,), "planners": ("best",)}, "planners: 'best' is none of spp"),
         ({"microbatches": (2,), "planners": ()}, "planners is empty"),
         ({"microbatches": (2,), "workers": 0}, "workers must be at least 1"),
