@@ -212,7 +212,8 @@ def test_known_plans(ranks: Ranks, plan: PipelinePlan, name: str, optimizer: Any
 def test_random_plans(ranks: Ranks, data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(MODELS)))
     # What stages share, they must update together.
-    weights = ["double-buffer"] if name == "tied" else make.PERIODIC_WEIGHTS
+    shares = name in ("tied", "used-twice")
+    weights = ["double-buffer"] if shares else make.PERIODIC_WEIGHTS
     plan = data.draw(make.periodic_plans(MODELS[name][2], weights=weights))
     drains = data.draw(st.sets(st.integers(0, STEPS - 2), max_size=2))
     optimizer = data.draw(st.sampled_from([SGD, ADAM]))
