@@ -13,7 +13,7 @@ class Accelerator:
     """Peaks of one device.
 
     ``fp16_flops`` is the dense peak with fp32 accumulation, on tensor cores if it has them; that of
-    bf16 is the same where the device ``has_bf16``.
+    bf16 is the same where the device ``has_bf16``. ``fp8_flops`` is None without fp8 products.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Accelerator:
     fp32_flops: float
     fp16_flops: float
     has_bf16: bool = False
+    fp8_flops: float | None = None
 
 
 ACCELERATORS: dict[str, Accelerator] = {
@@ -35,12 +36,14 @@ ACCELERATORS: dict[str, Accelerator] = {
         Accelerator("t4", 16e9, 320e9, 8.1e12, 65e12),
         Accelerator("a100", 40e9, 1555e9, 19.5e12, 312e12, has_bf16=True),  # SXM4
         Accelerator("a100-80gb", 80e9, 2039e9, 19.5e12, 312e12, has_bf16=True),
-        Accelerator("h100", 80e9, 3350e9, 67e12, 989e12, has_bf16=True),  # SXM5
-        Accelerator("h200", 141e9, 4800e9, 67e12, 989e12, has_bf16=True),
+        Accelerator("h100", 80e9, 3350e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12),  # SXM5
+        Accelerator("h200", 141e9, 4800e9, 67e12, 989e12, has_bf16=True, fp8_flops=1979e12),
         # A DGX B200's 1440 GB and 64 TB/s, an HGX B200's 600 TFLOP/s and 18 PFLOP/s, over 8 GPUs.
-        Accelerator("b200", 180e9, 8000e9, 75e12, 2250e12, has_bf16=True),
+        Accelerator("b200", 180e9, 8000e9, 75e12, 2250e12, has_bf16=True, fp8_flops=4500e12),
         # AMD's datasheet; fp32 as vectors and as matrices.
-        Accelerator("mi300x", 192e9, 5300e9, 163.4e12, 1307.4e12, has_bf16=True),
+        Accelerator(
+            "mi300x", 192e9, 5300e9, 163.4e12, 1307.4e12, has_bf16=True, fp8_flops=2614.9e12
+        ),
     )
 }
 

@@ -178,9 +178,9 @@ class Architecture:
             raise InputError(
                 f"sequence must be at most the {self.positions} learned positions, got {sequence}"
             )
-        blocks = {f"block{i}": self._block(i, samples, sequence) for i in range(self.layers)}
+        blocks = {f"block{i}": self.block(i, samples, sequence) for i in range(self.layers)}
         rows = samples * sequence
-        return {"embedding": self._embedding(rows), **blocks, "head": self._head(rows)}
+        return {"embedding": self.embedding(rows), **blocks, "head": self.head(rows)}
 
     def works(self, samples: int, sequence: int) -> tuple[LayerWork, ...]:
         """The layers for analytic costs; see :meth:`operators`."""
@@ -228,7 +228,12 @@ class Architecture:
     def _dropped(self, name: str, elements: int) -> Operators:
         return {name: dropout(elements)} if self.dropout else {}
 
-    def _embedding(self, rows: int) -> Operators:
+    def kind(self, index: int) -> tuple[bool, bool]:
+        """Blocks of one kind have equal operators: with experts, and with a window or not."""
+        return self.is_sparse(index), self.window is not None and index not in self.full_layers
+
+    def embedding(self, rows: int) -> Operators:
+        """The operators of the embedding of ``rows`` tokens."""
         tables = {"tokens": self.vocabulary, "positions": self.positions, "segments": self.segments}
         found = {
             name: embedding(rows, entries, self.hidden)
@@ -242,7 +247,8 @@ class Architecture:
             found["norm"] = self._norm(width, self.hidden)
         return found | self._dropped("dropout", width)
 
-    def _block(self, index: int, samples: int, sequence: int) -> Operators:
+    def block(self, index: int, samples: int, sequence: int) -> Operators:
+        """The operators of the block (counted from 0)."""
         rows = samples * sequence
         width = rows * self.hidden
         window = None if index in self.full_layers else self.window
@@ -330,7 +336,8 @@ class Architecture:
         found["shared sum"] = elementwise(width, operands=2)
         return found
 
-    def _head(self, rows: int) -> Operators:
+    def head(self, rows: int) -> Operators:
+        """The operators of the head and the loss of ``rows`` tokens."""
         width, scores = rows * self.hidden, rows * self.vocabulary
         found = {}
         if self.encoder:

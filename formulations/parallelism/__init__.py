@@ -1,0 +1,1 @@
+"""Parallel layouts of a transformer: degrees, microbatches, memory and time (PTD-P)."""

@@ -1,0 +1,102 @@
+"""Forward and backward times of a transformer's layers on one rank."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.formulations.parallelism.exchanges import (
+    all_reduce_seconds,
+    all_to_all_seconds,
+)
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.models.operations import Operation
+from stagewright.graphs.models.shards import Recompute, Share, Split
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of one layer on a microbatch; ``exchange`` is the part that is communication.
+
+    ``repeated`` is what recomputation adds to the backward, which contains it.
+    """
+
+    forward: float
+    backward: float
+    repeated: float = 0.0
+    exchange: float = 0.0
+
+
+def layer_time(
+    problem: TrainingProblem, share: Share, split: Split, samples: int, recompute: Recompute
+) -> LayerTime:
+    """The times of a layer on a microbatch of ``samples``.
+
+    The backward costs what the operations' gradients do, and the forward of what is repeated.
+    """
+    operators = list(share.operators.values())
+    seconds = _seconds(problem, operators, samples)
+    input_part = np.array([one.input_gradients for one in operators])
+    weight_part = np.array([one.weight_gradients for one in operators])
+    forward, gradients = float(seconds.sum()), float((seconds * (input_part + weight_part)).sum())
+    again = share.repeated(recompute)
+    repeated = float(
+        sum(t for t, name in zip(seconds, share.operators, strict=True) if name in again)
+    )
+    sent, returned = _exchanges(problem, share, split, samples)
+    hidden = _attention_seconds(share, seconds)
+    circulated = _circulation(problem, share, split, samples)
+    sent += max(0.0, circulated - hidden)
+    returned += max(0.0, 2 * circulated - 2 * hidden)
+    if recompute == "full" and share.is_block:
+        repeated += sent
+    return LayerTime(
+        forward=forward + sent,
+        backward=gradients + returned + repeated,
+        repeated=repeated,
+        exchange=sent + returned + (sent if recompute == "full" and share.is_block else 0.0),
+    )
+
+
+def _seconds(problem: TrainingProblem, operators: list[Operation], samples: int) -> Floats:
+    """The forward of every operator: products by their FLOPs, the others by their bytes."""
+    reached, card = problem.reached, problem.card
+    flops = samples * np.array([one.flops for one in operators])
+    weights = np.array([_weights(one) for one in operators])
+    moved = weights + samples * (np.array([one.moved for one in operators]) - weights)
+    traffic = (
+        moved * problem.precision.activation_bytes / (card.memory_bytes_per_second * reached.memory)
+    )
+    products = np.where(flops > 0, flops + reached.half_flops, 0.0) / (
+        problem.peak_flops * reached.matmul
+    )
+    seconds: Floats = np.maximum(products, traffic) + reached.launch_seconds
+    return seconds
+
+
+def _weights(one: Operation) -> float:
+    return one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
+
+
+def _exchanges(
+    problem: TrainingProblem, share: Share, split: Split, samples: int
+) -> tuple[float, float]:
+    """Tensor reductions and the way to the experts and back, in forward and backward."""
+    fabric, size = problem.fabric, problem.precision.activation_bytes
+    one = all_reduce_seconds(fabric, 1, split.tensor, samples * share.width * size)
+    routed = 2 * all_to_all_seconds(fabric, 1, split.expert, samples * share.dispatched * size)
+    return share.reductions[0] * one + routed, share.reductions[1] * one + routed
+
+
+def _circulation(problem: TrainingProblem, share: Share, split: Split, samples: int) -> float:
+    """Keys and values pass all context ranks in a ring, beside the attention (Liu et al. 2023)."""
+    if split.context == 1:
+        return 0.0
+    bandwidth, latency = problem.fabric.path(split.tensor, split.context)
+    moved = samples * share.circulated * problem.precision.activation_bytes
+    return (split.context - 1) * (moved / bandwidth + latency)
+
+
+def _attention_seconds(share: Share, seconds: Floats) -> float:
+    names = ("attention", "scores", "weighted values")
+    return float(sum(t for t, name in zip(seconds, share.operators, strict=True) if name in names))

@@ -1,0 +1,228 @@
+"""A parallel layout: the degrees, the microbatch, the schedule and what is kept where."""
+
+import re
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal, get_args
+
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
+from stagewright.graphs.machines.fabric import MAX_GPUS
+from stagewright.graphs.models.shards import Recompute, Split
+
+Placement = Literal["data-inside", "pipeline-inside"]
+"""Which dimension has its ranks nearer together; tensor and context ranks are always nearest."""
+
+_SHORT = {
+    "p": "pipeline",
+    "t": "tensor",
+    "c": "context",
+    "d": "data",
+    "e": "expert",
+    "b": "microbatch",
+    "v": "chunks",
+    "zero": "zero",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """p x t x c x d ranks (thesis 4.3.1, with context parallelism).
+
+    ``expert`` ranks of the t x c x d that hold equal layers share the experts. ``microbatch`` is
+    samples per replica, ``chunks`` stages of the pipeline on every rank (v, thesis 4.2.2).
+    ``first_blocks`` and ``last_blocks`` are the blocks of the first and the last stage, None for as
+    many as in the others. ``zero`` is ZeRO's stage (Rajbhandari et al. 2020): 1 divides the
+    optimizer's state over the data ranks, 2 the gradients, 3 the weights too (FSDP).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    expert: int = 1
+    microbatch: int = 1
+    chunks: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: int = 0
+    offload_optimizer: bool = False
+    placement: Placement = "data-inside"
+    first_blocks: int | None = None
+    last_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "tensor", "context", "data", "expert", "microbatch", "chunks"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InputError(f"{name} must be at least 1, got {value}")
+            most = MAX_MICROBATCHES if name == "microbatch" else MAX_GPUS
+            require_count(value, name, most)
+        if self.zero not in range(4):
+            raise InputError(f"zero must be 0, 1, 2 or 3, got {self.zero}")
+        if self.pipeline == 1 and self.chunks > 1:
+            raise InputError(f"{self.chunks} chunks need a pipeline of at least 2 ranks")
+        if self.sequence_parallel and self.tensor == 1:
+            raise InputError("sequence parallelism needs a tensor degree of at least 2")
+        shared = self.tensor * self.context * self.data
+        if shared % self.expert:
+            raise InputError(
+                f"expert degree {self.expert} does not divide the {shared} ranks (t x c x d) that "
+                "hold equal layers"
+            )
+        self._require_ends()
+
+    def _require_ends(self) -> None:
+        for name, value in (("first_blocks", self.first_blocks), ("last_blocks", self.last_blocks)):
+            if value is not None and (value < 0 or self.pipeline == 1):
+                raise InputError(f"{name} needs a pipeline and at least 0 blocks, got {value}")
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.pipeline * self.tensor * self.context * self.data
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline, on all its ranks together."""
+        return self.pipeline * self.chunks
+
+    @property
+    def split(self) -> Split:
+        """How a layer is divided."""
+        return Split(self.tensor, self.context, self.expert, self.sequence_parallel)
+
+    @property
+    def data_stride(self) -> int:
+        """Distance of the ranks of one data group; context ranks have the same weights."""
+        inside = self.pipeline if self.placement == "pipeline-inside" else 1
+        return self.tensor * self.context * inside
+
+    @property
+    def pipeline_stride(self) -> int:
+        """Distance of the ranks of neighbouring stages."""
+        inside = self.data if self.placement == "data-inside" else 1
+        return self.tensor * self.context * inside
+
+    def microbatches(self, batch: int) -> int:
+        """Microbatches of an iteration of ``batch`` samples, per replica.
+
+        Raises
+        ------
+        InputError
+            If the batch is no multiple of the samples of all replicas' microbatches.
+        """
+        samples = self.data * self.microbatch
+        if batch % samples:
+            below = batch // samples * samples
+            near = f"{below} or {below + samples}" if below else f"{samples}"
+            raise InputError(
+                f"a batch of {batch} is no multiple of data x microbatch = {self.data} x "
+                f"{self.microbatch}; the nearest are {near}"
+            )
+        return batch // samples
+
+    def blocks_of_stages(self, blocks: int) -> tuple[int, ...]:
+        """The number of blocks of every stage.
+
+        Raises
+        ------
+        InputError
+            If the blocks cannot be divided evenly over the stages between the chosen ends.
+        """
+        if self.stages == 1:
+            return (blocks,)
+        ends = (self.first_blocks, self.last_blocks)
+        free = self.stages - sum(one is not None for one in ends)
+        left = blocks - sum(one or 0 for one in ends)
+        if left < free or (left % free if free else left):
+            raise InputError(_uneven(self.stages, blocks, ends))
+        each = left // free if free else 0
+        middle = [each] * (self.stages - 2)
+        first, last = (each if one is None else one for one in ends)
+        return (first, *middle, last)
+
+    def __str__(self) -> str:
+        words = [
+            f"{short}{getattr(self, name)}"
+            for short, name in _SHORT.items()
+            if _is_said(self, name)
+        ]
+        if self.recompute != "none":
+            words.append(self.recompute)
+        words += [
+            word
+            for word, on in (("sp", self.sequence_parallel), ("offload", self.offload_optimizer))
+            if on
+        ]
+        words += [
+            f"{word}{value}"
+            for word, value in (("first", self.first_blocks), ("last", self.last_blocks))
+            if value is not None
+        ]
+        if self.placement != "data-inside":
+            words.append(self.placement)
+        return " ".join(words)
+
+
+def _is_said(layout: Layout, name: str) -> bool:
+    always = name in ("pipeline", "tensor", "data", "microbatch")
+    default = next(one.default for one in fields(Layout) if one.name == name)
+    return always or getattr(layout, name) != default
+
+
+def _uneven(stages: int, blocks: int, ends: tuple[int | None, int | None]) -> str:
+    if ends == (None, None):
+        near = [n for n in range(1, blocks + 1) if blocks % n == 0]
+        below = max(n for n in near if n <= stages)
+        above = min((n for n in near if n >= stages), default=None)
+        close = f"{below}" if above is None else f"{below} or {above}"
+        return (
+            f"{blocks} blocks cannot be divided evenly over {stages} stages (pipeline x chunks); "
+            f"the nearest numbers of stages are {close}, or give first and last blocks"
+        )
+    first, last = ends
+    return (
+        f"{blocks} blocks cannot be divided over {stages} stages with {first} blocks in the first "
+        f"and {last} in the last: the others must have equally many, at least 1"
+    )
+
+
+_WORD = re.compile(r"([a-z]+)(\d+)")
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout of words such as ``p8 t8 d2 b1 v3 full sp zero1``; inverse of ``str``.
+
+    Raises
+    ------
+    InputError
+        If a word is not known or appears twice.
+    """
+    found: dict[str, object] = {}
+    for word in re.split(r"[\s,]+", text.strip()):
+        name, value = _meaning(word)
+        if name in found:
+            raise InputError(f"layout {text!r}: {name} appears twice")
+        found[name] = value
+    return replace(Layout(), **found)  # type: ignore[arg-type]
+
+
+def _meaning(word: str) -> tuple[str, object]:
+    if word in get_args(Recompute):
+        return "recompute", word
+    if word in get_args(Placement):
+        return "placement", word
+    if word in ("sp", "offload"):
+        return {"sp": "sequence_parallel", "offload": "offload_optimizer"}[word], True
+    numbered = {**_SHORT, "first": "first_blocks", "last": "last_blocks"}
+    found = _WORD.fullmatch(word)
+    if found is None or found[1] not in numbered:
+        words = [*(f"{one}N" for one in numbered), *get_args(Recompute), "sp", "offload"]
+        known = ", ".join([*words, *get_args(Placement)])
+        raise InputError(f"layout word {word!r} is not known; known are {known}")
+    return numbered[found[1]], int(found[2])

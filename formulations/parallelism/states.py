@@ -1,0 +1,133 @@
+"""Weights, gradients and optimizer state of one rank, and what their exchange and update cost."""
+
+from dataclasses import dataclass
+
+from stagewright.formulations.parallelism.exchanges import all_reduce_seconds, gather_seconds
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.shards import Share
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Parameters of a rank: those that all t-th parts of a stage's data ranks hold, and experts'.
+
+    ``largest`` are the parameters of its largest layer, ``blocks`` its number of layers.
+    """
+
+    shared: float
+    expert: float
+    largest: float
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes of a rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+def held(shares: list[Share], *, tied: bool) -> Held:
+    """The parameters of a rank's layers; with ``tied`` it holds a copy of the embedding's table."""
+    each = [
+        one.parameters + one.expert_parameters + (one.tied_parameters if tied else 0)
+        for one in shares
+    ]
+    expert = sum(one.expert_parameters for one in shares)
+    return Held(sum(each) - expert, expert, max(each), len(shares))
+
+
+def groups(layout: Layout) -> tuple[int, int]:
+    """Ranks with equal shared parameters, and with equal experts."""
+    shared = layout.context * layout.data
+    return shared, layout.tensor * shared // layout.expert
+
+
+def states(problem: TrainingProblem, layout: Layout, of: Held) -> States:
+    """What a rank keeps; ZeRO divides it among the ranks with equal parameters."""
+    precision, (shared, expert) = problem.precision, groups(layout)
+
+    def part(stage: int) -> float:
+        if layout.zero >= stage:
+            return of.shared / shared + of.expert / expert
+        return of.shared + of.expert
+
+    return States(
+        weights=part(3) * precision.weight_bytes,
+        gradients=part(2) * precision.gradient_bytes,
+        optimizer=0.0 if layout.offload_optimizer else part(1) * precision.optimizer_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Seconds of exchanges among data ranks: once per iteration, and with every microbatch."""
+
+    gradients: float = 0.0
+    weights: float = 0.0
+    each_forward: float = 0.0
+    each_backward: float = 0.0
+
+
+def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
+    """The exchanges of a rank's parameters among the ranks with equal ones."""
+    precision = problem.precision
+    gradients = _gather(problem, layout, of, precision.gradient_bytes)
+    weights = _gather(problem, layout, of, precision.weight_bytes)
+    if layout.zero == 0:
+        return Exchange(gradients=2 * gradients)
+    if layout.zero == 1:
+        return Exchange(gradients=gradients, weights=weights)
+    if layout.zero == 2:
+        return Exchange(weights=weights, each_backward=gradients)
+    return Exchange(each_forward=weights, each_backward=weights + gradients)
+
+
+def _gather(problem: TrainingProblem, layout: Layout, of: Held, bytes_each: int) -> float:
+    """One reduce-scatter or all-gather of all the rank's parameters.
+
+    Context ranks are next to each other and hold equal weights, so that with d > 1 the ring
+    through c x d ranks has the data ranks' distance at the border of the servers.
+    """
+    shared, expert = groups(layout)
+    stride = layout.tensor if layout.context > 1 else layout.data_stride
+    if layout.context > 1 and layout.data > 1 and layout.placement == "pipeline-inside":
+        stride = layout.data_stride
+    return gather_seconds(problem.fabric, stride, shared, of.shared * bytes_each) + gather_seconds(
+        problem.fabric, layout.expert, expert, of.expert * bytes_each
+    )
+
+
+def tied_seconds(problem: TrainingProblem, layout: Layout, head: Share) -> float:
+    """The sum of a tied table's gradients, which first and last stage both have."""
+    if layout.pipeline == 1 or head.tied_parameters == 0:
+        return 0.0
+    stride = layout.pipeline_stride * (layout.pipeline - 1)
+    moved = head.tied_parameters * problem.precision.gradient_bytes
+    return all_reduce_seconds(problem.fabric, stride, 2, moved)
+
+
+def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:
+    """The optimizer's step: it reads gradients and state, and writes state and weights.
+
+    Raises
+    ------
+    InputError
+        If the optimizer is offloaded and the bandwidth to the host is not known.
+    """
+    precision, (shared, expert) = problem.precision, groups(layout)
+    number = of.shared + of.expert
+    if layout.zero:
+        number = of.shared / shared + of.expert / expert
+    moved = precision.gradient_bytes + 2 * precision.optimizer_bytes + precision.weight_bytes
+    if layout.offload_optimizer:
+        host = problem.fabric.host_bytes_per_second
+        if host is None:
+            raise InputError("an offloaded optimizer needs the devices' bandwidth to the host")
+        return number * max(precision.gradient_bytes, precision.weight_bytes) / host
+    rate = problem.card.memory_bytes_per_second * problem.reached.memory
+    return number * moved / rate

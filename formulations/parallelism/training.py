@@ -1,0 +1,80 @@
+"""The problem: train a transformer on a fabric with a global batch, as fast as possible."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount, require_count
+from stagewright.graphs.machines.devices import Accelerator, accelerator
+from stagewright.graphs.machines.fabric import Fabric
+from stagewright.graphs.machines.rates import Reached
+from stagewright.graphs.models.architecture import MAX_SIZE, Architecture
+from stagewright.graphs.models.language import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of a number of each kind; the defaults are Megatron-LM's mixed precision with Adam.
+
+    ``optimizer_bytes`` are per parameter: the fp32 master of the weight and two moments.
+    """
+
+    activation_bytes: int = 2
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 12
+    fp8_products: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("activation_bytes", "weight_bytes", "gradient_bytes"):
+            if getattr(self, name) not in (1, 2, 4):
+                raise InputError(f"{name} must be 1, 2 or 4, got {getattr(self, name)}")
+        if not 0 <= self.optimizer_bytes <= 16:
+            raise InputError(f"optimizer_bytes must be from 0 to 16, got {self.optimizer_bytes}")
+
+
+@dataclass(frozen=True)
+class TrainingProblem:
+    """A model, its batch and the machines.
+
+    ``overlap`` says whether the exchange of gradients and of ZeRO's weights runs beside the
+    computation, as far as that lasts. ``reserve_bytes`` of every device are not for the plan (the
+    driver, the allocator, the communication library).
+    """
+
+    architecture: Architecture
+    sequence: int
+    batch: int
+    fabric: Fabric
+    reached: Reached
+    precision: Precision = Precision()
+    attention: Attention = "fused"
+    overlap: bool = True
+    reserve_bytes: float = 2e9
+
+    def __post_init__(self) -> None:
+        require_count(self.sequence, "sequence", MAX_SIZE)
+        require_count(self.batch, "batch", MAX_SIZE)
+        require_amount(self.reserve_bytes, "reserve_bytes")
+        if self.precision.fp8_products and self.card.fp8_flops is None:
+            raise InputError(f"{self.card.name} has no fp8 arithmetic")
+
+    @cached_property
+    def card(self) -> Accelerator:
+        """The device's peaks."""
+        return accelerator(self.fabric.device)
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of matrix products at this precision."""
+        if self.precision.fp8_products and self.card.fp8_flops is not None:
+            return self.card.fp8_flops
+        if self.precision.activation_bytes == 4:
+            return self.card.fp32_flops
+        return self.card.fp16_flops
+
+    @cached_property
+    def model_flops(self) -> float:
+        """FLOPs of an iteration without recomputation: three times those of the forward."""
+        per_sample = self.architecture.flops(1, self.sequence)
+        return 3 * self.batch * sum(sum(layer.values()) for layer in per_sample.values())

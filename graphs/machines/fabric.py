@@ -1,0 +1,139 @@
+"""A large uniform cluster by its levels: servers, racks, all; without a list of its devices.
+
+Ranks are numbered through the levels: those of a server first, then those of a rack. A group is
+``size`` ranks, ``stride`` apart.
+"""
+
+import math
+from dataclasses import dataclass
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_amount, require_bandwidth, require_count
+from stagewright.graphs.machines.cluster import Cluster, ServerLinks
+
+MAX_GPUS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Units of ``devices`` devices, and the links between the units of the next lower level in it.
+
+    ``bytes_per_second`` is what every device can send out of its unit while all devices do (its
+    part of a server's network cards), ``latency_seconds`` what a message takes.
+    """
+
+    name: str
+    devices: int
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_count(self.devices, f"{self.name}: devices", MAX_GPUS)
+        require_bandwidth(self.bytes_per_second, f"{self.name}: bytes_per_second")
+        require_amount(self.latency_seconds, f"{self.name}: latency_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """``levels`` from the server outwards; the last holds all devices, of kind ``device``.
+
+    ``host_bytes_per_second`` is a device's bandwidth to host memory in each direction, None if not
+    known.
+    """
+
+    device: str
+    memory_bytes: float
+    levels: tuple[Level, ...]
+    host_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        require_amount(self.memory_bytes, "memory_bytes")
+        if not 1 <= len(self.levels) <= 3:
+            raise InputError(f"a fabric has one to three levels, got {len(self.levels)}")
+        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+            if outer.devices % inner.devices:
+                raise InputError(
+                    f"{outer.name} has {outer.devices} devices, which is no multiple of the "
+                    f"{inner.devices} of {inner.name}"
+                )
+
+    @property
+    def devices(self) -> int:
+        """The number of all devices."""
+        return self.levels[-1].devices
+
+    @property
+    def per_server(self) -> int:
+        """Devices in a server."""
+        return self.levels[0].devices
+
+    def path(self, stride: int, size: int) -> tuple[float, float]:
+        """Bytes/s and latency of a ring through a group, per rank.
+
+        Members inside one unit share its way out: a ring through a unit with n members of the group
+        leaves it by n devices' network cards. The slowest level of those it crosses decides.
+        """
+        slowest, latency, inside = math.inf, 0.0, 1
+        for level in self.levels:
+            here = members(stride, size, level.devices)
+            if here > inside:
+                slowest = min(slowest, inside * level.bytes_per_second)
+                latency = max(latency, level.latency_seconds)
+            inside = here
+        return slowest, latency
+
+    def crossing(self, stride: int, size: int) -> tuple[tuple[float, float], ...]:
+        """Per level that the group crosses: the share of the other members there, and bytes/s."""
+        found, inside = [], 1
+        for level in self.levels:
+            here = members(stride, size, level.devices)
+            if here > inside:
+                found.append(((here - inside) / (size - 1), level.bytes_per_second))
+            inside = here
+        return tuple(found)
+
+
+def members(stride: int, size: int, devices: int) -> int:
+    """How many of a group's ranks, ``stride`` apart, are in one unit of ``devices``; at least 1."""
+    return max(1, min(size, devices // stride))
+
+
+def fabric_of(cluster: Cluster) -> Fabric:
+    """The fabric of a cluster of equal devices in equal servers (and racks).
+
+    Raises
+    ------
+    InputError
+        If devices, servers or racks differ, or the links are a matrix.
+    """
+    first = cluster.devices[0]
+    if not isinstance(cluster.links, ServerLinks):
+        raise InputError(
+            f"cluster {cluster.name!r} has a matrix of links; equal servers of equal devices are "
+            "needed here"
+        )
+    for one in cluster.devices:
+        if (one.kind, one.memory_bytes) != (first.kind, first.memory_bytes):
+            raise InputError(
+                f"cluster {cluster.name!r}: device {one.name!r} differs from {first.name!r}; equal "
+                "devices are needed here"
+            )
+    links = cluster.links
+    found = [("server", _equal(links.servers, "servers"), links.intra)]
+    if links.inter is not None:
+        racks = links.racks or (tuple(one.name for one in cluster.devices),)
+        found.append(("rack", _equal(racks, "racks"), links.inter))
+    if links.racks is not None and links.inter_rack is not None:
+        found.append(("cluster", len(cluster.devices), links.inter_rack))
+    levels = tuple(
+        Level(name, count, link.bandwidth_bytes_per_second, link.latency_seconds)
+        for name, count, link in found
+    )
+    return Fabric(first.kind, first.memory_bytes, levels, first.host_bytes_per_second)
+
+
+def _equal(units: tuple[tuple[str, ...], ...], what: str) -> int:
+    sizes = {len(unit) for unit in units}
+    if len(sizes) > 1:
+        raise InputError(f"{what} of equal size are needed here, got {sorted(sizes)} devices")
+    return sizes.pop()

@@ -1,0 +1,380 @@
+"""One rank's share of a transformer's layers under tensor, context and expert parallelism.
+
+Tensor parallelism divides heads, widths and vocabulary (Megatron-LM: Shoeybi et al. 2019, section
+3); sequence parallelism divides the other operators of a block too (Korthikanti et al. 2022,
+section 4.2.2). Context parallelism divides the tokens of a sequence; every token attends to the
+whole of it. Experts stay whole: a rank has an equal part of them, and routes its own tokens.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    GroupedAttention,
+    LatentAttention,
+    Operators,
+)
+from stagewright.graphs.models.language import Attention
+from stagewright.graphs.models.operations import Operation, dropout, elementwise, product
+
+Recompute = Literal["none", "selective", "full"]
+
+CORE = ("scores", "softmax", "attention mask", "weighted values")
+"""The attention without its projections, which selective recomputation repeats (Korthikanti et al.
+2022, section 5). All that it keeps are queries, keys and values, which count at the scores."""
+
+_WHOLE = ("norm", "dropout", "sum", "router", "routing", "dispatch", "combine", "experts")
+"""Operators that tensor parallelism leaves whole, by a word of their names; with sequence
+parallelism each rank has its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the layers of a replica are divided; ``expert`` ranks share the experts of a layer."""
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A layer on one rank for one sample; all of it but weights is proportional to the samples.
+
+    ``expert_parameters`` are those of the rank's experts, ``parameters`` all others, and
+    ``tied_parameters`` belong to an earlier layer if that is on the same rank. ``width`` are the
+    elements of the hidden states of the rank's tokens, ``input`` those of the layer's input as it
+    is kept. Exchanges: ``reductions`` of the hidden states over the tensor ranks in the forward and
+    in the backward (with sequence parallelism reduce-scatters and all-gathers, which move as much);
+    ``circulated`` are the elements of keys and values of one context rank, ``dispatched`` those
+    that go to the experts and come back.
+    """
+
+    operators: Operators
+    parameters: float
+    width: float
+    input: float
+    expert_parameters: float = 0.0
+    tied_parameters: float = 0.0
+    reductions: tuple[int, int] = (0, 0)
+    circulated: float = 0.0
+    dispatched: float = 0.0
+    is_block: bool = True
+    differentiable: bool = True
+
+    def saved_bytes(self, element_bytes: float, recompute: Recompute) -> float:
+        """Bytes that a sample's forward keeps for the backward; only blocks recompute."""
+        if recompute == "full" and self.is_block:
+            return self.input * element_bytes
+        repeated = CORE[1:] if recompute == "selective" else ()
+        return sum(
+            one.saved * element_bytes + one.saved_bytes
+            for name, one in self.operators.items()
+            if name not in repeated
+        )
+
+    def repeated(self, recompute: Recompute) -> tuple[str, ...]:
+        """The operators whose forward runs again in the backward."""
+        if not self.is_block or recompute == "none":
+            return ()
+        return tuple(name for name in self.operators if recompute == "full" or name in CORE)
+
+
+def require_split(architecture: Architecture, sequence: int, split: Split) -> None:
+    """Raise in one line, with the nearest values that work, where a size is not divisible.
+
+    Raises
+    ------
+    InputError
+        If ``tensor`` does not divide the heads or a width, if key-value heads and ``tensor`` do not
+        divide one another, if ``context`` does not divide the sequence, ``expert`` the experts.
+    """
+    attention = architecture.attention
+    for size, what in _tensor_sizes(architecture):
+        _require_divides(split.tensor, size, "tensor degree", what)
+    if isinstance(attention, GroupedAttention):
+        heads = attention.key_value_heads
+        if heads % split.tensor and split.tensor % heads:
+            raise InputError(
+                f"tensor degree {split.tensor} and {heads} key-value heads: one must divide the "
+                "other"
+            )
+    _require_divides(split.context, sequence, "context degree", "tokens of a sequence")
+    if split.sequence_parallel:
+        tokens = sequence // split.context
+        _require_divides(
+            split.tensor, tokens, "tensor degree with sequence parallelism", "tokens of a rank"
+        )
+    experts = 1 if architecture.experts is None else architecture.experts.number
+    _require_divides(split.expert, experts, "expert degree", "experts")
+    if experts > 1 and split.tensor > 1 and not split.sequence_parallel:
+        raise InputError(
+            "experts with tensor parallelism need sequence parallelism, which divides the tokens "
+            "among the tensor ranks before they are routed"
+        )
+
+
+def _tensor_sizes(architecture: Architecture) -> Iterable[tuple[int, str]]:
+    yield architecture.attention.heads, "heads"
+    yield architecture.feed_forward.width, "elements of the feed-forward"
+    if architecture.experts is not None and architecture.experts.shared_width is not None:
+        yield architecture.experts.shared_width, "elements of the shared experts"
+
+
+def _require_divides(degree: int, size: int, what: str, of: str) -> None:
+    if size % degree:
+        near = nearest_divisors(size, degree)
+        raise InputError(
+            f"{what} {degree} does not divide {size} {of}; the nearest are "
+            f"{' and '.join(map(str, near))}"
+        )
+
+
+def nearest_divisors(size: int, degree: int) -> tuple[int, ...]:
+    """The divisors of ``size`` next below and above ``degree``."""
+    below = next(one for one in range(min(degree, size), 0, -1) if size % one == 0)
+    above = next((one for one in range(degree, size + 1) if size % one == 0), None)
+    return tuple(sorted({below, *([above] if above else [])}))
+
+
+def narrow(architecture: Architecture, tensor: int) -> Architecture:
+    """One of ``tensor`` ranks: a part of heads, feed-forwards and vocabulary (padded)."""
+    attention: GroupedAttention | LatentAttention
+    if isinstance(architecture.attention, GroupedAttention):
+        grouped = architecture.attention
+        attention = replace(
+            grouped,
+            heads=grouped.heads // tensor,
+            key_value_heads=max(1, grouped.key_value_heads // tensor),
+        )
+    else:
+        attention = replace(architecture.attention, heads=architecture.attention.heads // tensor)
+    experts, feed_forward = architecture.experts, architecture.feed_forward
+    if experts is not None and experts.shared_width is not None:
+        experts = replace(experts, shared_width=experts.shared_width // tensor)
+    return replace(
+        architecture,
+        attention=attention,
+        feed_forward=replace(feed_forward, width=feed_forward.width // tensor),
+        experts=experts,
+        vocabulary=-(-architecture.vocabulary // tensor),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The shares of a model's layers: ``blocks[i]`` is an index into ``kinds``."""
+
+    embedding: Share
+    kinds: tuple[Share, ...]
+    blocks: tuple[int, ...]
+    head: Share
+
+    @property
+    def every(self) -> tuple[Share, ...]:
+        """The shares in the order of the layers."""
+        return (self.embedding, *(self.kinds[kind] for kind in self.blocks), self.head)
+
+
+def shares_of(
+    architecture: Architecture,
+    sequence: int,
+    split: Split,
+    attention: Attention = "fused",
+) -> Shares:
+    """The shares of all layers for sequences of ``sequence`` tokens.
+
+    Raises
+    ------
+    InputError
+        See :func:`require_split`; or if there are fewer learned positions than tokens.
+    """
+    require_split(architecture, sequence, split)
+    if architecture.positions is not None and sequence > architecture.positions:
+        raise InputError(
+            f"sequence must be at most the {architecture.positions} learned positions, got "
+            f"{sequence}"
+        )
+    found: dict[tuple[bool, bool], int] = {}
+    blocks: list[int] = []
+    kinds: list[Share] = []
+    for index in range(architecture.layers):
+        kind = architecture.kind(index)
+        if kind not in found:
+            found[kind] = len(kinds)
+            kinds.append(_block(architecture, index, sequence, split, attention))
+        blocks.append(found[kind])
+    return Shares(
+        embedding=_embedding(architecture, sequence, split),
+        kinds=tuple(kinds),
+        blocks=tuple(blocks),
+        head=_head(architecture, sequence, split),
+    )
+
+
+def _block(
+    architecture: Architecture, index: int, sequence: int, split: Split, attention: Attention
+) -> Share:
+    tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
+    operators = narrowed.block(index, 1, tokens)
+    # Every token attends to the whole sequence, of which the rank has its part of the queries.
+    core = _scaled(narrowed.block(index, 1, sequence)["attention"], 1 / split.context)
+    operators["attention"] = core
+    if attention == "materialized":
+        operators = _materialized(operators, narrowed, tokens, sequence)
+    routed, experts = 0.0, 0.0
+    if architecture.is_sparse(index):
+        routed, experts = _place_experts(architecture, index, tokens, operators, split)
+    operators = _sequence_split(operators, split)
+    width = tokens * architecture.hidden
+    reduced = 1 if routed and not _has_shared(architecture) else 2
+    return Share(
+        operators=operators,
+        parameters=_parameters(operators) - experts,
+        width=float(width),
+        input=width / (split.tensor if split.sequence_parallel else 1),
+        expert_parameters=experts,
+        reductions=(reduced, reduced),
+        circulated=_keys_and_values(narrowed, tokens),
+        dispatched=routed,
+    )
+
+
+def _has_shared(architecture: Architecture) -> bool:
+    return architecture.experts is not None and architecture.experts.shared_width is not None
+
+
+def _place_experts(
+    architecture: Architecture, index: int, tokens: int, operators: Operators, split: Split
+) -> tuple[float, float]:
+    """Put the rank's experts into ``operators``; the elements it routes, its experts' parameters.
+
+    With tensor parallelism the tokens are divided among the tensor ranks before they are routed.
+    """
+    experts = architecture.experts
+    assert experts is not None
+    whole = architecture.block(index, 1, tokens)
+    local = replace(
+        architecture,
+        experts=replace(
+            experts,
+            number=experts.number // split.expert,
+            per_token=min(experts.per_token, experts.number // split.expert),
+        ),
+    ).block(index, 1, tokens)
+    counted = 0.0
+    for name in whole:
+        if name in ("router", "routing", "dispatch", "combine"):
+            operators[name] = whole[name]
+        elif name.startswith("experts"):
+            # As many tokens as without expert parallelism, but only the weights of some experts.
+            weights = local[name].parameters
+            operators[name] = replace(
+                whole[name],
+                moved=whole[name].moved - whole[name].parameters + weights,
+                parameters=weights,
+            )
+            counted += weights
+    per_rank = split.tensor if split.sequence_parallel else 1
+    return tokens * experts.per_token * architecture.hidden / per_rank, counted
+
+
+def _materialized(
+    operators: Operators, narrowed: Architecture, tokens: int, sequence: int
+) -> Operators:
+    """Scores, softmax, dropout and weighted values in separate kernels, in place of a fused one."""
+    of = narrowed.attention
+    key, value = (
+        (of.key_size, of.value_size)
+        if isinstance(of, LatentAttention)
+        else (of.head_size, of.head_size)
+    )
+    scores = product(of.heads, tokens, key, sequence)
+    weighted = product(of.heads, tokens, sequence, value)
+    elements = of.heads * tokens * sequence
+    values = of.heads * sequence * value
+    core: Operators = {
+        "scores": replace(scores, saved=scores.saved + values),
+        "softmax": elementwise(elements, saved=elements if narrowed.dropout else 0.0),
+        **({"attention mask": dropout(elements)} if narrowed.dropout else {}),
+        "weighted values": replace(weighted, saved=weighted.saved - values),
+    }
+    names = list(operators)
+    at = names.index("attention")
+    before, after = names[:at], names[at + 1 :]
+    return (
+        {name: operators[name] for name in before}
+        | core
+        | {name: operators[name] for name in after}
+    )
+
+
+def _sequence_split(operators: Operators, split: Split) -> Operators:
+    """With sequence parallelism, divide whole operators and what projections keep of inputs."""
+    if not split.sequence_parallel or split.tensor == 1:
+        return operators
+    found = {}
+    for name, one in operators.items():
+        if name != "head norms" and any(word in name for word in _WHOLE):
+            found[name] = _scaled(one, 1 / split.tensor)
+        elif name in ("query, key, value", "latent", "feed-forward in", "shared in"):
+            found[name] = replace(one, saved=one.saved / split.tensor)
+        else:
+            found[name] = one
+    return found
+
+
+def _scaled(one: Operation, by: float) -> Operation:
+    """The operation on a part of its elements; its weights are read whole."""
+    weights = one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
+    return replace(
+        one,
+        flops=one.flops * by,
+        moved=(one.moved - weights) * by + weights,
+        saved=one.saved * by,
+        saved_bytes=one.saved_bytes * by,
+    )
+
+
+def _keys_and_values(narrowed: Architecture, tokens: int) -> float:
+    of = narrowed.attention
+    if isinstance(of, LatentAttention):
+        return float(tokens * of.heads * (of.key_size + of.value_size))
+    return float(tokens * of.key_value_heads * 2 * of.head_size)
+
+
+def _embedding(architecture: Architecture, sequence: int, split: Split) -> Share:
+    tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
+    operators = _sequence_split(narrowed.embedding(tokens), split)
+    return Share(
+        operators=operators,
+        parameters=_parameters(operators),
+        width=float(tokens * architecture.hidden),
+        input=0.0,
+        reductions=(1, 0),
+        is_block=False,
+        differentiable=False,
+    )
+
+
+def _head(architecture: Architecture, sequence: int, split: Split) -> Share:
+    tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
+    operators = _sequence_split(narrowed.head(tokens), split)
+    width = tokens * architecture.hidden
+    return Share(
+        operators=operators,
+        parameters=_parameters(operators),
+        tied_parameters=sum(one.tied_parameters for one in operators.values()),
+        width=float(width),
+        input=width / (split.tensor if split.sequence_parallel else 1),
+        reductions=(0, 1),
+        is_block=False,
+    )
+
+
+def _parameters(operators: Operators) -> float:
+    return sum(one.parameters for one in operators.values())
