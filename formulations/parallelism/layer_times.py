@@ -1,6 +1,7 @@
 """Forward and backward times of a transformer's layers on one rank."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -25,6 +26,14 @@ class LayerTime:
     backward: float
     repeated: float = 0.0
     exchange: float = 0.0
+
+
+@lru_cache(maxsize=1 << 16)
+def share_time(
+    problem: TrainingProblem, share: Share, split: Split, samples: int, recompute: Recompute
+) -> LayerTime:
+    """:func:`layer_time`, remembered."""
+    return layer_time(problem, share, split, samples, recompute)
 
 
 def layer_time(

@@ -33,7 +33,7 @@ class Precision:
             raise InputError(f"optimizer_bytes must be from 0 to 16, got {self.optimizer_bytes}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainingProblem:
     """A model, its batch and the machines.
 
