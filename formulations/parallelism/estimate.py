@@ -13,19 +13,24 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout takes; lists are by the position in the pipeline.
+    """What a layout takes; ``memory`` is by the position in the pipeline.
 
-    ``pipeline_seconds`` is the makespan of all microbatches; ``exchange_seconds`` of it are
-    communication on the slowest rank. ``gradient_seconds`` and ``update_seconds`` follow.
+    ``seconds`` is the sum of ``pipeline_seconds`` (the makespan of all microbatches),
+    ``gradient_seconds`` and ``update_seconds``. On the busiest rank the first is the sum of
+    ``compute_seconds``, ``exchange_seconds`` (tensor, context and expert exchanges),
+    ``repeated_seconds`` (recomputation, with its exchanges), ``zero_seconds`` (waiting for ZeRO's
+    exchanges with every microbatch) and ``bubble_seconds``.
     """
 
     layout: Layout
     microbatches: int
     seconds: float
     pipeline_seconds: float
-    bubble_seconds: float
-    tensor_seconds: float
+    compute_seconds: float
+    exchange_seconds: float
     repeated_seconds: float
+    zero_seconds: float
+    bubble_seconds: float
     gradient_seconds: float
     update_seconds: float
     memory: tuple[RankMemory, ...]
@@ -68,6 +73,8 @@ def evaluate(problem: TrainingProblem, layout: Layout, run: Walk = walk) -> Esti
     )
     end = float((finish + parts.reductions).max())
     makespan, busiest = float(finish.max()), int(np.argmax(parts.busy))
+    exchanged, repeated = parts.exchanged(busiest), parts.repeated(busiest)
+    worked = parts.worked(busiest)
     seconds = end + parts.longest_update
     rate = problem.model_flops / seconds
     return Estimate(
@@ -75,9 +82,11 @@ def evaluate(problem: TrainingProblem, layout: Layout, run: Walk = walk) -> Esti
         microbatches=parts.microbatches,
         seconds=seconds,
         pipeline_seconds=makespan,
+        compute_seconds=worked - exchanged - repeated,
+        exchange_seconds=exchanged,
+        repeated_seconds=repeated,
+        zero_seconds=float(parts.busy[busiest]) - worked,
         bubble_seconds=makespan - float(parts.busy[busiest]),
-        tensor_seconds=parts.exchanged(busiest),
-        repeated_seconds=parts.repeated(busiest),
         gradient_seconds=end - makespan,
         update_seconds=parts.longest_update,
         memory=tuple(parts.memory(r, float(kept[r])) for r in range(layout.pipeline)),

@@ -19,7 +19,8 @@ from stagewright.graphs.models.shards import Recompute, Share, Split
 class LayerTime:
     """Seconds of one layer on a microbatch; ``exchange`` is the part that is communication.
 
-    ``repeated`` is what recomputation adds to the backward, which contains it.
+    ``repeated`` is what recomputation adds to the backward, with its exchanges, which are not in
+    ``exchange``.
     """
 
     forward: float
@@ -63,7 +64,7 @@ def layer_time(
         forward=forward + sent,
         backward=gradients + returned + repeated,
         repeated=repeated,
-        exchange=sent + returned + (sent if recompute == "full" and share.is_block else 0.0),
+        exchange=sent + returned,
     )
 
 

@@ -4,8 +4,10 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import numpy as np
+from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.cut import Layers, cut
 from stagewright.formulations.parallelism.exchanges import send_seconds
@@ -22,6 +24,7 @@ from stagewright.formulations.parallelism.states import (
     update_seconds,
 )
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.models.shards import Share, Shares, Split, shares_of
 
@@ -29,6 +32,8 @@ from stagewright.graphs.models.shards import Share, Shares, Split, shares_of
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Peak bytes of the ranks of one position in the pipeline."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     weights: float
     gradients: float
@@ -191,6 +196,10 @@ class Parts:
         kept = kept_forwards(layout.pipeline, layout.chunks, self.microbatches, ranks, chunks)
         found: Floats = (self.saved.reshape(kept.shape) * kept).sum(axis=0)
         return found
+
+    def worked(self, rank: int) -> float:
+        """Seconds of forwards and backwards of a rank, without what ZeRO adds."""
+        return self._of_time(rank, lambda one: one.forward + one.backward)
 
     def exchanged(self, rank: int) -> float:
         """Seconds of tensor, context and expert exchanges of a rank in an iteration."""

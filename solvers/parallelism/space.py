@@ -1,7 +1,7 @@
 """The layouts that a search considers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import get_args
 
 from stagewright.formulations.parallelism.layout import Placement
@@ -38,6 +38,17 @@ class Space:
                 raise InputError(f"{name} needs at least one value, each at least 1")
         if self.chunks < 1:
             raise InputError(f"chunks must be at least 1, got {self.chunks}")
+
+    def __str__(self) -> str:
+        """The dimensions that are limited, in words."""
+        limited = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name == "chunks":
+                limited.append(f"at most {value} chunks")
+            elif value != one.default:
+                limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
+        return "; ".join(limited)
 
     def families(self, problem: TrainingProblem) -> Iterator[Split]:
         """How layers can be divided, by the rules of the model and the number of devices."""
