@@ -48,6 +48,7 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
     """Bars of every rank's memory by kind (GB), and the line of what a device has."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
@@ -61,7 +62,7 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
     axes.axhline(limit_bytes / 1e9, color="#b02a30", lw=1.5, ls="--", label="a device has")
     axes.set_xlabel("position in the pipeline")
     axes.set_ylabel("peak memory of a GPU (GB)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for side in ("top", "right"):
@@ -89,12 +90,16 @@ def front_png(points: Sequence[Point], limit_bytes: float) -> bytes:
             (4, 5),
             textcoords="offset points",
             fontsize=6,
+            rotation=35,
         )
     axes.axvline(limit_bytes / 1e9, color="#b02a30", lw=1.5, ls="--", label="a device has")
     axes.set_xscale("log")
+    for ticks in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        ticks("{x:g}")
+    axes.tick_params(axis="x", which="both", labelsize=8)
+    axes.set_ylim(0, 1.15 * max(seconds, default=1.0))
     axes.set_xlabel("peak memory of a GPU (GB)")
     axes.set_ylabel("seconds per iteration")
-    axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

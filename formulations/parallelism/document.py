@@ -22,7 +22,7 @@ VERSION: Literal[1] = 1
 
 @dataclass(frozen=True, slots=True)
 class LayoutBound:
-    """No layout of ``space`` that fits takes less than ``seconds``, by the argument ``proved_by``."""
+    """No layout of ``space`` that fits takes less than ``seconds``; what proved it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 

@@ -7,12 +7,12 @@ from stagewright.graphs.documents.units import format_bytes, format_seconds
 
 PARTS = {
     "computation": "compute_seconds",
-    "tensor, context and expert exchanges": "exchange_seconds",
+    "exchanges inside a replica": "exchange_seconds",
     "recomputation": "repeated_seconds",
     "waiting for ZeRO": "zero_seconds",
-    "pipeline bubble": "bubble_seconds",
-    "gradients and weights between data ranks": "gradient_seconds",
-    "optimizer step": "update_seconds",
+    "bubble": "bubble_seconds",
+    "exchanges between replicas": "gradient_seconds",
+    "update": "update_seconds",
 }
 """The parts of an iteration on its busiest rank, which add up to its time."""
 
@@ -48,9 +48,10 @@ def why_slower(one: Estimate, best: Estimate) -> str:
 
 
 def shortages(found: Estimate) -> tuple[str, ...]:
-    """Per position in the pipeline that does not fit, by how many bytes and what takes most."""
+    """Per position in the pipeline that does not fit, by how many bytes; the fullest first."""
     lines = []
-    for rank, memory in enumerate(found.memory):
+    fullest_first = sorted(enumerate(found.memory), key=lambda one: -one[1].total)
+    for rank, memory in fullest_first:
         missing = memory.total - found.memory_bytes
         if missing > 0:
             kinds = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve")

@@ -10,20 +10,18 @@ from stagewright.cli.console import (
     JsonFlag,
     OutputFile,
     ask,
-    percent,
     print_answer,
     print_lines,
-    print_table,
     progress,
 )
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.layout_printing import print_layouts, print_memory, print_shortages
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.graphs.machines.fabric import Fabric
-    from stagewright.service.layouts import ExplainAnswer, LayoutAnswer, LayoutRow, MemoryAnswer
     from stagewright.solvers.parallelism.space import Space
 
 
@@ -201,7 +199,7 @@ def train_plan(
     if as_json:
         print_answer(answer)
     else:
-        _print(config.name, problem, answer, front)
+        print_layouts(config.name, problem, answer, front)
         written = [one for one in (png, output) if one is not None]
         if answer.plan is not None:
             print_lines(*(f"{one} is written" for one in written))
@@ -271,8 +269,9 @@ def memory(
     if as_json:
         print_answer(answer)
     else:
-        _print_memory(answer.ranks, answer.memory_bytes)
-        print_lines(*answer.shortages, *([f"{png} is written"] if png is not None else []))
+        print_memory(answer.ranks, answer.memory_bytes)
+        print_shortages(answer.shortages)
+        print_lines(*([f"{png} is written"] if png is not None else []))
     return 1 if answer.shortages else 0
 
 
@@ -389,115 +388,3 @@ def _integers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
     if found[0] < least:
         raise InputError(f"--{name} must be at least {least}, got {found[0]}")
     return found
-
-
-def _print(name: str, problem: "TrainingProblem", answer: "LayoutAnswer", front: bool) -> None:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
-    if answer.rows:
-        _print_rows(answer.rows)
-        best = answer.rows[0]
-        print_lines(
-            f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
-            f"{format_seconds(best.seconds)} per iteration ({answer.status}), bound "
-            f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
-            f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s",
-            f"of all {answer.plan_class}",
-            f"rates: {problem.reached.source}",
-        )
-    else:
-        print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
-    if answer.explained is not None:
-        _print_explained(answer.explained)
-    if front and answer.front:
-        print_table(
-            ("peak memory", "time", "<layout"),
-            [
-                (format_bytes(one.peak_bytes), format_seconds(one.seconds), one.layout)
-                for one in answer.front
-            ],
-            "Fastest layouts by memory",
-        )
-    if answer.what_if:
-        print_table(
-            ("<change", "time", "gain", "<layout"),
-            [
-                (
-                    one.change,
-                    "-" if one.seconds is None else format_seconds(one.seconds),
-                    "-"
-                    if one.seconds is None
-                    else percent(1 - one.seconds / answer.rows[0].seconds),
-                    one.layout or "none fits",
-                )
-                for one in answer.what_if
-            ],
-            "What if",
-        )
-
-
-def _print_rows(rows: "tuple[LayoutRow, ...]") -> None:
-    from stagewright.graphs.documents.units import format_bytes, format_seconds
-
-    print_table(
-        (
-            "<layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer", "activations",
-            "<loses by",
-        ),
-        [
-            (
-                one.layout, format_seconds(one.seconds), f"{one.mfu:.1%}",
-                f"{one.flops_per_device / 1e12:.0f}", format_bytes(one.memory.total_bytes),
-                format_bytes(one.memory.weights_bytes + one.memory.gradients_bytes),
-                format_bytes(one.memory.optimizer_bytes),
-                format_bytes(one.memory.activations_bytes + one.memory.buffers_bytes),
-                one.loses_by,
-            )
-            for one in rows
-        ],
-    )  # fmt: skip
-
-
-def _print_explained(one: "ExplainAnswer") -> None:
-    from stagewright.graphs.documents.units import format_seconds
-
-    if one.refused is not None:
-        print_lines(f"{one.layout}: not possible: {one.refused}")
-        return
-    print_table(
-        ("<part", "this", "best", "more"),
-        [
-            (
-                part.part,
-                format_seconds(part.seconds),
-                *(
-                    ("-", "-")
-                    if part.best_seconds is None
-                    else (
-                        format_seconds(part.best_seconds),
-                        format_seconds(part.seconds - part.best_seconds),
-                    )
-                ),
-            )
-            for part in one.parts
-        ],
-        one.layout,
-    )
-    print_lines(*(one.shortages or ("every rank fits",)))
-
-
-def _print_memory(ranks: "tuple[MemoryAnswer, ...]", limit: float) -> None:
-    from stagewright.graphs.documents.units import format_bytes
-
-    kinds = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve", "total")
-    print_table(
-        ("pipeline rank", *kinds, "free"),
-        [
-            (
-                str(one.rank),
-                *(format_bytes(getattr(one, f"{kind}_bytes")) for kind in kinds),
-                format_bytes(limit - one.total_bytes),
-            )
-            for one in ranks
-        ],
-    )
