@@ -17,14 +17,15 @@ from stagewright.graphs.models.shards import Recompute, Share, Split
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Seconds of one layer on a microbatch; ``exchange`` is the part that is communication.
+    """Seconds of one layer on a microbatch.
 
-    ``repeated`` is what recomputation adds to the backward, with its exchanges, which are not in
-    ``exchange``.
+    ``weight`` is the part of the backward that is weight gradients, ``repeated`` what recomputation
+    adds to it; ``exchange`` is the part of the rest of both that is communication.
     """
 
     forward: float
     backward: float
+    weight: float = 0.0
     repeated: float = 0.0
     exchange: float = 0.0
 
@@ -63,6 +64,7 @@ def layer_time(
     return LayerTime(
         forward=forward + sent,
         backward=gradients + returned + repeated,
+        weight=float((seconds * weight_part).sum()),
         repeated=repeated,
         exchange=sent + returned,
     )
