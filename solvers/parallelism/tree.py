@@ -44,7 +44,7 @@ class Tree:
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
         self.best: list[Estimate] = []
         self.examined = 0
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[int, Table | None] = {}
 
     @property
     def worst(self) -> float:
@@ -54,19 +54,23 @@ class Tree:
     def families(self) -> Iterator[Child]:
         """Step 1."""
         for split in self.space.families(self.problem):
-            bounds = Bounds(self.problem, split, self._table(split))
+            table = self._table(split)
+            if table is None:
+                continue
+            bounds = Bounds(self.problem, split, table)
             work = bounds.work(self.problem.batch, "none")
             yield self._spread(bounds, self.problem.batch, work), self._of_split(bounds)
 
-    def _table(self, split: Split) -> Table:
-        """The divisions for the devices that are left beside t and c."""
+    def _table(self, split: Split) -> Table | None:
+        """The divisions for the devices that are left beside t and c; None if there are none."""
         left = self.problem.fabric.devices // (split.tensor * split.context)
         if left not in self._tables:
             blocks = self.problem.architecture.layers
             data = chosen(self.space.data, left)
             pipelines = chosen(self.space.pipeline, left)
             fitting = [p for p in pipelines if p <= blocks + 2 and left // p in data]
-            self._tables[left] = Table(divisions(blocks, fitting, self.space.chunks))
+            found = divisions(blocks, fitting, self.space.chunks)
+            self._tables[left] = Table(found) if found else None
         return self._tables[left]
 
     def _spread(self, bounds: Bounds, samples: int, work: Work) -> float:
@@ -78,8 +82,6 @@ class Tree:
         """Step 2."""
 
         def parts() -> Iterator[Child]:
-            if not bounds.table.every:
-                return
             for samples in chosen(self.space.microbatch, self.problem.batch):
                 for recompute in self._recomputes:
                     # Recomputation of some blocks takes at least as long as that of none.
