@@ -55,7 +55,7 @@ def core_of(problem: TrainingProblem, layout: Layout, framework: str) -> Core:
     inside = layout.placement == "pipeline-inside" and layout.pipeline > 1 and layout.data > 1
     if inside:
         _require_pipeline_inside(problem, layout, framework)
-    _require_sharding(layout, framework)
+    _require_sharding(layout, framework, inside=inside)
     _require_precision(problem, layout, framework)
     precision = problem.precision
     return Core(
@@ -168,7 +168,7 @@ def _require_pipeline_inside(problem: TrainingProblem, layout: Layout, framework
         )
 
 
-def _require_sharding(layout: Layout, framework: str) -> None:
+def _require_sharding(layout: Layout, framework: str, *, inside: bool) -> None:
     if layout.offload_optimizer and layout.zero != 1:
         raise InputError(
             f"an offloaded optimizer with ZeRO {layout.zero}: {framework} offloads its "
@@ -176,7 +176,7 @@ def _require_sharding(layout: Layout, framework: str) -> None:
         )
     if layout.zero < 2:
         return
-    if layout.placement == "pipeline-inside":
+    if inside:
         raise InputError(
             f"the placement pipeline-inside with ZeRO {layout.zero}: Megatron-FSDP, with which "
             f"{framework} shards, does not support it; choose data-inside or zero 1"
