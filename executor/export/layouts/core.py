@@ -127,6 +127,7 @@ def _optimizer(problem: TrainingProblem, layout: Layout) -> Fields:
     moments = "bf16" if small else "fp32"
     return {
         "use_distributed_optimizer": layout.zero > 0,
+        "overlap_param_gather": problem.overlap and layout.zero > 0,
         "use_precision_aware_optimizer": offload or small,
         "exp_avg_dtype": moments,
         "exp_avg_sq_dtype": moments,
