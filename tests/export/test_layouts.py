@@ -34,6 +34,8 @@ from stagewright.graphs.models.architecture import (
     LatentAttention,
 )
 
+PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
+CORE = PIPED[:3]
 SHARDING = ("torchtitan", "accelerate")  # say nothing of ZeRO where there is nothing to divide
 FULL_FP32 = Precision(4, 4, 4, 8)
 
@@ -47,6 +49,9 @@ def expected(to, problem, layout):
     found = said(problem, layout)
     if to in SHARDING and layout.data * layout.context == 1:
         found["zero"] = 0
+    if to not in CORE and layout.recompute_blocks is not None:
+        assert layout.recompute_blocks >= max(found["blocks"])
+        found["recompute_blocks"] = None
     return found
 
 
@@ -66,8 +71,6 @@ def test_files_say_what_the_layout_says(to, seed):
     assert found["batch"] == found["microbatch"] * found["data"] * found["accumulation"]
 
 
-PIPED = ("megatron", "megatron-bridge", "nemo", "torchtitan")
-CORE = PIPED[:3]
 TAKEN = [
     *((to, LLAMA, "p4 t2 d2 b1 v2 zero1 full sp") for to in PIPED),
     *((to, LLAMA, "p4 t2 c2 d2 b2 v2 zero1 sp first1 last3") for to in PIPED),
@@ -79,6 +82,10 @@ TAKEN = [
     *((to, QWEN2, "p1 t4 d4 b1 zero2") for to in LAYOUT_FORMATS),
     *((to, LLAMA, "p1 t1 d8 b2 zero3 full") for to in LAYOUT_FORMATS),
     *((to, GPT2, "p1 t1 d8 b1 zero0") for to in LAYOUT_FORMATS if to != "deepspeed"),
+    *((to, LLAMA, "p4 t1 d2 b1 v2 zero1 full blocks1") for to in CORE),
+    *((to, LLAMA, "p1 t1 d8 b1 zero3 full blocks16") for to in LAYOUT_FORMATS),
+    ("torchtitan", LLAMA, "p4 t1 d2 b1 v2 zero1 zero-bubble"),
+    ("torchtitan", LLAMA, "p4 t1 d2 b1 zero0 zero-bubble first1"),
     ("accelerate", LLAMA, "p1 t2 c2 d2 b1 zero3"),
     ("accelerate", LLAMA, "p1 t4 d1 b1 zero0"),
     ("torchtitan", LLAMA, "p1 t2 c2 d2 b1 zero3 sp"),
@@ -235,6 +242,12 @@ REFUSED = [
     *refused(CORE, QWEN2, "c2 d4", "context degree 2 with a sliding window.*context 1"),
     *refused(CORE, LLAMA, "d8", "2 . 2 . 8 bytes.*keeps 2 . 4 . 12", precision=NARROW),
     *refused(CORE, LLAMA, "d8", "fp8 with activations of 4 bytes", precision=FP8_FULL),
+    *refused(CORE, LLAMA, "p2 d4 zero1 zero-bubble", "zero-bubble.*choose 1f1b"),
+    *refused(OTHERS, LLAMA, "d8 zero3 full blocks3", "3 recomputed blocks of 16.*megatron"),
+    *refused(TITAN, LLAMA, "p2 d4 zero1 zero-bubble full", "full recomputation with zero bubbles"),
+    *refused(
+        TITAN, LLAMA, "p4 d2 zero1 zero-bubble", "9 microbatches.*a multiple of 4", microbatches=9
+    ),
     *refused(HF, LLAMA, "p2 d4", "a pipeline of 2: .*no pipeline.*to megatron"),
     *refused(HF, LLAMA, "t2 d4 zero2 sp", "sequence parallelism over the tensor ranks"),
     *refused(

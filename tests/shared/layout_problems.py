@@ -72,12 +72,15 @@ def _draw(draw):
     architecture = draw.choice(ARCHITECTURES)
     tensor, pipeline = draw.choice((1, 2, 4)), draw.choice((1, 1, 2, 4))
     sparse, uneven = architecture.experts is not None, pipeline > 1 and draw.random() < 0.5
+    recompute = draw.choice(("none", "none", "selective", "full"))
     layout = Layout(
         pipeline, tensor, draw.choice((1, 1, 2)), draw.choice((1, 2, 4)),
         expert=draw.choice((1, 2, 4, 8)) if sparse else 1,
         microbatch=draw.choice((1, 2)),
         chunks=draw.choice((1, 1, 2)) if pipeline > 1 else 1,
-        recompute=draw.choice(("none", "none", "selective", "full")),
+        schedule=draw.choice(("1f1b", "1f1b", "zero-bubble")) if pipeline > 1 else "1f1b",
+        recompute=recompute,
+        recompute_blocks=draw.choice((None, 1, 3, 20)) if recompute == "full" else None,
         sequence_parallel=tensor > 1 and (sparse or draw.random() < 0.5),
         zero=draw.randrange(4),
         offload_optimizer=draw.random() < 0.15,
@@ -115,7 +118,9 @@ def said(problem, layout):
         "batch": problem.batch,
         "accumulation": layout.microbatches(problem.batch),
         "blocks": layout.blocks_of_stages(problem.architecture.layers),
+        "schedule": layout.schedule,
         "recompute": layout.recompute,
+        "recompute_blocks": layout.recompute_blocks,
         "sequence_parallel": layout.sequence_parallel,
         "zero": layout.zero,
         "offload": layout.offload_optimizer,

@@ -72,7 +72,7 @@ def read_megatron(files):
         "batch": args.global_batch_size,
         "accumulation": args.global_batch_size / (args.micro_batch_size * data),
         "blocks": blocks or (args.num_layers // stages,) * stages,
-        "recompute": _recompute(args),
+        **_recompute(args),
         "sequence_parallel": args.sequence_parallel,
         "zero": _zero(args),
         "offload": args.optimizer_cpu_offload,
@@ -81,16 +81,18 @@ def read_megatron(files):
 
 
 def _recompute(fields):
-    kind = fields.recompute_granularity
-    if kind is None:
-        assert fields.recompute_method is None
-        assert fields.recompute_modules is None
-        return "none"
-    if kind == "full":
-        assert (fields.recompute_method, fields.recompute_num_layers) == ("uniform", 1)
+    kind, method = fields.recompute_granularity, fields.recompute_method
+    layers = fields.recompute_num_layers
+    found = {"schedule": "1f1b", "recompute": kind or "none", "recompute_blocks": None}
+    assert fields.recompute_modules == (["core_attn"] if kind == "selective" else None)
+    if kind != "full":
+        assert (method, layers) == (None, None)
+    elif method == "uniform":
+        assert layers == 1
     else:
-        assert fields.recompute_modules == ["core_attn"]
-    return kind
+        assert method == "block"
+        found["recompute_blocks"] = layers
+    return found
 
 
 def _zero(fields):
@@ -129,7 +131,7 @@ def read_bridge(files, layers):
     found = _core(module["RANKS"], layers, config.model, config.ddp, config.optimizer, config.train)
     return {
         **found,
-        "recompute": _recompute(config.model),
+        **_recompute(config.model),
         "inside": config.dist.use_tp_pp_dp_mapping,
     }
 
@@ -144,7 +146,7 @@ def read_nemo(files, layers):
     found = _core(ranks, layers, strategy, strategy.ddp, recipe.optim.config, recipe.data)
     return {
         **found,
-        "recompute": _recompute(recipe.model.config),
+        **_recompute(recipe.model.config),
         "inside": strategy.use_tp_pp_dp_mapping,
     }
 
@@ -186,10 +188,12 @@ def read_titan(files, layers):
     replicas, shards = degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree
     pipeline, data = degrees.pipeline_parallel_degree, replicas * shards
     parts, microbatch = degrees.module_fqns_per_model_part, training.local_batch_size
+    split = False
     if pipeline > 1:
         microbatch = degrees.pipeline_parallel_microbatch_size
+        split = degrees.pipeline_parallel_schedule == "InterleavedZeroBubble"
         looped = degrees.pipeline_parallel_schedule == "Interleaved1F1B"
-        assert looped == (len(parts) > pipeline)
+        assert split or looped == (len(parts) > pipeline)
         assert training.local_batch_size * data == training.global_batch_size
     assert not training.enable_cpu_offload
     kept = degrees.fsdp_reshard_after_forward == "never"
@@ -205,7 +209,9 @@ def read_titan(files, layers):
         "batch": training.global_batch_size,
         "accumulation": training.global_batch_size / (microbatch * data),
         "blocks": (layers,) if parts is None else titan_blocks(parts, layers),
+        "schedule": "zero-bubble" if split else "1f1b",
         "recompute": config.activation_checkpoint or "none",
+        "recompute_blocks": None,
         "sequence_parallel": degrees.enable_sequence_parallel,
         "zero": (1 if pipeline > 1 else 2 if kept else 3) if sharded else 0,
         "offload": False,
@@ -232,7 +238,14 @@ class HfModel:
         self.recompute = "full"
 
 
-PLAIN = {"pipeline": 1, "context": 1, "sequence_parallel": False, "inside": False}
+PLAIN = {
+    "pipeline": 1,
+    "context": 1,
+    "sequence_parallel": False,
+    "inside": False,
+    "schedule": "1f1b",
+    "recompute_blocks": None,
+}
 
 
 def read_deepspeed(files, layers):

@@ -11,6 +11,8 @@ from stagewright.executor.export.layouts.common import (
     number_type,
     refuse_fp8,
     refuse_pipeline,
+    refuse_selective,
+    refuse_some_blocks,
     require_bytes,
 )
 from stagewright.executor.export.layouts.deepspeed import checkpointing
@@ -145,11 +147,8 @@ def _require_ranks(problem: TrainingProblem, layout: Layout) -> None:
             f"context degree {layout.context} with {problem.sequence} tokens: {NAME} needs a "
             f"multiple of 2 x context = {2 * layout.context} tokens"
         )
-    if layout.recompute == "selective":
-        raise InputError(
-            f"selective recomputation of the attention: {NAME} with transformers repeats whole "
-            "layers; choose none or full"
-        )
+    refuse_selective(layout, NAME, "with transformers repeats whole layers")
+    refuse_some_blocks(problem, layout, NAME)
 
 
 def _require_states(layout: Layout) -> None:

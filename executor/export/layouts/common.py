@@ -82,6 +82,25 @@ def refuse_pipeline(layout: Layout, framework: str) -> None:
         )
 
 
+def refuse_selective(layout: Layout, framework: str, repeats: str) -> None:
+    """Raise for recomputation of the attention alone."""
+    if layout.recompute == "selective":
+        raise InputError(
+            f"selective recomputation of the attention: {framework} {repeats}; choose none or full"
+        )
+
+
+def refuse_some_blocks(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    """Raise if only some blocks of a stage are recomputed."""
+    some = layout.recompute_blocks
+    longest = max(layout.blocks_of_stages(problem.architecture.layers))
+    if some is not None and some < longest:
+        raise InputError(
+            f"{some} recomputed blocks of {longest} in a stage: {framework} recomputes all or "
+            "none; choose full for all, or export to megatron"
+        )
+
+
 def nodes(problem: TrainingProblem) -> tuple[int, int]:
     """Servers, and devices of each."""
     each = problem.fabric.levels[0].devices

@@ -51,6 +51,11 @@ def core_of(problem: TrainingProblem, layout: Layout, framework: str) -> Core:
     """
     numbers = number_type(problem, framework)
     refuse_encoder(problem.architecture, framework)
+    if layout.schedule == "zero-bubble":
+        raise InputError(
+            f"the schedule zero-bubble: {framework} has (interleaved) 1F1B alone; choose 1f1b, or "
+            "export to torchtitan"
+        )
     _require_context(problem, layout, framework)
     inside = layout.placement == "pipeline-inside" and layout.pipeline > 1 and layout.data > 1
     if inside:
@@ -110,13 +115,16 @@ def _degrees(problem: TrainingProblem, layout: Layout) -> Fields:
 
 
 def _recomputation(layout: Layout) -> Fields:
-    """Full: every layer again from its input. Selective: the attention without projections."""
-    full = layout.recompute == "full"
+    """Full: layers again from their inputs. Selective: the attention without projections.
+
+    The method ``block`` repeats the first layers of every stage.
+    """
+    full, some = layout.recompute == "full", layout.recompute_blocks
     selective = layout.recompute == "selective"
     return {
         "recompute_granularity": None if layout.recompute == "none" else layout.recompute,
-        "recompute_method": "uniform" if full else None,
-        "recompute_num_layers": 1 if full else None,
+        "recompute_method": None if not full else "uniform" if some is None else "block",
+        "recompute_num_layers": None if not full else some or 1,
         "recompute_modules": ["core_attn"] if selective else None,
     }
 

@@ -11,6 +11,8 @@ from stagewright.executor.export.layouts.common import (
     number_type,
     refuse_fp8,
     refuse_pipeline,
+    refuse_selective,
+    refuse_some_blocks,
     require_bytes,
 )
 from stagewright.formulations.parallelism.layout import Layout
@@ -56,11 +58,8 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     _require_division(layout)
     _require_experts(problem, layout)
     _require_precision(problem, layout)
-    if layout.recompute == "selective":
-        raise InputError(
-            f"selective recomputation of the attention: {NAME} with transformers repeats whole "
-            "layers; choose none or full"
-        )
+    refuse_selective(layout, NAME, "with transformers repeats whole layers")
+    refuse_some_blocks(problem, layout, NAME)
     text = _TEXT.format(
         words=layout,
         ranks=layout.ranks,

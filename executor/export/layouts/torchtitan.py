@@ -14,6 +14,8 @@ from stagewright.executor.export.layouts.common import (
     number_type,
     refuse_encoder,
     refuse_fp8,
+    refuse_selective,
+    refuse_some_blocks,
     require_bytes,
 )
 from stagewright.formulations.parallelism.layout import Layout
@@ -59,11 +61,8 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     _require_experts(problem, layout)
     _require_sequence(problem, layout)
     _require_pipeline(problem, layout)
-    if layout.recompute == "selective":
-        raise InputError(
-            f"selective recomputation of the attention: {NAME}'s selective mode keeps other "
-            "operators; choose none or full"
-        )
+    refuse_selective(layout, NAME, "keeps other operators in its selective mode")
+    refuse_some_blocks(problem, layout, NAME)
     fields = {**_degrees(layout), **_pipeline(problem, layout)}
     text = _TEXT.format(
         words=layout,
@@ -104,11 +103,18 @@ def _pipeline(problem: TrainingProblem, layout: Layout) -> Fields:
     if layout.pipeline == 1:
         return {"module_fqns_per_model_part": None}
     return {
-        "pipeline_parallel_schedule": "1F1B" if layout.chunks == 1 else "Interleaved1F1B",
+        "pipeline_parallel_schedule": _schedule(layout),
         "pipeline_parallel_schedule_csv": "",
         "pipeline_parallel_microbatch_size": layout.microbatch,
         "module_fqns_per_model_part": _modules(problem, layout),
     }
+
+
+def _schedule(layout: Layout) -> str:
+    """Torch's name; its order of zero bubbles with one chunk is that of ZB-H1."""
+    if layout.schedule == "zero-bubble":
+        return "InterleavedZeroBubble"
+    return "1F1B" if layout.chunks == 1 else "Interleaved1F1B"
 
 
 def _modules(problem: TrainingProblem, layout: Layout) -> list[list[str]]:
@@ -211,10 +217,26 @@ def _require_pipeline(problem: TrainingProblem, layout: Layout) -> None:
             "1, or export to megatron"
         )
     microbatches = layout.microbatches(problem.batch)
-    if layout.chunks == 1 and microbatches < layout.pipeline:
+    if layout.schedule == "zero-bubble":
+        _require_zero_bubble(layout, microbatches)
+    elif layout.chunks == 1 and microbatches < layout.pipeline:
         raise InputError(
             f"{microbatches} microbatches in a pipeline of {layout.pipeline}: {NAME}'s 1F1B needs "
             "at least as many microbatches as stages"
+        )
+
+
+def _require_zero_bubble(layout: Layout, microbatches: int) -> None:
+    """Torch's groups of microbatches have one size; its W repeats what is not kept."""
+    if microbatches % max(1, microbatches // layout.pipeline):
+        raise InputError(
+            f"{microbatches} microbatches with zero bubbles in a pipeline of {layout.pipeline}: "
+            f"{NAME} runs them in rounds of one size; choose a multiple of {layout.pipeline}"
+        )
+    if layout.recompute == "full":
+        raise InputError(
+            f"full recomputation with zero bubbles: {NAME} repeats the forward for both parts of a "
+            "backward, the plan once; choose none, or the schedule 1f1b"
         )
 
 
@@ -228,6 +250,8 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
         found.append(
             f"It gathers the weights for each of {microbatches} microbatches, the plan once."
         )
+    if layout.schedule == "zero-bubble":
+        found.append("Torch's split backwards do not run in compiled modules.")
     if not problem.overlap:
         found.append("It overlaps exchanges and computation, which the plan does not.")
     return found
