@@ -257,18 +257,21 @@ def read_deepspeed(files, layers):
     zero = config.pop("zero_optimization")
     tensor = config.pop("tensor_parallel", {"autotp_size": 1})["autotp_size"]
     experts = config.pop("expert_parallel", {"enabled": True, "autoep_size": 1})
-    sizes = [config.pop(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+    microbatch = config.pop("train_micro_batch_size_per_gpu")
     steps = config.pop("gradient_accumulation_steps")
+    data = module["RANKS"] // tensor
+    if tensor == 1:
+        assert config.pop("train_batch_size") == microbatch * steps * data
     assert set(config) <= {"bf16", "fp16", "data_types"}
     offload = zero.get("offload_optimizer")
     assert offload in (None, {"device": "cpu", "pin_memory": True})
     return PLAIN | {
         "ranks": module["RANKS"],
         "tensor": tensor,
-        "data": module["RANKS"] // tensor,
+        "data": data,
         "expert": experts["autoep_size"],
-        "microbatch": sizes[1],
-        "batch": sizes[0],
+        "microbatch": microbatch,
+        "batch": microbatch * steps * data,
         "accumulation": steps,
         "blocks": (layers,),
         "recompute": model.recompute,

@@ -95,9 +95,7 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
     sharded = _is_sharded(layout)
     text = _TEXT.format(
         words=layout,
-        tensor=", tp_plan='auto', device_mesh=accelerator.torch_device_mesh"
-        if layout.tensor > 1
-        else "",
+        tensor=_loading(layout),
         ranks=layout.ranks,
         launch=launch(problem),
         sequence=problem.sequence,
@@ -115,6 +113,14 @@ def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
         remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
     )
     return {FILE: text}
+
+
+def _loading(layout: Layout) -> str:
+    """Further arguments of ``from_pretrained``."""
+    if layout.tensor == 1:
+        return ""
+    mesh = "device_mesh=accelerator.torch_device_mesh"
+    return f", tp_size={layout.tensor}, tp_plan='auto', {mesh}"
 
 
 def _is_sharded(layout: Layout) -> bool:
@@ -179,6 +185,8 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     microbatches = layout.microbatches(problem.batch)
     if layout.tensor > 1:
         found.append("Its tensor ranks have the whole embedding; the plan divides the vocabulary.")
+    if layout.context > 1:
+        found.append("Forward and backward run in accelerator.maybe_context_parallel(...).")
     if layout.zero == 2 and _is_sharded(layout) and microbatches > 1:
         found.append(
             f"It gathers the weights for each of {microbatches} microbatches, the plan once."

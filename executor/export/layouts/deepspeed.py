@@ -85,7 +85,6 @@ def _config(problem: TrainingProblem, layout: Layout) -> dict[str, object]:
     if layout.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, object] = {
-        "train_batch_size": problem.batch,
         "train_micro_batch_size_per_gpu": layout.microbatch,
         "gradient_accumulation_steps": layout.microbatches(problem.batch),
         "zero_optimization": zero,
@@ -94,7 +93,10 @@ def _config(problem: TrainingProblem, layout: Layout) -> dict[str, object]:
         gradients = "fp32" if problem.precision.gradient_bytes == 4 else numbers
         config |= {numbers: {"enabled": True}, "data_types": {"grad_accum_dtype": gradients}}
     if layout.tensor > 1:
+        # Without train_batch_size, which is compared with the microbatches of all ranks then.
         config["tensor_parallel"] = {"autotp_size": layout.tensor}
+    else:
+        config["train_batch_size"] = problem.batch
     if layout.expert > 1:
         config["expert_parallel"] = {
             "enabled": True,
@@ -142,6 +144,10 @@ def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
     found = list(left_out(problem.architecture))
     if layout.tensor > 1:
         found.append("AutoTP leaves the embedding whole, where the plan divides the vocabulary.")
+        found.append(
+            f"The batch is {problem.batch}: DeepSpeed reports {layout.tensor} times as much, as it "
+            "counts the tensor ranks too."
+        )
     if problem.overlap and layout.zero < 2 and layout.data > 1:
         found.append("It exchanges gradients after the backward, the plan beside it.")
     return found
