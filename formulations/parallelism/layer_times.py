@@ -16,7 +16,7 @@ from stagewright.graphs.models.shards import Recompute, Share, Split
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Seconds of one layer on a microbatch; ``exchange`` is the part that is communication.
+    """Seconds of one layer on a microbatch; ``exchange`` is waiting for communication.
 
     ``repeated`` is what recomputation adds to the backward, which contains it.
     """
@@ -38,12 +38,18 @@ def layer_time(
     seconds = _seconds(problem, operators, samples)
     input_part = np.array([one.input_gradients for one in operators])
     weight_part = np.array([one.weight_gradients for one in operators])
-    forward, gradients = float(seconds.sum()), float((seconds * (input_part + weight_part)).sum())
+    kernels = int(np.count_nonzero(input_part) + np.count_nonzero(weight_part))
+    forward = _at_least(problem, float(seconds.sum()), len(operators))
+    gradients = _at_least(problem, float((seconds * (input_part + weight_part)).sum()), kernels)
     again = share.repeated(recompute)
-    repeated = float(
-        sum(t for t, name in zip(seconds, share.operators, strict=True) if name in again)
+    repeated = _at_least(
+        problem,
+        sum(float(t) for t, name in zip(seconds, share.operators, strict=True) if name in again),
+        len(again),
     )
-    sent, returned = _exchanges(problem, share, split, samples)
+    weights = float((seconds * weight_part).sum())
+    gradients += _accumulation(problem, share)
+    sent, returned = _exchanges(problem, share, split, samples, weights)
     hidden = _attention_seconds(share, seconds)
     circulated = _circulation(problem, share, split, samples)
     sent += max(0.0, circulated - hidden)
@@ -78,14 +84,40 @@ def _weights(one: Operation) -> float:
     return one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
 
 
+def _at_least(problem: TrainingProblem, seconds: float, kernels: int) -> float:
+    """The time of kernels that the host starts one after the other."""
+    return max(seconds, kernels * problem.reached.dispatch_seconds)
+
+
+def _accumulation(problem: TrainingProblem, share: Share) -> float:
+    """A kernel that adds the gradients of a microbatch to their sum: reads both, writes one."""
+    if problem.fused_gradients:
+        return 0.0
+    precision = problem.precision
+    parameters = share.parameters + share.expert_parameters + share.tied_parameters
+    moved = parameters * (precision.weight_bytes + 2 * precision.gradient_bytes)
+    return moved / (problem.card.memory_bytes_per_second * problem.reached.memory)
+
+
 def _exchanges(
-    problem: TrainingProblem, share: Share, split: Split, samples: int
+    problem: TrainingProblem, share: Share, split: Split, samples: int, weights: float
 ) -> tuple[float, float]:
-    """Tensor reductions and the way to the experts and back, in forward and backward."""
+    """Tensor reductions and the way to the experts and back, as far as the device waits for them.
+
+    In the backward the reduction of an input's gradient can run beside the gradients of the
+    weights, which take ``weights`` seconds. With sequence parallelism the projections' inputs are
+    gathered once more (Korthikanti et al. 2022, section 4.2.2), which can run beside the gradients
+    of the inputs; nothing runs beside the gathering of the outputs' gradients.
+    """
     fabric, size = problem.fabric, problem.precision.activation_bytes
     one = all_reduce_seconds(fabric, 1, split.tensor, samples * share.width * size)
     routed = 2 * all_to_all_seconds(fabric, 1, split.expert, samples * share.dispatched * size)
-    return share.reductions[0] * one + routed, share.reductions[1] * one + routed
+    ahead, back = (number * one for number in share.reductions)
+    seen = back / 2 if split.sequence_parallel else 0.0
+    beside = back
+    if problem.overlap_tensor:
+        beside = max(0.0, back - (2 * weights if split.sequence_parallel else weights))
+    return ahead + routed, seen + beside + routed
 
 
 def _circulation(problem: TrainingProblem, share: Share, split: Split, samples: int) -> float:
