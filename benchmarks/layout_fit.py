@@ -1,7 +1,7 @@
 """The A100's rates, and the bandwidths of its servers, by least squares on published iterations.
 
 ``python -m benchmarks.layout_fit`` prints the values that ``graphs/machines/rates.py`` and
-``servers.py`` have. The residuals are logarithms of predicted over measured seconds, one per run;
+``networks.py`` have. The residuals are logarithms of predicted over measured seconds, one per run;
 weak priors hold what the runs hardly tell (the times of launches and messages).
 """
 
@@ -17,8 +17,8 @@ from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.pipeline_time import walk
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.machines.fabric import Fabric
+from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import REACHED, Reached
-from stagewright.graphs.machines.servers import fabric_of_servers
 
 compiled = njit(walk)
 
@@ -40,7 +40,7 @@ _PRIOR, _LEAST, _MOST, _WEIGHT = np.array([*PARAMETERS.values()]).T
 def machine(values: Floats) -> tuple[Reached, Fabric]:
     """Rates and links of the parameters' values."""
     matmul, half, memory, launch, nvlink, latency, infiniband = map(float, values)
-    inside, outside = fabric_of_servers("dgx-a100", 16).levels
+    inside, outside = fabric_of_kind("a100-80gb", 16).levels
     levels = (
         replace(inside, bytes_per_second=nvlink, latency_seconds=latency),
         replace(outside, bytes_per_second=infiniband, latency_seconds=latency + FURTHER_LATENCY),

@@ -11,8 +11,8 @@ from pathlib import Path
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
 from stagewright.graphs.machines.fabric import Fabric
+from stagewright.graphs.machines.networks import fabric_of_kind
 from stagewright.graphs.machines.rates import REACHED, Reached
-from stagewright.graphs.machines.servers import fabric_of_servers
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 
 MEASURED = Path(__file__).parents[2] / "shared/data/megatron/measured_runs.json"
@@ -52,16 +52,15 @@ def gpt(
 
 
 def gpt_problem(
-    architecture: Architecture, batch: int, gpus: int, server: str = "dgx-a100"
+    architecture: Architecture, batch: int, gpus: int, kind: str = "a100-80gb"
 ) -> TrainingProblem:
     """GPT on Selene by Megatron-LM of 2022, as Korthikanti et al. trained it."""
-    fabric = fabric_of_servers(server, gpus)
     return TrainingProblem(
         architecture,
         architecture.positions or 2048,
         batch,
-        fabric,
-        REACHED[fabric.device],
+        fabric_of_kind(kind, gpus),
+        REACHED[kind],
         attention="materialized",
         overlap=False,
     )

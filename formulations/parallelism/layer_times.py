@@ -1,6 +1,7 @@
 """Forward and backward times of a transformer's layers on one rank."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,13 +19,22 @@ from stagewright.graphs.models.shards import Recompute, Share, Split
 class LayerTime:
     """Seconds of one layer on a microbatch; ``exchange`` is waiting for communication.
 
-    ``repeated`` is what recomputation adds to the backward, which contains it.
+    ``repeated`` is what recomputation adds to the backward, with its exchanges, which are not in
+    ``exchange``.
     """
 
     forward: float
     backward: float
     repeated: float = 0.0
     exchange: float = 0.0
+
+
+@lru_cache(maxsize=1 << 16)
+def share_time(
+    problem: TrainingProblem, share: Share, split: Split, samples: int, recompute: Recompute
+) -> LayerTime:
+    """:func:`layer_time`, remembered."""
+    return layer_time(problem, share, split, samples, recompute)
 
 
 def layer_time(
@@ -60,7 +70,7 @@ def layer_time(
         forward=forward + sent,
         backward=gradients + returned + repeated,
         repeated=repeated,
-        exchange=sent + returned + (sent if recompute == "full" and share.is_block else 0.0),
+        exchange=sent + returned,
     )
 
 

@@ -8,7 +8,25 @@ from typing import TypeAlias
 
 import numpy as np
 
-from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.arrays import Floats, Ints
+
+
+def kept_forwards(
+    ranks: Ints | int, chunks: Ints | int, microbatches: Ints | int, rank: Ints, chunk: Ints
+) -> Ints:
+    """How many forwards of a chunk a rank keeps when its warm-up and one forward are done.
+
+    These W forwards go through the chunks in groups of P microbatches, and no backward is done yet.
+    All arguments broadcast.
+    """
+    ahead = ranks - rank - 1
+    done = np.where(np.equal(chunks, 1), ahead, 2 * ahead + (chunks - 1) * ranks) + 1
+    done = np.minimum(done, microbatches * chunks)
+    groups, rest = np.divmod(done, ranks * chunks)
+    several = groups * ranks + np.clip(rest - chunk * ranks, 0, ranks)
+    kept: Ints = np.where(np.equal(chunks, 1), done, several)
+    return kept
+
 
 Walk: TypeAlias = Callable[[int, int, int, Floats, Floats, float, Floats], tuple[Floats, Floats]]
 

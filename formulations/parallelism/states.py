@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.exchanges import all_reduce_seconds, gather_seconds
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -13,7 +14,7 @@ from stagewright.graphs.models.shards import Share
 class Held:
     """Parameters of a rank: those that all t-th parts of a stage's data ranks hold, and experts'.
 
-    ``largest`` are the parameters of its largest layer, ``blocks`` its number of layers.
+    ``largest`` are the parameters of its largest layer, ``layers`` their number.
     """
 
     shared: float
@@ -31,14 +32,17 @@ class States:
     optimizer: float
 
 
-def held(shares: list[Share], *, tied: bool) -> Held:
+def held(layers: Layers, *, tied: bool) -> Held:
     """The parameters of a rank's layers; with ``tied`` it holds a copy of the embedding's table."""
-    each = [
-        one.parameters + one.expert_parameters + (one.tied_parameters if tied else 0)
-        for one in shares
-    ]
-    expert = sum(one.expert_parameters for one in shares)
-    return Held(sum(each) - expert, expert, max(each), len(shares))
+    shared = [one.parameters + (one.tied_parameters if tied else 0) for one, _ in layers]
+    return Held(
+        shared=sum(own * n for own, (_, n) in zip(shared, layers, strict=True)),
+        expert=sum(one.expert_parameters * n for one, n in layers),
+        largest=max(
+            own + one.expert_parameters for own, (one, _) in zip(shared, layers, strict=True)
+        ),
+        layers=sum(n for _, n in layers),
+    )
 
 
 def groups(layout: Layout) -> tuple[int, int]:

@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_count
 from stagewright.graphs.machines.devices import Accelerator, accelerator
@@ -19,6 +23,8 @@ class Precision:
     ``optimizer_bytes`` are per parameter: the fp32 master of the weight and two moments.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
     activation_bytes: int = 2
     weight_bytes: int = 2
     gradient_bytes: int = 4
@@ -33,7 +39,24 @@ class Precision:
             raise InputError(f"optimizer_bytes must be from 0 to 16, got {self.optimizer_bytes}")
 
 
-@dataclass(frozen=True)
+def precision_named(name: str) -> Precision:
+    """Mixed precision by its name: fp16, bf16, fp8 (products in 8 bits, weights in bf16); fp32.
+
+    Raises
+    ------
+    InputError
+        If the name is another.
+    """
+    if name in ("fp16", "bf16"):
+        return Precision()
+    if name == "fp8":
+        return Precision(fp8_products=True)
+    if name == "fp32":
+        return Precision(activation_bytes=4, weight_bytes=4, optimizer_bytes=8)
+    raise InputError(f"precision must be fp32, fp16, bf16 or fp8, got {name!r}")
+
+
+@dataclass(frozen=True, eq=False)
 class TrainingProblem:
     """A model, its batch and the machines.
 
@@ -44,6 +67,8 @@ class TrainingProblem:
     these two since September 2021 and February 2022. ``reserve_bytes`` of every device are not for
     the plan (the driver, the allocator, the communication library).
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     architecture: Architecture
     sequence: int

@@ -6,7 +6,11 @@ Ranks are numbered through the levels: those of a server first, then those of a 
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import require_amount, require_bandwidth, require_count
 from stagewright.graphs.machines.cluster import Cluster, ServerLinks
@@ -21,6 +25,8 @@ class Level:
     ``bytes_per_second`` is what every device can send out of its unit while all devices do (its
     part of a server's network cards), ``latency_seconds`` what a message takes.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     devices: int
@@ -40,6 +46,8 @@ class Fabric:
     ``host_bytes_per_second`` is a device's bandwidth to host memory in each direction, None if not
     known.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     device: str
     memory_bytes: float

@@ -1,9 +1,13 @@
 """What kernels reach on a device: matrix products by their size, memory traffic, launches."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.devices import ACCELERATORS
+from stagewright.graphs.machines.devices import ACCELERATORS, accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +20,8 @@ class Reached:
     host needs to start a kernel while the device is at work: a layer lasts at least as long as it
     takes to start its kernels.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     matmul: float
     half_flops: float
@@ -33,20 +39,33 @@ class Reached:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name):g}")
 
 
-_A100 = Reached(
+A100 = Reached(
     matmul=0.765,
     half_flops=2.2e10,
     memory=0.562,
     launch_seconds=4.4e-6,
     source=(
-        "fitted to 8 iteration times of Korthikanti et al. 2022 and 10 of Narayanan's thesis, "
-        "table 4.1, on DGX A100 80 GB"
+        "fitted to iterations on DGX A100: 8 of Korthikanti et al. 2022, 10 of Narayanan's thesis, "
+        "table 4.1"
     ),
 )
+"""``python -m benchmarks.layout_fit`` gives these values; docs/layouts.md has the errors."""
+
 REACHED: dict[str, Reached] = {
-    name: _A100
-    if name.startswith("a100")
-    else replace(_A100, source="the A100's fractions of this device's peaks; not measured")
-    for name in ACCELERATORS
+    kind: A100
+    if kind.startswith("a100")
+    else replace(A100, source=f"the A100's fractions on the peaks of {kind}; not measured")
+    for kind in ACCELERATORS
 }
-"""By the device's kind."""
+"""What kernels reach, by the kind of device."""
+
+
+def reached_on(kind: str) -> Reached:
+    """What kernels reach on a kind of device.
+
+    Raises
+    ------
+    InputError
+        If the kind is not known.
+    """
+    return REACHED[accelerator(kind).name]

@@ -6,8 +6,11 @@ once.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_LAYERS, require_count
 from stagewright.graphs.models.operations import (
@@ -45,6 +48,8 @@ class GroupedAttention:
     ``head_norms``: a norm over each head of queries and of keys, as in Qwen3.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
     heads: int
     key_value_heads: int
     head_size: int
@@ -71,6 +76,8 @@ class LatentAttention:
     is of the projections to the latent vectors and of the one back.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
     heads: int
     query_rank: int | None
     key_value_rank: int
@@ -92,6 +99,8 @@ class LatentAttention:
 class FeedForward:
     """Two linear layers, or with ``gated`` three: act(gate) * up, then down."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
     width: int
     gated: bool = True
     bias: bool = False
@@ -108,6 +117,8 @@ class Experts:
     (None: there are none); with ``shared_gate`` their output is scaled by a learned gate. The
     ``dense_layers`` (counted from 0) have the plain feed-forward instead.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     number: int
     per_token: int
@@ -135,6 +146,8 @@ class Architecture:
     linear layer, an activation, a norm, and logits with biases. ``left_out`` names what the model
     has and the layers have not.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
 
     name: str
     layers: int

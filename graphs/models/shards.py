@@ -41,7 +41,7 @@ class Split:
     sequence_parallel: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Share:
     """A layer on one rank for one sample; all of it but weights is proportional to the samples.
 
@@ -165,7 +165,7 @@ def narrow(architecture: Architecture, tensor: int) -> Architecture:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Shares:
     """The shares of a model's layers: ``blocks[i]`` is an index into ``kinds``."""
 

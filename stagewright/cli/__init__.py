@@ -21,6 +21,7 @@ from stagewright.cli.doctor import doctor
 from stagewright.cli.estimating import estimate
 from stagewright.cli.exporting import export
 from stagewright.cli.inputs import cluster, import_, model
+from stagewright.cli.layouts import memory, train_plan
 from stagewright.cli.makespans import jobshop
 from stagewright.cli.outputs import checked
 from stagewright.cli.partitioning import partition
@@ -92,6 +93,7 @@ app = typer.Typer(
 
 PANELS: dict[str, tuple[Callable[..., int], ...]] = {
     "Plan": (plan, sweep, check, simulate, show),
+    "Training of transformers": (train_plan, memory),
     "Scheduling problems": (partition, divide, schedule, jobshop),
     "Models and clusters": (import_, model, cluster, profile, profile_links, capture),
     "Run": (run, train, compare, export),

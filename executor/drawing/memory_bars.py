@@ -1,0 +1,106 @@
+"""Memory by rank as stacked bars, and the fastest layouts by memory, as PNG."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from stagewright.executor.drawing.chart import DOTS_PER_INCH, save
+
+WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.5
+KINDS = {
+    "weights": "#2b6cb0",
+    "gradients": "#63a4dd",
+    "optimizer": "#b7791f",
+    "activations": "#2f855a",
+    "buffers": "#9ae6b4",
+    "reserve": "#a0aec0",
+}
+
+
+class Memory(Protocol):
+    """Bytes of the ranks at a position in the pipeline: a field ``KIND_bytes`` for every kind."""
+
+    @property
+    def rank(self) -> int:
+        """The position."""
+        ...
+
+
+class Point(Protocol):
+    """The fastest layout of a peak."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """The peak."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """An iteration."""
+        ...
+
+    @property
+    def layout(self) -> str:
+        """Its text."""
+        ...
+
+
+def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes:
+    """Bars of every rank's memory by kind (GB), and the line of what a device has."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    places = [one.rank for one in ranks]
+    below = [0.0] * len(ranks)
+    for kind, colour in KINDS.items():
+        sizes = [getattr(one, f"{kind}_bytes") / 1e9 for one in ranks]
+        axes.bar(places, sizes, bottom=below, color=colour, label=kind, width=0.8)
+        below = [low + size for low, size in zip(below, sizes, strict=True)]
+    axes.axhline(limit_bytes / 1e9, color="#b02a30", lw=1.5, ls="--", label="a device has")
+    axes.set_xlabel("position in the pipeline")
+    axes.set_ylabel("peak memory of a GPU (GB)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(title, fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return save(figure)
+
+
+def front_png(points: Sequence[Point], limit_bytes: float) -> bytes:
+    """The time of the fastest layout for every amount of memory."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure((WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ascending = sorted(points, key=lambda one: one.peak_bytes)
+    memory = [one.peak_bytes / 1e9 for one in ascending]
+    seconds = [one.seconds for one in ascending]
+    axes.step(memory, seconds, "o-", where="post", color="#2b6cb0", ms=4, label="fastest layout")
+    shown = ascending[:: max(1, len(ascending) // 8)]
+    for one in shown:
+        axes.annotate(
+            one.layout,
+            (one.peak_bytes / 1e9, one.seconds),
+            (4, 5),
+            textcoords="offset points",
+            fontsize=6,
+            rotation=35,
+        )
+    axes.axvline(limit_bytes / 1e9, color="#b02a30", lw=1.5, ls="--", label="a device has")
+    axes.set_xscale("log")
+    for ticks in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        ticks("{x:g}")
+    axes.tick_params(axis="x", which="both", labelsize=8)
+    axes.set_ylim(0, 1.15 * max(seconds, default=1.0))
+    axes.set_xlabel("peak memory of a GPU (GB)")
+    axes.set_ylabel("seconds per iteration")
+    axes.legend(frameon=False, fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return save(figure)

@@ -1,0 +1,251 @@
+"""The quantities of a layout, by stage or by the position of a rank in the pipeline."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+import numpy as np
+from pydantic import ConfigDict
+
+from stagewright.formulations.parallelism.cut import Layers, cut
+from stagewright.formulations.parallelism.exchanges import send_seconds
+from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.pipeline_time import kept_forwards
+from stagewright.formulations.parallelism.states import (
+    Exchange,
+    Held,
+    exchange,
+    held,
+    states,
+    tied_seconds,
+    update_seconds,
+)
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.models.shards import Share, Shares, Split, shares_of
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Peak bytes of the ranks of one position in the pipeline."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.buffers
+            + self.reserve
+        )
+
+
+@lru_cache(maxsize=4096)
+def shares(problem: TrainingProblem, split: Split) -> Shares:
+    """The shares of the problem's layers."""
+    return shares_of(problem.architecture, problem.sequence, split, problem.attention)
+
+
+class Parts:
+    """The quantities of a layout, by stage or by the position of a rank in the pipeline."""
+
+    def __init__(self, problem: TrainingProblem, layout: Layout) -> None:
+        self.problem, self.layout = problem, layout
+        self.microbatches = layout.microbatches(problem.batch)
+        self.shares = shares(problem, layout.split)
+        blocks = layout.blocks_of_stages(problem.architecture.layers)
+        self.cut = cut(self.shares, layout.pipeline, blocks)
+        self.held = [held(of, tied=layout.pipeline > 1) for of in self.cut.ranks.layers]
+
+    def varied(self, layout: Layout) -> "Parts":
+        """The parts of a layout that differs in ZeRO, offload or placement alone."""
+        found = copy.copy(self)
+        found.layout = layout
+        for name in ("seconds", "busy", "hop", "reductions", "longest_update"):
+            found.__dict__.pop(name, None)
+        return found
+
+    def time(self, share: Share) -> LayerTime:
+        """The layer's times."""
+        return share_time(
+            self.problem, share, self.layout.split, self.layout.microbatch, self.layout.recompute
+        )
+
+    @cached_property
+    def seconds(self) -> tuple[Floats, Floats]:
+        """Forward and backward of every stage, with ZeRO's exchanges as far as they are seen."""
+        forward, backward = [], []
+        for stage in self.cut.stages.layers:
+            once = self._exchange(held(stage, tied=self.layout.pipeline > 1))
+            forward.append(self._beside(self._forward(stage), once.each_forward))
+            backward.append(self._beside(self._backward(stage), once.each_backward))
+        index = self.cut.stages.index
+        return np.array(forward)[index], np.array(backward)[index]
+
+    def _forward(self, layers: Layers) -> float:
+        return sum(n * self.time(one).forward for one, n in layers)
+
+    def _backward(self, layers: Layers) -> float:
+        return sum(n * self.time(one).backward for one, n in layers)
+
+    def _beside(self, work: float, moved: float) -> float:
+        """Work with an exchange that runs beside it, or after it."""
+        return max(work, moved) if self.problem.overlap else work + moved
+
+    def _by_rank(self, of_kind: Callable[[int], float]) -> Floats:
+        """A quantity of every rank, which is the same for ranks of one kind."""
+        each = [of_kind(kind) for kind in range(len(self.held))]
+        found: Floats = np.array(each)[self.cut.ranks.index]
+        return found
+
+    @cached_property
+    def busy(self) -> Floats:
+        """Seconds of computation of every rank in an iteration."""
+        forward, backward = self.seconds
+        each = (forward + backward).reshape(self.layout.chunks, self.layout.pipeline)
+        busy: Floats = self.microbatches * each.sum(axis=0)
+        return busy
+
+    @cached_property
+    def hop(self) -> float:
+        """Seconds from a stage to the next: its output, of which every tensor rank sends a part."""
+        layout = self.layout
+        width = self.shares.kinds[0].width / layout.tensor
+        moved = layout.microbatch * width * self.problem.precision.activation_bytes
+        return send_seconds(self.problem.fabric, layout.pipeline_stride, layout.pipeline, moved)
+
+    @cached_property
+    def saved(self) -> Floats:
+        """Bytes that every stage's forward keeps."""
+        each = [sum(n * self._saved(one) for one, n in stage) for stage in self.cut.stages.layers]
+        found: Floats = np.array(each)[self.cut.stages.index]
+        return found
+
+    def _saved(self, share: Share) -> float:
+        size = self.problem.precision.activation_bytes
+        return self.layout.microbatch * share.saved_bytes(size, self.layout.recompute)
+
+    def _exchange(self, of: Held) -> Exchange:
+        return exchange(self.problem, self.layout, of)
+
+    @cached_property
+    def reductions(self) -> Floats:
+        """Seconds that the exchange of gradients and of updated weights adds on every rank.
+
+        They run beside the last backward and the next forward, but for one layer's.
+        """
+        found = self._by_rank(self._reduction)
+        if self.layout.pipeline > 1:
+            tied = tied_seconds(self.problem, self.layout, self.shares.head)
+            found[[0, -1]] += tied
+        return found
+
+    def _reduction(self, kind: int) -> float:
+        once = self._exchange(self.held[kind])
+        if not self.problem.overlap:
+            return once.gradients + once.weights
+        layers, count = self.cut.ranks.layers[kind], self.held[kind].layers
+        return max(once.gradients - self._backward(layers), once.gradients / count) + max(
+            once.weights - self._forward(layers), once.weights / count
+        )
+
+    @cached_property
+    def longest_update(self) -> float:
+        """Seconds of the slowest rank's step of the optimizer."""
+        return max(update_seconds(self.problem, self.layout, one) for one in self.held)
+
+    @property
+    def least_seconds(self) -> float:
+        """A lower bound on an iteration, of which only the waiting in the pipeline is missing.
+
+        Rank r computes nothing before the stages 0 to r - 1 have done their first forward. Its last
+        backward is of a stage with at least r stages before it, whose backwards follow. So the
+        pipeline takes at least these, and all the work of r. The first rank is the last to end.
+        """
+        forward, backward = self.seconds
+        before = np.concatenate(([0.0], np.cumsum(forward + backward)))[: self.layout.pipeline]
+        hops = 2 * self.hop * np.arange(self.layout.pipeline)
+        pipeline = float((before + hops + self.busy).max())
+        return pipeline + float(self.reductions[0]) + self.longest_update
+
+    @property
+    def least_bytes(self) -> float:
+        """A lower bound on the peak: what is kept after the warm-up and one forward."""
+        fixed = self._by_rank(lambda kind: self._memory(kind, 0.0).total)
+        return float((fixed + self._least_kept).max())
+
+    @cached_property
+    def _least_kept(self) -> Floats:
+        layout = self.layout
+        ranks, chunks = np.arange(layout.pipeline), np.arange(layout.chunks)[:, None]
+        kept = kept_forwards(layout.pipeline, layout.chunks, self.microbatches, ranks, chunks)
+        found: Floats = (self.saved.reshape(kept.shape) * kept).sum(axis=0)
+        return found
+
+    def worked(self, rank: int) -> float:
+        """Seconds of forwards and backwards of a rank, without what ZeRO adds."""
+        return self._of_time(rank, lambda one: one.forward + one.backward)
+
+    def exchanged(self, rank: int) -> float:
+        """Seconds of tensor, context and expert exchanges of a rank in an iteration."""
+        return self._of_time(rank, lambda one: one.exchange)
+
+    def repeated(self, rank: int) -> float:
+        """Seconds of recomputation of a rank in an iteration."""
+        return self._of_time(rank, lambda one: one.repeated)
+
+    def _of_time(self, rank: int, part: Callable[[LayerTime], float]) -> float:
+        layers = self.cut.ranks.layers[self.cut.ranks.index[rank]]
+        each: float = sum(n * part(self.time(one)) for one, n in layers)
+        return self.microbatches * each
+
+    def memory(self, rank: int, activations: float) -> RankMemory:
+        """The peak of a rank whose forwards keep ``activations`` at most."""
+        return self._memory(int(self.cut.ranks.index[rank]), activations)
+
+    def _memory(self, kind: int, activations: float) -> RankMemory:
+        total = self.held[kind]
+        kept = states(self.problem, self.layout, total)
+        repeated = max(self._repeated_bytes(one) for one, _ in self.cut.ranks.layers[kind])
+        return RankMemory(
+            weights=kept.weights,
+            gradients=kept.gradients,
+            optimizer=kept.optimizer,
+            activations=activations,
+            buffers=repeated + self._gathered_bytes(total),
+            reserve=self.problem.reserve_bytes,
+        )
+
+    def _repeated_bytes(self, share: Share) -> float:
+        """What a layer's backward holds beyond what its forward keeps: the repeated activations."""
+        size = self.problem.precision.activation_bytes
+        whole = self.layout.microbatch * share.saved_bytes(size, "none")
+        return max(0.0, whole - self._saved(share))
+
+    def _gathered_bytes(self, of: Held) -> float:
+        """What is gathered for a layer: with ZeRO its weights, the hidden states of all ranks."""
+        precision, layout = self.problem.precision, self.layout
+        gathered = 0.0
+        if layout.zero >= 2:
+            gathered += of.largest * precision.gradient_bytes
+        if layout.zero == 3:
+            gathered += 2 * of.largest * precision.weight_bytes
+        if layout.sequence_parallel:
+            width = self.shares.kinds[0].width * layout.microbatch
+            gathered += width * precision.activation_bytes
+        return gathered

@@ -1,0 +1,301 @@
+"""The layouts of a training run: the best ones, one explained, the front, and what-if."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from pydantic import Field
+
+from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
+from stagewright.formulations.parallelism.document import LayoutBound, LayoutPlan, layout_plan
+from stagewright.formulations.parallelism.estimate import Estimate, evaluate
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.losses import differences, shortages, why_slower
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.service.answers import CARRIED, Answer, Finite
+from stagewright.service.requests import Request
+from stagewright.solvers.parallelism.search import Found, compiled_walk, search
+from stagewright.solvers.parallelism.space import Space
+
+PROVED_BY = "branch and bound over all layouts of the space"
+LESS_MEMORY = 0.93
+"""From one point of the front to the next, the limit on memory shrinks at least by this factor."""
+
+
+class LayoutRequest(Request):
+    """Find the fastest layouts of a problem that fit.
+
+    top
+        How many layouts.
+    explain
+        A layout to compare with the best.
+    front, what_if
+        Whether to find the fastest layouts with less memory, and with better machines.
+    """
+
+    problem: TrainingProblem
+    space: Space = Space()
+    top: int = Field(default=10, ge=1, le=1000)
+    explain: Layout | None = None
+    front: bool = False
+    what_if: bool = False
+
+
+class MemoryAnswer(Answer):
+    """Peak bytes of the ranks at one position in the pipeline, by kind."""
+
+    rank: int
+    total_bytes: float
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    buffers_bytes: float
+    reserve_bytes: float
+
+
+class LayoutRow(Answer):
+    """A layout: an iteration and its parts on the busiest rank (s), and the fullest rank's memory.
+
+    ``loses_by`` is the largest loss against the best, in words.
+    """
+
+    layout: str
+    microbatches: int
+    seconds: float
+    mfu: float
+    flops_per_device: float
+    compute_seconds: float
+    exchange_seconds: float
+    repeated_seconds: float
+    zero_seconds: float
+    bubble_seconds: float
+    gradient_seconds: float
+    update_seconds: float
+    memory: MemoryAnswer
+    loses_by: str
+
+
+class PartAnswer(Answer):
+    """A part of an iteration, in the explained layout and in the best."""
+
+    part: str
+    seconds: float
+    best_seconds: Finite
+
+
+class ExplainAnswer(Answer):
+    """Why a layout is not the best: the rule it breaks, what does not fit, or what takes longer."""
+
+    layout: str
+    refused: str | None = None
+    row: LayoutRow | None = None
+    shortages: tuple[str, ...] = ()
+    parts: tuple[PartAnswer, ...] = ()
+
+
+class FrontPoint(Answer):
+    """The fastest layout whose peak is at most ``limit_bytes``."""
+
+    limit_bytes: Finite
+    peak_bytes: float
+    seconds: float
+    layout: str
+
+
+class WhatIf(Answer):
+    """The fastest layout on changed machines; None if none fits."""
+
+    change: str
+    seconds: Finite
+    layout: str | None
+
+
+class LayoutAnswer(Answer):
+    """The best layouts by time, with a bound on every layout of the space that fits.
+
+    ``plan_class`` is what the bound speaks of. With status ``infeasible`` no layout of the space
+    fits, for the ``reason``.
+    """
+
+    status: Status
+    bound_seconds: Finite
+    gap: Finite
+    proved_by: str
+    plan_class: str
+    rows: tuple[LayoutRow, ...]
+    explained: ExplainAnswer | None = None
+    front: tuple[FrontPoint, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
+    reason: str | None = None
+    examined: int
+    wall_seconds: float
+    plan: LayoutPlan | None = CARRIED
+
+
+def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> LayoutAnswer:
+    """The fastest layouts.
+
+    Raises
+    ------
+    InputError
+        If no layout of the space obeys the rules of the model, the batch and the devices.
+    """
+    problem, space = request.problem, request.space
+    found = search(problem, space, keep=request.top, stop=stop)
+    best = found.best[0] if found.best else None
+    front: tuple[FrontPoint, ...] = ()
+    if request.front or best is None:
+        front = tuple(_front(problem, space, stop))
+    if best is None and not front and not is_stopped(stop):
+        raise InputError(
+            "no layout of the space obeys the rules of the model, the batch and the devices; "
+            "explain one to see which rule it breaks"
+        )
+    speaks_of = plan_class(problem, space)
+    bound = LayoutBound(found.bound, PROVED_BY, speaks_of)
+    return LayoutAnswer(
+        status=_status(found, stop),
+        bound_seconds=found.bound,
+        gap=None if best is None else 1 - found.bound / best.seconds,
+        proved_by=PROVED_BY,
+        plan_class=speaks_of,
+        rows=tuple(layout_row(one, found.best[0]) for one in found.best),
+        explained=None if request.explain is None else explain(problem, request.explain, best),
+        front=front if request.front else (),
+        what_if=tuple(_what_if(problem, space, stop)) if request.what_if and best else (),
+        reason=None if best is not None or not front else _too_large(problem, front[-1]),
+        examined=found.examined,
+        wall_seconds=found.seconds,
+        plan=None if best is None else layout_plan(problem, best, bound),
+    )
+
+
+def _status(found: Found, stop: StopToken | None) -> Status:
+    if found.best:
+        return Status.OPTIMAL if found.proved else Status.FEASIBLE
+    return Status.INTERRUPTED if is_stopped(stop) else Status.INFEASIBLE
+
+
+def plan_class(problem: TrainingProblem, space: Space) -> str:
+    """What a bound of the search speaks of, in words."""
+    return (
+        f"layouts of {problem.fabric.devices} devices with {space}, 1F1B or interleaved 1F1B, "
+        "equal stages but for the ends, whole microbatches, the same choices on all ranks"
+    )
+
+
+def layout_row(one: Estimate, best: Estimate) -> LayoutRow:
+    """A layout in figures."""
+    fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
+    return LayoutRow(
+        layout=str(one.layout),
+        microbatches=one.microbatches,
+        seconds=one.seconds,
+        mfu=one.mfu,
+        flops_per_device=one.model_flops_per_second / one.layout.ranks,
+        compute_seconds=one.compute_seconds,
+        exchange_seconds=one.exchange_seconds,
+        repeated_seconds=one.repeated_seconds,
+        zero_seconds=one.zero_seconds,
+        bubble_seconds=one.bubble_seconds,
+        gradient_seconds=one.gradient_seconds,
+        update_seconds=one.update_seconds,
+        memory=memory_answer(one, fullest),
+        loses_by="" if one is best else why_slower(one, best),
+    )
+
+
+def memory_answer(one: Estimate, rank: int) -> MemoryAnswer:
+    """The memory of the ranks at one position."""
+    of = one.memory[rank]
+    return MemoryAnswer(
+        rank=rank,
+        total_bytes=of.total,
+        weights_bytes=of.weights,
+        gradients_bytes=of.gradients,
+        optimizer_bytes=of.optimizer,
+        activations_bytes=of.activations,
+        buffers_bytes=of.buffers,
+        reserve_bytes=of.reserve,
+    )
+
+
+def explain(problem: TrainingProblem, layout: Layout, best: Estimate | None) -> ExplainAnswer:
+    """Why a layout is not the best one."""
+    try:
+        one = evaluate(problem, layout, compiled_walk())
+    except InputError as error:
+        return ExplainAnswer(layout=str(layout), refused=str(error))
+    parts = differences(one, one if best is None else best)
+    return ExplainAnswer(
+        layout=str(layout),
+        row=layout_row(one, one if best is None else best),
+        shortages=shortages(one),
+        parts=tuple(
+            PartAnswer(
+                part=part.part,
+                seconds=part.seconds,
+                best_seconds=None if best is None else part.other_seconds,
+            )
+            for part in parts
+        ),
+    )
+
+
+def _front(problem: TrainingProblem, space: Space, stop: StopToken | None) -> Iterator[FrontPoint]:
+    """The fastest layout for less and less memory, from any amount to too little."""
+    limit = inf
+    while not is_stopped(stop):
+        found = search(problem, space, keep=1, memory_bytes=limit, stop=stop)
+        if not found.best:
+            return
+        one = found.best[0]
+        yield FrontPoint(
+            limit_bytes=limit,
+            peak_bytes=one.peak_bytes,
+            seconds=one.seconds,
+            layout=str(one.layout),
+        )
+        limit = one.peak_bytes * LESS_MEMORY
+
+
+def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
+    from stagewright.graphs.documents.units import format_bytes
+
+    missing = least.peak_bytes - problem.fabric.memory_bytes
+    return (
+        f"a device has {format_bytes(problem.fabric.memory_bytes)}; of the layouts found, "
+        f"{least.layout} needs least: {format_bytes(least.peak_bytes)}, {format_bytes(missing)} "
+        "more"
+    )
+
+
+def _what_if(problem: TrainingProblem, space: Space, stop: StopToken | None) -> Iterator[WhatIf]:
+    for change, changed in _changes(problem):
+        if is_stopped(stop):
+            return
+        found = search(changed, space, keep=1, stop=stop)
+        one = found.best[0] if found.best else None
+        yield WhatIf(
+            change=change,
+            seconds=None if one is None else one.seconds,
+            layout=None if one is None else str(one.layout),
+        )
+
+
+def _changes(problem: TrainingProblem) -> Iterator[tuple[str, TrainingProblem]]:
+    """Better machines, one thing at a time."""
+    fabric = problem.fabric
+    for text, memory in (
+        ("1 GB more memory", fabric.memory_bytes + 1e9),
+        ("10 % more memory", fabric.memory_bytes * 1.1),
+        ("twice the memory", fabric.memory_bytes * 2),
+    ):
+        yield text, replace(problem, fabric=replace(fabric, memory_bytes=memory))
+    for position, level in enumerate(fabric.levels):
+        faster = replace(level, bytes_per_second=2 * level.bytes_per_second)
+        levels = (*fabric.levels[:position], faster, *fabric.levels[position + 1 :])
+        text = f"twice the bandwidth of level {level.name}"
+        yield text, replace(problem, fabric=replace(fabric, levels=levels))

@@ -1,0 +1,91 @@
+"""The layouts that a search considers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import get_args
+
+from stagewright.formulations.parallelism.layout import Placement
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.shards import Recompute, Split, require_split
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The values that every dimension may take; None for all that divide.
+
+    ``chunks`` is the largest number of stages on a rank. Selective recomputation is considered
+    where the attention is not one fused kernel.
+    """
+
+    pipeline: tuple[int, ...] | None = None
+    tensor: tuple[int, ...] | None = None
+    context: tuple[int, ...] | None = None
+    expert: tuple[int, ...] | None = None
+    data: tuple[int, ...] | None = None
+    microbatch: tuple[int, ...] | None = None
+    chunks: int = 16
+    recompute: tuple[Recompute, ...] = get_args(Recompute)
+    sequence_parallel: tuple[bool, ...] = (True, False)
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    offload: tuple[bool, ...] = (False,)
+    placements: tuple[Placement, ...] = get_args(Placement)
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "tensor", "context", "expert", "data", "microbatch"):
+            values = getattr(self, name)
+            if values is not None and (not values or min(values) < 1):
+                raise InputError(f"{name} needs at least one value, each at least 1")
+        if self.chunks < 1:
+            raise InputError(f"chunks must be at least 1, got {self.chunks}")
+
+    def __str__(self) -> str:
+        """The dimensions that are limited, in words."""
+        limited = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name == "chunks":
+                limited.append(f"at most {value} chunks")
+            elif value != one.default:
+                limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
+        return "; ".join(limited)
+
+    def families(self, problem: TrainingProblem) -> Iterator[Split]:
+        """How layers can be divided, by the rules of the model and the number of devices."""
+        devices, architecture = problem.fabric.devices, problem.architecture
+        experts = 1 if architecture.experts is None else architecture.experts.number
+        for tensor in chosen(self.tensor, devices):
+            for context in chosen(self.context, devices // tensor):
+                for expert in chosen(self.expert, experts):
+                    for sequence_parallel in self.sequence_parallel:
+                        split = Split(tensor, context, expert, sequence_parallel and tensor > 1)
+                        if sequence_parallel and tensor == 1 and False in self.sequence_parallel:
+                            continue
+                        if devices % expert == 0 and _is_allowed(problem, split):
+                            yield split
+
+    def recomputes(self, problem: TrainingProblem) -> tuple[Recompute, ...]:
+        """The kinds of recomputation that differ for this model's attention."""
+        fused = problem.attention == "fused"
+        return tuple(one for one in self.recompute if not (fused and one == "selective"))
+
+
+def _is_allowed(problem: TrainingProblem, split: Split) -> bool:
+    try:
+        require_split(problem.architecture, problem.sequence, split)
+    except InputError:
+        return False
+    return True
+
+
+def chosen(values: tuple[int, ...] | None, of: int) -> tuple[int, ...]:
+    """The divisors of ``of``, or those of ``values`` that are."""
+    if values is None:
+        return divisors(of)
+    return tuple(sorted(one for one in set(values) if of % one == 0))
+
+
+def divisors(of: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    low = [one for one in range(1, int(of**0.5) + 1) if of % one == 0]
+    return tuple(sorted({*low, *(of // one for one in low)}))

@@ -1,0 +1,135 @@
+"""Tables of layouts and of their memory."""
+
+from typing import TYPE_CHECKING
+
+from stagewright.cli.console import percent, print_lines, print_table
+
+if TYPE_CHECKING:
+    from stagewright.formulations.parallelism.training import TrainingProblem
+    from stagewright.service.layouts import ExplainAnswer, LayoutAnswer, LayoutRow, MemoryAnswer
+
+
+def print_layouts(
+    name: str, problem: "TrainingProblem", answer: "LayoutAnswer", front: bool
+) -> None:
+    """The best layouts, and what else was asked for."""
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    if answer.rows:
+        _print_rows(answer.rows)
+        best = answer.rows[0]
+        print_lines(
+            f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
+            f"{format_seconds(best.seconds)} per iteration ({answer.status}), bound "
+            f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
+            f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s",
+            f"of all {answer.plan_class}",
+            f"rates: {problem.reached.source}",
+        )
+    else:
+        print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
+    if answer.explained is not None:
+        _print_explained(answer.explained)
+    if front and answer.front:
+        print_table(
+            ("peak memory", "time", "<layout"),
+            [
+                (format_bytes(one.peak_bytes), format_seconds(one.seconds), one.layout)
+                for one in answer.front
+            ],
+            "Fastest layouts by memory",
+        )
+    if answer.what_if:
+        print_table(
+            ("<change", "time", "gain", "<layout"),
+            [
+                (
+                    one.change,
+                    "-" if one.seconds is None else format_seconds(one.seconds),
+                    percent(_gain(one.seconds, answer.rows[0].seconds)),
+                    one.layout or "none fits",
+                )
+                for one in answer.what_if
+            ],
+            "What if",
+        )
+
+
+def _gain(seconds: float | None, before: float) -> float | None:
+    return None if seconds is None else 1 - seconds / before
+
+
+def print_shortages(shortages: tuple[str, ...]) -> None:
+    """The first one, and how many more there are."""
+    if shortages:
+        more = len(shortages) - 1
+        others = f"; {more} other pipeline rank{'s do' if more > 1 else ' does'} not fit"
+        print_lines(shortages[0] + (others if more else ""))
+
+
+def _print_rows(rows: "tuple[LayoutRow, ...]") -> None:
+    from stagewright.graphs.documents.units import format_bytes, format_seconds
+
+    print_table(
+        (
+            "<layout", "time", "MFU", "TFLOP/s", "memory", "weights", "optimizer", "activations",
+            "<loses by",
+        ),
+        [
+            (
+                one.layout, format_seconds(one.seconds), f"{one.mfu:.1%}",
+                f"{one.flops_per_device / 1e12:.0f}", format_bytes(one.memory.total_bytes),
+                format_bytes(one.memory.weights_bytes + one.memory.gradients_bytes),
+                format_bytes(one.memory.optimizer_bytes),
+                format_bytes(one.memory.activations_bytes + one.memory.buffers_bytes),
+                one.loses_by,
+            )
+            for one in rows
+        ],
+    )  # fmt: skip
+
+
+def _print_explained(one: "ExplainAnswer") -> None:
+    from stagewright.graphs.documents.units import format_seconds
+
+    if one.refused is not None:
+        print_lines(f"{one.layout}: not possible: {one.refused}")
+        return
+    print_table(
+        ("<part", "this", "best", "more"),
+        [
+            (
+                part.part,
+                format_seconds(part.seconds),
+                *(
+                    ("-", "-")
+                    if part.best_seconds is None
+                    else (
+                        format_seconds(part.best_seconds),
+                        format_seconds(part.seconds - part.best_seconds),
+                    )
+                ),
+            )
+            for part in one.parts
+        ],
+        one.layout,
+    )
+    print_shortages(one.shortages)
+
+
+def print_memory(ranks: "tuple[MemoryAnswer, ...]", limit: float) -> None:
+    """A row for every position in the pipeline."""
+    from stagewright.graphs.documents.units import format_bytes
+
+    kinds = ("weights", "gradients", "optimizer", "activations", "buffers", "reserve", "total")
+    print_table(
+        ("pipeline rank", *kinds, "free"),
+        [
+            (
+                str(one.rank),
+                *(format_bytes(getattr(one, f"{kind}_bytes")) for kind in kinds),
+                format_bytes(limit - one.total_bytes),
+            )
+            for one in ranks
+        ],
+    )

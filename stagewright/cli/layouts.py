@@ -1,0 +1,390 @@
+"""``train-plan`` and ``memory``: how to divide the training of a transformer among GPUs."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from stagewright.cli.console import (
+    JsonFlag,
+    OutputFile,
+    ask,
+    print_answer,
+    print_lines,
+    progress,
+)
+from stagewright.cli.interrupts import interruptible
+from stagewright.cli.layout_printing import print_layouts, print_memory, print_shortages
+from stagewright.cli.outputs import Writes
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.formulations.parallelism.training import TrainingProblem
+    from stagewright.graphs.machines.fabric import Fabric
+    from stagewright.solvers.parallelism.space import Space
+
+
+class Arithmetic(StrEnum):
+    """Types of weights and activations; fp8 multiplies in 8 bits and keeps bf16."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+class Attention(StrEnum):
+    """Whether the matrix of scores is stored."""
+
+    FUSED = "fused"
+    MATERIALIZED = "materialized"
+
+
+Config = Annotated[
+    Path,
+    typer.Argument(help="A Hugging Face config.json.", metavar="CONFIG", show_default=False),
+]
+Sequence_ = Annotated[int, typer.Option("--sequence", help="Tokens in a sample.", metavar="S")]
+Batch = Annotated[
+    int, typer.Option("--global-batch", help="Samples between two updates.", metavar="N")
+]
+Kind = Annotated[str | None, typer.Option("--device", help="Kind of GPU, for example h100.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
+PerServer = Annotated[int, typer.Option("--per-server", help="GPUs in a server.", metavar="N")]
+ServerBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        help="From a GPU to the others of its server, as reached; default: 70 % of the kind's."
+    ),
+]
+NetworkBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        help="From a GPU out of its server while all send, as reached; default: 70 % of the kind's."
+    ),
+]
+PerRack = Annotated[
+    int | None, typer.Option(help="GPUs in a rack or pod, with --rack-bandwidth.", metavar="N")
+]
+RackBandwidth = Annotated[
+    str | None, typer.Option(help="From a GPU out of its rack while all send.")
+]
+HostBandwidth = Annotated[
+    str | None, typer.Option(help="From a GPU to its host's memory, for --offload.")
+]
+Memory = Annotated[
+    str | None, typer.Option(help="Memory of a GPU; default: that of the kind.", metavar="SIZE")
+]
+ClusterOption = Annotated[
+    Path | None,
+    typer.Option("--cluster", help="Cluster file, in place of --device, --gpus and bandwidths."),
+]
+PrecisionOption = Annotated[
+    Arithmetic, typer.Option(help="Type of weights and activations; fp8: of products.")
+]
+AttentionOption = Annotated[
+    Attention, typer.Option(help="fused: scores are not stored; materialized: they are.")
+]
+NoOverlap = Annotated[
+    bool,
+    typer.Option("--no-overlap", help="Exchanges of gradients and ZeRO wait for computations."),
+]
+Reserve = Annotated[
+    str, typer.Option(help="Memory of a GPU that is not for the plan.", metavar="SIZE")
+]
+Picture = Annotated[
+    Path | None, typer.Option("--png", help="Where to draw.", metavar="FILE"), Writes(".png")
+]
+
+
+def train_plan(
+    config: Config,
+    sequence: Sequence_,
+    global_batch: Batch,
+    device: Kind = None,
+    gpus: Gpus = None,
+    per_server: PerServer = 8,
+    server_bandwidth: ServerBandwidth = None,
+    network_bandwidth: NetworkBandwidth = None,
+    per_rack: PerRack = None,
+    rack_bandwidth: RackBandwidth = None,
+    host_bandwidth: HostBandwidth = None,
+    memory: Memory = None,
+    cluster: ClusterOption = None,
+    precision: PrecisionOption = Arithmetic.BF16,
+    attention: AttentionOption = Attention.FUSED,
+    no_overlap: NoOverlap = False,
+    reserve: Reserve = "2GB",
+    pipeline: Annotated[str | None, typer.Option(help="Pipeline degrees to consider.")] = None,
+    tensor: Annotated[str | None, typer.Option(help="Tensor degrees to consider: 1,2,4.")] = None,
+    context: Annotated[str | None, typer.Option(help="Context degrees to consider.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data degrees to consider.")] = None,
+    expert: Annotated[str | None, typer.Option(help="Expert degrees to consider.")] = None,
+    microbatch: Annotated[
+        str | None, typer.Option(help="Samples of a replica's microbatch to consider.")
+    ] = None,
+    chunks: Annotated[
+        int, typer.Option(help="The most stages on a pipeline rank (virtual stages).")
+    ] = 16,
+    zero: Annotated[str, typer.Option(help="Stages of ZeRO to consider; 3 is FSDP.")] = "0,1,2,3",
+    recompute: Annotated[
+        str, typer.Option(help="none, selective, full: which to consider.")
+    ] = "none,selective,full",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Consider the optimizer in host memory too.")
+    ] = False,
+    top: Annotated[int, typer.Option(help="Layouts in the table.", min=1, max=1000)] = 10,
+    explain: Annotated[
+        str | None,
+        typer.Option(help='Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1".'),
+    ] = None,
+    front: Annotated[
+        bool, typer.Option("--front", help="The fastest layouts with less and with more memory.")
+    ] = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="What more memory and faster links would buy.")
+    ] = False,
+    png: Picture = None,
+    output: OutputFile = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Find how to divide a transformer's training among GPUs; exit code 1 if no layout fits.
+
+    Pipeline, tensor, context, expert and data degrees, microbatch, virtual stages, recomputation,
+    ZeRO and placement, for example: stagewright train-plan config.json --device h100 --gpus 64
+    --global-batch 512 --sequence 4096 -o layout.json
+    """
+    from stagewright.formulations.parallelism.document import save_layout
+    from stagewright.formulations.parallelism.layout import parse_layout
+
+    fabric = _fabric(
+        device, gpus, per_server, server_bandwidth, network_bandwidth, per_rack, rack_bandwidth,
+        host_bandwidth, memory, cluster,
+    )  # fmt: skip
+    problem = _problem(
+        config, sequence, global_batch, fabric, precision, attention, no_overlap, reserve
+    )
+    if offload and fabric.host_bytes_per_second is None:
+        raise InputError("--offload needs --host-bandwidth, for example 25GB/s")
+    degrees = {
+        "pipeline": pipeline,
+        "tensor": tensor,
+        "context": context,
+        "data": data,
+        "expert": expert,
+        "microbatch": microbatch,
+    }
+    space = _space(degrees, chunks, zero, recompute, offload)
+    from stagewright.service.layouts import LayoutRequest, find_layouts
+
+    request = ask(
+        LayoutRequest,
+        problem=problem,
+        space=space,
+        top=top,
+        explain=None if explain is None else parse_layout(explain),
+        front=front or png is not None,
+        what_if=what_if,
+    )
+    with interruptible() as stop, progress(f"planning {config.name}", stop):
+        answer = find_layouts(request, stop)
+    if png is not None:
+        from stagewright.executor.drawing.memory_bars import front_png
+        from stagewright.graphs.documents.documents import write_bytes
+
+        write_bytes(png, front_png(answer.front, problem.fabric.memory_bytes))
+    if output is not None and answer.plan is not None:
+        save_layout(answer.plan, output)
+    if as_json:
+        print_answer(answer)
+    else:
+        print_layouts(config.name, problem, answer, front)
+        written = [one for one in (png, output) if one is not None]
+        if answer.plan is not None:
+            print_lines(*(f"{one} is written" for one in written))
+    return 0 if answer.rows else 1
+
+
+def memory(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A Hugging Face config.json with --layout, or what train-plan wrote.",
+            metavar="CONFIG_OR_LAYOUT",
+            show_default=False,
+        ),
+    ],
+    layout: Annotated[
+        str | None, typer.Option(help='For example "p8 t8 d2 b1 v3 full sp zero1".')
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option("--sequence", help="Tokens in a sample.", metavar="S")
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples between two updates; default: two microbatches for every pipeline rank.",
+            metavar="N",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Kind of GPU.")] = "h100",
+    memory: Memory = None,
+    precision: PrecisionOption = Arithmetic.BF16,
+    attention: AttentionOption = Attention.FUSED,
+    reserve: Reserve = "2GB",
+    png: Picture = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Break down the peak memory of a layout by pipeline rank; exit code 1 if one is too full.
+
+    For example: stagewright memory config.json --layout "p8 t8 d2 b1 full" --sequence 4096
+    """
+    from stagewright.formulations.parallelism.document import FORMAT, load_layout
+    from stagewright.formulations.parallelism.layout import parse_layout
+    from stagewright.graphs.documents.documents import format_of, write_bytes
+    from stagewright.service.layout_memory import MemoryRequest, layout_memory
+
+    if format_of(file) == FORMAT:
+        if layout is not None or sequence is not None or global_batch is not None:
+            raise InputError(
+                f"{file} has its layout, sequence and batch: leave out --layout, --sequence and "
+                "--global-batch"
+            )
+        plan = load_layout(file)
+        request = ask(MemoryRequest, problem=plan.problem, layout=plan.layout)
+    else:
+        if layout is None or sequence is None:
+            raise InputError("a configuration needs --layout and --sequence")
+        chosen = parse_layout(layout)
+        batch = global_batch or chosen.data * chosen.microbatch * 2 * chosen.pipeline
+        fabric = _fabric(device, chosen.ranks, 8, None, None, None, None, None, memory, None)
+        problem = _problem(file, sequence, batch, fabric, precision, attention, False, reserve)
+        request = ask(MemoryRequest, problem=problem, layout=chosen)
+    answer = layout_memory(request)
+    if png is not None:
+        from stagewright.executor.drawing.memory_bars import memory_png
+
+        write_bytes(png, memory_png(answer.ranks, answer.memory_bytes, answer.layout))
+    if as_json:
+        print_answer(answer)
+    else:
+        print_memory(answer.ranks, answer.memory_bytes)
+        print_shortages(answer.shortages)
+        print_lines(*([f"{png} is written"] if png is not None else []))
+    return 1 if answer.shortages else 0
+
+
+def _fabric(
+    device: str | None,
+    gpus: int | None,
+    per_server: int,
+    server_bandwidth: str | None,
+    network_bandwidth: str | None,
+    per_rack: int | None,
+    rack_bandwidth: str | None,
+    host_bandwidth: str | None,
+    memory: str | None,
+    cluster: Path | None,
+) -> "Fabric":
+    """The machines of the options, or of a cluster file."""
+    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.machines.fabric import fabric_of
+    from stagewright.graphs.machines.networks import fabric_of_kind
+
+    options = {
+        "--device": device,
+        "--gpus": gpus,
+        "--server-bandwidth": server_bandwidth,
+        "--network-bandwidth": network_bandwidth,
+        "--per-rack": per_rack,
+        "--rack-bandwidth": rack_bandwidth,
+        "--memory": memory,
+        "--host-bandwidth": host_bandwidth,
+    }
+    if cluster is not None:
+        stray = [name for name, value in options.items() if value is not None]
+        if stray:
+            raise InputError(f"{', '.join(stray)}: the cluster file says it; leave it out")
+        return fabric_of(load_cluster(cluster))
+    if device is None or gpus is None:
+        raise InputError("give --device and --gpus, for example h100 and 64, or --cluster FILE")
+    rates = [server_bandwidth, network_bandwidth, rack_bandwidth, host_bandwidth]
+    within, between, racks, host = [None if one is None else parse_bandwidth(one) for one in rates]
+    return fabric_of_kind(
+        device,
+        gpus,
+        per_server=per_server,
+        server_bandwidth=within,
+        network_bandwidth=between,
+        per_rack=per_rack,
+        rack_bandwidth=racks,
+        memory_bytes=None if memory is None else parse_bytes(memory),
+        host_bytes_per_second=host,
+    )
+
+
+def _problem(
+    config: Path,
+    sequence: int,
+    batch: int,
+    fabric: "Fabric",
+    precision: Arithmetic,
+    attention: Attention,
+    no_overlap: bool,
+    reserve: str,
+) -> "TrainingProblem":
+    """The training problem of the options."""
+    from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
+    from stagewright.graphs.documents.units import parse_bytes
+    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.graphs.machines.rates import reached_on
+
+    return TrainingProblem(
+        architecture=read_hf_config(config),
+        sequence=sequence,
+        batch=batch,
+        fabric=fabric,
+        reached=reached_on(fabric.device),
+        precision=precision_named(precision.value),
+        attention=attention.value,
+        overlap=not no_overlap,
+        reserve_bytes=parse_bytes(reserve),
+    )
+
+
+def _space(
+    degrees: dict[str, str | None], chunks: int, zero: str, recompute: str, offload: bool
+) -> "Space":
+    """The space of the options."""
+    from stagewright.graphs.models.shards import Recompute
+    from stagewright.solvers.parallelism.space import Space
+
+    values: dict[str, Any] = {
+        name: None if text is None else _integers(text, name) for name, text in degrees.items()
+    }
+    kinds = tuple(recompute.split(","))
+    for kind in kinds:
+        if kind not in get_args(Recompute):
+            raise InputError(f"--recompute: {kind!r} is none of {', '.join(get_args(Recompute))}")
+    stages = _integers(zero, "zero", least=0)
+    if max(stages) > 3:
+        raise InputError(f"--zero: {max(stages)} is none of 0, 1, 2, 3")
+    return Space(
+        **values,
+        chunks=chunks,
+        recompute=kinds,  # type: ignore[arg-type]
+        zero=stages,
+        offload=(False, True) if offload else (False,),
+    )
+
+
+def _integers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(one) for one in text.split(",")}))
+    except ValueError:
+        raise InputError(f"--{name} {text!r}: write for example 1,2,4") from None
+    if found[0] < least:
+        raise InputError(f"--{name} must be at least {least}, got {found[0]}")
+    return found
