@@ -7,7 +7,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.service.answers import Answer
 from stagewright.service.layouts import MemoryAnswer, memory_answer
 from stagewright.service.requests import Request
-from stagewright.solvers.parallelism.search import compiled_walk
+from stagewright.solvers.parallelism.tree import compiled_walk
 
 
 class MemoryRequest(Request):

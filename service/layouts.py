@@ -15,8 +15,9 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.requests import Request
-from stagewright.solvers.parallelism.search import Found, compiled_walk, search
+from stagewright.solvers.parallelism.search import Found, search
 from stagewright.solvers.parallelism.space import Space
+from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
 LESS_MEMORY = 0.93
@@ -181,8 +182,9 @@ def _status(found: Found, stop: StopToken | None) -> Status:
 def plan_class(problem: TrainingProblem, space: Space) -> str:
     """What a bound of the search speaks of, in words."""
     return (
-        f"layouts of {problem.fabric.devices} devices with {space}, 1F1B or interleaved 1F1B, "
-        "equal stages but for the ends, whole microbatches, the same choices on all ranks"
+        f"layouts of {problem.fabric.devices} devices with {space}; 1F1B or ZB-H1, plain or "
+        "interleaved, equal stages but for the ends, whole microbatches, the same choices on all "
+        "ranks"
     )
 
 

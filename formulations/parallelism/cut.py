@@ -10,8 +10,8 @@ import numpy as np
 from stagewright.graphs.documents.arrays import Ints
 from stagewright.graphs.models.shards import Share, Shares
 
-Layers = tuple[tuple[Share, int], ...]
-"""Layers of a stage or of a rank: how many there are of each kind."""
+Layers = tuple[tuple[Share, bool, int], ...]
+"""Layers of a stage or of a rank: of each kind, whether it is recomputed, how many there are."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -31,38 +31,44 @@ class Cut:
 
 
 @lru_cache(maxsize=4096)
-def cut(of: Shares, pipeline: int, blocks: tuple[int, ...]) -> Cut:
+def cut(of: Shares, pipeline: int, blocks: tuple[int, ...], recomputed: int | None) -> Cut:
     """The cut with ``blocks`` in every stage: the embedding is in the first, the head in the last.
 
-    Stage s is on rank s mod ``pipeline``.
+    Stage s is on rank s mod ``pipeline``. Its first ``recomputed`` blocks are recomputed, all if
+    None; nothing else is.
     """
     stages: list[Layers] = []
     start = 0
     for stage, count in enumerate(blocks):
-        own = Counter(of.blocks[start : start + count])
-        layers = [(of.kinds[kind], n) for kind, n in sorted(own.items())]
+        again = count if recomputed is None else min(recomputed, count)
+        own = of.blocks[start : start + count]
+        layers = [*_counted(of, own[:again], True), *_counted(of, own[again:], False)]
         if stage == 0:
-            layers.insert(0, (of.embedding, 1))
+            layers.insert(0, (of.embedding, False, 1))
         if stage == len(blocks) - 1:
-            layers.append((of.head, 1))
+            layers.append((of.head, False, 1))
         stages.append(tuple(layers))
         start += count
     ranks = [_together(stages[rank::pipeline]) for rank in range(pipeline)]
     return Cut(_kinds(stages), _kinds(ranks))
 
 
+def _counted(of: Shares, blocks: tuple[int, ...], again: bool) -> Layers:
+    return tuple((of.kinds[kind], again, n) for kind, n in sorted(Counter(blocks).items()))
+
+
 def _together(stages: Iterable[Layers]) -> Layers:
     """The layers of several stages."""
-    counts: Counter[Share] = Counter()
+    counts: Counter[tuple[Share, bool]] = Counter()
     for stage in stages:
-        for one, n in stage:
-            counts[one] += n
-    return tuple(counts.items())
+        for one, again, n in stage:
+            counts[one, again] += n
+    return tuple((one, again, n) for (one, again), n in counts.items())
 
 
 def _kinds(every: list[Layers]) -> Kinds:
-    """Equal layers are equal objects, and in an order that is the same for equal sets."""
-    keys: dict[frozenset[tuple[Share, int]], int] = {}
+    """Equal layers are equal objects, whatever their order."""
+    keys: dict[frozenset[tuple[Share, bool, int]], int] = {}
     index = [keys.setdefault(frozenset(one), len(keys)) for one in every]
     firsts = {kind: one for kind, one in zip(reversed(index), reversed(every), strict=True)}
     return Kinds(tuple(firsts[kind] for kind in range(len(keys))), np.array(index))

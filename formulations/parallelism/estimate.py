@@ -66,8 +66,10 @@ def evaluate(problem: TrainingProblem, layout: Layout, run: Walk = walk) -> Esti
         layout.pipeline,
         layout.chunks,
         parts.microbatches,
+        parts.is_split,
         forward,
         backward,
+        parts.weight_seconds,
         parts.hop,
         parts.saved,
     )

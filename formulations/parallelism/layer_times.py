@@ -17,14 +17,15 @@ from stagewright.graphs.models.shards import Recompute, Share, Split
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Seconds of one layer on a microbatch; ``exchange`` is waiting for communication.
+    """Seconds of one layer on a microbatch.
 
-    ``repeated`` is what recomputation adds to the backward, with its exchanges, which are not in
-    ``exchange``.
+    ``weight`` is the part of the backward that is weight gradients, ``repeated`` what recomputation
+    adds to it; ``exchange`` is the part of the rest of both that waits for communication.
     """
 
     forward: float
     backward: float
+    weight: float = 0.0
     repeated: float = 0.0
     exchange: float = 0.0
 
@@ -58,7 +59,7 @@ def layer_time(
         len(again),
     )
     weights = float((seconds * weight_part).sum())
-    gradients += _accumulation(problem, share)
+    added = _accumulation(problem, share)
     sent, returned = _exchanges(problem, share, split, samples, weights)
     hidden = _attention_seconds(share, seconds)
     circulated = _circulation(problem, share, split, samples)
@@ -68,7 +69,8 @@ def layer_time(
         repeated += sent
     return LayerTime(
         forward=forward + sent,
-        backward=gradients + returned + repeated,
+        backward=gradients + added + returned + repeated,
+        weight=weights + added,
         repeated=repeated,
         exchange=sent + returned,
     )

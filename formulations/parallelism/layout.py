@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
@@ -12,10 +12,13 @@ from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
 from stagewright.graphs.machines.fabric import MAX_GPUS
 from stagewright.graphs.models.shards import Recompute, Split
 
+Schedule = Literal["1f1b", "zero-bubble"]
+"""(Interleaved) 1F1B, or ZB-H1 and its interleaved form, whose backwards are split in two."""
+
 Placement = Literal["data-inside", "pipeline-inside"]
 """Which dimension has its ranks nearer together; tensor and context ranks are always nearest."""
 
-_SHORT = {
+_NUMBERED = {
     "p": "pipeline",
     "t": "tensor",
     "c": "context",
@@ -24,6 +27,18 @@ _SHORT = {
     "b": "microbatch",
     "v": "chunks",
     "zero": "zero",
+    "blocks": "recompute_blocks",
+    "first": "first_blocks",
+    "last": "last_blocks",
+}
+_PLAIN: dict[str, tuple[str, object]] = {
+    "none": ("recompute", "none"),
+    "selective": ("recompute", "selective"),
+    "full": ("recompute", "full"),
+    "zero-bubble": ("schedule", "zero-bubble"),
+    "sp": ("sequence_parallel", True),
+    "offload": ("offload_optimizer", True),
+    "pipeline-inside": ("placement", "pipeline-inside"),
 }
 
 
@@ -33,6 +48,7 @@ class Layout:
 
     ``expert`` ranks of the t x c x d that hold equal layers share the experts. ``microbatch`` is
     samples per replica, ``chunks`` stages of the pipeline on every rank (v, thesis 4.2.2).
+    With ``recompute_blocks`` only so many blocks of every stage, the first ones, are recomputed.
     ``first_blocks`` and ``last_blocks`` are the blocks of the first and the last stage, None for as
     many as in the others. ``zero`` is ZeRO's stage (Rajbhandari et al. 2020): 1 divides the
     optimizer's state over the data ranks, 2 the gradients, 3 the weights too (FSDP).
@@ -47,7 +63,9 @@ class Layout:
     expert: int = 1
     microbatch: int = 1
     chunks: int = 1
+    schedule: Schedule = "1f1b"
     recompute: Recompute = "none"
+    recompute_blocks: int | None = None
     sequence_parallel: bool = False
     zero: int = 0
     offload_optimizer: bool = False
@@ -74,7 +92,18 @@ class Layout:
                 f"expert degree {self.expert} does not divide the {shared} ranks (t x c x d) that "
                 "hold equal layers"
             )
+        self._require_schedule()
         self._require_ends()
+
+    def _require_schedule(self) -> None:
+        if self.schedule == "zero-bubble" and self.pipeline == 1:
+            raise InputError("the schedule zero-bubble needs a pipeline of at least 2 ranks")
+        blocks = self.recompute_blocks
+        if blocks is not None and (self.recompute != "full" or blocks < 1):
+            raise InputError(
+                f"recompute_blocks must be at least 1 and needs recompute full, got {blocks} with "
+                f"{self.recompute}"
+            )
 
     def _require_ends(self) -> None:
         for name, value in (("first_blocks", self.first_blocks), ("last_blocks", self.last_blocks)):
@@ -147,32 +176,22 @@ class Layout:
         return (first, *middle, last)
 
     def __str__(self) -> str:
+        """Words that :func:`parse_layout` reads; what is as by default is left out."""
+        shown = ("pipeline", "tensor", "data", "microbatch")
+        changed = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
         words = [
-            f"{short}{getattr(self, name)}"
-            for short, name in _SHORT.items()
-            if _is_said(self, name)
+            f"{word}{getattr(self, name)}"
+            for word, name in _NUMBERED.items()
+            if name in shown or name in changed
         ]
-        if self.recompute != "none":
-            words.append(self.recompute)
-        words += [
-            word
-            for word, on in (("sp", self.sequence_parallel), ("offload", self.offload_optimizer))
-            if on
-        ]
-        words += [
-            f"{word}{value}"
-            for word, value in (("first", self.first_blocks), ("last", self.last_blocks))
-            if value is not None
-        ]
-        if self.placement != "data-inside":
-            words.append(self.placement)
-        return " ".join(words)
-
-
-def _is_said(layout: Layout, name: str) -> bool:
-    always = name in ("pipeline", "tensor", "data", "microbatch")
-    default = next(one.default for one in fields(Layout) if one.name == name)
-    return always or getattr(layout, name) != default
+        return " ".join(
+            words
+            + [
+                word
+                for word, (name, value) in _PLAIN.items()
+                if name in changed and getattr(self, name) == value
+            ]
+        )
 
 
 def _uneven(stages: int, blocks: int, ends: tuple[int | None, int | None]) -> str:
@@ -213,16 +232,10 @@ def parse_layout(text: str) -> Layout:
 
 
 def _meaning(word: str) -> tuple[str, object]:
-    if word in get_args(Recompute):
-        return "recompute", word
-    if word in get_args(Placement):
-        return "placement", word
-    if word in ("sp", "offload"):
-        return {"sp": "sequence_parallel", "offload": "offload_optimizer"}[word], True
-    numbered = {**_SHORT, "first": "first_blocks", "last": "last_blocks"}
+    if word in _PLAIN:
+        return _PLAIN[word]
     found = _WORD.fullmatch(word)
-    if found is None or found[1] not in numbered:
-        words = [*(f"{one}N" for one in numbered), *get_args(Recompute), "sp", "offload"]
-        known = ", ".join([*words, *get_args(Placement)])
+    if found is None or found[1] not in _NUMBERED:
+        known = ", ".join([*(f"{one}N" for one in _NUMBERED), *_PLAIN])
         raise InputError(f"layout word {word!r} is not known; known are {known}")
-    return numbered[found[1]], int(found[2])
+    return _NUMBERED[found[1]], int(found[2])

@@ -13,7 +13,7 @@ from stagewright.formulations.parallelism.cut import Layers, cut
 from stagewright.formulations.parallelism.exchanges import send_seconds
 from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
 from stagewright.formulations.parallelism.layout import Layout
-from stagewright.formulations.parallelism.pipeline_time import kept_forwards
+from stagewright.formulations.parallelism.pipeline_time import first_forwards, kept_forwards
 from stagewright.formulations.parallelism.states import (
     Exchange,
     Held,
@@ -69,7 +69,7 @@ class Parts:
         self.microbatches = layout.microbatches(problem.batch)
         self.shares = shares(problem, layout.split)
         blocks = layout.blocks_of_stages(problem.architecture.layers)
-        self.cut = cut(self.shares, layout.pipeline, blocks)
+        self.cut = cut(self.shares, layout.pipeline, blocks, layout.recompute_blocks)
         self.held = [held(of, tied=layout.pipeline > 1) for of in self.cut.ranks.layers]
 
     def varied(self, layout: Layout) -> "Parts":
@@ -80,11 +80,25 @@ class Parts:
             found.__dict__.pop(name, None)
         return found
 
-    def time(self, share: Share) -> LayerTime:
-        """The layer's times."""
-        return share_time(
-            self.problem, share, self.layout.split, self.layout.microbatch, self.layout.recompute
-        )
+    def time(self, share: Share, again: bool) -> LayerTime:
+        """The layer's times, if it is ``again`` computed in the backward or not."""
+        recompute = self.layout.recompute if again else "none"
+        return share_time(self.problem, share, self.layout.split, self.layout.microbatch, recompute)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether backwards are split in two."""
+        return self.layout.schedule == "zero-bubble"
+
+    @cached_property
+    def weight_seconds(self) -> Floats:
+        """The weight gradients' part of the backward of every stage."""
+        each = [
+            sum(n * self.time(one, again).weight for one, again, n in stage)
+            for stage in self.cut.stages.layers
+        ]
+        found: Floats = np.array(each)[self.cut.stages.index]
+        return found
 
     @cached_property
     def seconds(self) -> tuple[Floats, Floats]:
@@ -98,10 +112,10 @@ class Parts:
         return np.array(forward)[index], np.array(backward)[index]
 
     def _forward(self, layers: Layers) -> float:
-        return sum(n * self.time(one).forward for one, n in layers)
+        return sum(n * self.time(one, again).forward for one, again, n in layers)
 
     def _backward(self, layers: Layers) -> float:
-        return sum(n * self.time(one).backward for one, n in layers)
+        return sum(n * self.time(one, again).backward for one, again, n in layers)
 
     def _beside(self, work: float, moved: float) -> float:
         """Work with an exchange that runs beside it, or after it."""
@@ -116,10 +130,13 @@ class Parts:
     @cached_property
     def busy(self) -> Floats:
         """Seconds of computation of every rank in an iteration."""
-        forward, backward = self.seconds
-        each = (forward + backward).reshape(self.layout.chunks, self.layout.pipeline)
-        busy: Floats = self.microbatches * each.sum(axis=0)
-        return busy
+        return self._of_microbatches(self.seconds[0] + self.seconds[1])
+
+    def _of_microbatches(self, of_stages: Floats) -> Floats:
+        """Sums over the stages of every rank and all microbatches."""
+        each = of_stages.reshape(self.layout.chunks, self.layout.pipeline)
+        found: Floats = self.microbatches * each.sum(axis=0)
+        return found
 
     @cached_property
     def hop(self) -> float:
@@ -132,13 +149,17 @@ class Parts:
     @cached_property
     def saved(self) -> Floats:
         """Bytes that every stage's forward keeps."""
-        each = [sum(n * self._saved(one) for one, n in stage) for stage in self.cut.stages.layers]
+        each = [
+            sum(n * self._saved(one, again) for one, again, n in stage)
+            for stage in self.cut.stages.layers
+        ]
         found: Floats = np.array(each)[self.cut.stages.index]
         return found
 
-    def _saved(self, share: Share) -> float:
+    def _saved(self, share: Share, again: bool) -> float:
         size = self.problem.precision.activation_bytes
-        return self.layout.microbatch * share.saved_bytes(size, self.layout.recompute)
+        recompute = self.layout.recompute if again else "none"
+        return self.layout.microbatch * share.saved_bytes(size, recompute)
 
     def _exchange(self, of: Held) -> Exchange:
         return exchange(self.problem, self.layout, of)
@@ -174,14 +195,37 @@ class Parts:
         """A lower bound on an iteration, of which only the waiting in the pipeline is missing.
 
         Rank r computes nothing before the stages 0 to r - 1 have done their first forward. Its last
-        backward is of a stage with at least r stages before it, whose backwards follow. So the
-        pipeline takes at least these, and all the work of r. The first rank is the last to end.
+        backward (or input gradient) is of a stage with at least r stages before it, whose follow,
+        and rank 0 then exchanges its gradients. So an iteration takes at least these and all that
+        rank r computes, without its weight gradients where backwards are split.
+
+        Its first backward comes when the first microbatch has passed all stages and come back.
+        Until then rank r has done the forwards of its warm-up and one more; the rest, and its
+        exchange, follow.
         """
         forward, backward = self.seconds
-        before = np.concatenate(([0.0], np.cumsum(forward + backward)))[: self.layout.pipeline]
-        hops = 2 * self.hop * np.arange(self.layout.pipeline)
-        pipeline = float((before + hops + self.busy).max())
-        return pipeline + float(self.reductions[0]) + self.longest_update
+        weight = self.weight_seconds if self.is_split else np.zeros_like(forward)
+        hops = self.hop * np.arange(self.layout.pipeline)
+        there = _before(forward + backward - weight, self.layout.pipeline) + 2 * hops
+        pipeline = float((there + self.busy - self._of_microbatches(weight)).max())
+        last = self._first_return(forward, backward - weight) + self.busy + self.reductions
+        return max(pipeline + float(self.reductions[0]), float(last.max())) + self.longest_update
+
+    def _first_return(self, forward: Floats, returned: Floats) -> Floats:
+        """When every rank's first backward can begin, less its forwards until then."""
+        layout, ranks = self.layout, np.arange(self.layout.pipeline)
+        arrives = (
+            forward.sum()
+            + self.hop * (layout.stages - 1)
+            + (np.cumsum(returned[::-1])[::-1][-layout.pipeline :] - returned[-layout.pipeline :])
+            + self.hop * (layout.pipeline - 1 - ranks)
+        )
+        chunks = np.arange(layout.chunks)[:, None]
+        done = first_forwards(
+            layout.pipeline, layout.chunks, self.microbatches, self.is_split, ranks, chunks
+        )
+        found: Floats = arrives - (forward.reshape(done.shape) * done).sum(axis=0)
+        return found
 
     @property
     def least_bytes(self) -> float:
@@ -193,7 +237,9 @@ class Parts:
     def _least_kept(self) -> Floats:
         layout = self.layout
         ranks, chunks = np.arange(layout.pipeline), np.arange(layout.chunks)[:, None]
-        kept = kept_forwards(layout.pipeline, layout.chunks, self.microbatches, ranks, chunks)
+        kept = kept_forwards(
+            layout.pipeline, layout.chunks, self.microbatches, self.is_split, ranks, chunks
+        )
         found: Floats = (self.saved.reshape(kept.shape) * kept).sum(axis=0)
         return found
 
@@ -211,7 +257,7 @@ class Parts:
 
     def _of_time(self, rank: int, part: Callable[[LayerTime], float]) -> float:
         layers = self.cut.ranks.layers[self.cut.ranks.index[rank]]
-        each: float = sum(n * part(self.time(one)) for one, n in layers)
+        each: float = sum(n * part(self.time(one, again)) for one, again, n in layers)
         return self.microbatches * each
 
     def memory(self, rank: int, activations: float) -> RankMemory:
@@ -221,7 +267,9 @@ class Parts:
     def _memory(self, kind: int, activations: float) -> RankMemory:
         total = self.held[kind]
         kept = states(self.problem, self.layout, total)
-        repeated = max(self._repeated_bytes(one) for one, _ in self.cut.ranks.layers[kind])
+        repeated = max(
+            self._repeated_bytes(one, again) for one, again, _ in self.cut.ranks.layers[kind]
+        )
         return RankMemory(
             weights=kept.weights,
             gradients=kept.gradients,
@@ -231,11 +279,11 @@ class Parts:
             reserve=self.problem.reserve_bytes,
         )
 
-    def _repeated_bytes(self, share: Share) -> float:
+    def _repeated_bytes(self, share: Share, again: bool) -> float:
         """What a layer's backward holds beyond what its forward keeps: the repeated activations."""
         size = self.problem.precision.activation_bytes
         whole = self.layout.microbatch * share.saved_bytes(size, "none")
-        return max(0.0, whole - self._saved(share))
+        return max(0.0, whole - self._saved(share, again))
 
     def _gathered_bytes(self, of: Held) -> float:
         """What is gathered for a layer: with ZeRO its weights, the hidden states of all ranks."""
@@ -249,3 +297,9 @@ class Parts:
             width = self.shares.kinds[0].width * layout.microbatch
             gathered += width * precision.activation_bytes
         return gathered
+
+
+def _before(of_stages: Floats, ranks: int) -> Floats:
+    """Sums over the stages before every rank's first one."""
+    found: Floats = np.concatenate(([0.0], np.cumsum(of_stages)))[:ranks]
+    return found

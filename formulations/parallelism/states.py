@@ -34,14 +34,14 @@ class States:
 
 def held(layers: Layers, *, tied: bool) -> Held:
     """The parameters of a rank's layers; with ``tied`` it holds a copy of the embedding's table."""
-    shared = [one.parameters + (one.tied_parameters if tied else 0) for one, _ in layers]
+    shared = [one.parameters + (one.tied_parameters if tied else 0) for one, _, _ in layers]
     return Held(
-        shared=sum(own * n for own, (_, n) in zip(shared, layers, strict=True)),
-        expert=sum(one.expert_parameters * n for one, n in layers),
+        shared=sum(own * n for own, (_, _, n) in zip(shared, layers, strict=True)),
+        expert=sum(one.expert_parameters * n for one, _, n in layers),
         largest=max(
-            own + one.expert_parameters for own, (one, _) in zip(shared, layers, strict=True)
+            own + one.expert_parameters for own, (one, _, _) in zip(shared, layers, strict=True)
         ),
-        layers=sum(n for _, n in layers),
+        layers=sum(n for _, _, n in layers),
     )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.formulations.parallelism.pipeline_time import kept_forwards
+from stagewright.formulations.parallelism.pipeline_time import first_forwards, kept_forwards
 from stagewright.graphs.documents.arrays import Floats, Ints
 
 Ends = tuple[int | None, int | None]
@@ -119,6 +119,19 @@ class Table:
         found: Floats = prefix[self.stops] - prefix[self.starts]
         return found
 
+    @cached_property
+    def blocks(self) -> Ints:
+        """The blocks of every entry's stage."""
+        found: Ints = np.concatenate(
+            [np.array(one.blocks).reshape(one.chunks, one.pipeline).T.ravel() for one in self.every]
+        )
+        return found
+
+    @cached_property
+    def most_blocks(self) -> Ints:
+        """The blocks of every division's largest stage."""
+        return np.array([max(one.blocks) for one in self.every])
+
     def sum_by_rank(self, of_entries: Floats) -> Floats:
         """Sums of the entries of every rank."""
         found: Floats = np.add.reduceat(of_entries, self.first_entry)
@@ -130,16 +143,29 @@ class Table:
         found: Floats = prefix[self.begins]
         return found
 
+    def after(self, of_layers: Floats) -> Floats:
+        """Sums over the layers after every rank's last stage."""
+        prefix = np.concatenate(([0.0], np.cumsum(of_layers)))
+        last = self.first_entry + self.chunks[self.division_of_rank] - 1
+        found: Floats = prefix[-1] - prefix[self.stops[last]]
+        return found
+
     def most(self, of_ranks: Floats) -> Floats:
         """The greatest of every division's ranks."""
         found: Floats = np.maximum.reduceat(of_ranks, self.first_rank)
         return found
 
-    def in_flight(self, microbatches: Ints) -> Floats:
+    def in_flight(self, microbatches: Ints, split: bool) -> Floats:
         """Per entry, the forwards that are kept; see ``pipeline_time.kept_forwards``."""
+        return kept_forwards(*self._sizes(microbatches, split)).astype(np.float64)
+
+    def first_forwards(self, microbatches: Ints, split: bool) -> Floats:
+        """Per entry, the forwards before the first backward; see ``pipeline_time``."""
+        return first_forwards(*self._sizes(microbatches, split)).astype(np.float64)
+
+    def _sizes(self, microbatches: Ints, split: bool) -> tuple[Ints, Ints, Ints, bool, Ints, Ints]:
         p, v = (of[self.division_of_entry] for of in (self.pipeline, self.chunks))
-        m = microbatches[self.division_of_entry]
-        return kept_forwards(p, v, m, self.rank_of, self.chunk_of).astype(np.float64)
+        return p, v, microbatches[self.division_of_entry], split, self.rank_of, self.chunk_of
 
 
 def _offsets(sizes: Ints) -> Ints:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import get_args
 
-from stagewright.formulations.parallelism.layout import Placement
+from stagewright.formulations.parallelism.layout import Placement, Schedule
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.models.shards import Recompute, Split, require_split
@@ -15,7 +15,8 @@ class Space:
     """The values that every dimension may take; None for all that divide.
 
     ``chunks`` is the largest number of stages on a rank. Selective recomputation is considered
-    where the attention is not one fused kernel.
+    where the attention is not one fused kernel. With ``partial``, full recomputation is of the
+    fewest blocks of every stage with which a layout fits, else of all.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -25,7 +26,9 @@ class Space:
     data: tuple[int, ...] | None = None
     microbatch: tuple[int, ...] | None = None
     chunks: int = 16
+    schedules: tuple[Schedule, ...] = get_args(Schedule)
     recompute: tuple[Recompute, ...] = get_args(Recompute)
+    partial: bool = True
     sequence_parallel: tuple[bool, ...] = (True, False)
     zero: tuple[int, ...] = (0, 1, 2, 3)
     offload: tuple[bool, ...] = (False,)
@@ -46,7 +49,9 @@ class Space:
             value = getattr(self, one.name)
             if one.name == "chunks":
                 limited.append(f"at most {value} chunks")
-            elif value != one.default:
+            elif one.name == "partial" and "full" in self.recompute:
+                limited.append(f"recomputation of {'the fewest that fit' if value else 'all'}")
+            elif one.name != "partial" and value != one.default:
                 limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
         return "; ".join(limited)
 
