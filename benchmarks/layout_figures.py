@@ -17,6 +17,7 @@ from benchmarks.layout_fit import compiled
 from benchmarks.layout_runs import gpt, gpt_problem, of_2021, thesis_flops
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.machines.fabric import Fabric
 
@@ -69,10 +70,9 @@ def bubbles() -> Panel:
 
 def _bubble(gpus: int, ratio: int, data: int) -> float:
     """Of stages of one layer each, on links that take no time, as equation (n - d) / b' assumes."""
-    asked = problem((gpus, 1024, 16), ratio, gpus)
-    asked = replace(
-        asked, architecture=replace(asked.architecture, vocabulary=1), fabric=_free(asked)
-    )
+    asked = problem((gpus, 16384, 128), ratio, gpus)
+    tiny = replace(asked.architecture, vocabulary=1)
+    asked = replace(asked, architecture=tiny, fabric=_free(asked))
     found = estimate(asked, Layout(pipeline=gpus // data, data=data, recompute="full"))
     return found.bubble_seconds / (found.pipeline_seconds - found.bubble_seconds)
 
@@ -193,8 +193,22 @@ def scatter_gather() -> Panel:
     lines = {}
     for name, share in (("scatter/gather", 1), ("whole tensors", 8)):
         asked = [problem(GPT_175B, batch, 96) for batch in BATCHES]
-        lines[name] = [rate(replace(one, fabric=_slower(one, share)), layout) for one in asked]
+        lines[name] = [_waiting(replace(one, fabric=_slower(one, share)), layout) for one in asked]
     return Panel("4.18: scatter/gather, 175B", "batch", RATE, _words(BATCHES), lines)
+
+
+def _waiting(asked: TrainingProblem, layout: Layout) -> float:
+    """The rate if a stage computes nothing while its output is on its way.
+
+    So it is in Megatron-LM's interleaved schedule of 2021; the model assumes that it computes.
+    """
+    parts = Parts(asked, layout)
+    forward, backward = (each + parts.hop for each in parts.seconds)
+    weight, saved = parts.weight_seconds, parts.saved
+    size = layout.pipeline, layout.chunks, parts.microbatches, False
+    finish, _ = compiled(*size, forward, backward, weight, 0.0, saved)
+    seconds = float(finish.max()) + parts.longest_update
+    return thesis_flops(asked) / seconds / asked.fabric.devices / 1e12
 
 
 def _slower(asked: TrainingProblem, share: int) -> Fabric:
