@@ -135,6 +135,13 @@ class LayoutAnswer(Answer):
     plan: LayoutPlan | None = CARRIED
 
 
+class CheckLayoutAnswer(Answer):
+    """What is wrong with a layout's document; nothing if it is valid."""
+
+    status: str
+    violations: tuple[str, ...]
+
+
 def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> LayoutAnswer:
     """The fastest layouts.
 

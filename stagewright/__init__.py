@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stagewright.executor.programs.trace import load_trace
     from stagewright.formulations.clusters.allocation_plan import load_allocation, save_allocation
     from stagewright.formulations.operators.plan import load_operator_plan, save_operator_plan
+    from stagewright.formulations.parallelism.document import load_layout, save_layout
     from stagewright.formulations.plans.plan import load_plan, save_plan
     from stagewright.front.clusters import (
         allocate,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         run_cluster,
         simulate_cluster,
     )
+    from stagewright.front.layouts import train_plan
     from stagewright.front.operators import (
         check_placement,
         divide,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from stagewright.graphs.workloads.jobs import load_workload
     from stagewright.graphs.workloads.pool import parse_pool
     from stagewright.graphs.workloads.prices import load_market
+    from stagewright.service.training_problems import training_problem
 
 __all__ = [
     "InputError",
@@ -69,6 +72,7 @@ __all__ = [
     "load_allocation",
     "load_cluster",
     "load_graph",
+    "load_layout",
     "load_market",
     "load_model",
     "load_operator_plan",
@@ -85,6 +89,7 @@ __all__ = [
     "save_allocation",
     "save_cluster",
     "save_graph",
+    "save_layout",
     "save_model",
     "save_operator_plan",
     "save_plan",
@@ -92,6 +97,8 @@ __all__ = [
     "simulate",
     "simulate_cluster",
     "sweep",
+    "train_plan",
+    "training_problem",
 ]
 
 # Loaded on first use, so that ``import stagewright`` is fast.
@@ -99,10 +106,12 @@ _LAZY = {
     "stagewright.executor.programs.trace": ("load_trace",),
     "stagewright.formulations.clusters.allocation_plan": ("load_allocation", "save_allocation"),
     "stagewright.formulations.operators.plan": ("load_operator_plan", "save_operator_plan"),
+    "stagewright.formulations.parallelism.document": ("load_layout", "save_layout"),
     "stagewright.formulations.plans.plan": ("load_plan", "save_plan"),
     "stagewright.front.clusters": (
         "allocate", "cloud", "estimate", "rounds", "run_cluster", "simulate_cluster",
     ),
+    "stagewright.front.layouts": ("train_plan",),
     "stagewright.front.operators": ("check_placement", "divide", "place"),
     "stagewright.graphs.importers.partition_problems": ("load_partition_problem",),
     "stagewright.front.pipelines": (
@@ -115,6 +124,7 @@ _LAZY = {
     "stagewright.graphs.workloads.jobs": ("load_workload",),
     "stagewright.graphs.workloads.pool": ("parse_pool",),
     "stagewright.graphs.workloads.prices": ("load_market",),
+    "stagewright.service.training_problems": ("training_problem",),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _LAZY.items() for name in names}
 

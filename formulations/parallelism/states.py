@@ -1,12 +1,14 @@
 """Weights, gradients and optimizer state of one rank, and what their exchange and update cost."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.exchanges import all_reduce_seconds, gather_seconds
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.models.shards import Share
 
 
@@ -92,18 +94,37 @@ def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
 
 
 def _gather(problem: TrainingProblem, layout: Layout, of: Held, bytes_each: int) -> float:
-    """One reduce-scatter or all-gather of all the rank's parameters.
+    """One reduce-scatter or all-gather of all the rank's parameters."""
+    shared, expert = gather_rates(problem.fabric, layout)
+    seconds = shared.start + shared.per_byte * of.shared * bytes_each
+    return seconds + (expert.start + expert.per_byte * of.expert * bytes_each if of.expert else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Seconds of an exchange: at its start, and per byte."""
+
+    start: float
+    per_byte: float
+
+
+@lru_cache(maxsize=1 << 14)
+def gather_rates(fabric: Fabric, layout: Layout) -> tuple[Rate, Rate]:
+    """Of gathering shared parameters, and those of experts, among the ranks with equal ones.
 
     Context ranks are next to each other and hold equal weights, so that with d > 1 the ring
     through c x d ranks has the data ranks' distance at the border of the servers.
     """
-    shared, expert = groups(layout)
+    ranks, experts = groups(layout)
     stride = layout.tensor if layout.context > 1 else layout.data_stride
     if layout.context > 1 and layout.data > 1 and layout.placement == "pipeline-inside":
         stride = layout.data_stride
-    return gather_seconds(problem.fabric, stride, shared, of.shared * bytes_each) + gather_seconds(
-        problem.fabric, layout.expert, expert, of.expert * bytes_each
-    )
+    return _rate(fabric, stride, ranks), _rate(fabric, layout.expert, experts)
+
+
+def _rate(fabric: Fabric, stride: int, size: int) -> Rate:
+    start = gather_seconds(fabric, stride, size, 0.0)
+    return Rate(start, (gather_seconds(fabric, stride, size, 1e9) - start) / 1e9)
 
 
 def tied_seconds(problem: TrainingProblem, layout: Layout, head: Share) -> float:

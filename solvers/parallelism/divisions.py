@@ -44,17 +44,15 @@ def _ends(blocks: int, stages: int) -> Iterator[Ends]:
     if stages == 1:
         yield None, None
         return
-    if blocks % stages == 0:
+    least, rest = divmod(blocks, stages)
+    if rest == 0:
         yield None, None
-    least = -(-blocks // stages)
-    seen: set[Ends] = set()
-    for each in (least, least + 1):
-        missing = each * stages - blocks
-        for first in {missing, 0, missing // 2, missing - missing // 2}:
-            ends = (each - first, each - (missing - first))
-            if missing and min(ends) >= 0 and ends not in seen and _is_new(ends, blocks, stages):
-                seen.add(ends)
-                yield ends
+    each = least + 1
+    missing = each * stages - blocks
+    for first in sorted({missing, 0, missing // 2, missing - missing // 2}):
+        ends = (each - first, each - (missing - first))
+        if min(ends) >= 0 and _is_new(ends, blocks, stages):
+            yield ends
 
 
 def _is_new(ends: tuple[int, int], blocks: int, stages: int) -> bool:

@@ -1,8 +1,8 @@
 """The layouts that a search considers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import get_args
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 from stagewright.formulations.parallelism.layout import Placement, Schedule
 from stagewright.formulations.parallelism.training import TrainingProblem
@@ -16,7 +16,8 @@ class Space:
 
     ``chunks`` is the largest number of stages on a rank. Selective recomputation is considered
     where the attention is not one fused kernel. With ``partial``, full recomputation is of the
-    fewest blocks of every stage with which a layout fits, else of all.
+    fewest blocks of every stage with which a layout fits, else of all. Sequence parallelism
+    ``always`` is wherever the tokens of a rank can be divided.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -29,7 +30,7 @@ class Space:
     schedules: tuple[Schedule, ...] = get_args(Schedule)
     recompute: tuple[Recompute, ...] = get_args(Recompute)
     partial: bool = True
-    sequence_parallel: tuple[bool, ...] = (True, False)
+    sequence_parallel: Literal["always", "any", "never"] = "always"
     zero: tuple[int, ...] = (0, 1, 2, 3)
     offload: tuple[bool, ...] = (False,)
     placements: tuple[Placement, ...] = get_args(Placement)
@@ -51,6 +52,8 @@ class Space:
                 limited.append(f"at most {value} chunks")
             elif one.name == "partial" and "full" in self.recompute:
                 limited.append(f"recomputation of {'the fewest that fit' if value else 'all'}")
+            elif one.name == "sequence_parallel":
+                limited.append(f"{value} sequence parallelism")
             elif one.name != "partial" and value != one.default:
                 limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
         return "; ".join(limited)
@@ -62,12 +65,17 @@ class Space:
         for tensor in chosen(self.tensor, devices):
             for context in chosen(self.context, devices // tensor):
                 for expert in chosen(self.expert, experts):
-                    for sequence_parallel in self.sequence_parallel:
-                        split = Split(tensor, context, expert, sequence_parallel and tensor > 1)
-                        if sequence_parallel and tensor == 1 and False in self.sequence_parallel:
-                            continue
-                        if devices % expert == 0 and _is_allowed(problem, split):
-                            yield split
+                    if devices % expert == 0:
+                        yield from self._splits(problem, Split(tensor, context, expert))
+
+    def _splits(self, problem: TrainingProblem, plain: Split) -> Iterator[Split]:
+        """Without and with sequence parallelism."""
+        divided = replace(plain, sequence_parallel=True)
+        can = plain.tensor > 1 and _is_allowed(problem, divided)
+        if can and self.sequence_parallel != "never":
+            yield divided
+        if (not can or self.sequence_parallel != "always") and _is_allowed(problem, plain):
+            yield plain
 
     def recomputes(self, problem: TrainingProblem) -> tuple[Recompute, ...]:
         """The kinds of recomputation that differ for this model's attention."""

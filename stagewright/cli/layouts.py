@@ -1,8 +1,7 @@
 """``train-plan`` and ``memory``: how to divide the training of a transformer among GPUs."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,30 +14,19 @@ from stagewright.cli.console import (
     progress,
 )
 from stagewright.cli.interrupts import interruptible
+from stagewright.cli.layout_inputs import (
+    Arithmetic,
+    Attention,
+    read_fabric,
+    read_problem,
+    read_space,
+)
 from stagewright.cli.layout_printing import print_layouts, print_memory, print_shortages
 from stagewright.cli.outputs import Writes
 from stagewright.graphs.documents.errors import InputError
 
 if TYPE_CHECKING:
-    from stagewright.formulations.parallelism.training import TrainingProblem
-    from stagewright.graphs.machines.fabric import Fabric
-    from stagewright.solvers.parallelism.space import Space
-
-
-class Arithmetic(StrEnum):
-    """Types of weights and activations; fp8 multiplies in 8 bits and keeps bf16."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP8 = "fp8"
-
-
-class Attention(StrEnum):
-    """Whether the matrix of scores is stored."""
-
-    FUSED = "fused"
-    MATERIALIZED = "materialized"
+    pass
 
 
 Config = Annotated[
@@ -158,11 +146,11 @@ def train_plan(
     from stagewright.formulations.parallelism.document import save_layout
     from stagewright.formulations.parallelism.layout import parse_layout
 
-    fabric = _fabric(
+    fabric = read_fabric(
         device, gpus, per_server, server_bandwidth, network_bandwidth, per_rack, rack_bandwidth,
         host_bandwidth, memory, cluster,
     )  # fmt: skip
-    problem = _problem(
+    problem = read_problem(
         config, sequence, global_batch, fabric, precision, attention, no_overlap, reserve
     )
     if offload and fabric.host_bytes_per_second is None:
@@ -175,7 +163,7 @@ def train_plan(
         "expert": expert,
         "microbatch": microbatch,
     }
-    space = _space(degrees, chunks, zero, recompute, offload)
+    space = read_space(degrees, chunks, zero, recompute, offload)
     from stagewright.service.layouts import LayoutRequest, find_layouts
 
     request = ask(
@@ -240,12 +228,12 @@ def memory(
 
     For example: stagewright memory config.json --layout "p8 t8 d2 b1 full" --sequence 4096
     """
-    from stagewright.formulations.parallelism.document import FORMAT, load_layout
+    from stagewright.formulations.parallelism.document import load_layout
     from stagewright.formulations.parallelism.layout import parse_layout
-    from stagewright.graphs.documents.documents import format_of, write_bytes
+    from stagewright.graphs.documents.documents import write_bytes
     from stagewright.service.layout_memory import MemoryRequest, layout_memory
 
-    if format_of(file) == FORMAT:
+    if is_layout(file):
         if layout is not None or sequence is not None or global_batch is not None:
             raise InputError(
                 f"{file} has its layout, sequence and batch: leave out --layout, --sequence and "
@@ -258,8 +246,8 @@ def memory(
             raise InputError("a configuration needs --layout and --sequence")
         chosen = parse_layout(layout)
         batch = global_batch or chosen.data * chosen.microbatch * 2 * chosen.pipeline
-        fabric = _fabric(device, chosen.ranks, 8, None, None, None, None, None, memory, None)
-        problem = _problem(file, sequence, batch, fabric, precision, attention, False, reserve)
+        fabric = read_fabric(device, chosen.ranks, 8, None, None, None, None, None, memory, None)
+        problem = read_problem(file, sequence, batch, fabric, precision, attention, False, reserve)
         request = ask(MemoryRequest, problem=problem, layout=chosen)
     answer = layout_memory(request)
     if png is not None:
@@ -275,116 +263,26 @@ def memory(
     return 1 if answer.shortages else 0
 
 
-def _fabric(
-    device: str | None,
-    gpus: int | None,
-    per_server: int,
-    server_bandwidth: str | None,
-    network_bandwidth: str | None,
-    per_rack: int | None,
-    rack_bandwidth: str | None,
-    host_bandwidth: str | None,
-    memory: str | None,
-    cluster: Path | None,
-) -> "Fabric":
-    """The machines of the options, or of a cluster file."""
-    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
-    from stagewright.graphs.machines.cluster import load_cluster
-    from stagewright.graphs.machines.fabric import fabric_of
-    from stagewright.graphs.machines.networks import fabric_of_kind
+def is_layout(path: Path) -> bool:
+    """Whether a file is a layout."""
+    from stagewright.formulations.parallelism.document import FORMAT
+    from stagewright.graphs.documents.documents import format_of
 
-    options = {
-        "--device": device,
-        "--gpus": gpus,
-        "--server-bandwidth": server_bandwidth,
-        "--network-bandwidth": network_bandwidth,
-        "--per-rack": per_rack,
-        "--rack-bandwidth": rack_bandwidth,
-        "--memory": memory,
-        "--host-bandwidth": host_bandwidth,
-    }
-    if cluster is not None:
-        stray = [name for name, value in options.items() if value is not None]
-        if stray:
-            raise InputError(f"{', '.join(stray)}: the cluster file says it; leave it out")
-        return fabric_of(load_cluster(cluster))
-    if device is None or gpus is None:
-        raise InputError("give --device and --gpus, for example h100 and 64, or --cluster FILE")
-    rates = [server_bandwidth, network_bandwidth, rack_bandwidth, host_bandwidth]
-    within, between, racks, host = [None if one is None else parse_bandwidth(one) for one in rates]
-    return fabric_of_kind(
-        device,
-        gpus,
-        per_server=per_server,
-        server_bandwidth=within,
-        network_bandwidth=between,
-        per_rack=per_rack,
-        rack_bandwidth=racks,
-        memory_bytes=None if memory is None else parse_bytes(memory),
-        host_bytes_per_second=host,
-    )
+    return format_of(path) == FORMAT
 
 
-def _problem(
-    config: Path,
-    sequence: int,
-    batch: int,
-    fabric: "Fabric",
-    precision: Arithmetic,
-    attention: Attention,
-    no_overlap: bool,
-    reserve: str,
-) -> "TrainingProblem":
-    """The training problem of the options."""
-    from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
-    from stagewright.graphs.documents.units import parse_bytes
-    from stagewright.graphs.importers.hf_config import read_hf_config
-    from stagewright.graphs.machines.rates import reached_on
+def check_layout(path: Path, as_json: bool) -> int:
+    """Compute a layout's time and memory again, and print what differs; exit code 1 if any."""
+    from stagewright.formulations.parallelism.document import load_layout, violations
+    from stagewright.graphs.documents.units import format_seconds
+    from stagewright.service.layouts import CheckLayoutAnswer
 
-    return TrainingProblem(
-        architecture=read_hf_config(config),
-        sequence=sequence,
-        batch=batch,
-        fabric=fabric,
-        reached=reached_on(fabric.device),
-        precision=precision_named(precision.value),
-        attention=attention.value,
-        overlap=not no_overlap,
-        reserve_bytes=parse_bytes(reserve),
-    )
-
-
-def _space(
-    degrees: dict[str, str | None], chunks: int, zero: str, recompute: str, offload: bool
-) -> "Space":
-    """The space of the options."""
-    from stagewright.graphs.models.shards import Recompute
-    from stagewright.solvers.parallelism.space import Space
-
-    values: dict[str, Any] = {
-        name: None if text is None else _integers(text, name) for name, text in degrees.items()
-    }
-    kinds = tuple(recompute.split(","))
-    for kind in kinds:
-        if kind not in get_args(Recompute):
-            raise InputError(f"--recompute: {kind!r} is none of {', '.join(get_args(Recompute))}")
-    stages = _integers(zero, "zero", least=0)
-    if max(stages) > 3:
-        raise InputError(f"--zero: {max(stages)} is none of 0, 1, 2, 3")
-    return Space(
-        **values,
-        chunks=chunks,
-        recompute=kinds,  # type: ignore[arg-type]
-        zero=stages,
-        offload=(False, True) if offload else (False,),
-    )
-
-
-def _integers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
-    try:
-        found = tuple(sorted({int(one) for one in text.split(",")}))
-    except ValueError:
-        raise InputError(f"--{name} {text!r}: write for example 1,2,4") from None
-    if found[0] < least:
-        raise InputError(f"--{name} must be at least {least}, got {found[0]}")
-    return found
+    plan = load_layout(path)
+    found = violations(plan)
+    if as_json:
+        print_answer(CheckLayoutAnswer(status="invalid" if found else "valid", violations=found))
+    elif found:
+        print_lines(*(f"{path}: {one}" for one in found))
+    else:
+        print_lines(f"{path}: valid, {format_seconds(plan.iteration_seconds)} per iteration")
+    return 1 if found else 0

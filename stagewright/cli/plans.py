@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 def check(
     plan: PlanFile,
-    model: ModelFile,
-    cluster: ClusterFile,
+    model: Annotated[Path | None, typer.Option(help="Model file.", metavar="FILE")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file.", metavar="FILE")] = None,
     proofs: Annotated[
         bool, typer.Option("--proofs", help="Run the searches behind the bounds again.")
     ] = False,
@@ -46,11 +46,21 @@ def check(
     threads: Threads = DEFAULT_THREADS,
     as_json: JsonFlag = False,
 ) -> int:
-    """Check a plan against all rules and verify its bounds; exit code 1 if one fails."""
+    """Check a plan against all rules and verify its bounds; exit code 1 if one fails.
+
+    What train-plan wrote has its model and machines in it; all other plans need both files.
+    """
+    from stagewright.cli.layouts import check_layout, is_layout
     from stagewright.cli.placing import check_placement, is_placement
     from stagewright.service.pipeline_requests import CheckRequest
     from stagewright.service.plans import check as check_plan
 
+    if is_layout(plan):
+        if model is not None or cluster is not None or proofs:
+            raise InputError(f"{plan} needs no --model, --cluster or --proofs: leave them out")
+        return check_layout(plan, as_json)
+    if model is None or cluster is None:
+        raise InputError("--model and --cluster are needed: the files that were planned")
     if is_placement(plan):
         if proofs:
             raise InputError("--proofs is for plans of pipelines: no search is behind these bounds")

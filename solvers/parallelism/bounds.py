@@ -1,0 +1,249 @@
+"""Lower bounds of all divisions of a pipeline at once, for layers that are divided in one way.
+
+The arguments are those of ``Parts.least_seconds`` and ``Parts.least_bytes``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from stagewright.formulations.parallelism.exchanges import send_seconds
+from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
+from stagewright.formulations.parallelism.layout import Layout, Placement, Schedule
+from stagewright.formulations.parallelism.parts import shares
+from stagewright.formulations.parallelism.states import gather_rates
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.graphs.models.shards import Recompute, Share, Split
+from stagewright.solvers.parallelism.divisions import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """(L + 2,) seconds of every layer on a microbatch; ``weight`` is a part of ``total``."""
+
+    total: Floats
+    forward: Floats
+    weight: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What is kept where: ZeRO's stage, and whether the optimizer's state is in host memory."""
+
+    zero: int
+    offload: bool
+
+
+class Bounds:
+    """Bounds for ``split`` layers; arrays are by division, by (division, rank), or by entry."""
+
+    def __init__(self, problem: TrainingProblem, split: Split, table: Table) -> None:
+        self.problem, self.split, self.table = problem, split, table
+        self.shares = shares(problem, split)
+        left = problem.fabric.devices // (split.tensor * split.context)
+        self.data: Ints = left // table.pipeline
+        self.of = table.division_of_rank
+
+    def by_layer(self, quantity: Callable[[Share], float]) -> Floats:
+        """(L + 2,) a quantity of every layer."""
+        of = self.shares
+        kinds = np.array([quantity(kind) for kind in of.kinds])
+        ends = [quantity(of.embedding)], [quantity(of.head)]
+        return np.concatenate((ends[0], kinds[list(of.blocks)], ends[1]))
+
+    def times(self, samples: int, recompute: Recompute) -> Callable[[Share], LayerTime]:
+        """The times of a layer."""
+        return lambda share: share_time(self.problem, share, self.split, samples, recompute)
+
+    def work(self, samples: int, recompute: Recompute) -> Work:
+        """The times of all layers."""
+        times = self.times(samples, recompute)
+        return Work(
+            total=self.by_layer(lambda share: times(share).forward + times(share).backward),
+            forward=self.by_layer(lambda share: times(share).forward),
+            weight=self.by_layer(lambda share: times(share).weight),
+        )
+
+    def microbatches(self, samples: int) -> Ints:
+        """The microbatches of every division."""
+        found: Ints = self.problem.batch // (samples * self.data)
+        return found
+
+    def allowed(self, samples: int, schedule: Schedule) -> Bools:
+        """The rules that do not follow from the choice of the values."""
+        table, split, m = self.table, self.split, self.microbatches(samples)
+        whole = self.problem.batch % (samples * self.data) == 0
+        in_groups = (table.chunks == 1) | (m % table.pipeline == 0)
+        shared = split.tensor * split.context * self.data % split.expert == 0
+        bubbles = (table.pipeline > 1) | (schedule == "1f1b")
+        found: Bools = whole & (m > 0) & in_groups & shared & bubbles
+        return found
+
+    # Memory.
+
+    @cached_property
+    def _shared(self) -> Floats:
+        return self.table.by_rank(self.by_layer(lambda one: one.parameters))
+
+    @cached_property
+    def _expert(self) -> Floats:
+        return self.table.by_rank(self.by_layer(lambda one: one.expert_parameters))
+
+    @cached_property
+    def _part(self) -> Floats:
+        """A rank's part of its parameters where they are divided among those with equal ones."""
+        ranks = self.split.context * self.data
+        experts = np.maximum(1, self.split.tensor * ranks // self.split.expert)
+        return self._shared / ranks[self.of] + self._expert / experts[self.of]
+
+    @cached_property
+    def alone(self) -> Bools:
+        """Where no rank has the same parameters as another."""
+        ranks = self.split.context * self.data
+        found: Bools = ranks == 1
+        if self.problem.architecture.experts is not None:
+            found = found & (self.split.tensor * ranks <= self.split.expert)
+        return found
+
+    def room(self, memory: float, keeping: Keeping) -> Floats:
+        """What every rank has for activations."""
+        precision, whole = self.problem.precision, self._shared + self._expert
+        kept = 0 if keeping.offload else precision.optimizer_bytes
+        sizes = {3: precision.weight_bytes, 2: precision.gradient_bytes, 1: kept}
+        room = np.full(len(whole), memory - self.problem.reserve_bytes)
+        for stage, size in sizes.items():
+            room -= size * (self._part if keeping.zero >= stage else whole)
+        return room
+
+    def _saved(self, recompute: Recompute) -> Floats:
+        """Bytes that every entry keeps of a sample."""
+        size = self.problem.precision.activation_bytes
+        return self.table.by_entry(self.by_layer(lambda one: one.saved_bytes(size, recompute)))
+
+    def flying(self, samples: int, schedule: Schedule) -> Floats:
+        """The samples that every entry keeps."""
+        m = self.microbatches(samples)
+        return samples * self.table.in_flight(m, schedule == "zero-bubble")
+
+    def fits(self, flying: Floats, room: Floats, recompute: Recompute) -> Bools:
+        """Which divisions may fit."""
+        kept = self.table.sum_by_rank(flying * self._saved(recompute))
+        found: Bools = self.table.most(kept - room) <= 0
+        return found
+
+    def fewest(self, flying: Floats, room: Floats, least: int) -> Ints:
+        """A lower bound on the blocks of every stage that are recomputed, ``least`` or more."""
+        size, table = self.problem.precision.activation_bytes, self.table
+        each = max(
+            one.saved_bytes(size, "none") - one.saved_bytes(size, "full")
+            for one in self.shares.kinds
+        )
+        short = table.sum_by_rank(flying * self._saved("none")) - room
+        low, high = np.full(len(table.every), least), table.most_blocks + 1
+        while (low < high).any():
+            middle = (low + high) // 2
+            blocks = np.minimum(table.blocks, middle[table.division_of_entry])
+            enough = table.most(short - each * table.sum_by_rank(flying * blocks)) <= 0
+            low, high = np.where(enough, low, middle + 1), np.where(enough, middle, high)
+            high = np.maximum(low, high)
+        return low
+
+    # Time.
+
+    def hops(self, samples: int) -> Floats:
+        """From stage to stage of every division, for the nearer of the placements."""
+        fabric, inside = self.problem.fabric, self.split.tensor * self.split.context
+        width = self.shares.kinds[0].width / self.split.tensor
+        moved = samples * width * self.problem.precision.activation_bytes
+        near = {
+            p: min(send_seconds(fabric, stride, p, moved) for stride in (inside, inside * d))
+            for p, d in self._pairs
+        }
+        return np.array([near[p] for p in self.table.pipeline.tolist()])
+
+    @cached_property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """The different pipeline and data degrees."""
+        pairs = zip(self.table.pipeline.tolist(), self.data.tolist(), strict=True)
+        return sorted(set(pairs))
+
+    def filled(self, samples: int, schedule: Schedule, work: Work) -> tuple[Floats, Floats]:
+        """For every rank: its work, with the way to it and back; the same from its first backward.
+
+        The first lasts until the first rank's last (input) gradient, the second until the rank's
+        own last computation.
+        """
+        table, split = self.table, schedule == "zero-bubble"
+        m = self.microbatches(samples)
+        returned = work.total - work.weight if split else work.total
+        hops = self.hops(samples)[self.of] * table.rank
+        there = table.before(returned) + 2 * hops + m[self.of] * table.by_rank(returned)
+        done = table.sum_by_rank(table.first_forwards(m, split) * table.by_entry(work.forward))
+        first = float(work.forward.sum()) + table.after(returned - work.forward)
+        return there, first - done + m[self.of] * table.by_rank(work.total)
+
+    def again(self, samples: int, fewest: Ints) -> Floats:
+        """Seconds of every rank to recompute the fewest blocks for all microbatches."""
+        times, table = self.times(samples, "full"), self.table
+        once = min(times(kind).repeated for kind in self.shares.kinds)
+        blocks = np.minimum(table.blocks, fewest[table.division_of_entry])
+        repeated: Floats = once * table.sum_by_rank(blocks.astype(np.float64))
+        return repeated * self.microbatches(samples)[self.of]
+
+    def after(self, keeping: Keeping, longest: Work) -> Floats:
+        """Every rank's exchange of gradients and weights, beside the ``longest`` possible work."""
+        if keeping.zero == 3:
+            return np.zeros(len(self.of))
+        precision, rates = self.problem.precision, self._rates
+        start = rates[0] + np.where(self._expert > 0, rates[2], 0.0)
+        bytes_seconds = self._shared * rates[1] + self._expert * rates[3]
+        gradients: Floats = start + bytes_seconds * precision.gradient_bytes
+        weights: Floats = start + bytes_seconds * precision.weight_bytes
+        gradients = {0: 2, 1: 1, 2: 0}[keeping.zero] * gradients
+        weights = min(keeping.zero, 1) * weights
+        if not self.problem.overlap:
+            return gradients + weights
+        last = self.table.by_rank(longest.total - longest.forward)
+        first = self.table.by_rank(longest.forward)
+        layers = self.table.by_rank(np.ones(len(longest.total)))
+        seen: Floats = np.maximum(gradients - last, gradients / layers)
+        return seen + np.maximum(weights - first, weights / layers)
+
+    @cached_property
+    def _rates(self) -> Floats:
+        """(4, ranks) start and rate of gathering shared and experts' parameters, at the least."""
+        found = {}
+        for p, d in self._pairs:
+            each = []
+            for one in self._placed(p, d):
+                shared, expert = gather_rates(self.problem.fabric, one)
+                each.append((shared.start, shared.per_byte, expert.start, expert.per_byte))
+            found[p] = np.min(each, axis=0)
+        columns: Floats = np.array([found[p] for p in self.table.pipeline.tolist()])[self.of].T
+        return columns
+
+    def _placed(self, pipeline: int, data: int) -> list[Layout]:
+        split = self.split
+        shared = split.tensor * split.context * data
+        one = Layout(
+            pipeline=pipeline,
+            tensor=split.tensor,
+            context=split.context,
+            data=data,
+            expert=split.expert if shared % split.expert == 0 else 1,
+        )
+        places: tuple[Placement, ...] = ("data-inside", "pipeline-inside")
+        return [replace(one, placement=place) for place in places]
+
+    def update(self, keeping: Keeping) -> Floats:
+        """Seconds of every rank's update; none where the optimizer is offloaded."""
+        if keeping.offload:
+            return np.zeros(len(self.of))
+        precision = self.problem.precision
+        moved = precision.gradient_bytes + 2 * precision.optimizer_bytes + precision.weight_bytes
+        rate = self.problem.card.memory_bytes_per_second * self.problem.reached.memory
+        number = self._part if keeping.zero else self._shared + self._expert
+        return number * moved / rate

@@ -1,0 +1,147 @@
+"""From options to the machines, the problem and the space of layouts."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from stagewright.cli.console import with_option
+from stagewright.graphs.documents.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.formulations.parallelism.training import TrainingProblem
+    from stagewright.graphs.machines.fabric import Fabric
+    from stagewright.solvers.parallelism.space import Space
+
+
+class Arithmetic(StrEnum):
+    """Types of weights and activations; fp8 multiplies in 8 bits and keeps bf16."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+class Attention(StrEnum):
+    """Whether the matrix of scores is stored."""
+
+    FUSED = "fused"
+    MATERIALIZED = "materialized"
+
+
+def read_fabric(
+    device: str | None,
+    gpus: int | None,
+    per_server: int,
+    server_bandwidth: str | None,
+    network_bandwidth: str | None,
+    per_rack: int | None,
+    rack_bandwidth: str | None,
+    host_bandwidth: str | None,
+    memory: str | None,
+    cluster: Path | None,
+) -> "Fabric":
+    """The machines of the options, or of a cluster file."""
+    from stagewright.graphs.documents.units import parse_bandwidth, parse_bytes
+    from stagewright.graphs.machines.cluster import load_cluster
+    from stagewright.graphs.machines.fabric import fabric_of
+    from stagewright.graphs.machines.networks import fabric_of_kind
+
+    options = {
+        "--device": device,
+        "--gpus": gpus,
+        "--server-bandwidth": server_bandwidth,
+        "--network-bandwidth": network_bandwidth,
+        "--per-rack": per_rack,
+        "--rack-bandwidth": rack_bandwidth,
+        "--memory": memory,
+        "--host-bandwidth": host_bandwidth,
+    }
+    if cluster is not None:
+        stray = [name for name, value in options.items() if value is not None]
+        if stray:
+            raise InputError(f"{', '.join(stray)}: the cluster file says it; leave it out")
+        return fabric_of(load_cluster(cluster))
+    if device is None or gpus is None:
+        raise InputError("give --device and --gpus, for example h100 and 64, or --cluster FILE")
+    rates = [server_bandwidth, network_bandwidth, rack_bandwidth, host_bandwidth]
+    within, between, racks, host = [None if one is None else parse_bandwidth(one) for one in rates]
+    return fabric_of_kind(
+        device,
+        gpus,
+        per_server=per_server,
+        server_bandwidth=within,
+        network_bandwidth=between,
+        per_rack=per_rack,
+        rack_bandwidth=racks,
+        memory_bytes=None if memory is None else parse_bytes(memory),
+        host_bytes_per_second=host,
+    )
+
+
+def read_problem(
+    config: Path,
+    sequence: int,
+    batch: int,
+    fabric: "Fabric",
+    precision: Arithmetic,
+    attention: Attention,
+    no_overlap: bool,
+    reserve: str,
+) -> "TrainingProblem":
+    """The training problem of the options."""
+    from stagewright.graphs.documents.units import parse_bytes
+    from stagewright.graphs.importers.hf_config import read_hf_config
+    from stagewright.service.training_problems import training_problem
+
+    architecture = read_hf_config(config)
+    try:
+        return training_problem(
+            architecture,
+            fabric,
+            sequence=sequence,
+            batch=batch,
+            precision=precision.value,
+            attention=attention.value,
+            overlap=not no_overlap,
+            reserve_bytes=parse_bytes(reserve),
+        )
+    except InputError as error:
+        options = {"batch": "--global-batch", "reserve_bytes": "--reserve"}
+        raise InputError(with_option(str(error), ("sequence", "precision"), options)) from None
+
+
+def read_space(
+    degrees: dict[str, str | None], chunks: int, zero: str, recompute: str, offload: bool
+) -> "Space":
+    """The space of the options."""
+    from stagewright.graphs.models.shards import Recompute
+    from stagewright.solvers.parallelism.space import Space
+
+    values: dict[str, Any] = {
+        name: None if text is None else _integers(text, name) for name, text in degrees.items()
+    }
+    kinds = tuple(recompute.split(","))
+    for kind in kinds:
+        if kind not in get_args(Recompute):
+            raise InputError(f"--recompute: {kind!r} is none of {', '.join(get_args(Recompute))}")
+    stages = _integers(zero, "zero", least=0)
+    if max(stages) > 3:
+        raise InputError(f"--zero: {max(stages)} is none of 0, 1, 2, 3")
+    return Space(
+        **values,
+        chunks=chunks,
+        recompute=kinds,  # type: ignore[arg-type]
+        zero=stages,
+        offload=(False, True) if offload else (False,),
+    )
+
+
+def _integers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(one) for one in text.split(",")}))
+    except ValueError:
+        raise InputError(f"--{name} {text!r}: write for example 1,2,4") from None
+    if found[0] < least:
+        raise InputError(f"--{name} must be at least {least}, got {found[0]}")
+    return found

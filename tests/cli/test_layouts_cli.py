@@ -1,0 +1,175 @@
+"""``train-plan``, ``memory`` and ``check`` of layouts: tables, files, exit codes, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import answered, answered_json, refused, rewrite, run
+
+from stagewright.formulations.parallelism.document import load_layout, violations
+from stagewright.formulations.parallelism.layout import parse_layout
+
+PNG = b"\x89PNG\r\n\x1a\n"
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(LLAMA))
+
+
+MACHINES = ("--device", "h100", "--gpus", 16)
+RUN = ("--global-batch", 32, "--sequence", 2048)
+PLAN = ("train-plan", "config.json", *MACHINES, *RUN)
+
+
+def test_table_document_and_check() -> None:
+    shown = answered(*PLAN, "-o", "layout.json", "--top", 3)
+    assert "(optimal), bound" in shown
+    assert "of all layouts of 16 devices with at most 16 chunks" in shown
+    plan = load_layout("layout.json")
+    assert violations(plan) == ()
+    assert plan.layout.ranks == 16
+    assert f"{str(plan.layout).split()[0]} " in shown
+    assert "layout.json: valid" in answered("check", "layout.json")
+
+
+def test_a_changed_document_is_invalid() -> None:
+    answered(*PLAN, "-o", "layout.json", "--top", 1)
+    seconds = load_layout("layout.json").iteration_seconds
+    rewrite(Path("layout.json"), iteration_seconds=0.9 * seconds)
+    found = answered_json("check", "layout.json", code=1)
+    assert found["status"] == "invalid"
+    assert "iteration_seconds is" in found["violations"][0]
+
+
+def test_rows_are_ordered_and_their_parts_are_the_whole() -> None:
+    found = answered_json(*PLAN, "--top", 20, "--no-overlap")
+    assert found["status"] == "optimal"
+    times = [row["seconds"] for row in found["rows"]]
+    assert times == sorted(times)
+    assert found["bound_seconds"] == pytest.approx(times[0])
+    for row in found["rows"]:
+        kinds = ("compute", "exchange", "repeated", "zero", "bubble", "gradient", "update")
+        assert sum(row[f"{kind}_seconds"] for kind in kinds) == pytest.approx(row["seconds"])
+        memory = row["memory"]
+        parts = [value for name, value in memory.items() if name not in ("rank", "total_bytes")]
+        assert sum(parts) == pytest.approx(memory["total_bytes"])
+        assert memory["total_bytes"] <= 80e9
+
+
+def test_explanations() -> None:
+    slower = answered_json(*PLAN, "--explain", "p2 t8 d1 b1 full sp")["explained"]
+    assert slower["refused"] is None
+    longer = max(slower["parts"], key=lambda part: part["seconds"] - part["best_seconds"])
+    assert longer["seconds"] > longer["best_seconds"]
+    broken = answered(*PLAN, "--explain", "p5 t1 d4 b1")
+    assert "not possible: p x t x c x d = 5 x 1 x 1 x 4 is 20 ranks; there are 16" in broken
+    broken = answered(*PLAN, "--explain", "p1 t16 d1 b1 v1")
+    assert "tensor degree 16 and 8 key-value heads" not in broken
+    large = answered(*PLAN, "--memory", "24GB", "--explain", "p1 t1 d16 b2")
+    assert "more than a device has" in large
+
+
+def test_front_and_what_if() -> None:
+    found = answered_json(*PLAN, "--front", "--what-if", "--png", "front.png")
+    peaks = [point["peak_bytes"] for point in found["front"]]
+    times = [point["seconds"] for point in found["front"]]
+    assert peaks == sorted(peaks, reverse=True)
+    assert times == sorted(times)
+    best = found["rows"][0]["seconds"]
+    assert all(one["seconds"] <= best * (1 + 1e-9) for one in found["what_if"])
+    assert Path("front.png").read_bytes().startswith(PNG)
+
+
+def test_no_layout_fits() -> None:
+    shown = answered(*PLAN, "--memory", "3GB", "-o", "layout.json", code=1)
+    assert "infeasible" in shown
+    assert "needs least" in shown
+    assert not Path("layout.json").exists()
+
+
+def test_memory_by_rank() -> None:
+    answered(*PLAN, "-o", "layout.json", "--pipeline", "4")
+    found = answered_json("memory", "layout.json", "--png", "bars.png")
+    assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
+    assert found["shortages"] == []
+    assert Path("bars.png").read_bytes().startswith(PNG)
+    plan = load_layout("layout.json")
+    totals = [one["total_bytes"] for one in found["ranks"]]
+    assert totals == [pytest.approx(one.total) for one in plan.memory]
+    asked = ("memory", "config.json", "--layout", "p4 t2 d2 b1", "--sequence", 4096)
+    assert "a device has" not in answered(*asked)
+    full = answered(*asked, "--memory", "4GB", code=1)
+    assert "pipeline rank 0 needs" in full
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"--gpus": 12}, "gpus (12) must be a multiple of the 8 of a server"),
+        ({"--device": "h1000"}, "device 'h1000' is not known; known are"),
+        ({"--global-batch": 0}, "--global-batch must be at least 1"),
+        ({"--sequence": 0}, "--sequence must be at least 1"),
+        ({"--tensor": "two"}, "--tensor 'two': write for example 1,2,4"),
+        ({"--zero": "4"}, "--zero: 4 is none of 0, 1, 2, 3"),
+        ({"--recompute": "some"}, "--recompute: 'some' is none of none, selective, full"),
+        ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
+        ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
+        ({"--per-rack": 8}, "a rack needs both its number of gpus and its bandwidth"),
+        ({"--tensor": "3"}, "no layout of the space obeys the rules"),
+        ({"--device": "v100", "--precision": "fp8"}, "v100 has no fp8 arithmetic"),
+    ],
+)
+def test_refusals(changed: dict[str, object], message: str) -> None:
+    options = dict(zip((*MACHINES, *RUN)[::2], (*MACHINES, *RUN)[1::2], strict=True)) | changed
+    assert message in refused(
+        "train-plan", "config.json", *(x for pair in options.items() for x in pair)
+    )
+
+
+def test_what_a_cluster_file_says_is_not_said_again() -> None:
+    answered(
+        "cluster",
+        "2x8",
+        "--intra",
+        "300GB/s",
+        "--inter",
+        "25GB/s",
+        "--device",
+        "a100",
+        "-o",
+        "c.json",
+    )
+    assert "(optimal)" in answered(
+        "train-plan", "config.json", "--cluster", "c.json", *RUN, "--top", 1
+    )
+    message = refused("train-plan", "config.json", "--cluster", "c.json", "--gpus", 8, *RUN)
+    assert message == "--gpus: the cluster file says it; leave it out"
+
+
+def test_offload_needs_the_way_to_the_host() -> None:
+    assert refused(*PLAN, "--offload") == "--offload needs --host-bandwidth, for example 25GB/s"
+    assert run(*PLAN, "--offload", "--host-bandwidth", "25GB/s", "--top", 1).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "p8 t8 c2 d2 e4 b1 v3 zero1 blocks2 first1 last1 full zero-bubble sp offload "
+        "pipeline-inside",
+        "p1 t1 d1 b1",
+    ],
+)
+def test_layouts_are_read_as_they_are_written(text: str) -> None:
+    assert str(parse_layout(text)) == text
