@@ -239,7 +239,7 @@ def draw(axes: Axes, panel: Panel) -> None:
     for marker, (name, values) in zip("osd^", panel.lines.items(), strict=False):
         axes.plot(panel.ticks, values, marker=marker, label=name)
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
     axes.legend()
 

@@ -52,14 +52,14 @@ def test_activations_of_the_first_rank(measured: list[Measured]) -> None:
         assert kept == pytest.approx(one.activation_bytes, rel=0.03)
 
 
-@pytest.mark.parametrize("run", table_4_1(), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", list(table_4_1()), ids=lambda run: run.name)
 def test_weak_scaling_to_a_trillion(run: Run) -> None:
     """Thesis table 4.1, TFLOP/s per GPU."""
     printed = thesis_teraflops(run, run.seconds)
     assert thesis_teraflops(run, predicted(run)) == pytest.approx(printed, rel=0.10)
 
 
-@pytest.mark.parametrize("run", table_4_2_ptd(), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", list(table_4_2_ptd()), ids=lambda run: run.name)
 def test_strong_scaling_which_is_not_fitted(run: Run) -> None:
     """Thesis table 4.2, PTD-P."""
     assert abs(error(run)) <= 0.10
