@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from stagewright.executor.export.layouts import LAYOUT_FORMATS, export_layout
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.formulations.parallelism.document import LayoutBound, LayoutPlan, layout_plan
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
@@ -31,6 +33,8 @@ class LayoutRequest(Request):
         How many layouts.
     explain
         A layout to compare with the best.
+    framework
+        Only layouts that can be exported to it.
     front, what_if
         Whether to find the fastest layouts with less memory, and with better machines.
     """
@@ -39,8 +43,30 @@ class LayoutRequest(Request):
     space: Space = Space()
     top: int = Field(default=10, ge=1, le=1000)
     explain: Layout | None = None
+    framework: str | None = None
     front: bool = False
     what_if: bool = False
+
+    @model_validator(mode="after")
+    def _require_framework(self) -> Self:
+        if self.framework is not None and self.framework not in LAYOUT_FORMATS:
+            raise InputError(
+                f"framework {self.framework!r} is not known; there are {', '.join(LAYOUT_FORMATS)}"
+            )
+        return self
+
+    def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
+        """The best layouts of a problem in the request's space."""
+        return search(problem, self.space, keep=keep, accept=self._accepts, **options)
+
+    def _accepts(self, layout: Layout) -> bool:
+        if self.framework is None:
+            return True
+        try:
+            export_layout(self.problem, layout, self.framework)
+        except InputError:
+            return False
+        return True
 
 
 class MemoryAnswer(Answer):
@@ -150,18 +176,18 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     InputError
         If no layout of the space obeys the rules of the model, the batch and the devices.
     """
-    problem, space = request.problem, request.space
-    found = search(problem, space, keep=request.top, stop=stop)
+    problem = request.problem
+    found = request.search(problem, request.top, stop=stop)
     best = found.best[0] if found.best else None
     front: tuple[FrontPoint, ...] = ()
     if request.front or best is None:
-        front = tuple(_front(problem, space, stop))
+        front = tuple(_front(request, stop))
     if best is None and not front and not is_stopped(stop):
         raise InputError(
             "no layout of the space obeys the rules of the model, the batch and the devices; "
             "explain one to see which rule it breaks"
         )
-    speaks_of = plan_class(problem, space)
+    speaks_of = plan_class(request)
     bound = LayoutBound(found.bound, PROVED_BY, speaks_of)
     return LayoutAnswer(
         status=_status(found, stop),
@@ -172,7 +198,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         rows=tuple(layout_row(one, found.best[0]) for one in found.best),
         explained=None if request.explain is None else explain(problem, request.explain, best),
         front=front if request.front else (),
-        what_if=tuple(_what_if(problem, space, stop)) if request.what_if and best else (),
+        what_if=tuple(_what_if(request, stop)) if request.what_if and best else (),
         reason=None if best is not None or not front else _too_large(problem, front[-1]),
         examined=found.examined,
         wall_seconds=found.seconds,
@@ -186,12 +212,13 @@ def _status(found: Found, stop: StopToken | None) -> Status:
     return Status.INTERRUPTED if is_stopped(stop) else Status.INFEASIBLE
 
 
-def plan_class(problem: TrainingProblem, space: Space) -> str:
+def plan_class(request: LayoutRequest) -> str:
     """What a bound of the search speaks of, in words."""
+    for_whom = "" if request.framework is None else f" that {request.framework} can express"
     return (
-        f"layouts of {problem.fabric.devices} devices with {space}; 1F1B or ZB-H1, plain or "
-        "interleaved, equal stages but for the ends, whole microbatches, the same choices on all "
-        "ranks"
+        f"layouts of {request.problem.fabric.devices} devices{for_whom} with {request.space}; "
+        f"schedules {', '.join(request.space.schedules)}, plain or interleaved; equal stages but "
+        "for the ends, whole microbatches, the same choices on all ranks"
     )
 
 
@@ -253,11 +280,11 @@ def explain(problem: TrainingProblem, layout: Layout, best: Estimate | None) -> 
     )
 
 
-def _front(problem: TrainingProblem, space: Space, stop: StopToken | None) -> Iterator[FrontPoint]:
+def _front(request: LayoutRequest, stop: StopToken | None) -> Iterator[FrontPoint]:
     """The fastest layout for less and less memory, from any amount to too little."""
     limit = inf
     while not is_stopped(stop):
-        found = search(problem, space, keep=1, memory_bytes=limit, stop=stop)
+        found = request.search(request.problem, 1, memory_bytes=limit, stop=stop)
         if not found.best:
             return
         one = found.best[0]
@@ -281,11 +308,11 @@ def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
     )
 
 
-def _what_if(problem: TrainingProblem, space: Space, stop: StopToken | None) -> Iterator[WhatIf]:
-    for change, changed in _changes(problem):
+def _what_if(request: LayoutRequest, stop: StopToken | None) -> Iterator[WhatIf]:
+    for change, changed in _changes(request.problem):
         if is_stopped(stop):
             return
-        found = search(changed, space, keep=1, stop=stop)
+        found = request.search(changed, 1, stop=stop)
         one = found.best[0] if found.best else None
         yield WhatIf(
             change=change,

@@ -20,10 +20,12 @@ import heapq
 import itertools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.formulations.parallelism.estimate import Estimate
+from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import Tree
@@ -50,14 +52,16 @@ def search(
     *,
     keep: int = 10,
     memory_bytes: float | None = None,
+    accept: Callable[[Layout], bool] = lambda _: True,
     stop: StopToken | None = None,
 ) -> Found:
     """The ``keep`` fastest layouts that fit, proved so unless ``stop`` is set first.
 
-    ``memory_bytes`` takes the place of the devices' memory.
+    ``memory_bytes`` takes the place of the devices' memory. What ``accept`` refuses is not in the
+    space.
     """
     started = time.perf_counter()
-    tree = Tree(problem, space or Space(), keep, memory_bytes)
+    tree = Tree(problem, space or Space(), keep, memory_bytes, accept)
     numbers = itertools.count()
     heap = [(bound, next(numbers), part) for bound, part in tree.families()]
     heapq.heapify(heap)

@@ -38,8 +38,14 @@ class Tree:
     """The space, and the best layouts found in it."""
 
     def __init__(
-        self, problem: TrainingProblem, space: Space, keep: int, memory_bytes: float | None
+        self,
+        problem: TrainingProblem,
+        space: Space,
+        keep: int,
+        memory_bytes: float | None,
+        accept: Callable[[Layout], bool],
     ) -> None:
+        self.accept = accept
         self.problem, self.space, self.keep = problem, space, keep
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
         self.best: list[Estimate] = []
@@ -146,7 +152,8 @@ class Tree:
                 return
             for placement in self._placements(layout):
                 placed = replace(fitting, placement=placement)
-                yield self._parts(placed).least_seconds, self._of_layout(placed, some)
+                if self.accept(placed):
+                    yield self._parts(placed).least_seconds, self._of_layout(placed, some)
 
         return parts
 
@@ -196,7 +203,8 @@ class Tree:
                     self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
             elif some is not None and _blocks(layout, some[1]) < some[1]:
                 more = _recomputed(layout, _blocks(layout, some[1]) + 1, some[1])
-                yield self._parts(more).least_seconds, self._of_layout(more, some)
+                if self.accept(more):
+                    yield self._parts(more).least_seconds, self._of_layout(more, some)
 
         return parts
 

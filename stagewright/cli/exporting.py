@@ -16,7 +16,9 @@ def export(
         str,
         typer.Option(
             "--to",
-            help="torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes.",
+            help="torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes; "
+            "of a layout: megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, "
+            "accelerate.",
         ),
     ],
     output: Annotated[
@@ -54,12 +56,12 @@ def export(
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Write a plan for another framework, or a script that launches it."""
+    """Write a plan, or a layout of train-plan, for another framework; or a script to launch it."""
+    from stagewright.cli.layouts import is_layout
     from stagewright.executor.export import export as written
     from stagewright.executor.export import remarks
     from stagewright.executor.export.options import Options
     from stagewright.formulations.plans.plan import load_plan
-    from stagewright.graphs.documents.documents import write_text
     from stagewright.graphs.documents.errors import InvalidPlan
     from stagewright.graphs.machines.cluster import load_cluster
     from stagewright.graphs.models.chain import load_model
@@ -73,6 +75,10 @@ def export(
         gpus_per_node=gpus_per_node,
         image=image,
     )
+    if is_layout(plan):
+        if options != Options():
+            raise InputError(f"{plan} is a layout: of the options only --to and --output apply")
+        return _export_layout(plan, to, output, as_json)
     answer = load_plan(plan)
     try:
         files = written(answer, to, options)
@@ -82,16 +88,38 @@ def export(
         else:
             print_lines(f"{plan} cannot run: {error}")
         return 1
-    paths = _paths(output, list(files))
     given = (("PLAN", plan), ("--model", model), ("--cluster", cluster))
     inputs = [Named(name, path) for name, path in given if path is not None]
+    return _write(files, output, inputs, remarks(answer, to), as_json)
+
+
+def _export_layout(path: Path, to: str, output: Path, as_json: bool) -> int:
+    from stagewright.executor.export.layouts import export_layout
+    from stagewright.formulations.parallelism.document import load_layout
+
+    plan = load_layout(path)
+    files = export_layout(plan.problem, plan.layout, to)
+    return _write(files, output, [Named("PLAN", path)], (), as_json)
+
+
+def _write(
+    files: dict[str, str],
+    output: Path,
+    inputs: list[Named],
+    told: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Write the files, and print their names and what they do not say."""
+    from stagewright.graphs.documents.documents import write_text
+    from stagewright.service.answers import ExportAnswer
+
+    paths = _paths(output, list(files))
     require_apart([Named("--output", path) for path in paths], inputs)
     for path, text in zip(paths, files.values(), strict=True):
         write_text(path, text)
-    told = remarks(answer, to)
     if as_json:
         names = tuple(map(str, paths))
-        print_answer(ExportAnswer(status="written", files=names, remarks=tuple(told)))
+        print_answer(ExportAnswer(status="written", files=names, remarks=told))
     else:
         print_lines(*(f"{path} is written" for path in paths), *told)
     return 0

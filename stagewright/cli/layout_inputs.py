@@ -112,9 +112,15 @@ def read_problem(
 
 
 def read_space(
-    degrees: dict[str, str | None], chunks: int, zero: str, recompute: str, offload: bool
+    degrees: dict[str, str | None],
+    chunks: int,
+    zero: str,
+    recompute: str,
+    schedule: str,
+    offload: bool,
 ) -> "Space":
     """The space of the options."""
+    from stagewright.formulations.parallelism.layout import Schedule
     from stagewright.graphs.models.shards import Recompute
     from stagewright.solvers.parallelism.space import Space
 
@@ -125,12 +131,17 @@ def read_space(
     for kind in kinds:
         if kind not in get_args(Recompute):
             raise InputError(f"--recompute: {kind!r} is none of {', '.join(get_args(Recompute))}")
+    schedules = tuple(schedule.split(","))
+    for one in schedules:
+        if one not in get_args(Schedule):
+            raise InputError(f"--schedule: {one!r} is none of {', '.join(get_args(Schedule))}")
     stages = _integers(zero, "zero", least=0)
     if max(stages) > 3:
         raise InputError(f"--zero: {max(stages)} is none of 0, 1, 2, 3")
     return Space(
         **values,
         chunks=chunks,
+        schedules=schedules,  # type: ignore[arg-type]
         recompute=kinds,  # type: ignore[arg-type]
         zero=stages,
         offload=(False, True) if offload else (False,),

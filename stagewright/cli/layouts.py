@@ -127,6 +127,16 @@ def train_plan(
         str | None,
         typer.Option(help='Why not this layout, for example "p8 t8 d2 b1 v3 full sp zero1".'),
     ] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            help="Only layouts that can be exported to it: megatron, megatron-bridge, nemo, "
+            "torchtitan, deepspeed, accelerate."
+        ),
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="Schedules to consider.", metavar="NAME,NAME")
+    ] = "1f1b,zero-bubble",
     front: Annotated[
         bool, typer.Option("--front", help="The fastest layouts with less and with more memory.")
     ] = False,
@@ -163,7 +173,7 @@ def train_plan(
         "expert": expert,
         "microbatch": microbatch,
     }
-    space = read_space(degrees, chunks, zero, recompute, offload)
+    space = read_space(degrees, chunks, zero, recompute, schedule, offload)
     from stagewright.service.layouts import LayoutRequest, find_layouts
 
     request = ask(
@@ -171,6 +181,7 @@ def train_plan(
         problem=problem,
         space=space,
         top=top,
+        framework=framework,
         explain=None if explain is None else parse_layout(explain),
         front=front or png is not None,
         what_if=what_if,

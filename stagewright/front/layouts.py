@@ -17,6 +17,7 @@ def train_plan(
     *,
     top: int = 10,
     explain: "Layout | None" = None,
+    framework: str | None = None,
     front: bool = False,
     what_if: bool = False,
     stop: StopToken | None = None,
@@ -33,6 +34,8 @@ def train_plan(
         How many of the best layouts.
     explain
         A layout to compare with the best: which rule it breaks, what does not fit, what is longer.
+    framework
+        Only layouts that can be exported to it, such as ``megatron``.
     front, what_if
         Find the fastest layouts with less memory, and with better machines, too.
     stop
@@ -57,6 +60,7 @@ def train_plan(
         space=space or Space(),
         top=top,
         explain=explain,
+        framework=framework,
         front=front,
         what_if=what_if,
     )

@@ -124,6 +124,8 @@ def test_memory_by_rank() -> None:
         ({"--tensor": "two"}, "--tensor 'two': write for example 1,2,4"),
         ({"--zero": "4"}, "--zero: 4 is none of 0, 1, 2, 3"),
         ({"--recompute": "some"}, "--recompute: 'some' is none of none, selective, full"),
+        ({"--framework": "none"}, "--framework 'none' is not known; there are megatron, "),
+        ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
         ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
         ({"--per-rack": 8}, "a rack needs both its number of gpus and its bandwidth"),
@@ -173,3 +175,16 @@ def test_offload_needs_the_way_to_the_host() -> None:
 )
 def test_layouts_are_read_as_they_are_written(text: str) -> None:
     assert str(parse_layout(text)) == text
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-bridge", "nemo"])
+def test_export_of_a_layout(to: str) -> None:
+    shown = answered(*PLAN, "-o", "layout.json", "--pipeline", "2", "--framework", to)
+    assert f"of all layouts of 16 devices that {to} can express with" in shown
+    found = answered_json("export", "layout.json", "--to", to, "-o", ".")
+    assert found["status"] == "written"
+    assert all(Path(name).read_text().strip() for name in found["files"])
+    message = refused("export", "layout.json", "--to", "torch-csv", "-o", "x.csv")
+    assert message.startswith("--to 'torch-csv' is not known; there are megatron, ")
+    message = refused("export", "layout.json", "--to", to, "-o", ".", "--partition-only")
+    assert message == "layout.json is a layout: of the options only --to and --output apply"

@@ -1,0 +1,196 @@
+"""A layout for Accelerate (1.15): the plugins of an ``Accelerator``.
+
+``ParallelismConfig`` divides ranks, FSDP2 the states. FSDP2 divides gradients whenever it exchanges
+them, and ``sync_each_batch`` does so after every microbatch: ZeRO 2, or 3 if weights are too.
+"""
+
+from stagewright.executor.export.layouts.common import (
+    NumberType,
+    launch,
+    left_out,
+    number_type,
+    refuse_fp8,
+    refuse_pipeline,
+    refuse_selective,
+    refuse_some_blocks,
+    require_bytes,
+)
+from stagewright.executor.export.layouts.deepspeed import checkpointing
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+
+NAME = "Accelerate"
+FILE = "stagewright_accelerate.py"
+
+_MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+_TEXT = '''\
+"""The layout {words} that Stagewright chose, for Accelerate (1.15).
+
+    accelerator = build()
+    model = configure(AutoModelForCausalLM.from_pretrained(...{tensor}))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+on {ranks} ranks: {launch} ...
+Batches of a loader have BATCH sequences of {sequence} tokens; train in accelerator.accumulate.
+The model is one of transformers.{remarks}
+"""
+
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+RANKS = {ranks}
+BATCH = {batch}
+ACCUMULATION = {accumulation}
+
+
+def build(**options):
+    """Make the Accelerator of the layout."""
+    return Accelerator(
+        mixed_precision={mixed!r},
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=ACCUMULATION, sync_each_batch={sharded}
+        ),
+        parallelism_config=ParallelismConfig(
+            dp_replicate_size={replicate},
+            dp_shard_size={shard},
+            cp_size={context},
+            tp_size={degree},
+        ),
+        fsdp_plugin={plugin},
+        **options,
+    )
+
+
+def configure(model):
+    """Refuse another model than the planned one, and set what it recomputes."""
+    if model.config.num_hidden_layers != {layers}:
+        raise ValueError(
+            f"the plan is for {layers} layers, the model has {{model.config.num_hidden_layers}}"
+        )
+{checkpointing}    return model
+'''
+
+_PLUGIN = """FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward={reshard},
+            auto_wrap_policy="transformer_based_wrap",
+            mixed_precision_policy={policy},
+        )"""
+
+
+def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
+    """A module with the functions ``build`` and ``configure``."""
+    refuse_pipeline(layout, NAME)
+    refuse_fp8(problem, NAME)
+    _require_ranks(problem, layout)
+    _require_states(layout)
+    numbers = number_type(problem, NAME)
+    require_bytes(problem, [(4, 4, 8)] if numbers == "fp32" else [(2, 4, 12)], NAME)
+    sharded = _is_sharded(layout)
+    text = _TEXT.format(
+        words=layout,
+        tensor=_loading(layout),
+        ranks=layout.ranks,
+        launch=launch(problem),
+        sequence=problem.sequence,
+        batch=layout.microbatch,
+        accumulation=layout.microbatches(problem.batch),
+        mixed=_MIXED[numbers],
+        sharded=sharded,
+        replicate=1 if sharded else layout.data,
+        shard=layout.data if sharded else 1,
+        context=layout.context,
+        degree=layout.tensor,
+        plugin=_plugin(layout, numbers) if sharded else None,
+        layers=problem.architecture.layers,
+        checkpointing=checkpointing(layout),
+        remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
+    )
+    return {FILE: text}
+
+
+def _loading(layout: Layout) -> str:
+    """Further arguments of ``from_pretrained``."""
+    if layout.tensor == 1:
+        return ""
+    mesh = "device_mesh=accelerator.torch_device_mesh"
+    return f", tp_size={layout.tensor}, tp_plan='auto', {mesh}"
+
+
+def _is_sharded(layout: Layout) -> bool:
+    """Whether ZeRO has ranks to divide the states over."""
+    return layout.zero > 0 and layout.data * layout.context > 1
+
+
+def _plugin(layout: Layout, numbers: NumberType) -> str:
+    """FSDP2's plugin; gradients are summed in fp32."""
+    policy = "MixedPrecisionPolicy()"
+    if numbers != "fp32":
+        dtype = _DTYPES[numbers]
+        policy = f"MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
+    return _PLUGIN.format(reshard=layout.zero == 3, policy=policy)
+
+
+def _require_ranks(problem: TrainingProblem, layout: Layout) -> None:
+    if layout.expert > 1:
+        raise InputError(
+            f"expert degree {layout.expert}: {NAME} has no expert ranks; choose expert 1, or "
+            "export to megatron, torchtitan or deepspeed"
+        )
+    if layout.sequence_parallel:
+        raise InputError(
+            f"sequence parallelism over the tensor ranks: {NAME} has none; choose "
+            "sequence_parallel false, or export to megatron or torchtitan"
+        )
+    if problem.sequence % (2 * layout.context) and layout.context > 1:
+        raise InputError(
+            f"context degree {layout.context} with {problem.sequence} tokens: {NAME} needs a "
+            f"multiple of 2 x context = {2 * layout.context} tokens"
+        )
+    refuse_selective(layout, NAME, "with transformers repeats whole layers")
+    refuse_some_blocks(problem, layout, NAME)
+
+
+def _require_states(layout: Layout) -> None:
+    if layout.offload_optimizer:
+        raise InputError(
+            f"an offloaded optimizer: {NAME} offloads parameters and gradients with it; choose "
+            "offload_optimizer false, or export to deepspeed"
+        )
+    if layout.zero == 0 and layout.context > 1:
+        raise InputError(
+            f"ZeRO 0 with context degree {layout.context}: {NAME} divides the states over the "
+            "context ranks; choose zero 2 or 3"
+        )
+    if layout.zero == 0 and layout.tensor > 1 and layout.data > 1:
+        raise InputError(
+            f"ZeRO 0 with tensor {layout.tensor} and data {layout.data}: {NAME} does not combine "
+            "them; choose zero 2 or 3"
+        )
+    if layout.zero == 1 and _is_sharded(layout):
+        raise InputError(
+            f"ZeRO 1: {NAME}'s FSDP2 divides the gradients too; choose zero 2 or 3, or export to "
+            "deepspeed"
+        )
+
+
+def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
+    found = list(left_out(problem.architecture))
+    microbatches = layout.microbatches(problem.batch)
+    if layout.tensor > 1:
+        found.append("Its tensor ranks have the whole embedding; the plan divides the vocabulary.")
+    if layout.context > 1:
+        found.append("Forward and backward run in accelerator.maybe_context_parallel(...).")
+    if layout.zero == 2 and _is_sharded(layout) and microbatches > 1:
+        found.append(
+            f"It gathers the weights for each of {microbatches} microbatches, the plan once."
+        )
+    if not problem.overlap:
+        found.append("It overlaps exchanges and computation, which the plan does not.")
+    return found

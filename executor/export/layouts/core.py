@@ -1,0 +1,215 @@
+"""Layouts in the fields of Megatron Core (0.15 to 0.20), for all that are built on it.
+
+Names are those of ``TransformerConfig``, ``DistributedDataParallelConfig`` and ``OptimizerConfig``.
+Stage s is chunk s // P of rank s mod P. Rank orders are those of ``core/parallel_state.py``.
+"""
+
+from dataclasses import dataclass
+
+from stagewright.executor.export.layouts.common import (
+    Fields,
+    NumberType,
+    number_type,
+    refuse_encoder,
+    require_bytes,
+)
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+
+STRATEGIES = {0: "no_shard", 1: "no_shard", 2: "optim_grads", 3: "optim_grads_params"}
+"""Megatron-FSDP's for ZeRO 2 and 3; ZeRO 1 is the distributed optimizer's."""
+
+FSDP_FORMAT = "fsdp_dtensor"  # the only format of checkpoints that Megatron-FSDP has
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """Fields by configuration; None and False are the defaults of all of them.
+
+    ``pipeline_inside``: whether ranks of a pipeline are nearer together than those of data
+    parallelism. ``fp8_weights``: whether weights are gathered and kept in fp8.
+    """
+
+    model: Fields
+    ddp: Fields
+    optimizer: Fields
+    numbers: NumberType
+    pipeline_inside: bool
+    fsdp: bool
+    fp8: bool
+    fp8_weights: bool
+
+
+def core_of(problem: TrainingProblem, layout: Layout, framework: str) -> Core:
+    """The fields of a layout.
+
+    Raises
+    ------
+    InputError
+        If Megatron Core cannot express a feature of the layout or the precision.
+    """
+    numbers = number_type(problem, framework)
+    refuse_encoder(problem.architecture, framework)
+    if layout.schedule == "zero-bubble":
+        raise InputError(
+            f"the schedule zero-bubble: {framework} has (interleaved) 1F1B alone; choose 1f1b, or "
+            "export to torchtitan"
+        )
+    _require_context(problem, layout, framework)
+    inside = layout.placement == "pipeline-inside" and layout.pipeline > 1 and layout.data > 1
+    if inside:
+        _require_pipeline_inside(problem, layout, framework)
+    _require_sharding(layout, framework, inside=inside)
+    _require_precision(problem, layout, framework)
+    precision = problem.precision
+    return Core(
+        model=_degrees(problem, layout) | _recomputation(layout),
+        ddp={
+            "use_distributed_optimizer": layout.zero > 0,
+            "use_megatron_fsdp": layout.zero > 1,
+            "data_parallel_sharding_strategy": STRATEGIES[layout.zero],
+            "overlap_grad_reduce": problem.overlap,
+            "overlap_param_gather": problem.overlap and layout.zero > 0,
+            "grad_reduce_in_fp32": precision.gradient_bytes == 4,
+        },
+        optimizer=_optimizer(problem, layout),
+        numbers=numbers,
+        pipeline_inside=inside,
+        fsdp=layout.zero > 1,
+        fp8=precision.fp8_products,
+        fp8_weights=precision.weight_bytes == 1,
+    )
+
+
+def stages_text(problem: TrainingProblem, layout: Layout) -> str:
+    """``pipeline_model_parallel_layout``: E the embedding, t a layer, L the output and loss."""
+    blocks = ["t" if n == 1 else f"t*{n}" if n else "" for n in _stages(problem, layout)]
+    blocks[0] = "E" + blocks[0]
+    blocks[-1] += "L"
+    return "|".join(blocks)
+
+
+def _stages(problem: TrainingProblem, layout: Layout) -> tuple[int, ...]:
+    return layout.blocks_of_stages(problem.architecture.layers)
+
+
+def _degrees(problem: TrainingProblem, layout: Layout) -> Fields:
+    uneven = (layout.first_blocks, layout.last_blocks) != (None, None)
+    sparse = problem.architecture.experts is not None
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
+        "pipeline_model_parallel_layout": stages_text(problem, layout) if uneven else None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "context_parallel_size": layout.context,
+        "sequence_parallel": layout.sequence_parallel,
+        "expert_model_parallel_size": layout.expert,
+        # Experts stay whole; None is the tensor degree.
+        "expert_tensor_parallel_size": 1 if sparse else None,
+    }
+
+
+def _recomputation(layout: Layout) -> Fields:
+    """Full: layers again from their inputs. Selective: the attention without projections.
+
+    The method ``block`` repeats the first layers of every stage.
+    """
+    full, some = layout.recompute == "full", layout.recompute_blocks
+    selective = layout.recompute == "selective"
+    return {
+        "recompute_granularity": None if layout.recompute == "none" else layout.recompute,
+        "recompute_method": None if not full else "uniform" if some is None else "block",
+        "recompute_num_layers": None if not full else some or 1,
+        "recompute_modules": ["core_attn"] if selective else None,
+    }
+
+
+def _optimizer(problem: TrainingProblem, layout: Layout) -> Fields:
+    offload = layout.offload_optimizer
+    small = problem.precision.activation_bytes == 2 and problem.precision.optimizer_bytes == 8
+    moments = "bf16" if small else "fp32"
+    return {
+        "use_distributed_optimizer": layout.zero > 0,
+        "overlap_param_gather": problem.overlap and layout.zero > 0,
+        "use_precision_aware_optimizer": offload or small,
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
+        "optimizer_cpu_offload": offload,
+        "optimizer_offload_fraction": 1.0 if offload else 0.0,
+        "overlap_cpu_optimizer_d2h_h2d": offload,
+    }
+
+
+def _require_context(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    if layout.context == 1:
+        return
+    if problem.sequence % (2 * layout.context):
+        raise InputError(
+            f"context degree {layout.context} with {problem.sequence} tokens: {framework} needs a "
+            f"multiple of 2 x context = {2 * layout.context} tokens"
+        )
+    if problem.architecture.window is not None:
+        raise InputError(
+            f"context degree {layout.context} with a sliding window: {framework} passes keys and "
+            "values around for full attention alone; choose context 1"
+        )
+
+
+def _require_pipeline_inside(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    """Ranks of a pipeline must be the same for experts and for the rest.
+
+    The experts' order has no context ranks; its tensor degree is 1, without experts the tensor
+    degree of the rest.
+    """
+    sparse = problem.architecture.experts is not None
+    inner = layout.expert if sparse else layout.tensor
+    if inner != layout.tensor * layout.context:
+        works = "an expert degree of tensor x context" if sparse else "context 1"
+        raise InputError(
+            f"the placement pipeline-inside with tensor {layout.tensor}, context {layout.context} "
+            f"and expert {layout.expert}: {framework} orders its ranks so only with {works}; "
+            "choose data-inside"
+        )
+
+
+def _require_sharding(layout: Layout, framework: str, *, inside: bool) -> None:
+    if layout.offload_optimizer and layout.zero != 1:
+        raise InputError(
+            f"an offloaded optimizer with ZeRO {layout.zero}: {framework} offloads its "
+            "distributed optimizer, which is ZeRO 1; choose zero 1"
+        )
+    if layout.zero < 2:
+        return
+    if inside:
+        raise InputError(
+            f"the placement pipeline-inside with ZeRO {layout.zero}: Megatron-FSDP, with which "
+            f"{framework} shards, does not support it; choose data-inside or zero 1"
+        )
+    if layout.chunks > 1:
+        raise InputError(
+            f"{layout.chunks} chunks with ZeRO {layout.zero}: Megatron-FSDP, with which "
+            f"{framework} shards, is not known to interleave a pipeline; choose chunks 1 or zero 1"
+        )
+
+
+def _require_precision(problem: TrainingProblem, layout: Layout, framework: str) -> None:
+    precision = problem.precision
+    if precision.activation_bytes == 4:
+        if precision.fp8_products:
+            raise InputError(
+                f"products in fp8 with activations of 4 bytes: {framework} has fp8 beside 2 bytes; "
+                "set activation_bytes 2"
+            )
+        require_bytes(problem, [(4, 4, 8)], framework)
+        return
+    shards = layout.zero > 0
+    weights = (2, 1) if precision.fp8_products and shards else (2,)
+    # 8 is the precision-aware optimizer with both moments in bf16.
+    optimizers = (12, 8) if shards and not layout.offload_optimizer else (12,)
+    known = [(w, g, o) for w in weights for g in (4, 2) for o in optimizers]
+    require_bytes(problem, known, framework)

@@ -1,0 +1,153 @@
+"""A layout for DeepSpeed (0.19): its configuration, and a function that starts it.
+
+Tensor parallelism is AutoTP's, expert parallelism AutoEP's; both divide models of ``transformers``.
+"""
+
+import json
+
+from stagewright.executor.export.layouts.common import (
+    launch,
+    left_out,
+    number_type,
+    refuse_fp8,
+    refuse_pipeline,
+    refuse_selective,
+    refuse_some_blocks,
+    require_bytes,
+)
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+
+NAME = "DeepSpeed"
+CONFIG, FILE = "ds_config.json", "stagewright_deepspeed.py"
+
+AUTO_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")  # presets of AutoEP, by model_type
+
+_TEXT = '''\
+"""The layout {words} that Stagewright chose, for DeepSpeed (0.19).
+
+    engine, optimizer, _, _ = initialize(model, optimizer=torch.optim.AdamW(model.parameters()))
+
+with ds_config.json beside this file, on {ranks} ranks: {launch} ...
+The model is one of transformers.{remarks}
+"""
+
+from pathlib import Path
+
+import deepspeed
+
+RANKS = {ranks}
+
+
+def initialize(model, **options):
+    """Call deepspeed.initialize with the layout; sequences have {sequence} tokens."""
+    if model.config.num_hidden_layers != {layers}:
+        raise ValueError(
+            f"the plan is for {layers} layers, the model has {{model.config.num_hidden_layers}}"
+        )
+{checkpointing}    config = str(Path(__file__).with_name("ds_config.json"))
+    return deepspeed.initialize(model=model, config=config, **options)
+'''
+
+
+def configuration(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
+    """``ds_config.json``, and a module with the function ``initialize``."""
+    refuse_pipeline(layout, NAME)
+    refuse_fp8(problem, NAME)
+    _require_division(layout)
+    _require_experts(problem, layout)
+    _require_precision(problem, layout)
+    refuse_selective(layout, NAME, "with transformers repeats whole layers")
+    refuse_some_blocks(problem, layout, NAME)
+    text = _TEXT.format(
+        words=layout,
+        ranks=layout.ranks,
+        launch=launch(problem),
+        sequence=problem.sequence,
+        layers=problem.architecture.layers,
+        checkpointing=checkpointing(layout),
+        remarks="".join(f"\n{line}" for line in _remarks(problem, layout)),
+    )
+    return {CONFIG: json.dumps(_config(problem, layout), indent=1) + "\n", FILE: text}
+
+
+def checkpointing(layout: Layout) -> str:
+    """The line of a function that repeats the layers of ``model`` in the backward."""
+    return "    model.gradient_checkpointing_enable()\n" if layout.recompute == "full" else ""
+
+
+def _config(problem: TrainingProblem, layout: Layout) -> dict[str, object]:
+    numbers = number_type(problem, NAME)
+    zero: dict[str, object] = {"stage": layout.zero}
+    if layout.zero:
+        zero["overlap_comm"] = problem.overlap
+    if layout.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": layout.microbatch,
+        "gradient_accumulation_steps": layout.microbatches(problem.batch),
+        "zero_optimization": zero,
+    }
+    if numbers != "fp32":
+        gradients = "fp32" if problem.precision.gradient_bytes == 4 else numbers
+        config |= {numbers: {"enabled": True}, "data_types": {"grad_accum_dtype": gradients}}
+    if layout.tensor > 1:
+        # Without train_batch_size, which is compared with the microbatches of all ranks then.
+        config["tensor_parallel"] = {"autotp_size": layout.tensor}
+    else:
+        config["train_batch_size"] = problem.batch
+    if layout.expert > 1:
+        config["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": layout.expert,
+            "preset_model": problem.architecture.name,
+        }
+    return config
+
+
+def _require_division(layout: Layout) -> None:
+    if layout.context > 1:
+        raise InputError(
+            f"context degree {layout.context}: {NAME} divides a sequence by Ulysses, which "
+            "exchanges heads, and not keys and values; choose context 1, or export to megatron"
+        )
+    if layout.sequence_parallel:
+        raise InputError(
+            f"sequence parallelism over the tensor ranks: {NAME}'s AutoTP has none; choose "
+            "sequence_parallel false, or export to megatron or torchtitan"
+        )
+    if layout.offload_optimizer and layout.zero == 0:
+        raise InputError(f"an offloaded optimizer with ZeRO 0: {NAME} offloads with zero 1 to 3")
+
+
+def _require_experts(problem: TrainingProblem, layout: Layout) -> None:
+    """With experts, the tensor degree is 1: more needs sequence parallelism."""
+    name = problem.architecture.name
+    if layout.expert > 1 and name not in AUTO_EXPERTS:
+        raise InputError(
+            f"expert degree {layout.expert} of {name!r}: {NAME}'s AutoEP knows "
+            f"{', '.join(AUTO_EXPERTS)}; choose expert 1, or export to megatron"
+        )
+
+
+def _require_precision(problem: TrainingProblem, layout: Layout) -> None:
+    """ZeRO keeps an fp32 copy of fp32 weights; without it, gradients have the weights' type."""
+    if number_type(problem, NAME) == "fp32":
+        known = [(4, 4, 12)] if layout.zero else [(4, 4, 8)]
+    else:
+        known = [(2, 4, 12), (2, 2, 12)] if layout.zero else [(2, 2, 12)]
+    require_bytes(problem, known, NAME)
+
+
+def _remarks(problem: TrainingProblem, layout: Layout) -> list[str]:
+    found = list(left_out(problem.architecture))
+    if layout.tensor > 1:
+        found.append("AutoTP leaves the embedding whole, where the plan divides the vocabulary.")
+        found.append(
+            f"The batch is {problem.batch}: DeepSpeed reports {layout.tensor} times as much, as it "
+            "counts the tensor ranks too."
+        )
+    if problem.overlap and layout.zero < 2 and layout.data > 1:
+        found.append("It exchanges gradients after the backward, the plan beside it.")
+    return found

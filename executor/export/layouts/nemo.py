@@ -1,0 +1,115 @@
+"""A layout for pre-training recipes of NeMo (2.6, ``nemo.collections.llm``).
+
+A recipe is a configuration of ``nemo_run``; the strategy is ``nemo.lightning.MegatronStrategy``.
+"""
+
+from stagewright.executor.export.layouts.common import (
+    Code,
+    Fields,
+    assignments,
+    launch,
+    left_out,
+    nodes,
+)
+from stagewright.executor.export.layouts.core import FSDP_FORMAT, Core, core_of
+from stagewright.executor.export.layouts.megatron_bridge import DTYPES, optimizer_fields
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.training import TrainingProblem
+
+NAME = "NeMo"
+FILE = "stagewright_nemo.py"
+
+_PLUGIN = {"fp32": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+_TEXT = '''\
+"""The layout {words} that Stagewright chose, for NeMo (2.6).
+
+    recipe = llm.llama3_70b.pretrain_recipe(name="run")  # or any other pre-training recipe
+    run.run(configure(recipe), executor=...)
+
+on {ranks} ranks: {launch} ...{left_out}
+"""
+
+import nemo_run as run
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from nemo.lightning.pytorch.plugins import MegatronMixedPrecision
+
+RANKS = {ranks}
+
+
+def configure(recipe):
+    """Set the layout in a pre-training recipe."""
+    if recipe.model.config.num_layers != {layers}:
+        raise ValueError(
+            f"the plan is for {layers} layers, the model has {{recipe.model.config.num_layers}}"
+        )
+{lines}    return recipe
+'''
+
+
+def recipe(problem: TrainingProblem, layout: Layout) -> dict[str, str]:
+    """A module with the function ``configure``."""
+    core = core_of(problem, layout, NAME)
+    servers, each = nodes(problem)
+    recomputed = {name: value for name, value in core.model.items() if _is_model(name)}
+    degrees = {name: value for name, value in core.model.items() if name not in recomputed}
+    kind = "unfused" if problem.attention == "materialized" else "auto"
+    targets: dict[str, Fields] = {
+        "recipe.trainer": {
+            "num_nodes": servers,
+            "devices": each,
+            "plugins": _plugin(core),
+        },
+        "recipe.trainer.strategy": degrees | _strategy(core),
+        "recipe.trainer.strategy.ddp": core.ddp,
+        "recipe.model.config": {
+            **recomputed,
+            "seq_length": problem.sequence,
+            "attention_backend": Code(f"AttnBackend.{kind}"),
+        },
+        "recipe.optim.config": optimizer_fields(core),
+        "recipe.data": {
+            "seq_length": problem.sequence,
+            "micro_batch_size": layout.microbatch,
+            "global_batch_size": problem.batch,
+        },
+    }
+    text = _TEXT.format(
+        words=layout,
+        ranks=layout.ranks,
+        launch=launch(problem),
+        left_out="".join(f"\n{line}" for line in left_out(problem.architecture)),
+        layers=problem.architecture.layers,
+        lines="".join(assignments(*one) for one in targets.items()),
+    )
+    return {FILE: text}
+
+
+def _is_model(name: str) -> bool:
+    """Fields that are the model's, where all others are the strategy's too."""
+    return name.startswith("recompute_")
+
+
+def _strategy(core: Core) -> Fields:
+    found: Fields = {
+        "pipeline_dtype": DTYPES[core.numbers],
+        "use_tp_pp_dp_mapping": core.pipeline_inside,
+        "fsdp": "megatron" if core.fsdp else None,
+    }
+    return found | ({"save_ckpt_format": FSDP_FORMAT} if core.fsdp else {})
+
+
+def _plugin(core: Core) -> Code:
+    dtype = DTYPES[core.numbers]
+    words = [
+        "MegatronMixedPrecision",
+        f'precision="{_PLUGIN[core.numbers]}"',
+        f"params_dtype={dtype}",
+        f"pipeline_dtype={dtype}",
+        "autocast_enabled=False",
+        f"grad_reduce_in_fp32={core.ddp['grad_reduce_in_fp32']}",
+    ]
+    if core.fp8:
+        words += ['fp8="hybrid"', f"fp8_param_gather={core.fp8_weights}"]
+    return Code(f"run.Config({', '.join(words)})")

@@ -1,0 +1,186 @@
+"""Every layout of a tiny training problem by plain nested loops; random tiny problems."""
+
+from collections.abc import Iterator
+from itertools import product
+from random import Random
+
+from hypothesis import strategies as st
+
+from stagewright.formulations.parallelism.estimate import Estimate, evaluate
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.rules import require_layout
+from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.fabric import Fabric, Level
+from stagewright.graphs.machines.rates import Reached
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    Experts,
+    FeedForward,
+    GroupedAttention,
+)
+from stagewright.solvers.parallelism.search import compiled_walk
+
+CHUNKS = 4
+
+
+def every_layout(
+    problem: TrainingProblem, offloads: tuple[bool, ...] = (False,)
+) -> Iterator[Estimate]:
+    """All layouts that ``evaluate`` takes, each once.
+
+    A dimension that changes nothing has its first value: placements with a single stage or replica,
+    ZeRO without data or context ranks, sequence parallelism without tensor parallelism.
+    """
+    walk = compiled_walk()
+    for layout in _candidates(problem, offloads):
+        try:
+            yield evaluate(problem, layout, walk)
+        except InputError:
+            continue
+
+
+def random_layouts(problem: TrainingProblem, chance: Random, most: int) -> list[Layout]:
+    """Up to ``most`` layouts that ``evaluate`` takes, of all their kinds."""
+    every = list(_candidates(problem, (False, True)))
+    found = []
+    for layout in chance.sample(every, min(4 * most, len(every))):
+        try:
+            require_layout(problem, layout)
+        except InputError:
+            continue
+        found.append(layout)
+    return found[:most]
+
+
+def _candidates(problem: TrainingProblem, offloads: tuple[bool, ...]) -> Iterator[Layout]:
+    sizes = range(1, problem.fabric.devices + 1)
+    architecture = problem.architecture
+    experts = 1 if architecture.experts is None else architecture.experts.number
+    for p, t, c, d in product(sizes, repeat=4):
+        if p * t * c * d != problem.fabric.devices:
+            continue
+        degrees = {"pipeline": p, "tensor": t, "context": c, "data": d}
+        for v, e, b in product(
+            range(1, CHUNKS + 1), range(1, experts + 1), range(1, problem.batch // d + 1)
+        ):
+            if problem.batch % (b * d) or t * c * d % e or (p == 1 and v > 1):
+                continue  # `evaluate` refuses them too: it only takes longer
+            degrees |= {"expert": e, "microbatch": b, "chunks": v}
+            placements = ("data-inside", "pipeline-inside") if p > 1 and d > 1 else ("data-inside",)
+            for ends, recompute, shared, zero, placement, offload in product(
+                _ends(architecture.layers, p * v),
+                ("none", "selective", "full"),
+                (False, True) if t > 1 else (False,),
+                (0, 1, 2, 3) if c * d > 1 else (0,),
+                placements,
+                offloads,
+            ):
+                yield Layout(
+                    **degrees,
+                    recompute=recompute,
+                    sequence_parallel=shared,
+                    zero=zero,
+                    offload_optimizer=offload,
+                    placement=placement,
+                    first_blocks=ends[0],
+                    last_blocks=ends[1],
+                )
+
+
+def _ends(blocks: int, stages: int) -> set[tuple[int | None, int | None]]:
+    """Blocks of the first and the last stage: at most the k of each of those between them.
+
+    k is the even share, rounded up, or one more; what the ends have less is missing at one of them
+    or divided evenly between them.
+    """
+    if stages == 1:
+        return {(None, None)}
+    found: set[tuple[int | None, int | None]] = set()
+    for first, last, each in product(range(blocks + 1), range(blocks + 1), range(1, blocks + 2)):
+        gaps = (each - first, each - last)
+        near = each - 2 < blocks / stages and (0 in gaps or abs(first - last) <= 1)
+        if near and min(gaps) >= 0 and first + (stages - 2) * each + last == blocks:
+            found.add((first, last))
+    return found
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> Architecture:
+    """Dense, grouped-query, and mixtures of experts, of 2 to 8 blocks."""
+    heads = draw(st.sampled_from((2, 4, 6)))
+    groups = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    bias, blocks = draw(st.booleans()), draw(st.integers(2, 8))
+    experts = None
+    if draw(st.booleans()):
+        number = draw(st.sampled_from((2, 4)))
+        experts = Experts(
+            number,
+            draw(st.integers(1, number)),
+            draw(st.sampled_from((32, 256))),
+            shared_width=draw(st.sampled_from((None, 96))),
+            dense_layers=draw(st.sampled_from((frozenset(), frozenset({0})))),
+        )
+    return Architecture(
+        "tiny",
+        blocks,
+        hidden=heads * 16,
+        vocabulary=draw(st.sampled_from((60, 997, 20000))),
+        attention=GroupedAttention(heads, groups, 16, bias=bias, output_bias=bias),
+        feed_forward=FeedForward(96 * draw(st.integers(1, 4)), gated=draw(st.booleans())),
+        experts=experts,
+        norm="layer" if bias else "rms",
+        positions=draw(st.sampled_from((None, 64))),
+        tied=draw(st.booleans()),
+        window=draw(st.sampled_from((None, 8))),
+        full_layers=frozenset({0}),
+        dropout=draw(st.booleans()),
+    )
+
+
+@st.composite
+def fabrics(draw: st.DrawFn, most: int = 24) -> Fabric:
+    """One to three levels, of which the outer ones need not be the slower."""
+    sizes = draw(
+        st.lists(st.integers(1, 6), min_size=1, max_size=3).filter(
+            lambda each: 2 <= _product(each) <= most
+        )
+    )
+    levels = tuple(
+        Level(
+            f"level {i}",
+            _product(sizes[: i + 1]),
+            draw(st.sampled_from((1e7, 1e9, 1e11))),
+            draw(st.sampled_from((0.0, 1e-6, 1e-4))),
+        )
+        for i in range(len(sizes))
+    )
+    return Fabric("a100", 40e9, levels, 20e9)
+
+
+def _product(values: list[int]) -> int:
+    found = 1
+    for one in values:
+        found *= one
+    return found
+
+
+REACHED = Reached(0.7, 1e7, 0.8, 1e-6, "by hand")
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) -> TrainingProblem:
+    """Tiny problems of all kinds; without a reserve, so that small memories can decide."""
+    return TrainingProblem(
+        draw(architectures()),
+        sequence=draw(st.sampled_from((12, 32, 64))),
+        batch=draw(st.integers(1, most_samples)),
+        fabric=draw(fabrics(most_devices)),
+        reached=REACHED,
+        precision=draw(
+            st.sampled_from((Precision(), Precision(gradient_bytes=2), Precision(4, 4, 4, 8)))
+        ),
+        attention=draw(st.sampled_from(("fused", "materialized"))),
+        overlap=draw(st.booleans()),
+        reserve_bytes=draw(st.sampled_from((0.0, 1e5))),
+    )

@@ -1,0 +1,315 @@
+"""Strict readers of exported layouts: what the files say, for their frameworks."""
+
+import json
+import re
+import subprocess
+from types import SimpleNamespace
+
+from framework_names import (
+    BATCH,
+    DDP,
+    MODEL,
+    OPTIMIZER,
+    REMADE,
+    TITAN,
+    megatron_parser,
+    record,
+    run_module,
+)
+
+STRATEGIES = {"no_shard": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def run_megatron(text):
+    """The parsed arguments of a file that bash has read, each once; ranks and connections."""
+    words = 'printf "%s\\n" "$MEGATRON_RANKS" "${CUDA_DEVICE_MAX_CONNECTIONS-}"'
+    show = words + ' "${MEGATRON_ARGUMENTS[@]}"'
+    done = subprocess.run(
+        ["bash", "-euc", f"{text}\n{show}"], capture_output=True, text=True, check=True, env={}
+    )
+    ranks, connections, *found = done.stdout.splitlines()
+    names = [word for word in found if word.startswith("--")]
+    assert len(names) == len(set(names))
+    return megatron_parser().parse_args(found), int(ranks), connections
+
+
+def blocks_of(text, stages):
+    """Blocks per stage of ``Et*3|t*4|L``."""
+    parts = text.split("|")
+    assert len(parts) == stages
+    assert parts[0][0] == "E"
+    assert parts[-1][-1] == "L"
+    parts[0], parts[-1] = parts[0][1:], parts[-1][:-1] if stages > 1 else parts[0][1:-1]
+    counts = [re.fullmatch(r"|t|t\*(\d+)", part) for part in parts]
+    return tuple(int(one[1] or len(part)) for one, part in zip(counts, parts, strict=True))
+
+
+def read_megatron(files):
+    args, ranks, connections = run_megatron(files["megatron.sh"])
+    pipeline, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    stages, blocks = pipeline, None
+    if args.pipeline_model_parallel_layout is not None:
+        stages = args.pipeline_model_parallel_layout.count("|") + 1
+        blocks = blocks_of(args.pipeline_model_parallel_layout, stages)
+        assert args.num_layers_per_virtual_pipeline_stage is None
+    elif args.num_layers_per_virtual_pipeline_stage is not None:
+        stages = args.num_layers // args.num_layers_per_virtual_pipeline_stage
+    data = ranks // (pipeline * tensor * args.context_parallel_size)
+    fsdp = args.use_megatron_fsdp
+    assert fsdp == (args.data_parallel_sharding_strategy is not None)
+    assert fsdp == (args.ckpt_format == "fsdp_dtensor")
+    ordered = tensor > 1 or args.context_parallel_size > 1
+    assert connections == ("1" if ordered and not fsdp else "")
+    assert (args.num_experts is not None) == (args.expert_tensor_parallel_size == 1)
+    return {
+        "ranks": ranks,
+        "pipeline": pipeline,
+        "tensor": tensor,
+        "context": args.context_parallel_size,
+        "data": data,
+        "expert": args.expert_model_parallel_size or 1,
+        "microbatch": args.micro_batch_size,
+        "batch": args.global_batch_size,
+        "accumulation": args.global_batch_size / (args.micro_batch_size * data),
+        "blocks": blocks or (args.num_layers // stages,) * stages,
+        **_recompute(args),
+        "sequence_parallel": args.sequence_parallel,
+        "zero": _zero(args),
+        "offload": args.optimizer_cpu_offload,
+        "inside": args.use_tp_pp_dp_mapping,
+    }
+
+
+def _recompute(fields):
+    kind, method = fields.recompute_granularity, fields.recompute_method
+    layers = fields.recompute_num_layers
+    found = {"schedule": "1f1b", "recompute": kind or "none", "recompute_blocks": None}
+    assert fields.recompute_modules == (["core_attn"] if kind == "selective" else None)
+    if kind != "full":
+        assert (method, layers) == (None, None)
+    elif method == "uniform":
+        assert layers == 1
+    else:
+        assert method == "block"
+        found["recompute_blocks"] = layers
+    return found
+
+
+def _zero(fields):
+    if not fields.use_distributed_optimizer:
+        return 0
+    return STRATEGIES[fields.data_parallel_sharding_strategy or "no_shard"]
+
+
+def bridge_config(layers):
+    """A recipe's ConfigContainer."""
+    return record(
+        "mixed_precision", "comm_overlap",
+        model=record(*MODEL.split(), *REMADE.split(), num_layers=layers), ddp=record(*DDP.split()),
+        optimizer=record(*OPTIMIZER.split()),
+        dist=record("use_tp_pp_dp_mapping", "use_megatron_fsdp"),
+        train=record(*BATCH[:2]), dataset=record("seq_length"), checkpoint=record("ckpt_format"),
+    )  # fmt: skip
+
+
+def nemo_recipe(layers):
+    """A pre-training recipe."""
+    more = ("pipeline_dtype", "use_tp_pp_dp_mapping", "fsdp", "save_ckpt_format")
+    strategy = record(*MODEL.split(), *more, ddp=record(*DDP.split()))
+    return record(
+        trainer=record("num_nodes", "devices", "plugins", strategy=strategy), data=record(*BATCH),
+        model=record(config=record(*REMADE.split(), num_layers=layers)),
+        optim=record(config=record(*OPTIMIZER.split())),
+    )  # fmt: skip
+
+
+def read_bridge(files, layers):
+    module = run_module(files["stagewright_megatron_bridge.py"])
+    config = module["configure"](bridge_config(layers))
+    assert config.dist.use_megatron_fsdp == config.ddp.use_megatron_fsdp
+    assert config.mixed_precision.grad_reduce_in_fp32 == config.ddp.grad_reduce_in_fp32
+    found = _core(module["RANKS"], layers, config.model, config.ddp, config.optimizer, config.train)
+    return {
+        **found,
+        **_recompute(config.model),
+        "inside": config.dist.use_tp_pp_dp_mapping,
+    }
+
+
+def read_nemo(files, layers):
+    module = run_module(files["stagewright_nemo.py"])
+    recipe = module["configure"](nemo_recipe(layers))
+    strategy = recipe.trainer.strategy
+    ranks = recipe.trainer.num_nodes * recipe.trainer.devices
+    assert ranks == module["RANKS"]
+    assert (strategy.fsdp == "megatron") == strategy.ddp.use_megatron_fsdp
+    found = _core(ranks, layers, strategy, strategy.ddp, recipe.optim.config, recipe.data)
+    return {
+        **found,
+        **_recompute(recipe.model.config),
+        "inside": strategy.use_tp_pp_dp_mapping,
+    }
+
+
+def _core(ranks, layers, model, ddp, optimizer, train):
+    assert ddp.use_distributed_optimizer == optimizer.use_distributed_optimizer
+    pipeline, tensor = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
+    stages = pipeline * (model.virtual_pipeline_model_parallel_size or 1)
+    data = ranks // (pipeline * tensor * model.context_parallel_size)
+    text = model.pipeline_model_parallel_layout
+    return {
+        "ranks": ranks,
+        "pipeline": pipeline,
+        "tensor": tensor,
+        "context": model.context_parallel_size,
+        "data": data,
+        "expert": model.expert_model_parallel_size,
+        "microbatch": train.micro_batch_size,
+        "batch": train.global_batch_size,
+        "accumulation": train.global_batch_size / (train.micro_batch_size * data),
+        "blocks": blocks_of(text, stages) if text else (layers // stages,) * stages,
+        "sequence_parallel": model.sequence_parallel,
+        "zero": _zero(ddp),
+        "offload": optimizer.optimizer_cpu_offload,
+    }
+
+
+def titan_config(layers):
+    """A Trainer.Config."""
+    model = SimpleNamespace(layers=[None] * layers)
+    sections = {name: record(*fields.split()) for name, fields in TITAN.items()}
+    return record("activation_checkpoint", model_spec=SimpleNamespace(model=model), **sections)
+
+
+def read_titan(files, layers):
+    module = run_module(files["stagewright_torchtitan.py"])
+    config = module["configure"](titan_config(layers))
+    training, degrees = config.training, config.parallelism
+    replicas, shards = degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree
+    pipeline, data = degrees.pipeline_parallel_degree, replicas * shards
+    parts, microbatch = degrees.module_fqns_per_model_part, training.local_batch_size
+    split = False
+    if pipeline > 1:
+        microbatch = degrees.pipeline_parallel_microbatch_size
+        split = degrees.pipeline_parallel_schedule == "InterleavedZeroBubble"
+        looped = degrees.pipeline_parallel_schedule == "Interleaved1F1B"
+        assert split or looped == (len(parts) > pipeline)
+        assert training.local_batch_size * data == training.global_batch_size
+    assert not training.enable_cpu_offload
+    kept = degrees.fsdp_reshard_after_forward == "never"
+    sharded = shards * degrees.context_parallel_degree > 1
+    return {
+        "ranks": module["RANKS"],
+        "pipeline": pipeline,
+        "tensor": degrees.tensor_parallel_degree,
+        "context": degrees.context_parallel_degree,
+        "data": data,
+        "expert": degrees.expert_parallel_degree,
+        "microbatch": microbatch,
+        "batch": training.global_batch_size,
+        "accumulation": training.global_batch_size / (microbatch * data),
+        "blocks": (layers,) if parts is None else titan_blocks(parts, layers),
+        "schedule": "zero-bubble" if split else "1f1b",
+        "recompute": config.activation_checkpoint or "none",
+        "recompute_blocks": None,
+        "sequence_parallel": degrees.enable_sequence_parallel,
+        "zero": (1 if pipeline > 1 else 2 if kept else 3) if sharded else 0,
+        "offload": False,
+        "inside": False,
+    }
+
+
+def titan_blocks(parts, layers):
+    """Blocks per stage; all modules are there once and in order."""
+    flat = [name for part in parts for name in part]
+    blocks = [f"layers.{index}" for index in range(layers)]
+    assert flat == ["tok_embeddings", *blocks, "norm", "lm_head"]
+    return tuple(sum(name.startswith("layers.") for name in part) for part in parts)
+
+
+class HfModel:
+    """A model of transformers."""
+
+    def __init__(self, layers):
+        self.config = SimpleNamespace(num_hidden_layers=layers)
+        self.recompute = "none"
+
+    def gradient_checkpointing_enable(self):
+        self.recompute = "full"
+
+
+PLAIN = {
+    "pipeline": 1,
+    "context": 1,
+    "sequence_parallel": False,
+    "inside": False,
+    "schedule": "1f1b",
+    "recompute_blocks": None,
+}
+
+
+def read_deepspeed(files, layers):
+    module, model = run_module(files["stagewright_deepspeed.py"]), HfModel(layers)
+    given = module["initialize"](model, optimizer="adam")
+    assert given["optimizer"] == "adam"
+    assert given["config"] == "exported/ds_config.json"
+    config = json.loads(files["ds_config.json"])
+    zero = config.pop("zero_optimization")
+    tensor = config.pop("tensor_parallel", {"autotp_size": 1})["autotp_size"]
+    experts = config.pop("expert_parallel", {"enabled": True, "autoep_size": 1})
+    microbatch = config.pop("train_micro_batch_size_per_gpu")
+    steps = config.pop("gradient_accumulation_steps")
+    data = module["RANKS"] // tensor
+    if tensor == 1:
+        assert config.pop("train_batch_size") == microbatch * steps * data
+    assert set(config) <= {"bf16", "fp16", "data_types"}
+    offload = zero.get("offload_optimizer")
+    assert offload in (None, {"device": "cpu", "pin_memory": True})
+    return PLAIN | {
+        "ranks": module["RANKS"],
+        "tensor": tensor,
+        "data": data,
+        "expert": experts["autoep_size"],
+        "microbatch": microbatch,
+        "batch": microbatch * steps * data,
+        "accumulation": steps,
+        "blocks": (layers,),
+        "recompute": model.recompute,
+        "zero": zero["stage"],
+        "offload": offload is not None,
+    }
+
+
+def read_accelerate(files, layers):
+    module, model = run_module(files["stagewright_accelerate.py"]), HfModel(layers)
+    assert module["configure"](model) is model
+    built = module["build"]()
+    degrees, plugin = built.parallelism_config, built.fsdp_plugin
+    data = degrees.dp_replicate_size * degrees.dp_shard_size
+    assert module["RANKS"] == data * degrees.cp_size * degrees.tp_size
+    steps = built.gradient_accumulation_plugin
+    assert steps.sync_each_batch == (plugin is not None)
+    return PLAIN | {
+        "ranks": module["RANKS"],
+        "tensor": degrees.tp_size,
+        "context": degrees.cp_size,
+        "data": data,
+        "expert": 1,
+        "microbatch": module["BATCH"],
+        "batch": module["BATCH"] * data * steps.num_steps,
+        "accumulation": steps.num_steps,
+        "blocks": (layers,),
+        "recompute": model.recompute,
+        "zero": 0 if plugin is None else 3 if plugin.reshard_after_forward else 2,
+        "offload": False,
+    }
+
+
+READERS = {
+    "megatron": lambda files, layers: read_megatron(files),
+    "megatron-bridge": read_bridge,
+    "nemo": read_nemo,
+    "torchtitan": read_titan,
+    "deepspeed": read_deepspeed,
+    "accelerate": read_accelerate,
+}

@@ -1,0 +1,228 @@
+"""The time of a layout from its definitions: ranks by number, groups as lists of ranks.
+
+Of the package only a layer's operators on one rank are taken, which have tests of their own.
+"""
+
+import math
+from itertools import pairwise, product
+
+import numpy as np
+from pipeline_oracle import by_events
+
+from stagewright.graphs.models.shards import CORE, shares_of
+
+
+class Plain:
+    """``seconds`` and what they are made of."""
+
+    def __init__(self, problem, layout):
+        self.problem, self.layout = problem, layout
+        self.fabric, self.precision = problem.fabric, problem.precision
+        split, blocks = layout.split, layout.blocks_of_stages(problem.architecture.layers)
+        of = shares_of(problem.architecture, problem.sequence, split, problem.attention)
+        kinds, ends = [of.kinds[kind] for kind in of.blocks], np.cumsum((0, *blocks))
+        self.stages = [kinds[a:b] for a, b in pairwise(ends)]
+        self.stages[0] = [of.embedding, *self.stages[0]]
+        self.stages[-1] = [*self.stages[-1], of.head]
+        self.microbatches = problem.batch // (layout.data * layout.microbatch)
+        self.hop = self.hop_seconds(of)
+        every = [self.stage_seconds(stage) for stage in self.stages]
+        self.forward, self.backward = np.array(every).T
+        sizes = layout.pipeline, layout.chunks, self.microbatches
+        self.finish = by_events(sizes, self.forward, self.backward, self.hop)
+        self.after = [self.after_pipeline(rank, of.head) for rank in range(layout.pipeline)]
+        self.update = max(self.update_seconds(rank) for rank in range(layout.pipeline))
+        self.seconds = float((self.finish + self.after).max()) + self.update
+
+    # Ranks and groups
+
+    def rank(self, tensor, context, data, stage):
+        """The rank's number: tensor ranks are nearest, then context ranks, then by placement."""
+        of = self.layout
+        if of.placement == "data-inside":
+            outer = data + of.data * stage
+        else:
+            outer = stage + of.pipeline * data
+        return tensor + of.tensor * (context + of.context * outer)
+
+    def groups(self, *inside):
+        """The groups of ranks that differ in the dimensions ``inside`` alone."""
+        of, names = self.layout, ("tensor", "context", "data", "pipeline")
+        ranges = [range(getattr(of, name)) for name in names]
+        found = {}
+        for place in product(*ranges):
+            key = tuple(x for x, name in zip(place, names, strict=True) if name not in inside)
+            found.setdefault(key, []).append(self.rank(*place))
+        return [sorted(one) for one in found.values()]
+
+    def expert_groups(self):
+        """Per set of ranks that hold equal layers: ranks that share experts, or hold the same."""
+        size = self.layout.expert
+        equal = self.groups("tensor", "context", "data")
+        sharing = [one[i : i + size] for one in equal for i in range(0, len(one), size)]
+        return sharing, [one[i::size] for one in equal for i in range(size)]
+
+    # Exchanges
+
+    def path(self, group):
+        """Bytes/s and latency of a ring: a unit's members in the group share its way out."""
+        slowest, latency, inner = math.inf, 0.0, 1
+        for level in self.fabric.levels:
+            units = {}
+            for rank in group:
+                units.setdefault(rank // level.devices, {}).setdefault(rank // inner, []).append(1)
+            crossed = [unit for unit in units.values() if len(unit) > 1]
+            for unit in crossed:
+                way_out = min(len(members) for members in unit.values())
+                slowest = min(slowest, way_out * level.bytes_per_second)
+                latency = max(latency, level.latency_seconds)
+            inner = level.devices
+        return slowest, latency
+
+    def gather(self, groups, moved):
+        """The slowest group's reduce-scatter or all-gather of ``moved`` bytes."""
+        k = len(groups[0])
+        if k == 1 or moved == 0:
+            return 0.0
+        paths = [self.path(group) for group in groups]
+        return max((k - 1) / k * moved / b + math.ceil(math.log2(k)) * late for b, late in paths)
+
+    def all_to_all(self, groups, moved):
+        """The slowest rank's part over the slowest level, each level's with its own links."""
+        k, found = len(groups[0]), 0.0
+        for group in groups if k > 1 and moved else []:
+            latency = self.path(group)[1]
+            for own in group:
+                inner = 1
+                for level in self.fabric.levels:
+                    near = [r for r in group if r // level.devices == own // level.devices]
+                    far = [r for r in near if r // inner != own // inner]
+                    seconds = len(far) / k * moved / level.bytes_per_second
+                    found, inner = max(found, seconds + latency), level.devices
+        return found
+
+    def hop_seconds(self, of):
+        """A stage's output to the next, on the slowest link of any pair of neighbours."""
+        p, size = self.layout.pipeline, self.precision.activation_bytes
+        if p == 1:
+            return 0.0
+        moved = self.layout.microbatch * of.kinds[0].width / self.layout.tensor * size
+        found = 0.0
+        for group in self.groups("pipeline"):
+            for a, b in zip(group, [*group[1:], group[0]], strict=True):
+                level = next(x for x in self.fabric.levels if a // x.devices == b // x.devices)
+                found = max(found, moved / level.bytes_per_second + self.path(group)[1])
+        return found
+
+    # Layers
+
+    def operator_seconds(self, one):
+        """The longer of FLOPs and traffic, and the launch."""
+        samples, reached = self.layout.microbatch, self.problem.reached
+        weights = (one.parameters + one.tied_parameters) * (one.kind == "matmul")
+        moved = (weights + samples * (one.moved - weights)) * self.precision.activation_bytes
+        traffic = moved / (self.problem.card.memory_bytes_per_second * reached.memory)
+        flops = samples * one.flops
+        part = flops / (flops + reached.half_flops) * reached.matmul if flops else 1.0
+        return max(flops / (self.problem.peak_flops * part), traffic) + reached.launch_seconds
+
+    def layer_seconds(self, share):
+        """Forward and backward, with the exchanges that nothing hides."""
+        layout, size = self.layout, self.precision.activation_bytes
+        each = {name: self.operator_seconds(one) for name, one in share.operators.items()}
+        forward = sum(each.values())
+        backward = sum(
+            seconds
+            * (share.operators[name].input_gradients + share.operators[name].weight_gradients)
+            for name, seconds in each.items()
+        )
+        samples = layout.microbatch
+        reduced = 2 * self.gather(self.groups("tensor"), samples * share.width * size)
+        routed = 2 * self.all_to_all(self.expert_groups()[0], samples * share.dispatched * size)
+        sent = share.reductions[0] * reduced + routed + self.circulated(share, each)
+        returned = share.reductions[1] * reduced + routed + 2 * self.circulated(share, each)
+        again = 0.0
+        if share.is_block and layout.recompute == "full":
+            again = forward + sent
+        elif share.is_block and layout.recompute == "selective":
+            again = sum(seconds for name, seconds in each.items() if name in CORE)
+        return forward + sent, backward + returned + again
+
+    def circulated(self, share, each):
+        """Keys and values in a ring of context ranks, as far as the attention does not hide it."""
+        c = self.layout.context
+        if c == 1:
+            return 0.0
+        moved = self.layout.microbatch * share.circulated * self.precision.activation_bytes
+        rings = [self.path(group) for group in self.groups("context")]
+        ring = max((c - 1) * (moved / bandwidth + latency) for bandwidth, latency in rings)
+        core = ("attention", "scores", "weighted values")
+        return max(0.0, ring - sum(each.get(name, 0.0) for name in core))
+
+    def stage_seconds(self, stage):
+        """Forward and backward of a microbatch, with ZeRO's exchanges of every microbatch."""
+        times = [self.layer_seconds(share) for share in stage]
+        forward, backward = (sum(one) for one in zip(*times, strict=True)) if times else (0, 0)
+        zero, gradients, weights = self.layout.zero, *self.state_exchanges(stage)
+        moved = (weights if zero == 3 else 0.0, gradients * (zero >= 2) + weights * (zero == 3))
+        if self.problem.overlap:
+            return max(forward, moved[0]), max(backward, moved[1])
+        return forward + moved[0], backward + moved[1]
+
+    # States
+
+    def parameters(self, layers):
+        """Those of all t-th parts of the layers, and experts'; a tied table also with the head."""
+        tied = self.layout.pipeline > 1
+        shared = sum(one.parameters + one.tied_parameters * tied for one in layers)
+        return shared, sum(one.expert_parameters for one in layers)
+
+    def state_exchanges(self, layers):
+        """A reduce-scatter of the gradients, an all-gather of the weights."""
+        shared, experts = self.parameters(layers)
+        groups, copies = self.groups("context", "data"), self.expert_groups()[1]
+        return tuple(
+            self.gather(groups, shared * size) + self.gather(copies, experts * size)
+            for size in (self.precision.gradient_bytes, self.precision.weight_bytes)
+        )
+
+    def layers_of(self, rank):
+        return [one for stage in self.stages[rank :: self.layout.pipeline] for one in stage]
+
+    def after_pipeline(self, rank, head):
+        """What the exchange of gradients and updated weights adds to the end of a rank."""
+        layers, zero = self.layers_of(rank), self.layout.zero
+        gradients, weights = self.state_exchanges(layers)
+        moved = {0: (2 * gradients, 0.0), 1: (gradients, weights), 2: (0.0, weights), 3: (0.0, 0.0)}
+        gradients, weights = moved[zero]
+        times = [self.layer_seconds(share) for share in layers]
+        if self.problem.overlap:  # beside the last backward, the first forward: but for one layer
+            forward, backward = (sum(one) for one in zip(*times, strict=True))
+            gradients = max(gradients - backward, gradients / len(layers))
+            weights = max(weights - forward, weights / len(layers))
+        return gradients + weights + self.tied_seconds(rank, head)
+
+    def tied_seconds(self, rank, head):
+        last = self.layout.pipeline - 1
+        if last == 0 or rank not in (0, last):
+            return 0.0
+        ends = [[group[0], group[-1]] for group in self.groups("pipeline")]
+        return (
+            2
+            * self.gather(ends, head.tied_parameters * self.precision.gradient_bytes)
+            * (head.tied_parameters > 0)
+        )
+
+    def update_seconds(self, rank):
+        """The step reads gradients and state, and writes state and weights; or passes the host."""
+        layout, of = self.layout, self.precision
+        shared, experts = self.parameters(self.layers_of(rank))
+        if layout.zero:
+            ranks = layout.context * layout.data
+            shared, experts = shared / ranks, experts / (layout.tensor * ranks / layout.expert)
+        if layout.offload_optimizer:
+            most = max(of.gradient_bytes, of.weight_bytes)
+            return (shared + experts) * most / self.fabric.host_bytes_per_second
+        moved = of.gradient_bytes + 2 * of.optimizer_bytes + of.weight_bytes
+        rate = self.problem.card.memory_bytes_per_second * self.problem.reached.memory
+        return (shared + experts) * moved / rate
