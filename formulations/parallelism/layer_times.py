@@ -43,20 +43,17 @@ def layer_time(
 ) -> LayerTime:
     """The times of a layer on a microbatch of ``samples``.
 
-    The backward costs what the operations' gradients do, and the forward of what is repeated.
+    The backward costs what the operations' gradients do, and the forward of what is repeated. Both
+    last at least as long as the host takes to start their kernels one after the other.
     """
     operators = list(share.operators.values())
     seconds = _seconds(problem, operators, samples)
     input_part = np.array([one.input_gradients for one in operators])
     weight_part = np.array([one.weight_gradients for one in operators])
-    kernels = int(np.count_nonzero(input_part) + np.count_nonzero(weight_part))
-    forward = _at_least(problem, float(seconds.sum()), len(operators))
-    gradients = _at_least(problem, float((seconds * (input_part + weight_part)).sum()), kernels)
+    forward, gradients = float(seconds.sum()), float((seconds * (input_part + weight_part)).sum())
     again = share.repeated(recompute)
-    repeated = _at_least(
-        problem,
-        sum(float(t) for t, name in zip(seconds, share.operators, strict=True) if name in again),
-        len(again),
+    repeated = sum(
+        float(t) for t, name in zip(seconds, share.operators, strict=True) if name in again
     )
     weights = float((seconds * weight_part).sum())
     added = _accumulation(problem, share)
@@ -67,9 +64,11 @@ def layer_time(
     returned += max(0.0, 2 * circulated - 2 * hidden)
     if recompute == "full" and share.is_block:
         repeated += sent
+    kernels = int(np.count_nonzero(input_part) + np.count_nonzero(weight_part)) + len(again)
+    dispatch = problem.reached.dispatch_seconds
     return LayerTime(
-        forward=forward + sent,
-        backward=gradients + added + returned + repeated,
+        forward=max(forward + sent, len(operators) * dispatch),
+        backward=max(gradients + added + returned + repeated, kernels * dispatch),
         weight=weights + added,
         repeated=repeated,
         exchange=sent + returned,
@@ -94,11 +93,6 @@ def _seconds(problem: TrainingProblem, operators: list[Operation], samples: int)
 
 def _weights(one: Operation) -> float:
     return one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
-
-
-def _at_least(problem: TrainingProblem, seconds: float, kernels: int) -> float:
-    """The time of kernels that the host starts one after the other."""
-    return max(seconds, kernels * problem.reached.dispatch_seconds)
 
 
 def _accumulation(problem: TrainingProblem, share: Share) -> float:
