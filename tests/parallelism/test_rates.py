@@ -64,7 +64,6 @@ def test_a_layer_lasts_as_long_as_its_launches() -> None:
     kernels = len(share.operators)
     products = sum(one.weight_gradients > 0 for one in share.operators.values())
     assert found.forward == pytest.approx(kernels * A100.dispatch_seconds)
-    assert found.repeated == pytest.approx(kernels * A100.dispatch_seconds)
     assert found.backward == pytest.approx((2 * kernels + products) * A100.dispatch_seconds)
 
 

@@ -1,6 +1,7 @@
 """Every layout of a tiny training problem by plain nested loops; random tiny problems."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -19,7 +20,7 @@ from stagewright.graphs.models.architecture import (
     FeedForward,
     GroupedAttention,
 )
-from stagewright.solvers.parallelism.search import compiled_walk
+from stagewright.solvers.parallelism.tree import compiled_walk
 
 CHUNKS = 4
 
@@ -176,11 +177,13 @@ def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) ->
         sequence=draw(st.sampled_from((12, 32, 64))),
         batch=draw(st.integers(1, most_samples)),
         fabric=draw(fabrics(most_devices)),
-        reached=REACHED,
+        reached=replace(REACHED, dispatch_seconds=draw(st.sampled_from((0.0, 1e-6, 1e-4)))),
         precision=draw(
             st.sampled_from((Precision(), Precision(gradient_bytes=2), Precision(4, 4, 4, 8)))
         ),
         attention=draw(st.sampled_from(("fused", "materialized"))),
         overlap=draw(st.booleans()),
+        overlap_tensor=draw(st.booleans()),
+        fused_gradients=draw(st.booleans()),
         reserve_bytes=draw(st.sampled_from((0.0, 1e5))),
     )
