@@ -22,6 +22,7 @@ from benchmarks import (
     generators,
     jobshop,
     launching,
+    layouts,
     madpipe,
     madpipe_steps,
     operators,
@@ -80,6 +81,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "executor": executor.tables,
     "launching": launching.tables,
     "backprop_run": backprop_run.tables,
+    "layouts": layouts.tables,
 }
 
 

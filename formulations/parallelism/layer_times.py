@@ -20,7 +20,7 @@ class LayerTime:
     """Seconds of one layer on a microbatch.
 
     ``weight`` is the part of the backward that is weight gradients, ``repeated`` what recomputation
-    adds to it; ``exchange`` is the part of the rest of both that is communication.
+    adds to it; ``exchange`` is the part of the rest of both that waits for communication.
     """
 
     forward: float
@@ -43,7 +43,8 @@ def layer_time(
 ) -> LayerTime:
     """The times of a layer on a microbatch of ``samples``.
 
-    The backward costs what the operations' gradients do, and the forward of what is repeated.
+    The backward costs what the operations' gradients do, and the forward of what is repeated. Both
+    last at least as long as the host takes to start their kernels one after the other.
     """
     operators = list(share.operators.values())
     seconds = _seconds(problem, operators, samples)
@@ -51,20 +52,24 @@ def layer_time(
     weight_part = np.array([one.weight_gradients for one in operators])
     forward, gradients = float(seconds.sum()), float((seconds * (input_part + weight_part)).sum())
     again = share.repeated(recompute)
-    repeated = float(
-        sum(t for t, name in zip(seconds, share.operators, strict=True) if name in again)
+    repeated = sum(
+        float(t) for t, name in zip(seconds, share.operators, strict=True) if name in again
     )
-    sent, returned = _exchanges(problem, share, split, samples)
+    weights = float((seconds * weight_part).sum())
+    added = _accumulation(problem, share)
+    sent, returned = _exchanges(problem, share, split, samples, weights)
     hidden = _attention_seconds(share, seconds)
     circulated = _circulation(problem, share, split, samples)
     sent += max(0.0, circulated - hidden)
     returned += max(0.0, 2 * circulated - 2 * hidden)
     if recompute == "full" and share.is_block:
         repeated += sent
+    kernels = int(np.count_nonzero(input_part) + np.count_nonzero(weight_part)) + len(again)
+    dispatch = problem.reached.dispatch_seconds
     return LayerTime(
-        forward=forward + sent,
-        backward=gradients + returned + repeated,
-        weight=float((seconds * weight_part).sum()),
+        forward=max(forward + sent, len(operators) * dispatch),
+        backward=max(gradients + added + returned + repeated, kernels * dispatch),
+        weight=weights + added,
         repeated=repeated,
         exchange=sent + returned,
     )
@@ -90,14 +95,35 @@ def _weights(one: Operation) -> float:
     return one.parameters + one.tied_parameters if one.kind == "matmul" else 0.0
 
 
+def _accumulation(problem: TrainingProblem, share: Share) -> float:
+    """A kernel that adds the gradients of a microbatch to their sum: reads both, writes one."""
+    if problem.fused_gradients:
+        return 0.0
+    precision = problem.precision
+    parameters = share.parameters + share.expert_parameters + share.tied_parameters
+    moved = parameters * (precision.weight_bytes + 2 * precision.gradient_bytes)
+    return moved / (problem.card.memory_bytes_per_second * problem.reached.memory)
+
+
 def _exchanges(
-    problem: TrainingProblem, share: Share, split: Split, samples: int
+    problem: TrainingProblem, share: Share, split: Split, samples: int, weights: float
 ) -> tuple[float, float]:
-    """Tensor reductions and the way to the experts and back, in forward and backward."""
+    """Tensor reductions and the way to the experts and back, as far as the device waits for them.
+
+    In the backward the reduction of an input's gradient can run beside the gradients of the
+    weights, which take ``weights`` seconds. With sequence parallelism the projections' inputs are
+    gathered once more (Korthikanti et al. 2022, section 4.2.2), which can run beside the gradients
+    of the inputs; nothing runs beside the gathering of the outputs' gradients.
+    """
     fabric, size = problem.fabric, problem.precision.activation_bytes
     one = all_reduce_seconds(fabric, 1, split.tensor, samples * share.width * size)
     routed = 2 * all_to_all_seconds(fabric, 1, split.expert, samples * share.dispatched * size)
-    return share.reductions[0] * one + routed, share.reductions[1] * one + routed
+    ahead, back = (number * one for number in share.reductions)
+    seen = back / 2 if split.sequence_parallel else 0.0
+    beside = back
+    if problem.overlap_tensor:
+        beside = max(0.0, back - (2 * weights if split.sequence_parallel else weights))
+    return ahead + routed, seen + beside + routed
 
 
 def _circulation(problem: TrainingProblem, share: Share, split: Split, samples: int) -> float:

@@ -61,8 +61,11 @@ class TrainingProblem:
     """A model, its batch and the machines.
 
     ``overlap`` says whether the exchange of gradients and of ZeRO's weights runs beside the
-    computation, as far as that lasts. ``reserve_bytes`` of every device are not for the plan (the
-    driver, the allocator, the communication library).
+    computation, as far as that lasts; ``overlap_tensor`` whether a layer's tensor exchange in the
+    backward runs beside its products. With ``fused_gradients`` the products of the weights'
+    gradients add to the sum over microbatches themselves; else another kernel does. Megatron-LM has
+    these two since September 2021 and February 2022. ``reserve_bytes`` of every device are not for
+    the plan (the driver, the allocator, the communication library).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -75,6 +78,8 @@ class TrainingProblem:
     precision: Precision = Precision()
     attention: Attention = "fused"
     overlap: bool = True
+    overlap_tensor: bool = True
+    fused_gradients: bool = True
     reserve_bytes: float = 2e9
 
     def __post_init__(self) -> None:

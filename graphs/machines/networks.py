@@ -5,8 +5,10 @@ from stagewright.graphs.documents.units import require_count
 from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.machines.fabric import MAX_GPUS, Fabric, Level
 
-SHARE = 0.7
-"""The part of a link's rate that collectives reach where no bandwidth is given."""
+SERVER_SHARE, NETWORK_SHARE = 0.812, 0.84
+"""The parts of a link's rate that collectives reach in and between servers where no bandwidth is
+given: of NVLink and InfiniBand of DGX A100, fitted together with the rates of the A100 (see
+``rates.py``); the same parts for other kinds are not measured."""
 
 _SERVER = {
     "v100": 150e9,
@@ -34,7 +36,8 @@ _NETWORK = {
 """Bytes/s per device out of a server: network cards of DGX-1, DGX-2, DGX A100, DGX H100, DGX B200,
 and 400 Gb/s for every MI300X."""
 
-SERVER_LATENCY, NETWORK_LATENCY = 4e-6, 8e-6
+SERVER_LATENCY, NETWORK_LATENCY = 2.7e-6, 4.7e-6
+"""Seconds of a step of a collective: the first from the same fit, the network's 2 us above it."""
 
 
 def fabric_of_kind(
@@ -52,7 +55,8 @@ def fabric_of_kind(
     """Servers of ``per_server`` devices; bandwidths are bytes/s per device and direction.
 
     ``rack_bandwidth`` is that out of a rack (or pod) of ``per_rack`` devices. Default bandwidths
-    are :data:`SHARE` of the kind's links, default memory is the kind's.
+    are parts of the kind's links (:data:`SERVER_SHARE`, :data:`NETWORK_SHARE`), default memory is
+    the kind's.
 
     Raises
     ------
@@ -66,10 +70,10 @@ def fabric_of_kind(
         raise InputError(f"gpus ({devices}) must be a multiple of the {inside} of a server")
     if (per_rack is None) != (rack_bandwidth is None):
         raise InputError("a rack needs both its number of gpus and its bandwidth")
-    within = _given(server_bandwidth, _SERVER, card.name, "server bandwidth")
+    within = _given(server_bandwidth, SERVER_SHARE, _SERVER, card.name, "server bandwidth")
     levels = [Level("server", inside, within, SERVER_LATENCY)]
     if devices > inside:
-        between = _given(network_bandwidth, _NETWORK, card.name, "network bandwidth")
+        between = _given(network_bandwidth, NETWORK_SHARE, _NETWORK, card.name, "network bandwidth")
         size = devices if per_rack is None else min(per_rack, devices)
         levels.append(
             Level("rack" if size < devices else "network", size, between, NETWORK_LATENCY)
@@ -80,9 +84,11 @@ def fabric_of_kind(
     return Fabric(card.name, memory, tuple(levels), host_bytes_per_second)
 
 
-def _given(value: float | None, known: dict[str, float], kind: str, what: str) -> float:
+def _given(
+    value: float | None, share: float, known: dict[str, float], kind: str, what: str
+) -> float:
     if value is not None:
         return value
     if kind not in known:
         raise InputError(f"the {what} of {kind} is not known: give it, for example 50GB/s")
-    return SHARE * known[kind]
+    return share * known[kind]

@@ -7,6 +7,7 @@ from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.devices import ACCELERATORS, accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,9 @@ class Reached:
 
     A matrix product of F FLOPs reaches ``matmul * F / (F + half_flops)`` of the peak: half of
     ``matmul`` at ``half_flops``. ``memory`` is the part of the memory bandwidth that other kernels
-    reach, ``launch_seconds`` what each kernel takes in addition.
+    reach, ``launch_seconds`` what each kernel takes in addition. ``dispatch_seconds`` is what the
+    host needs to start a kernel while the device is at work: a layer lasts at least as long as it
+    takes to start its kernels.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -25,27 +28,58 @@ class Reached:
     memory: float
     launch_seconds: float
     source: str
+    dispatch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("matmul", "memory"):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(f"{name} must be in (0, 1], got {getattr(self, name):g}")
-        for name in ("half_flops", "launch_seconds"):
+        for name in ("half_flops", "launch_seconds", "dispatch_seconds"):
             if not 0 <= getattr(self, name) < 1e15:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name):g}")
 
 
 A100 = Reached(
-    matmul=0.775,
-    half_flops=1.76e10,
-    memory=0.72,
-    launch_seconds=9e-6,
-    source="fitted to the eight iterations of Korthikanti et al. 2022 on A100",
+    matmul=0.765,
+    half_flops=2.2e10,
+    memory=0.562,
+    launch_seconds=4.4e-6,
+    source=(
+        "fitted to iterations on DGX A100: 8 of Korthikanti et al. 2022, 10 of Narayanan's thesis, "
+        "table 4.1; the host's time on small models in vTrain's data"
+    ),
+    dispatch_seconds=1e-4,
 )
+"""``python -m benchmarks.layout_fit`` gives the first four; docs/layouts.md has the errors."""
+
+H100 = replace(
+    A100,
+    matmul=0.6,
+    source=(
+        "the A100's fractions, but products at 0.6 of the peak: fitted to Megatron-LM's table of 9 "
+        "GPTs on H100 of 2024"
+    ),
+)
+"""``benchmarks/layout_h100.py`` has the table; Llama 3 405B, which is not in it, is 8 % slower."""
+
+REACHED: dict[str, Reached] = {
+    kind: replace(A100, source=f"the A100's fractions on the peaks of {kind}; not measured")
+    for kind in ACCELERATORS
+} | {
+    "a100": A100,
+    "a100-80gb": A100,
+    "h100": H100,
+    "h200": replace(H100, source=f"{H100.source}; not measured on H200"),
+}
+"""What kernels reach, by the kind of device."""
 
 
 def reached_on(kind: str) -> Reached:
-    """What kernels reach on a kind of device."""
-    if kind.startswith("a100"):
-        return A100
-    return replace(A100, source=f"the A100's fractions on the peaks of {kind}")
+    """What kernels reach on a kind of device.
+
+    Raises
+    ------
+    InputError
+        If the kind is not known.
+    """
+    return REACHED[accelerator(kind).name]

@@ -209,11 +209,13 @@ def problems(draw: st.DrawFn, most_devices: int = 24, most_samples: int = 48) ->
         sequence=draw(st.sampled_from((12, 32, 64))),
         batch=draw(st.integers(1, most_samples)),
         fabric=draw(fabrics(most_devices)),
-        reached=REACHED,
+        reached=replace(REACHED, dispatch_seconds=draw(st.sampled_from((0.0, 1e-6, 1e-4)))),
         precision=draw(
             st.sampled_from((Precision(), Precision(gradient_bytes=2), Precision(4, 4, 4, 8)))
         ),
         attention=draw(st.sampled_from(("fused", "materialized"))),
         overlap=draw(st.booleans()),
+        overlap_tensor=draw(st.booleans()),
+        fused_gradients=draw(st.booleans()),
         reserve_bytes=draw(st.sampled_from((0.0, 1e5))),
     )

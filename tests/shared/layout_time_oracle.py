@@ -137,16 +137,52 @@ class Plain:
             for name, seconds in each.items()
         )
         samples = layout.microbatch
-        reduced = 2 * self.gather(self.groups("tensor"), samples * share.width * size)
+        moved = samples * share.width * size
+        reduced = 2 * self.gather(self.groups("tensor"), moved)
         routed = 2 * self.all_to_all(self.expert_groups()[0], samples * share.dispatched * size)
         sent = share.reductions[0] * reduced + routed + self.circulated(share, each)
-        returned = share.reductions[1] * reduced + routed + 2 * self.circulated(share, each)
-        again = 0.0
+        returned = share.reductions[1] * self.returned_each(share, each, moved)
+        returned += routed + 2 * self.circulated(share, each)
+        again, repeated = 0.0, ()
         if share.is_block and layout.recompute == "full":
-            again = forward + sent
+            again, repeated = forward + sent, tuple(each)
         elif share.is_block and layout.recompute == "selective":
-            again = sum(seconds for name, seconds in each.items() if name in CORE)
-        return forward + sent, backward + returned + again
+            repeated = tuple(name for name in each if name in CORE)
+            again = sum(each[name] for name in repeated)
+        backward += returned + again + self.added_seconds(share)
+        dispatch = self.problem.reached.dispatch_seconds
+        gradients = [
+            (one.input_gradients > 0) + (one.weight_gradients > 0)
+            for one in share.operators.values()
+        ]
+        return (
+            max(forward + sent, dispatch * len(each)),
+            max(backward, dispatch * (sum(gradients) + len(repeated))),
+        )
+
+    def returned_each(self, share, each, moved):
+        """What is seen of one of the backward's reductions of the hidden states.
+
+        Without sequence parallelism an all-reduce, beside the weights' gradients. With it the
+        output's gradient is gathered, which is seen; the input is gathered once more beside its
+        gradient, and its gradient scattered beside the weights'.
+        """
+        one = self.gather(self.groups("tensor"), moved)
+        number = max(1, share.reductions[1])
+        weights = sum(each[name] * x.weight_gradients for name, x in share.operators.items())
+        parallel = self.layout.sequence_parallel
+        hiding = (2 if parallel else 1) * weights * self.problem.overlap_tensor / number
+        return (one if parallel else 0.0) + max(0.0, 2 * one - hiding)
+
+    def added_seconds(self, share):
+        """The sum of gradients by a kernel of its own: reads both, writes the sum."""
+        if self.problem.fused_gradients:
+            return 0.0
+        of = self.precision
+        number = share.parameters + share.expert_parameters + share.tied_parameters
+        moved = of.weight_bytes + 2 * of.gradient_bytes
+        rate = self.problem.card.memory_bytes_per_second * self.problem.reached.memory
+        return number * moved / rate
 
     def circulated(self, share, each):
         """Keys and values in a ring of context ranks, as far as the attention does not hide it."""

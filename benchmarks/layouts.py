@@ -1,0 +1,140 @@
+"""The cost model of layouts against published iterations (docs/layouts.md explains the tables)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from benchmarks import layout_h100, layout_vtrain
+from benchmarks.layout_fit import compiled, error, left_out, predicted
+from benchmarks.layout_runs import (
+    MEASURED,
+    Run,
+    fitted_runs,
+    korthikanti,
+    table_4_1,
+    table_4_2_ptd,
+    table_4_2_zero,
+    thesis_teraflops,
+)
+from benchmarks.report import Table
+from stagewright.formulations.parallelism.estimate import evaluate
+
+
+def tables(quick: bool) -> Iterator[Table]:
+    """All comparisons; if ``quick`` no fits, no single-server runs and no H100."""
+    apart = {} if quick or not MEASURED.exists() else left_out(fitted_runs())
+    if MEASURED.exists():
+        yield iterations(apart)
+        yield memory()
+    yield weak_scaling(apart)
+    yield strong_scaling()
+    if not quick:
+        yield from layout_vtrain.tables()
+        yield from layout_h100.tables()
+
+
+def iterations(apart: dict[str, float]) -> Table:
+    """Korthikanti et al. 2022, tables 4 and 5."""
+    runs = [one.run for one in korthikanti()]
+    rows = [
+        (
+            run.name,
+            str(run.layout),
+            run.seconds,
+            f"{predicted(run):.2f}",
+            _shown(error(run)),
+            _shown(apart.get(run.name)),
+        )
+        for run in runs
+    ]
+    columns = ("model", "layout", "measured s", "predicted s", "error", "error, model left out")
+    return Table(
+        "layout_iterations", _title("Iterations of 2022", runs, apart), columns, tuple(rows)
+    )
+
+
+def memory() -> Table:
+    """The same runs: activations and state of the first rank."""
+    rows = []
+    for one in korthikanti():
+        first = evaluate(one.run.problem, one.run.layout, compiled).memory[0]
+        state = first.weights + first.gradients + first.optimizer
+        kept = one.activation_bytes
+        rows.append(
+            (
+                one.run.name,
+                _gib(one.state_bytes),
+                _gib(state),
+                None if kept is None else _gib(kept),
+                _gib(first.activations),
+                None if kept is None else _shown(first.activations / kept - 1),
+            )
+        )
+    columns = (
+        "model",
+        "state of the blocks GiB",
+        "predicted with the embedding",
+        "activations GiB",
+        "predicted",
+        "error",
+    )
+    return Table("layout_memory", "Memory of the first rank", columns, tuple(rows))
+
+
+def weak_scaling(apart: dict[str, float]) -> Table:
+    """Thesis table 4.1."""
+    runs = list(table_4_1())
+    rows = [(*_rates(run), _inverse(apart.get(run.name))) for run in runs]
+    columns = (
+        "model",
+        "layout",
+        "printed TFLOP/s per GPU",
+        "predicted",
+        "error",
+        "error, model left out",
+    )
+    return Table("layout_weak", _title("Thesis table 4.1", runs, apart), columns, tuple(rows))
+
+
+def strong_scaling() -> Table:
+    """Thesis table 4.2, which is not fitted."""
+    rows = [_rates(run) for run in (*table_4_2_ptd(), *table_4_2_zero())]
+    columns = ("model", "layout", "printed TFLOP/s per GPU", "predicted", "error")
+    return Table("layout_strong", "Thesis table 4.2, not fitted", columns, tuple(rows))
+
+
+def _rates(run: Run) -> tuple[object, ...]:
+    printed = thesis_teraflops(run, run.seconds)
+    found = thesis_teraflops(run, predicted(run))
+    return (
+        run.name,
+        str(run.layout),
+        f"{printed:.0f}",
+        f"{found:.0f}",
+        _shown(found / printed - 1),
+    )
+
+
+def _title(what: str, runs: Sequence[Run], apart: dict[str, float]) -> str:
+    text = f"{what}: {_summary(error(run) for run in runs)}"
+    if not apart:
+        return text
+    return f"{text}; with the model left out of the fit {_summary(apart[run.name] for run in runs)}"
+
+
+def _summary(errors: Iterable[float]) -> str:
+    found = np.abs([*errors])
+    return f"seconds {found.mean():.1%} off on average, {found.max():.1%} at most"
+
+
+def _shown(value: float | None) -> str | None:
+    return None if value is None else f"{value:+.1%}"
+
+
+def _inverse(value: float | None) -> str | None:
+    """The error of a rate, from that of seconds."""
+    return None if value is None else _shown(1 / (1 + value) - 1)
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.2f}"
