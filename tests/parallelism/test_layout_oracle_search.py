@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from layout_oracle import CHUNKS, every_layout, problems
-from profiles import examples
+from profiles import UNSHRUNK, examples
 
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
@@ -37,7 +37,7 @@ def require_best(
     return found
 
 
-@examples(150)
+@examples(150, phases=UNSHRUNK)
 @given(problems(24, 24), st.integers(1, 12), st.data())
 def test_the_best_of_every_memory_are_those_of_all_layouts(problem, keep, data) -> None:
     every = list(every_layout(problem))
@@ -53,7 +53,7 @@ def test_the_best_of_every_memory_are_those_of_all_layouts(problem, keep, data) 
             before = found.best[0].seconds
 
 
-@examples(60)
+@examples(60, phases=UNSHRUNK)
 @given(problems(12, 12), st.data())
 def test_the_optimizer_in_host_memory_is_chosen_where_memory_is_small(problem, data) -> None:
     every = list(every_layout(problem, (False, True)))
@@ -87,7 +87,7 @@ def is_chosen(layout: Layout, name: str, values: Set[object]) -> bool:
     return getattr(layout, name) in values
 
 
-@examples(100)
+@examples(100, phases=UNSHRUNK)
 @given(problems(12, 12), st.data())
 def test_of_a_part_of_the_space_the_best_are_those_with_its_values(problem, data) -> None:
     every = list(every_layout(problem))
@@ -122,7 +122,7 @@ class SetAfter:
         return self.looks < 0
 
 
-@examples(60)
+@examples(60, phases=UNSHRUNK)
 @given(problems(12, 12), st.integers(0, 40))
 def test_the_bound_of_a_search_that_was_stopped_holds(problem, looks) -> None:
     every = sorted(one.seconds for one in every_layout(problem))
