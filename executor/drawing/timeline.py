@@ -24,7 +24,7 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
-from stagewright.formulations.plans.tensor import groups_of
+from stagewright.formulations.plans.tensor import mates
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 Numbers = Literal["microbatches", "stages", "stage.microbatch"]
@@ -309,10 +309,8 @@ def stage_features(stage: Stage, device: str | None = None) -> list[str]:
     """
     turns = ["round-robin"] if stage.turns > 1 else []
     again = [f"recompute {stage.recompute}"] if stage.recompute != "none" else []
-    groups = groups_of(stage.devices, stage.tensor) if stage.tensor > 1 else []
-    mates = [name for one in groups if device in one for name in one if name != device]
-    others = f" with {shorten_devices(mates)}" if mates else ""
-    sharded = [f"tensor {stage.tensor}{others}"] if groups else []
+    others = f" with {shorten_devices(mates(stage, device))}" if device is not None else ""
+    sharded = [f"tensor {stage.tensor}{others}"] if stage.tensor > 1 else []
     return [*sharded, *turns, *again, *(["offload"] if stage.offload else [])]
 
 

@@ -21,6 +21,12 @@ def groups_of(devices: Sequence[T], tensor: int) -> list[tuple[T, ...]]:
     return [tuple(devices[i : i + tensor]) for i in range(0, len(devices), tensor)]
 
 
+def mates(stage: Stage, device: str) -> tuple[str, ...]:
+    """The other devices of the group of ``device``."""
+    group = next(one for one in groups_of(stage.devices, stage.tensor) if device in one)
+    return tuple(name for name in group if name != device)
+
+
 def share_count(stage: Stage) -> int:
     """Among how many groups a microbatch of ``stage`` is split."""
     return len(stage.runners(0)) // stage.tensor

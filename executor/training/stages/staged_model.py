@@ -1,6 +1,6 @@
 """A captured model by the stages of a plan: the tensors of each, and those that stages share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -9,6 +9,9 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.training.model_checks import listed_stages
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.parallel_layers import TensorGroup
+from stagewright.executor.training.stages.sharding import Sharding, shard_stage
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -27,6 +30,8 @@ class StagedModel:
         First names of parameters, and of buffers, that several stages have.
     modules
         Per stage its layers. Each has its own copy of shared tensors, also on one rank.
+    shardings
+        Per stage that `shard` has divided.
     """
 
     def __init__(self, plan: PipelinePlan, model: LayeredModel, own: Sequence[int]) -> None:
@@ -41,6 +46,7 @@ class StagedModel:
         self.modules: dict[int, list[CapturedLayer]] = {}
         self._model = self._split(model, own)
         self.layers = self._model.layers
+        self.shardings: dict[int, Sharding] = {}
 
     @property
     def single_output(self) -> bool:
@@ -67,6 +73,14 @@ class StagedModel:
                 ]
             self.modules[s] = layers[start:stop]
         return replace(model, layers=tuple(layers))
+
+    def shard(self, rank: Rank, groups: Mapping[int, TensorGroup]) -> None:
+        """Divide the layers of each stage in ``groups`` among its tensor group, in place."""
+        for s, group in groups.items():
+            is_first = rank.number == rank.first(s)
+            self.shardings[s] = shard_stage(
+                s, self.modules[s], self.primary, group, quiet=not is_first
+            )
 
     def tensors(self, s: int, weights: Weights) -> dict[str, Tensor]:
         """Parameters, in their newest version, and buffers of a stage, by their first names."""
