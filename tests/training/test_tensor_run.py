@@ -17,7 +17,6 @@ from examples.models import Llama, Transformer  # noqa: E402
 from stagewright.executor.training.runtime import Executor  # noqa: E402
 from stagewright.formulations.plans.actions import Action, ActionKind  # noqa: E402
 from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
-from stagewright.graphs.documents.errors import InputError  # noqa: E402
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 VOCABULARY, SEQUENCE, STEPS = 12, 6, 3
@@ -134,3 +133,169 @@ def test_groups_in_turn_recompute(ranks: Ranks) -> None:
     ]
     trained(ranks, llama, stages, microbatches=3)
     trained(ranks, gpt, [Stage((0, 4), ("a", "b"), recompute="full", tensor=2)])
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [Stage((0, 4), ("a", "b"), tensor=2)],
+        [Stage((0, 2), ("a",)), Stage((2, 4), ("b", "c"), tensor=2)],
+        [Stage((0, 4), ("a", "b", "c", "d"), tensor=2)],
+    ],
+    ids=["one group", "a device and a group", "two groups"],
+)
+@pytest.mark.parametrize("model", [gpt, llama])
+def test_the_norm_counts_each_parameter_once(ranks: Ranks, model: Any, stages: list[Stage]) -> None:
+    """A norm far above ``clip_norm``, with losses whose counts are summed up over ranks."""
+    trained(ranks, model, stages, clip_norm=0.05)
+    trained(ranks, model, stages, clip_norm=0.05, loss=summed, optimizer=ADAM)
+
+
+def interrupted(
+    _: Any, rank: int, plan: PipelinePlan, model: Any, data: Any, state: Any
+) -> dict[str, Any]:
+    """Load ``state``, if there is one, do the steps, and return this rank's share."""
+    executor = Executor(plan, model, ENTROPY, ADAM, dtype=torch.float64)
+    if state is not None:
+        executor.load_state({key: state[key] for key in executor.wanted(state)}, 1)
+    for batch in data:
+        executor.step(*batch)
+    return {key: one.clone() for key, one in executor.state().items()}
+
+
+def test_checkpoints_hold_whole_tensors(ranks: Ranks) -> None:
+    """Written by any degree, read by any degree; the optimizer's state too."""
+    torch.manual_seed(0)
+    model, data = llama().double(), batches(8)
+    plans = {
+        1: fill_and_drain([Stage((0, 4), ("a",))], 2),
+        2: fill_and_drain([Stage((0, 2), ("a", "b"), tensor=2), Stage((2, 4), ("b",))], 2),
+        4: fill_and_drain([Stage((0, 4), ("a", "b", "c", "d"), tensor=2)], 2),
+    }
+
+    def after(world: int, steps: Any, state: Any) -> dict[str, Any]:
+        shares = ranks.run(interrupted, world, plans[world], model, steps, state)
+        keys = [key for share in shares for key in share]
+        assert len(keys) == len(set(keys))
+        return {key: one for share in shares for key, one in share.items()}
+
+    first = {world: after(world, data[:1], None) for world in plans}
+    whole = after(1, data[1:], first[1])
+    for world in (2, 4):
+        for key, one in first[1].items():
+            torch.testing.assert_close(first[world][key], one, rtol=1e-11, atol=1e-13, msg=key)
+    for writer, reader in ((2, 4), (4, 2), (2, 1), (1, 2)):
+        found = after(reader, data[1:], first[writer])
+        assert found.keys() == whole.keys()
+        for key, one in whole.items():
+            torch.testing.assert_close(found[key], one, rtol=1e-10, atol=1e-12, msg=key)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def constructed(_: Any, rank: int, plan: PipelinePlan, model: Any, data: Any) -> str:
+    """The warnings of making an executor, and of a step."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        executor = Executor(plan, model, ENTROPY, SGD, dtype=torch.float64)
+        executor.step(*data)
+    return "; ".join(str(one.message) for one in caught)
+
+
+def refusal(ranks: Ranks, model: Any, stages: list[Stage], change: Any = None) -> str:
+    plan = fill_and_drain(stages, 2)
+    plan = plan if change is None else change(plan)
+    world = len({name for stage in stages for name in stage.devices})
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(constructed, world, plan, model, batches(4, 1)[0])
+    return str(failed.value)
+
+
+def group(layers: int = 4, **changes: Any) -> list[Stage]:
+    return [Stage((0, layers), ("a", "b"), tensor=2, **changes)]
+
+
+def planned(**rules: Any) -> Any:
+    """A GPT whose blocks have another ``tp_plan``."""
+    model = gpt()
+    for block in model.blocks:
+        block.tp_plan = {**block.tp_plan, **rules}
+    return model
+
+
+def with_dropout() -> Any:
+    model = gpt()
+    model.blocks[1].feed_forward.insert(3, torch.nn.Dropout(0.5))
+    model.blocks[1].tp_plan = {"feed_forward.1": "colwise", "feed_forward.4": "rowwise"}
+    return model
+
+
+def tied_llama() -> Any:
+    model = llama()
+    model.head.logits.weight = model.embedding.token.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: planned(attention_inn="colwise"), "'attention_inn' names no module in it"),
+        (lambda: planned(attention_in="column"), "'column' is not a style; there are colwise, "),
+        (lambda: planned(attention_norm="colwise"),
+         "'attention_norm' is a LayerNorm; colwise divides a plain Linear"),
+        (lambda: planned(attention_in="colwise/7"),
+         "'attention_in': 48 features in 7 parts do not divide among 2 devices"),
+        (lambda: planned(head="divide"), "'head' is not a whole number of a module in it"),
+        (lambda: planned(**{"*.1": "rowwise"}), "'feed_forward.1' is a ColumnLinear"),
+        (lambda: Transformer(2, 18, 3, SEQUENCE, VOCABULARY),
+         "'heads' is 3, which does not divide among 2 devices"),
+        (tied_llama, "'token': its parameter is used in several modules"),
+        (with_dropout, "layer 'blocks.1' draws random numbers and is divided among the devices"),
+        (lambda: [torch.nn.Linear(1, 1)] * 4,
+         "none of its layers (0, 1, 2, 3) says how it is divided: give a module in them a tp_plan"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_divided(ranks: Ranks, model: Any, message: str) -> None:
+    assert message in refusal(ranks, model(), group())
+
+
+def tied() -> Any:
+    model = gpt()
+    model.head[1].weight = model.embedding.token.weight
+    return model
+
+
+def in_parts(plan: PipelinePlan) -> PipelinePlan:
+    return make.zero_bubble_h1(plan.stages, 2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "change", "message"),
+    [
+        (group(offload=True), None, "stage 0 has tensor degree 2 and offloads"),
+        (group(), in_parts, "stage 0 has tensor degree 2 and 0I0: a divided layer's backward is"),
+        (group(), lambda plan: replace(plan, weights="stash"),
+         "stage 0 has tensor degree 2, which is run only by finite plans that begin with the "
+         "forwards and have 'flush' weights; this one has 'stash'"),
+    ],
+)  # fmt: skip
+def test_plans_that_are_not_run(
+    ranks: Ranks, stages: list[Stage], change: Any, message: str
+) -> None:
+    assert message in refusal(ranks, gpt(), stages, change)
+
+
+def test_a_divided_stage_shares_no_parameter(ranks: Ranks) -> None:
+    stages = [Stage((0, 2), ("a",)), Stage((2, 4), ("b", "c"), tensor=2)]
+    found = refusal(ranks, tied(), stages)
+    assert "parameter 'embedding.token.weight' is shared by stages 0 and 1, of which 1 has" in found
+    trained(ranks, tied, group())  # within one stage it is whole, as no style divides it
+
+
+def test_whole_layers_are_named(ranks: Ranks) -> None:
+    plan = fill_and_drain(group(), 2)
+    told = ranks.run(constructed, 2, plan, gpt(), batches(4, 1)[0])
+    whole = "stage 0: each of 2 devices computes all of the layers embedding, head, which have no"
+    assert whole in told[0]
+    assert "computes all" not in told[1]
