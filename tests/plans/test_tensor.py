@@ -10,6 +10,7 @@ from hypothesis import given
 from plans import elaborate, small_problem, valid_plan
 from profiles import examples
 
+from stagewright.executor.drawing.summary import summarise
 from stagewright.executor.drawing.timeline import timeline
 from stagewright.executor.export import export
 from stagewright.executor.simulation.simulate import simulate
@@ -277,6 +278,7 @@ def test_the_timeline_names_the_group() -> None:
     assert rows[:2] == ["g0 · stage 0 (tensor 2 with g1)", "g1 · stage 0 (tensor 2 with g0)"]
     assert rows[-1] == "g5 · stage 1 (tensor 2 with g2)"
     assert all(row.blocks for row in timeline(plan))
+    assert [line.replicas for line in summarise(plan)] == [2, 1]
 
 
 @pytest.mark.parametrize(
