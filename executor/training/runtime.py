@@ -275,9 +275,7 @@ class Executor:
     # State and traces
 
     def state(self) -> dict[str, Tensor]:
-        """The share of a checkpoint that this rank writes; each key is written by one rank.
-
-        All ranks call it: devices that share a stage's tensors bring them together.
+        """The share of a checkpoint that this rank writes, once each key; all ranks call it.
 
         ``model.NAME`` are parameters and buffers under the model's own names,
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
@@ -339,19 +337,18 @@ class Executor:
 
     def _initialise(self, module: Model | Callable[[], Model]) -> StagedModel:
         """The captured model, with this rank's layers alone on its device."""
-        wanted = {i for s in self._stages for i in range(*self.plan.stages[s].layers)}
+        own = [self.plan.stages[s] for s in self._stages]
         model = initialise(
             module,
-            wanted,
+            {i for stage in own for i in range(*stage.layers)},
             seed=self._seed,
-            device=self._rank.device,
+            device="cpu" if any(stage.tensor > 1 for stage in own) else self._rank.device,
             dtype=self._parameter_type,
             agree=lambda fits: summed(self._rank, (float(not fits),), self._rank.group) == (0.0,),
         )
         require_same_model(self.plan, model)
         staged = StagedModel(self.plan, model, self._stages)
-        clips = self._clip_norm < inf
-        require_sharing(self.plan, staged.tied, staged.stages_of, clips=clips)
+        require_sharing(self.plan, staged.tied, staged.stages_of, clips=self._clip_norm < inf)
         require_whole_gradients(self.plan, model, staged.stages_of)
         return staged
 

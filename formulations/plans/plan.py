@@ -249,11 +249,11 @@ class Certificate:
     """Lower bounds on the plan's cost, and their gaps: (cost - bound) / cost.
 
     ``bound_seconds`` is the best bound over a class ``plans`` that contains this plan (of equal
-    bounds, the one on the largest class). ``every_bound_seconds`` is the best bound over every plan
-    that the checker accepts. ``schedule_bound_seconds`` is the best bound over the schedules of the
-    same stages in the class ``schedule_plans``. ``bounds`` lists all computed bounds, including
-    those on classes without this plan: one that exceeds the plan's cost says that every plan of
-    its class is worse.
+    bounds, the one on the largest class). ``every_bound_seconds`` is the best over every plan (of
+    tensor degree 1) that the checker accepts. ``schedule_bound_seconds`` is the best bound over the
+    schedules of the same stages in the class ``schedule_plans``. ``bounds`` lists all computed
+    bounds, including those on classes without this plan: one that exceeds the plan's cost says that
+    every plan of its class is worse.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT

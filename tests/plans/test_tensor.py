@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from periodic_plans import placed_plan
 from plans import elaborate, small_problem, valid_plan
 from profiles import examples
 
@@ -240,6 +241,20 @@ def test_the_slowest_member_sets_the_pace() -> None:
         spans = {(one.action, one.device): (one.start_seconds, one.finish_seconds) for one in run}
         for group in (("g0", "g1"), ("g3", "g4")):
             assert len({spans["0B1", name] for name in group}) == 1
+
+
+def test_periodic_plans_have_groups_too() -> None:
+    problem = small_problem(4, 6, 3, memory_bytes=64e9, updates=True, degrees=(2,))
+    stages = [
+        Stage((0, 2), ("g0", "g1", "g3", "g4"), tensor=2),
+        Stage((2, 4), ("g2", "g5"), tensor=2),
+    ]
+    plan = placed_plan(problem, stages)
+    assert check(problem, plan) == ()
+    assert simulate(problem, plan).iteration_seconds <= require_valid(problem, plan) * (1 + 1e-9)
+    unlike = [replace(stages[1], layers=(0, 2)), replace(stages[1], tensor=1)]
+    with pytest.raises(InputError, match="neighbouring stages on the devices g2, g5 need one tens"):
+        placed_plan(problem, unlike)
 
 
 def test_documents_keep_the_degree(tmp_path: Any) -> None:

@@ -116,7 +116,7 @@ class RowLinear(nn.Linear):
     def forward(self, value: Tensor) -> Tensor:
         """Map (..., own inputs) to (..., all outputs)."""
         total: Tensor = _Summed.apply(F.linear(value, self.weight), self.tensor_group)  # type: ignore[no-untyped-call]
-        return total if self.bias is None else total + self.bias
+        return total if self.bias is None else total + self.bias.to(total.dtype)
 
 
 class RowEmbedding(nn.Embedding):
