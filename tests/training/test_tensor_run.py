@@ -3,9 +3,13 @@
 import warnings
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
 
 torch = pytest.importorskip("torch", reason="the executor needs torch")
 
@@ -78,13 +82,18 @@ def run(
 
 
 def trained(
-    ranks: Ranks, model: Any, stages: list[Stage], microbatches: int = 2, **options: Any
+    ranks: Ranks,
+    model: Any,
+    stages: list[Stage],
+    microbatches: int = 2,
+    samples: int = 4,
+    **options: Any,
 ) -> list[Any]:
     """Run on the pool, and compare with the model on one device."""
     torch.manual_seed(0)
     whole = model().double()
     plan = fill_and_drain(stages, microbatches)
-    data = batches(4 * microbatches)
+    data = batches(samples * microbatches)
     world = len({name for stage in stages for name in stage.devices})
     loss, optimizer = options.pop("loss", ENTROPY), options.pop("optimizer", SGD)
     given = {"loss": loss, "optimizer": optimizer, **options}
@@ -126,6 +135,27 @@ def test_stages_of_groups(ranks: Ranks, name: str) -> None:
     model = gpt if name == "a group of four" else llama
     stages = [Stage(layers, tuple(devices), tensor=t) for layers, devices, t in TWO[name]]
     trained(ranks, model, stages)
+
+
+@st.composite
+def mixed_stages(draw: st.DrawFn) -> list[Stage]:
+    """Stages of one to four devices in any order, of which some are groups."""
+    stops = [*sorted(draw(st.sets(st.integers(1, 3), max_size=2))), 4]
+    found = []
+    for layers in pairwise([0, *stops]):
+        count = draw(st.sampled_from([1, 2, 2, 4]))
+        devices = tuple(draw(st.permutations("abcd"))[:count])
+        way = draw(st.sampled_from(["split", "round-robin"]))
+        again = draw(st.sampled_from(["none", "full"]))
+        tensor = draw(st.sampled_from([1, 2])) if count > 1 else 1
+        found.append(Stage(layers, devices, way, again, tensor=tensor))
+    return found
+
+
+@examples(30, quick=4, phases=UNSHRUNK)
+@given(stages=mixed_stages(), clips=st.booleans())
+def test_any_mixture_of_groups(ranks: Ranks, stages: list[Stage], clips: bool) -> None:
+    trained(ranks, llama, stages, samples=16, clip_norm=0.1 if clips else None)
 
 
 def test_groups_in_turn_recompute(ranks: Ranks) -> None:
