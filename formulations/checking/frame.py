@@ -175,6 +175,8 @@ def _broken_shares(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[V
 
 def _broken_groups(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
     """Every layer has costs at the stage's tensor degree, those of devices of one kind."""
+    if stage.tensor == 1:
+        return
     try:
         require_degree(problem.chain, *stage.layers, stage.tensor)
         problem.at(stage.tensor)
