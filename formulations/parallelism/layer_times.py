@@ -21,8 +21,9 @@ from stagewright.graphs.models.shards import Recompute, Share, Split
 class LayerTime:
     """Seconds of one layer on a microbatch.
 
-    ``weight`` is the part of the backward that is weight gradients, ``repeated`` what recomputation
-    adds to it; ``exchange`` is the part of the rest of both that waits for communication.
+    ``weight`` is the part of the backward that is put off, where it is split: the weight gradients.
+    ``repeated`` is what recomputation adds to the backward, ``exchange`` the part of the rest of
+    both that waits for communication.
     """
 
     forward: float
@@ -34,44 +35,57 @@ class LayerTime:
 
 @lru_cache(maxsize=1 << 16)
 def share_time(
-    problem: TrainingProblem, share: Share, split: Split, samples: int, recompute: Recompute
+    problem: TrainingProblem,
+    share: Share,
+    split: Split,
+    samples: int,
+    recompute: Recompute,
+    put_off: bool,
 ) -> LayerTime:
     """:func:`layer_time`, remembered."""
-    return layer_time(problem, share, split, samples, recompute)
+    return layer_time(problem, share, split, samples, recompute, put_off)
 
 
 def layer_time(
-    problem: TrainingProblem, share: Share, split: Split, samples: int, recompute: Recompute
+    problem: TrainingProblem,
+    share: Share,
+    split: Split,
+    samples: int,
+    recompute: Recompute,
+    put_off: bool,
 ) -> LayerTime:
-    """The times of a layer on a microbatch of ``samples``.
+    """The times of a layer on a microbatch of ``samples``; weight gradients may be ``put_off``.
 
-    The backward costs what the operations' gradients do, and the forward of what is repeated. Both
+    The backward costs what the operations' gradients do, and the forward of what is repeated. All
     last at least as long as the host takes to start their kernels one after the other.
     """
     operators = list(share.operators.values())
     seconds = _seconds(problem, operators, samples)
     input_part = np.array([one.input_gradients for one in operators])
     weight_part = np.array([one.weight_gradients for one in operators])
-    forward, gradients = float(seconds.sum()), float((seconds * (input_part + weight_part)).sum())
+    weights = float((seconds * weight_part).sum())
     again = share.repeated(recompute)
     repeated = sum(
         float(t) for t, name in zip(seconds, share.operators, strict=True) if name in again
     )
-    weights = float((seconds * weight_part).sum())
-    added = _accumulation(problem, share)
-    sent, returned = _exchanges(problem, share, split, samples, weights)
+    # The weight gradients that are put off hide no exchange.
+    sent, returned = _exchanges(problem, share, split, samples, 0.0 if put_off else weights)
     hidden = _attention_seconds(share, seconds)
     circulated = _circulation(problem, share, split, samples)
     sent += max(0.0, circulated - hidden)
     returned += max(0.0, 2 * circulated - 2 * hidden)
     if recompute == "full" and share.is_block:
         repeated += sent
-    kernels = int(np.count_nonzero(input_part) + np.count_nonzero(weight_part)) + len(again)
+    inputs = float((seconds * input_part).sum()) + returned + repeated
+    weights += _accumulation(problem, share)
     dispatch = problem.reached.dispatch_seconds
+    first = (int(np.count_nonzero(input_part)) + len(again)) * dispatch
+    later = int(np.count_nonzero(weight_part)) * dispatch
+    weight = max(weights, later) if put_off else 0.0
     return LayerTime(
-        forward=max(forward + sent, len(operators) * dispatch),
-        backward=max(gradients + added + returned + repeated, kernels * dispatch),
-        weight=weights + added,
+        forward=max(float(seconds.sum()) + sent, len(operators) * dispatch),
+        backward=max(inputs, first) + weight if put_off else max(inputs + weights, first + later),
+        weight=weight,
         repeated=repeated,
         exchange=sent + returned,
     )

@@ -84,7 +84,10 @@ class Parts:
     def time(self, share: Share, again: bool) -> LayerTime:
         """The layer's times, if it is ``again`` computed in the backward or not."""
         recompute = self.layout.recompute if again else "none"
-        return share_time(self.problem, share, self.layout.split, self.layout.microbatch, recompute)
+        layout = self.layout
+        return share_time(
+            self.problem, share, layout.split, layout.microbatch, recompute, self.is_split
+        )
 
     @property
     def is_split(self) -> bool:
@@ -93,7 +96,7 @@ class Parts:
 
     @cached_property
     def weight_seconds(self) -> Floats:
-        """The weight gradients' part of the backward of every stage."""
+        """The part of every stage's backward that is put off."""
         each = [
             sum(n * self.time(one, again).weight for one, again, n in stage)
             for stage in self.cut.stages.layers
@@ -224,7 +227,7 @@ class Parts:
         exchange, follow.
         """
         forward, backward = self.seconds
-        weight = self.weight_seconds if self.is_split else np.zeros_like(forward)
+        weight = self.weight_seconds
         hops = self.hop * np.arange(self.layout.pipeline)
         there = _before(forward + backward - weight, self.layout.pipeline) + 2 * hops
         pipeline = float((there + self.busy - self._of_microbatches(weight)).max())

@@ -23,7 +23,7 @@ from stagewright.solvers.parallelism.divisions import Table
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """(L + 2,) seconds of every layer on a microbatch; ``weight`` is a part of ``total``."""
+    """(L + 2,) seconds of every layer on a microbatch; of ``total``, ``weight`` is put off."""
 
     total: Floats
     forward: Floats
@@ -55,13 +55,16 @@ class Bounds:
         ends = [quantity(of.embedding)], [quantity(of.head)]
         return np.concatenate((ends[0], kinds[list(of.blocks)], ends[1]))
 
-    def times(self, samples: int, recompute: Recompute) -> Callable[[Share], LayerTime]:
+    def times(
+        self, samples: int, recompute: Recompute, schedule: Schedule
+    ) -> Callable[[Share], LayerTime]:
         """The times of a layer."""
-        return lambda share: share_time(self.problem, share, self.split, samples, recompute)
+        off = schedule == "zero-bubble"
+        return lambda share: share_time(self.problem, share, self.split, samples, recompute, off)
 
-    def work(self, samples: int, recompute: Recompute) -> Work:
-        """The times of all layers."""
-        times = self.times(samples, recompute)
+    def work(self, samples: int, recompute: Recompute, schedule: Schedule = "1f1b") -> Work:
+        """The times of all layers; with 1F1B they are shortest."""
+        times = self.times(samples, recompute, schedule)
         return Work(
             total=self.by_layer(lambda share: times(share).forward + times(share).backward),
             forward=self.by_layer(lambda share: times(share).forward),
@@ -186,20 +189,42 @@ class Bounds:
         """
         table, split = self.table, schedule == "zero-bubble"
         m = self.microbatches(samples)
-        returned = work.total - work.weight if split else work.total
+        returned = work.total - work.weight
         hops = self.hops(samples)[self.of] * table.rank
         there = table.before(returned) + 2 * hops + m[self.of] * table.by_rank(returned)
         done = table.sum_by_rank(table.first_forwards(m, split) * table.by_entry(work.forward))
         first = float(work.forward.sum()) + table.after(returned - work.forward)
         return there, first - done + m[self.of] * table.by_rank(work.total)
 
-    def again(self, samples: int, fewest: Ints) -> Floats:
-        """Seconds of every rank to recompute the fewest blocks for all microbatches."""
-        full, none, table = self.times(samples, "full"), self.times(samples, "none"), self.table
+    def again(self, samples: int, fewest: Ints, schedule: Schedule) -> Floats:
+        """Seconds of every entry to recompute the fewest blocks for a microbatch."""
+        full, none = (self.times(samples, kind, schedule) for kind in ("full", "none"))
+        table = self.table
         once = min(full(kind).backward - none(kind).backward for kind in self.shares.kinds)
         blocks = np.minimum(table.blocks, fewest[table.division_of_entry])
-        repeated: Floats = once * table.sum_by_rank(blocks.astype(np.float64))
-        return repeated * self.microbatches(samples)[self.of]
+        repeated: Floats = once * blocks
+        return repeated
+
+    def waiting(self, keeping: Keeping, work: Work, again: Floats) -> Floats:
+        """Seconds of every entry that ZeRO's exchanges add to a microbatch."""
+        table, precision = self.table, self.problem.precision
+        if keeping.zero < 2:
+            return np.zeros(len(table.starts))
+        shared, expert = (
+            table.by_entry(self.by_layer(of))
+            for of in (lambda one: one.parameters, lambda one: one.expert_parameters)
+        )
+        start, per_byte, expert_start, expert_per_byte = self._rates[:, table.rank_of_entry]
+        start = start + np.where(expert > 0, expert_start, 0.0)
+        each = shared * per_byte + expert * expert_per_byte
+        weights: Floats = (start + each * precision.weight_bytes) * (keeping.zero == 3)
+        gradients: Floats = start + each * precision.gradient_bytes
+        if not self.problem.overlap:
+            return 2 * weights + gradients
+        forward = table.by_entry(work.forward)
+        backward = table.by_entry(work.total) - forward + again
+        seen: Floats = np.maximum(weights - forward, 0.0)
+        return seen + np.maximum(weights + gradients - backward, 0.0)
 
     def after(self, keeping: Keeping, longest: Work) -> Floats:
         """Every rank's exchange of gradients and weights, beside the ``longest`` possible work."""

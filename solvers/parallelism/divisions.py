@@ -96,6 +96,12 @@ class Table:
         self.division_of_entry = np.repeat(self.division_of_rank, per_rank)
 
     @cached_property
+    def rank_of_entry(self) -> Ints:
+        """The (division, rank) of every entry."""
+        per_rank = np.repeat(self.chunks, self.pipeline)
+        return np.repeat(np.arange(len(per_rank)), per_rank)
+
+    @cached_property
     def rank(self) -> Ints:
         """The position in the pipeline of every (division, rank)."""
         found: Ints = self.rank_of[self.first_entry]

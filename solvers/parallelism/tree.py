@@ -94,9 +94,9 @@ class Tree:
             for samples in chosen(self.space.microbatch, self.problem.batch):
                 for recompute in self._recomputes:
                     # Recomputation of some blocks takes at least as long as that of none.
-                    work = bounds.work(samples, "none" if self._is_some(recompute) else recompute)
-                    bound = self._spread(bounds, samples, work)
-                    yield bound, self._of_work(bounds, samples, recompute, work)
+                    least = "none" if self._is_some(recompute) else recompute
+                    bound = self._spread(bounds, samples, bounds.work(samples, least))
+                    yield bound, self._of_work(bounds, samples, recompute, least)
 
         return parts
 
@@ -110,17 +110,22 @@ class Tree:
     def _is_some(self, recompute: Recompute) -> bool:
         return recompute == "full" and self.space.partial
 
-    def _of_work(self, bounds: Bounds, samples: int, recompute: Recompute, work: Work) -> Part:
+    def _of_work(
+        self, bounds: Bounds, samples: int, recompute: Recompute, least: Recompute
+    ) -> Part:
         """Step 3."""
 
         def parts() -> Iterator[Child]:
-            longest = bounds.work(samples, recompute)
             for schedule in self.space.schedules:
+                work = bounds.work(samples, least, schedule)
+                longest = bounds.work(samples, recompute, schedule)
                 allowed = bounds.allowed(samples, schedule)
                 filled = bounds.filled(samples, schedule, work)
                 open_ = allowed & (bounds.table.most(np.maximum(*filled)) < self.worst)
                 if open_.any():
-                    choice = _Choice(bounds, samples, recompute, schedule, open_, filled, longest)
+                    choice = _Choice(
+                        bounds, samples, recompute, schedule, open_, filled, work, longest
+                    )
                     yield from self._of_choice(choice)
 
         return parts
@@ -132,10 +137,10 @@ class Tree:
         for zero, offload in itertools.product(self.space.zero, self.space.offload):
             keeping = Keeping(zero, offload)
             room = of.room(self.about_memory, keeping)
-            fewest, again = None, np.zeros(len(of.of))
+            fewest, again = None, np.zeros(len(table.starts))
             if self._is_some(choice.recompute):
                 fewest = of.fewest(flying, room, least)
-                again = of.again(choice.samples, fewest)
+                again = of.again(choice.samples, fewest, choice.schedule)
                 fits = fewest <= table.most_blocks
             else:
                 fits = of.fits(flying, room, choice.recompute)
@@ -144,16 +149,18 @@ class Tree:
                 if zero > min(self.space.zero) and of.alone[i]:
                     continue  # nothing to divide by: the same as with less of it
                 some = None if fewest is None else (int(fewest[i]), int(table.most_blocks[i]))
-                yield float(bound[i]), self._of_division(choice.layout(int(i), keeping), some)
+                yield float(bound[i]), self._of_division(choice, int(i), keeping, some)
 
-    def _of_division(self, layout: Layout, some: tuple[int, int] | None) -> Part:
+    def _of_division(
+        self, choice: "_Choice", division: int, keeping: Keeping, some: tuple[int, int] | None
+    ) -> Part:
         """Step 4; ``some`` are the fewest and the most blocks of a stage to recompute."""
 
         def parts() -> Iterator[Child]:
-            fitting = self._fitting(layout, some)
+            fitting = self._fitting(choice.layout(division, keeping), some)
             if fitting is None:
                 return
-            for placement in self._placements(layout):
+            for placement in self._placements(fitting):
                 placed = replace(fitting, placement=placement)
                 if self.accept(placed):
                     yield self._parts(placed).least_seconds, self._of_layout(placed, some)
@@ -223,15 +230,18 @@ class _Choice:
     schedule: Schedule
     open: Bools
     filled: tuple[Floats, Floats]
+    work: Work
     longest: Work
 
     def least(self, keeping: Keeping, again: Floats) -> Floats:
         """The bound of step 3 for every division, with what ZeRO and the update take."""
         table = self.bounds.table
         after, update = self.bounds.after(keeping, self.longest), self.bounds.update(keeping)
+        each = again + self.bounds.waiting(keeping, self.work, again)
+        more = self.bounds.microbatches(self.samples)[self.bounds.of] * table.sum_by_rank(each)
         there, here = self.filled
-        pipeline = table.most(there + again) + after[table.first_rank]
-        ends = np.maximum(pipeline, table.most(here + again + after))
+        pipeline = table.most(there + more) + after[table.first_rank]
+        ends = np.maximum(pipeline, table.most(here + more + after))
         found: Floats = ends + table.most(update)
         return found
 

@@ -20,41 +20,15 @@ from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.machines.fabric import Fabric, Level
+from stagewright.graphs.machines.groups import links
 from stagewright.graphs.machines.rates import Reached
 from stagewright.graphs.models.architecture import Architecture, FeedForward, GroupedAttention
 
-POWERS = (2, 4, 8, 16)
 
-
-@st.composite
-def even_fabrics(draw) -> Fabric:
-    """Levels of powers of two: every group of a power of two ranks has its part of each unit."""
-    sizes = sorted(draw(st.sets(st.sampled_from(POWERS), min_size=1, max_size=3)))
-    levels = [Level(f"level {n}", n, draw(st.sampled_from((1e7, 1e9)))) for n in sizes]
-    return Fabric("a100", 40e9, tuple(levels), 20e9)
-
-
-def is_even(layout: Layout) -> bool:
-    degrees = (layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert)
-    return all(degree in (1, *POWERS) for degree in degrees)
-
-
-@examples(150, phases=UNSHRUNK)
-@given(problems(), even_fabrics(), st.randoms(use_true_random=False))
-def test_an_iteration_is_pipeline_exchange_and_update(problem, fabric, chance) -> None:
-    """Left out are the groups whose way through the levels the estimate simplifies.
-
-    These are pairs at a distance that does not divide a level (a tied table's first and last
-    stage), and data groups that are interrupted by the pipeline within experts or context ranks.
-    There are no latencies, which the estimate also counts for exchanges of no experts.
-    """
-    problem = replace(problem, fabric=fabric)
+@examples(200, phases=UNSHRUNK)
+@given(problems(), st.randoms(use_true_random=False))
+def test_an_iteration_is_pipeline_exchange_and_update(problem, chance) -> None:
     for layout in random_layouts(problem, chance, 6):
-        if problem.architecture.tied and layout.pipeline > 2:
-            continue
-        interrupted = layout.context > 1 or problem.architecture.experts is not None
-        if not is_even(layout) or (layout.placement == "pipeline-inside" and interrupted):
-            continue
         found, plain = evaluate(problem, layout), Plain(problem, layout)
         assert found.pipeline_seconds == pytest.approx(plain.finish.max(), rel=1e-9)
         assert found.update_seconds == pytest.approx(plain.update, rel=1e-9)
@@ -106,8 +80,14 @@ def fused(problem: TrainingProblem) -> TrainingProblem:
 @examples(60, phases=UNSHRUNK)
 @given(problems(), st.randoms(use_true_random=False))
 def test_a_better_machine_makes_no_layout_slower(better, problem, chance) -> None:
-    """The best of them are then no slower either."""
+    """The best of them are then no slower either.
+
+    With several chunks a rank's exchange of gradients runs beside its last backward of each: where
+    these are shorter, more of it may be seen than the pipeline gains.
+    """
     for layout in random_layouts(problem, chance, 8):
+        if layout.chunks > 1 and better is not faster_links:
+            continue
         before, after = evaluate(problem, layout), evaluate(better(problem), layout)
         assert after.seconds <= before.seconds * (1 + 1e-12)
         assert [one.total for one in after.memory] == [one.total for one in before.memory]
@@ -137,9 +117,11 @@ FABRIC = Fabric(
 )
 def test_collectives_of_groups_by_hand(stride, size, bandwidth, latency) -> None:
     moved = (size - 1) / size * 600
-    assert gather_seconds(FABRIC, stride, size, 600e6) == pytest.approx(moved / bandwidth + latency)
+    assert gather_seconds(links(FABRIC, ((stride, size),)), 600e6) == pytest.approx(
+        moved / bandwidth + latency
+    )
     reduced = 2 * (moved / bandwidth + latency)
-    assert all_reduce_seconds(FABRIC, stride, size, 600e6) == pytest.approx(reduced)
+    assert all_reduce_seconds(links(FABRIC, ((stride, size),)), 600e6) == pytest.approx(reduced)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +134,7 @@ def test_collectives_of_groups_by_hand(stride, size, bandwidth, latency) -> None
     ],
 )
 def test_all_to_all_by_hand(stride, size, seconds) -> None:
-    assert all_to_all_seconds(FABRIC, stride, size, 800e6) == pytest.approx(seconds)
+    assert all_to_all_seconds(links(FABRIC, ((stride, size),)), 800e6) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +142,7 @@ def test_all_to_all_by_hand(stride, size, seconds) -> None:
     [(1, 1, 0), (2, 2, 600 / 100 + 1), (2, 4, 600 / 10 + 2), (4, 4, 600 / 3 + 5)],
 )
 def test_sends_take_the_slowest_link_between_neighbours(stride, size, seconds) -> None:
-    assert send_seconds(FABRIC, stride, size, 600e6) == pytest.approx(seconds)
+    assert send_seconds(links(FABRIC, ((stride, size),)), 600e6) == pytest.approx(seconds)
 
 
 ONE = Fabric("a100", 40e9, (Level("server", 4, 1e9, 1e-3),))

@@ -39,7 +39,7 @@ def test_exchange_beside_the_backward() -> None:
     for split, hidden in ((Split(tensor=8), 1.0), (SPLIT, 2 / 3)):
         share = shares(problem, split).kinds[0]
         beside, after = (
-            layer_time(one, share, split, 1, "none").exchange for one in (problem, alone)
+            layer_time(one, share, split, 1, "none", False).exchange for one in (problem, alone)
         )
         forward = after / (2 if split.sequence_parallel is False else 2.5)
         assert after - beside == pytest.approx(hidden * (after - forward))
@@ -50,7 +50,7 @@ def test_sum_of_gradients_in_another_kernel() -> None:
     problem = gpt_problem(gpt(4, 6144, 48), 8, 8)
     separate = replace(problem, fused_gradients=False)
     share = shares(problem, SPLIT).kinds[0]
-    fused, added = (layer_time(one, share, SPLIT, 1, "none") for one in (problem, separate))
+    fused, added = (layer_time(one, share, SPLIT, 1, "none", True) for one in (problem, separate))
     seconds = share.parameters * 10 / (2039e9 * A100.memory)
     assert added.backward - fused.backward == pytest.approx(seconds)
     assert added.weight - fused.weight == pytest.approx(seconds)
@@ -60,7 +60,7 @@ def test_sum_of_gradients_in_another_kernel() -> None:
 def test_a_layer_lasts_as_long_as_its_launches() -> None:
     problem = gpt_problem(gpt(4, 64, 4, sequence=128), 8, 8)
     share = shares(problem, Split()).kinds[0]
-    found = layer_time(problem, share, Split(), 1, "full")
+    found = layer_time(problem, share, Split(), 1, "full", False)
     kernels = len(share.operators)
     products = sum(one.weight_gradients > 0 for one in share.operators.values())
     assert found.forward == pytest.approx(kernels * A100.dispatch_seconds)

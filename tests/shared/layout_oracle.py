@@ -89,7 +89,8 @@ def _candidates(problem: TrainingProblem, offloads: tuple[bool, ...]) -> Iterato
             if problem.batch % (b * d) or t * c * d % e or (p == 1 and v > 1):
                 continue  # `evaluate` refuses them too: it only takes longer
             degrees |= {"expert": e, "microbatch": b, "chunks": v}
-            placements = ("data-inside", "pipeline-inside") if p > 1 and d > 1 else ("data-inside",)
+            both = p > 1 and d > 1 and t * c % e == 0
+            placements = ("data-inside", "pipeline-inside") if both else ("data-inside",)
             stages = p * v
             for ends, schedule, recompute, shared, zero, placement, offload in product(
                 _ends(architecture.layers, stages),
@@ -115,20 +116,21 @@ def _candidates(problem: TrainingProblem, offloads: tuple[bool, ...]) -> Iterato
 
 
 def _ends(blocks: int, stages: int) -> set[tuple[int | None, int | None]]:
-    """Blocks of the first and the last stage: at most the k of each of those between them.
+    """Blocks of the first and the last stage.
 
-    k is one more than the even share, rounded down; what the ends have less is missing at one of
-    them or divided evenly between them. Where the blocks can be divided evenly, they may be.
+    All stages have an even share, or those between the ends have one more than the even share,
+    rounded down, and the ends any number up to that. Two stages are divided in any way.
     """
     if stages == 1:
         return {(None, None)}
     found: set[tuple[int | None, int | None]] = set()
     if blocks % stages == 0:
-        found.add((blocks // stages,) * 2)
-    for first, last, each in product(range(blocks + 1), range(blocks + 1), range(1, blocks + 2)):
-        gaps = (each - first, each - last)
-        near = each == blocks // stages + 1 and (0 in gaps or abs(first - last) <= 1)
-        if near and min(gaps) >= 0 and first + (stages - 2) * each + last == blocks:
+        found.add((None, None))
+    each = blocks // stages + 1
+    for first, last in product(range(blocks + 1), repeat=2):
+        short = stages > 2 and max(first, last) > each
+        even = first == last == blocks / stages
+        if first + (stages - 2) * each + last == blocks and not short and not even:
             found.add((first, last))
     return found
 

@@ -20,16 +20,24 @@ class Plain:
         self.fabric, self.precision = problem.fabric, problem.precision
         split, blocks = layout.split, layout.blocks_of_stages(problem.architecture.layers)
         of = shares_of(problem.architecture, problem.sequence, split, problem.attention)
-        kinds, ends = [of.kinds[kind] for kind in of.blocks], np.cumsum((0, *blocks))
-        self.stages = [kinds[a:b] for a, b in pairwise(ends)]
-        self.stages[0] = [of.embedding, *self.stages[0]]
-        self.stages[-1] = [*self.stages[-1], of.head]
+        ends = np.cumsum((0, *blocks))
+        most = layout.recompute_blocks or len(of.blocks)
+        # (layer, whether it is computed again) of every stage
+        self.stages = [
+            [(of.kinds[of.blocks[i]], i - a < most) for i in range(a, b)] for a, b in pairwise(ends)
+        ]
+        self.stages[0] = [(of.embedding, False), *self.stages[0]]
+        self.stages[-1] = [*self.stages[-1], (of.head, False)]
+        self.put_off = layout.schedule == "zero-bubble"
         self.microbatches = problem.batch // (layout.data * layout.microbatch)
         self.hop = self.hop_seconds(of)
         every = [self.stage_seconds(stage) for stage in self.stages]
-        self.forward, self.backward = np.array(every).T
+        self.forward, self.backward, self.weight = np.array(every).T
         sizes = layout.pipeline, layout.chunks, self.microbatches
-        self.finish = by_events(sizes, self.forward, self.backward, self.hop)
+        self.finish = by_events(
+            sizes, self.forward, self.backward, self.weight, self.hop, self.put_off
+        )
+        self.finish = np.maximum(self.finish, self.sending_seconds(of))
         self.after = [self.after_pipeline(rank, of.head) for rank in range(layout.pipeline)]
         self.update = max(self.update_seconds(rank) for rank in range(layout.pipeline))
         self.seconds = float((self.finish + self.after).max()) + self.update
@@ -56,7 +64,10 @@ class Plain:
         return [sorted(one) for one in found.values()]
 
     def expert_groups(self):
-        """Per set of ranks that hold equal layers: ranks that share experts, or hold the same."""
+        """Per set of ranks that hold equal layers: ranks that share experts, or hold the same.
+
+        Those that share experts are next to each other.
+        """
         size = self.layout.expert
         equal = self.groups("tensor", "context", "data")
         sharing = [one[i : i + size] for one in equal for i in range(0, len(one), size)]
@@ -103,16 +114,31 @@ class Plain:
 
     def hop_seconds(self, of):
         """A stage's output to the next, on the slowest link of any pair of neighbours."""
-        p, size = self.layout.pipeline, self.precision.activation_bytes
-        if p == 1:
-            return 0.0
+        size = self.precision.activation_bytes
         moved = self.layout.microbatch * of.kinds[0].width / self.layout.tensor * size
+        return self.next_seconds("pipeline", moved)
+
+    def next_seconds(self, dimension, moved):
+        """From a rank to the next of its group, and from the last to the first; the slowest."""
         found = 0.0
-        for group in self.groups("pipeline"):
+        for group in self.groups(dimension):
+            if len(group) == 1 or not moved:
+                return 0.0
             for a, b in zip(group, [*group[1:], group[0]], strict=True):
                 level = next(x for x in self.fabric.levels if a // x.devices == b // x.devices)
                 found = max(found, moved / level.bytes_per_second + self.path(group)[1])
         return found
+
+    def sending_seconds(self, of):
+        """How long the links of the busiest rank are at work with all that it sends."""
+        p, v = self.layout.pipeline, self.layout.chunks
+        if p == 1:
+            return 0.0
+        latency = max(self.path(group)[1] for group in self.groups("pipeline"))
+        sent = [0] * p
+        for stage in range(p * v):
+            sent[stage % p] += (stage < p * v - 1) + (stage > 0)
+        return self.microbatches * max(sent) * (self.hop - latency)
 
     # Layers
 
@@ -126,8 +152,8 @@ class Plain:
         part = flops / (flops + reached.half_flops) * reached.matmul if flops else 1.0
         return max(flops / (self.problem.peak_flops * part), traffic) + reached.launch_seconds
 
-    def layer_seconds(self, share):
-        """Forward and backward, with the exchanges that nothing hides."""
+    def layer_seconds(self, share, repeats):
+        """Forward, backward and its part for weights, with the exchanges that nothing hides."""
         layout, size = self.layout, self.precision.activation_bytes
         each = {name: self.operator_seconds(one) for name, one in share.operators.items()}
         forward = sum(each.values())
@@ -144,21 +170,24 @@ class Plain:
         returned = share.reductions[1] * self.returned_each(share, each, moved)
         returned += routed + 2 * self.circulated(share, each)
         again, repeated = 0.0, ()
-        if share.is_block and layout.recompute == "full":
+        if repeats and layout.recompute == "full":
             again, repeated = forward + sent, tuple(each)
-        elif share.is_block and layout.recompute == "selective":
+        elif repeats and layout.recompute == "selective":
             repeated = tuple(name for name in each if name in CORE)
             again = sum(each[name] for name in repeated)
         backward += returned + again + self.added_seconds(share)
         dispatch = self.problem.reached.dispatch_seconds
-        gradients = [
-            (one.input_gradients > 0) + (one.weight_gradients > 0)
-            for one in share.operators.values()
+        counts = [
+            sum(getattr(one, f"{kind}_gradients") > 0 for one in share.operators.values())
+            for kind in ("input", "weight")
         ]
-        return (
-            max(forward + sent, dispatch * len(each)),
-            max(backward, dispatch * (sum(gradients) + len(repeated))),
-        )
+        forward = max(forward + sent, dispatch * len(each))
+        weight = sum(t * share.operators[name].weight_gradients for name, t in each.items())
+        weight += self.added_seconds(share)
+        first, later = dispatch * (counts[0] + len(repeated)), dispatch * counts[1]
+        if not self.put_off:
+            return forward, max(backward, first + later), 0.0
+        return forward, max(backward - weight, first) + max(weight, later), max(weight, later)
 
     def returned_each(self, share, each, moved):
         """What is seen of one of the backward's reductions of the hidden states.
@@ -171,7 +200,8 @@ class Plain:
         number = max(1, share.reductions[1])
         weights = sum(each[name] * x.weight_gradients for name, x in share.operators.items())
         parallel = self.layout.sequence_parallel
-        hiding = (2 if parallel else 1) * weights * self.problem.overlap_tensor / number
+        beside = self.problem.overlap_tensor and not self.put_off
+        hiding = (2 if parallel else 1) * weights * beside / number
         return (one if parallel else 0.0) + max(0.0, 2 * one - hiding)
 
     def added_seconds(self, share):
@@ -190,28 +220,29 @@ class Plain:
         if c == 1:
             return 0.0
         moved = self.layout.microbatch * share.circulated * self.precision.activation_bytes
-        rings = [self.path(group) for group in self.groups("context")]
-        ring = max((c - 1) * (moved / bandwidth + latency) for bandwidth, latency in rings)
+        ring = (c - 1) * self.next_seconds("context", moved)
         core = ("attention", "scores", "weighted values")
         return max(0.0, ring - sum(each.get(name, 0.0) for name in core))
 
     def stage_seconds(self, stage):
         """Forward and backward of a microbatch, with ZeRO's exchanges of every microbatch."""
-        times = [self.layer_seconds(share) for share in stage]
-        forward, backward = (sum(one) for one in zip(*times, strict=True)) if times else (0, 0)
+        times = [self.layer_seconds(*one) for one in stage]
+        forward, backward, weight = (
+            (sum(one) for one in zip(*times, strict=True)) if times else (0,) * 3
+        )
         zero, gradients, weights = self.layout.zero, *self.state_exchanges(stage)
         moved = (weights if zero == 3 else 0.0, gradients * (zero >= 2) + weights * (zero == 3))
         if self.problem.overlap:
-            return max(forward, moved[0]), max(backward, moved[1])
-        return forward + moved[0], backward + moved[1]
+            return max(forward, moved[0]), max(backward, moved[1]), weight
+        return forward + moved[0], backward + moved[1], weight
 
     # States
 
     def parameters(self, layers):
         """Those of all t-th parts of the layers, and experts'; a tied table also with the head."""
         tied = self.layout.pipeline > 1
-        shared = sum(one.parameters + one.tied_parameters * tied for one in layers)
-        return shared, sum(one.expert_parameters for one in layers)
+        shared = sum(one.parameters + one.tied_parameters * tied for one, _ in layers)
+        return shared, sum(one.expert_parameters for one, _ in layers)
 
     def state_exchanges(self, layers):
         """A reduce-scatter of the gradients, an all-gather of the weights."""
@@ -230,13 +261,15 @@ class Plain:
         layers, zero = self.layers_of(rank), self.layout.zero
         gradients, weights = self.state_exchanges(layers)
         moved = {0: (2 * gradients, 0.0), 1: (gradients, weights), 2: (0.0, weights), 3: (0.0, 0.0)}
+        layer = len(layers) if self.problem.overlap else math.inf
+        alone = {2: gradients / layer, 3: (gradients + weights) / layer}.get(zero, 0.0)
         gradients, weights = moved[zero]
-        times = [self.layer_seconds(share) for share in layers]
+        times = [self.layer_seconds(*one) for one in layers]
         if self.problem.overlap:  # beside the last backward, the first forward: but for one layer
-            forward, backward = (sum(one) for one in zip(*times, strict=True))
+            forward, backward, _ = (sum(one) for one in zip(*times, strict=True))
             gradients = max(gradients - backward, gradients / len(layers))
             weights = max(weights - forward, weights / len(layers))
-        return gradients + weights + self.tied_seconds(rank, head)
+        return alone + gradients + weights + self.tied_seconds(rank, head)
 
     def tied_seconds(self, rank, head):
         last = self.layout.pipeline - 1
