@@ -13,6 +13,7 @@ from stagewright.formulations.parallelism.layout import Layout, Placement, Sched
 from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.arrays import Bools, Floats
 from stagewright.graphs.models.shards import Recompute, Split
 from stagewright.solvers.parallelism.bounds import Bounds, Keeping, Work
@@ -48,6 +49,8 @@ class Tree:
         self.accept = accept
         self.problem, self.space, self.keep = problem, space, keep
         self.memory = problem.fabric.memory_bytes if memory_bytes is None else memory_bytes
+        # Bounds add the same bytes in another order: they must not rule out what just fits.
+        self.about_memory = self.memory * (1 + RELATIVE_TOLERANCE)
         self.best: list[Estimate] = []
         self.examined = 0
         self._tables: dict[int, Table | None] = {}
@@ -128,7 +131,7 @@ class Tree:
         least = 0 if "none" in self.space.recompute else 1
         for zero, offload in itertools.product(self.space.zero, self.space.offload):
             keeping = Keeping(zero, offload)
-            room = of.room(self.memory, keeping)
+            room = of.room(self.about_memory, keeping)
             fewest, again = None, np.zeros(len(of.of))
             if self._is_some(choice.recompute):
                 fewest = of.fewest(flying, room, least)
@@ -174,7 +177,7 @@ class Tree:
         return _recomputed(layout, low, most)
 
     def _may_fit(self, layout: Layout) -> bool:
-        return self._parts(layout).least_bytes <= self.memory
+        return self._parts(layout).least_bytes <= self.about_memory
 
     def _parts(self, layout: Layout) -> Parts:
         """The parts of a layout; of the last one if they differ in ZeRO and the like alone."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout_oracle import REACHED, problems, random_layouts
 from layout_time_oracle import Plain
-from profiles import examples
+from profiles import UNSHRUNK, examples
 
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.exchanges import (
@@ -39,7 +39,7 @@ def is_even(layout: Layout) -> bool:
     return all(degree in (1, *POWERS) for degree in degrees)
 
 
-@examples(150)
+@examples(150, phases=UNSHRUNK)
 @given(problems(), even_fabrics(), st.randoms(use_true_random=False))
 def test_an_iteration_is_pipeline_exchange_and_update(problem, fabric, chance) -> None:
     """Left out are the groups whose way through the levels the estimate simplifies.
@@ -63,7 +63,7 @@ def test_an_iteration_is_pipeline_exchange_and_update(problem, fabric, chance) -
         assert found.seconds == pytest.approx(parts, rel=1e-9)
 
 
-@examples(150)
+@examples(150, phases=UNSHRUNK)
 @given(problems(), st.randoms(use_true_random=False))
 def test_lower_bounds_are_below_the_estimate(problem, chance) -> None:
     for layout in random_layouts(problem, chance, 8):
@@ -103,7 +103,7 @@ def fused(problem: TrainingProblem) -> TrainingProblem:
 @pytest.mark.parametrize(
     "better", [faster_links, higher_peaks, better_kernels, with_overlap, fused]
 )
-@examples(60)
+@examples(60, phases=UNSHRUNK)
 @given(problems(), st.randoms(use_true_random=False))
 def test_a_better_machine_makes_no_layout_slower(better, problem, chance) -> None:
     """The best of them are then no slower either."""

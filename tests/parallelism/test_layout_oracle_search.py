@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Set
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from layout_oracle import CHUNKS, every_layout, problems
-from profiles import examples
+from layout_oracle import CHUNKS, every_layout, fewest_recomputed, problems
+from profiles import UNSHRUNK, examples
 
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
@@ -16,7 +17,7 @@ from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.solvers.parallelism.search import Found, search
 from stagewright.solvers.parallelism.space import Space
 
-SPACE = Space(chunks=CHUNKS)
+SPACE = Space(chunks=CHUNKS, sequence_parallel="any")
 
 
 def require_best(
@@ -24,7 +25,8 @@ def require_best(
 ) -> Found:
     """The times of the best, and what is claimed of them, by the list of all layouts."""
     found = search(problem, space, keep=keep, memory_bytes=memory)
-    times = sorted(one.seconds for one in every if one.peak_bytes <= memory)
+    fitting = fewest_recomputed(every, memory, space.recompute)
+    times = sorted(one.seconds for one in fitting)
     assert found.proved
     assert [one.seconds for one in found.best] == pytest.approx(times[:keep], rel=1e-12)
     assert all(one.peak_bytes <= memory for one in found.best)
@@ -37,7 +39,7 @@ def require_best(
     return found
 
 
-@examples(150)
+@examples(150, phases=UNSHRUNK)
 @given(problems(24, 24), st.integers(1, 12), st.data())
 def test_the_best_of_every_memory_are_those_of_all_layouts(problem, keep, data) -> None:
     every = list(every_layout(problem))
@@ -53,7 +55,7 @@ def test_the_best_of_every_memory_are_those_of_all_layouts(problem, keep, data) 
             before = found.best[0].seconds
 
 
-@examples(60)
+@examples(60, phases=UNSHRUNK)
 @given(problems(12, 12), st.data())
 def test_the_optimizer_in_host_memory_is_chosen_where_memory_is_small(problem, data) -> None:
     every = list(every_layout(problem, (False, True)))
@@ -61,7 +63,7 @@ def test_the_optimizer_in_host_memory_is_chosen_where_memory_is_small(problem, d
     peaks = sorted(one.peak_bytes for one in every)
     memory = peaks[data.draw(st.integers(0, min(20, len(peaks) - 1)))]
     for limit in (memory, math.inf):
-        require_best(problem, every, limit, Space(chunks=CHUNKS, offload=(False, True)), 3)
+        require_best(problem, every, limit, replace(SPACE, offload=(False, True)), 3)
 
 
 CHOICES = (
@@ -71,8 +73,8 @@ CHOICES = (
     "expert",
     "data",
     "microbatch",
+    "schedule",
     "recompute",
-    "sequence_parallel",
     "zero",
     "placement",
 )
@@ -80,14 +82,16 @@ CHOICES = (
 
 def is_chosen(layout: Layout, name: str, values: Set[object]) -> bool:
     """Whether a dimension has one of the values, or is one that changes nothing in this layout."""
-    if name == "sequence_parallel" and layout.tensor == 1:
+    if name == "schedule" and layout.pipeline == 1:
         return True
+    if name == "recompute":
+        return True  # `require_best` leaves the others out
     if name == "placement" and (layout.pipeline == 1 or layout.data == 1):
         return True
     return getattr(layout, name) in values
 
 
-@examples(100)
+@examples(100, phases=UNSHRUNK)
 @given(problems(12, 12), st.data())
 def test_of_a_part_of_the_space_the_best_are_those_with_its_values(problem, data) -> None:
     every = list(every_layout(problem))
@@ -104,10 +108,8 @@ def test_of_a_part_of_the_space_the_best_are_those_with_its_values(problem, data
         for one in every
         if all(is_chosen(one.layout, name, values) for name, values in chosen.items())
     ]
-    names = {"placement": "placements"}
-    space = Space(
-        chunks=CHUNKS, **{names.get(name, name): tuple(each) for name, each in chosen.items()}
-    )
+    names = {"placement": "placements", "schedule": "schedules"}
+    space = replace(SPACE, **{names.get(name, name): tuple(each) for name, each in chosen.items()})
     require_best(problem, inside, math.inf, space, 5)
 
 
@@ -122,11 +124,12 @@ class SetAfter:
         return self.looks < 0
 
 
-@examples(60)
+@examples(60, phases=UNSHRUNK)
 @given(problems(12, 12), st.integers(0, 40))
 def test_the_bound_of_a_search_that_was_stopped_holds(problem, looks) -> None:
-    every = sorted(one.seconds for one in every_layout(problem))
-    assume(every)
+    layouts = list(every_layout(problem))
+    assume(layouts)
+    every = sorted(one.seconds for one in fewest_recomputed(layouts, math.inf))
     found = search(problem, SPACE, keep=3, memory_bytes=math.inf, stop=SetAfter(looks))
     assert found.bound <= every[0] * (1 + 1e-12)
     if found.proved:

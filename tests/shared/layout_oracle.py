@@ -1,6 +1,7 @@
 """Every layout of a tiny training problem by plain nested loops; random tiny problems."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -25,13 +26,33 @@ from stagewright.solvers.parallelism.tree import compiled_walk
 CHUNKS = 4
 
 
+def fewest_recomputed(
+    every: list[Estimate], memory: float, kinds: Container[str] = ("none", "selective", "full")
+) -> list[Estimate]:
+    """Those that fit, of layouts that differ in the recomputed blocks alone the one with fewest."""
+    found: dict[Layout, tuple[float, Estimate]] = {}
+    others = []
+    for one in every:
+        layout = one.layout
+        if one.peak_bytes > memory or layout.recompute not in kinds:
+            continue
+        if layout.recompute == "selective":
+            others.append(one)
+            continue
+        blocks = 0 if layout.recompute == "none" else layout.recompute_blocks or math.inf
+        same = replace(layout, recompute="none", recompute_blocks=None)
+        if same not in found or blocks < found[same][0]:
+            found[same] = blocks, one
+    return others + [one for _, one in found.values()]
+
+
 def every_layout(
     problem: TrainingProblem, offloads: tuple[bool, ...] = (False,)
 ) -> Iterator[Estimate]:
     """All layouts that ``evaluate`` takes, each once.
 
     A dimension that changes nothing has its first value: placements with a single stage or replica,
-    ZeRO without data or context ranks, sequence parallelism without tensor parallelism.
+    ZeRO without ranks with the same parameters, sequence parallelism without tensor parallelism.
     """
     walk = compiled_walk()
     for layout in _candidates(problem, offloads):
@@ -69,17 +90,21 @@ def _candidates(problem: TrainingProblem, offloads: tuple[bool, ...]) -> Iterato
                 continue  # `evaluate` refuses them too: it only takes longer
             degrees |= {"expert": e, "microbatch": b, "chunks": v}
             placements = ("data-inside", "pipeline-inside") if p > 1 and d > 1 else ("data-inside",)
-            for ends, recompute, shared, zero, placement, offload in product(
-                _ends(architecture.layers, p * v),
-                ("none", "selective", "full"),
+            stages = p * v
+            for ends, schedule, recompute, shared, zero, placement, offload in product(
+                _ends(architecture.layers, stages),
+                ("1f1b", "zero-bubble") if p > 1 else ("1f1b",),
+                _recomputed(architecture.layers),
                 (False, True) if t > 1 else (False,),
-                (0, 1, 2, 3) if c * d > 1 else (0,),
+                (0, 1, 2, 3) if c * d > 1 or (experts > 1 and t * c * d > e) else (0,),
                 placements,
                 offloads,
             ):
                 yield Layout(
                     **degrees,
-                    recompute=recompute,
+                    schedule=schedule,
+                    recompute=recompute[0],
+                    recompute_blocks=recompute[1],
                     sequence_parallel=shared,
                     zero=zero,
                     offload_optimizer=offload,
@@ -92,18 +117,25 @@ def _candidates(problem: TrainingProblem, offloads: tuple[bool, ...]) -> Iterato
 def _ends(blocks: int, stages: int) -> set[tuple[int | None, int | None]]:
     """Blocks of the first and the last stage: at most the k of each of those between them.
 
-    k is the even share, rounded up, or one more; what the ends have less is missing at one of them
-    or divided evenly between them.
+    k is one more than the even share, rounded down; what the ends have less is missing at one of
+    them or divided evenly between them. Where the blocks can be divided evenly, they may be.
     """
     if stages == 1:
         return {(None, None)}
     found: set[tuple[int | None, int | None]] = set()
+    if blocks % stages == 0:
+        found.add((blocks // stages,) * 2)
     for first, last, each in product(range(blocks + 1), range(blocks + 1), range(1, blocks + 2)):
         gaps = (each - first, each - last)
-        near = each - 2 < blocks / stages and (0 in gaps or abs(first - last) <= 1)
+        near = each == blocks // stages + 1 and (0 in gaps or abs(first - last) <= 1)
         if near and min(gaps) >= 0 and first + (stages - 2) * each + last == blocks:
             found.add((first, last))
     return found
+
+
+def _recomputed(blocks: int) -> list[tuple[str, int | None]]:
+    some = [("full", number) for number in range(1, blocks)]
+    return [("none", None), ("selective", None), *some, ("full", None)]
 
 
 @st.composite
