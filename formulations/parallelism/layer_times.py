@@ -43,20 +43,23 @@ def layer_time(
 ) -> LayerTime:
     """The times of a layer on a microbatch of ``samples``.
 
-    The backward costs what the operations' gradients do, and the forward of what is repeated. Both
-    last at least as long as the host takes to start their kernels one after the other.
+    The backward costs what the operations' gradients do, and the forward of what is repeated. The
+    forward, the weights' gradients and the rest of the backward each last at least as long as the
+    host takes to start their kernels one after the other.
     """
     operators = list(share.operators.values())
     seconds = _seconds(problem, operators, samples)
     input_part = np.array([one.input_gradients for one in operators])
     weight_part = np.array([one.weight_gradients for one in operators])
-    forward, gradients = float(seconds.sum()), float((seconds * (input_part + weight_part)).sum())
+    forward, inputs = float(seconds.sum()), float((seconds * input_part).sum())
     again = share.repeated(recompute)
     repeated = sum(
         float(t) for t, name in zip(seconds, share.operators, strict=True) if name in again
     )
-    weights = float((seconds * weight_part).sum())
-    added = _accumulation(problem, share)
+    dispatch = problem.reached.dispatch_seconds
+    weights = max(
+        float((seconds * weight_part).sum()), int(np.count_nonzero(weight_part)) * dispatch
+    )
     sent, returned = _exchanges(problem, share, split, samples, weights)
     hidden = _attention_seconds(share, seconds)
     circulated = _circulation(problem, share, split, samples)
@@ -64,12 +67,12 @@ def layer_time(
     returned += max(0.0, 2 * circulated - 2 * hidden)
     if recompute == "full" and share.is_block:
         repeated += sent
-    kernels = int(np.count_nonzero(input_part) + np.count_nonzero(weight_part)) + len(again)
-    dispatch = problem.reached.dispatch_seconds
+    kernels = int(np.count_nonzero(input_part)) + len(again)
+    weights += _accumulation(problem, share)
     return LayerTime(
         forward=max(forward + sent, len(operators) * dispatch),
-        backward=max(gradients + added + returned + repeated, kernels * dispatch),
-        weight=weights + added,
+        backward=max(inputs + returned + repeated, kernels * dispatch) + weights,
+        weight=weights,
         repeated=repeated,
         exchange=sent + returned,
     )
