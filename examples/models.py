@@ -7,6 +7,7 @@ The factories take no argument. The data are the same mini-batches in every proc
 """
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,14 @@ class Embedding(nn.Module):
 
 class TransformerBlock(nn.Module):
     """Causal self-attention and a feed-forward network, each with pre-norm."""
+
+    tp_plan: ClassVar = {  # how a tensor degree divides it: by heads, and by inner features
+        "attention_in": "colwise/3",
+        "heads": "divide",
+        "attention_out": "rowwise",
+        "feed_forward.1": "colwise",
+        "feed_forward.3": "rowwise",
+    }
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -76,6 +85,107 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x).transpose(1, 2)
+
+
+class LlamaBlock(nn.Module):
+    """Grouped-query attention with rotary positions, and a gated feed-forward network."""
+
+    tp_plan: ClassVar = {
+        **dict.fromkeys(("query", "key", "value", "gate", "up"), "colwise"),
+        **dict.fromkeys(("output", "down"), "rowwise"),
+    }
+
+    def __init__(self, hidden: int, heads: int, key_value_heads: int, width: int) -> None:
+        super().__init__()
+        self.size = hidden // heads
+        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, key_value_heads * self.size, bias=False)
+        self.value = nn.Linear(hidden, key_value_heads * self.size, bias=False)
+        self.output = nn.Linear(hidden, hidden, bias=False)
+        self.gate = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, sequence, hidden) to the same shape."""
+        y = self.attention_norm(x)
+        query, key, value = (
+            part(y).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(
+            _rotated(query), _rotated(key), value, is_causal=True, enable_gqa=True
+        )
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        y = self.feed_forward_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Rotary positions: halves of (n, heads, sequence, size) turn by angles that grow with both."""
+    size, places = x.size(-1), torch.arange(x.size(-2), device=x.device)
+    rates = 10_000.0 ** (-torch.arange(0, size, 2, device=x.device) / size)
+    angles = places[:, None] * rates
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    one, other = x.chunk(2, dim=-1)
+    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
+
+
+class TokenTable(nn.Module):
+    """Token embedding, divided by rows."""
+
+    tp_plan: ClassVar = {"token": "rowwise"}
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (n, sequence) to (n, sequence, hidden)."""
+        return self.token(tokens)
+
+
+class Logits(nn.Module):
+    """A norm and the logits of all tokens, divided by tokens and joined."""
+
+    tp_plan: ClassVar = {"logits": "colwise_rep"}
+
+    def __init__(self, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden)
+        self.logits = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the next token, (n, vocabulary, sequence)."""
+        return self.logits(self.norm(x)).transpose(1, 2)
+
+
+class Llama(nn.Module):
+    """A Llama-like transformer: embedding, blocks, head."""
+
+    def __init__(
+        self,
+        blocks: int,
+        hidden: int,
+        heads: int,
+        key_value_heads: int,
+        width: int,
+        vocabulary: int,
+    ) -> None:
+        super().__init__()
+        self.embedding = TokenTable(vocabulary, hidden)
+        self.blocks = nn.ModuleList(
+            LlamaBlock(hidden, heads, key_value_heads, width) for _ in range(blocks)
+        )
+        self.head = Logits(hidden, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token, (n, vocabulary, sequence)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 class Bottleneck(nn.Module):
@@ -129,6 +239,11 @@ class ResNet50(nn.Module):
 def transformer() -> nn.Module:
     """A small GPT-like transformer: 6 blocks, 1.3 million parameters."""
     return Transformer(6, 128, 4, SMALL_SEQUENCE, SMALL_VOCABULARY)
+
+
+def llama() -> nn.Module:
+    """A small Llama-like transformer: 6 blocks, 1.2 million parameters."""
+    return Llama(6, 128, 8, 4, 344, SMALL_VOCABULARY)
 
 
 def batches() -> Iterator[Batch]:

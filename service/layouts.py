@@ -218,7 +218,7 @@ def plan_class(request: LayoutRequest) -> str:
     return (
         f"layouts of {request.problem.fabric.devices} devices{for_whom} with {request.space}; "
         f"schedules {', '.join(request.space.schedules)}, plain or interleaved; equal stages but "
-        "for the ends, whole microbatches, the same choices on all ranks"
+        "for the first and last, whole microbatches, the same choices on all ranks"
     )
 
 

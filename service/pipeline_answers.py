@@ -32,6 +32,7 @@ class StageAnswer(Answer):
     replication: str
     recompute: str
     offload: bool
+    tensor: int
 
 
 class GuaranteeAnswer(Answer):

@@ -59,6 +59,7 @@ def _stage(plan: PipelinePlan, number: int) -> StageAnswer:
         replication=stage.replication,
         recompute=stage.recompute,
         offload=stage.offload,
+        tensor=stage.tensor,
     )
 
 

@@ -86,7 +86,7 @@ def _answered(point: Point, answer: PlanAnswer) -> SweepRow:
 
 
 def _replicas(stages: Sequence[StageAnswer]) -> str:
-    return "-".join(str(len(stage.devices)) for stage in stages)
+    return "-".join(str(len(stage.devices) // stage.tensor) for stage in stages)
 
 
 _stopping: Any = None  # the event of a worker process

@@ -31,6 +31,7 @@ class StageSummary:
     stage: int
     layers: tuple[int, int]
     devices: tuple[str, ...]
+    replicas: int
     forward_seconds: float
     backward_seconds: float
     in_flight: int
@@ -52,6 +53,7 @@ def summarise(plan: PipelinePlan) -> tuple[StageSummary, ...]:
             s,
             stage.layers,
             stage.devices,
+            stage.replicas,
             longest[s, ActionKind.FORWARD],
             max(
                 longest[s, ActionKind.BACKWARD],

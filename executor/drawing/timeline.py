@@ -24,6 +24,7 @@ from stagewright.formulations.plans.plan import (
     Stage,
 )
 from stagewright.formulations.plans.plan_class import EVERY_PLAN
+from stagewright.formulations.plans.tensor import mates
 from stagewright.graphs.documents.units import counted, format_bytes, format_seconds
 
 Numbers = Literal["microbatches", "stages", "stage.microbatch"]
@@ -260,7 +261,7 @@ def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
             stages[device].append(s)
     if not merged:
         return {
-            device: f"{device} · {stages_name(_with_features(plan, its))}"
+            device: f"{device} · {stages_name(_with_features(plan, its, device))}"
             for device, its in stages.items()
         }
     rows = {}
@@ -289,21 +290,28 @@ def _numbers(names: Sequence[int | str]) -> str:
     return ", ".join(texts)
 
 
-def _with_features(plan: PipelinePlan, stages: Sequence[int]) -> list[int | str]:
-    """The stages' numbers, followed by their special features: ``2 (round-robin, offload)``."""
-    features = ((s, stage_features(plan.stages[s])) for s in stages)
+def _with_features(
+    plan: PipelinePlan, stages: Sequence[int], device: str | None = None
+) -> list[int | str]:
+    """The stages' numbers, followed by their special features: ``2 (round-robin, offload)``.
+
+    With a ``device``, the other devices of its tensor group are named: ``2 (tensor 2 with g1)``.
+    """
+    features = ((s, stage_features(plan.stages[s], device)) for s in stages)
     return [f"{s} ({', '.join(its)})" if its else s for s, its in features]
 
 
-def stage_features(stage: Stage) -> list[str]:
-    """Special features of a stage: round-robin replication, recomputation, offloading.
+def stage_features(stage: Stage, device: str | None = None) -> list[str]:
+    """Special features of a stage: tensor degree, round-robin, recomputation, offloading.
 
     Plans have no separate actions for them: a backward includes its recomputation, and copies to
     host memory overlap with computations.
     """
     turns = ["round-robin"] if stage.turns > 1 else []
     again = [f"recompute {stage.recompute}"] if stage.recompute != "none" else []
-    return [*turns, *again, *(["offload"] if stage.offload else [])]
+    others = f" with {shorten_devices(mates(stage, device))}" if device is not None else ""
+    sharded = [f"tensor {stage.tensor}{others}"] if stage.tensor > 1 else []
+    return [*sharded, *turns, *again, *(["offload"] if stage.offload else [])]
 
 
 def blocks_of(

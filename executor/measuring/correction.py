@@ -23,8 +23,9 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
     """``chain`` with compute times scaled to a run of ``plan``.
 
     A run measures stages, not layers: all forward times of a stage's layers (of all sizes and
-    device kinds) are multiplied by the stage's measured / predicted forward time, and likewise the
-    backward times, by parts if the plan splits them, and the time of the optimizer step.
+    device kinds, at the stage's tensor degree) are multiplied by the stage's measured / predicted
+    forward time, and likewise the backward times, by parts if the plan splits them, and the time
+    of the optimizer step.
     """
     times = StageTimes(pair_actions(pair_entries(plan, trace)))
     _require_model(chain, plan)
@@ -32,7 +33,13 @@ def correct(chain: Chain, plan: PipelinePlan, trace: Trace) -> Chain:
     for s, stage in enumerate(plan.stages):
         factors = _Factors.of(s, times)
         layers += [
-            replace(layer, costs=tuple(factors.on(cost) for cost in layer.costs))
+            replace(
+                layer,
+                costs=tuple(
+                    factors.on(cost) if cost.degree == stage.tensor else cost
+                    for cost in layer.costs
+                ),
+            )
             for layer in chain.layers[slice(*stage.layers)]
         ]
     source = f"{chain.source}, corrected by a measured run on {trace.machine}"

@@ -172,7 +172,7 @@ class _Walk:
     ) -> None:
         self.plan, self.iteration = plan, 0
         devices = plan_devices(plan)
-        self._shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
+        self._shared = {s for s, stage in enumerate(plan.stages) if stage.replicas > 1}
         self._shared.update(*families)
         self._stages = [
             {s: _Weights() for s, stage in enumerate(plan.stages) if name in stage.devices}

@@ -11,6 +11,7 @@ from typing import Literal
 
 from stagewright.formulations.plans.actions import VERSIONED, Action, ActionKind, W, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.tensor import pairs
 from stagewright.graphs.documents.errors import InputError
 
 SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.SEND_OUTPUT)
@@ -146,21 +147,23 @@ def stages_on(plan: PipelinePlan, device: str) -> list[int]:
     return [s for s, stage in enumerate(plan.stages) if device in stage.devices]
 
 
-def transfers(plan: PipelinePlan, action: Action) -> Iterator[tuple[str, str]]:
-    """The pairs (sender, receiver) of devices of a SEND of ``plan``.
+def handed(plan: PipelinePlan, action: Action) -> Iterator[tuple[str, str]]:
+    """The pairs (sender, receiver) of devices of a SEND of ``plan``, also of a device with itself.
 
-    There are none if both stages run on the same devices: values that stay on a device are no
-    transfer, and equal groups keep their shares.
+    Equal groups keep their shares.
     """
     assert action.microbatch is not None
     there = action.stage + (1 if action.kind is ActionKind.SEND_FORWARD else -1)
-    senders = plan.runners(action.stage, action.microbatch)
-    receivers = plan.runners(there, action.microbatch)
-    if senders != receivers:
-        for sender in senders:
-            for receiver in receivers:
-                if sender != receiver:
-                    yield sender, receiver
+    m = action.microbatch % plan.microbatches
+    return pairs(plan.stages[action.stage], plan.stages[there], m)
+
+
+def transfers(plan: PipelinePlan, action: Action) -> Iterator[tuple[str, str]]:
+    """The pairs (sender, receiver) of different devices of a SEND of ``plan``.
+
+    Values that stay on a device are no transfer.
+    """
+    return ((sender, receiver) for sender, receiver in handed(plan, action) if sender != receiver)
 
 
 def received(action: Action) -> Action:

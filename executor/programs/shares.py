@@ -10,28 +10,31 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.tensor import share_count, stays
 from stagewright.graphs.documents.errors import InputError
 
 Rows = tuple[int, ...]
 
 
 def rows(plan: PipelinePlan, samples: int) -> tuple[tuple[Rows, ...], ...]:
-    """Per stage and device of ``stage.runners(m)``: the samples of a microbatch, in its order.
+    """Per stage and group of ``stage.runners(m)``: the samples of a microbatch, in its order.
+
+    Groups are single devices at tensor degree 1.
 
     Raises
     ------
     InputError
-        If a stage has more devices than a microbatch has samples.
+        If a stage splits a microbatch among more groups than it has samples.
     """
     found: list[tuple[Rows, ...]] = []
     for s, stage in enumerate(plan.stages):
         if not found:
             whole = [tuple(range(samples))]
-            lanes = _dealt(whole, len(stage.runners(0)))
-        elif stage.runners(0) == plan.stages[s - 1].runners(0):
+            lanes = _dealt(whole, share_count(stage))
+        elif stays(plan.stages[s - 1], stage, 0):
             lanes = found[-1]
         else:
-            lanes = _dealt(found[-1], len(stage.runners(0)))
+            lanes = _dealt(found[-1], share_count(stage))
         if not all(lanes):
             raise InputError(
                 f"stage {s}: a microbatch of {samples} samples cannot be split among "

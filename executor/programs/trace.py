@@ -273,11 +273,17 @@ def _sums(plan: PipelinePlan, parts: Sequence[RankAction]) -> Iterable[Sequence[
 def _joined_reduce(
     plan: PipelinePlan, action: Action, parts: Sequence[RankAction]
 ) -> ScheduledAction:
-    group = plan.stages[action.stage].devices
+    stage, devices = plan.stages[action.stage], plan_devices(plan)
+    group = stage.devices
     start = min(part.start_seconds for part in parts)
     finish = max(part.finish_seconds for part in parts)
-    # Every rank of the group brings the same gradients; the plan counts them once.
-    size = max((part.bytes for part in parts if part.bytes is not None), default=None)
+    # Every rank with the same shard brings the same gradients; the plan counts them once.
+    sizes: dict[int, float] = {}
+    for part in parts:
+        if part.bytes is not None:
+            position = group.index(devices[part.rank]) % stage.tensor
+            sizes[position] = max(part.bytes, sizes.get(position, 0.0))
+    size = sum(sizes.values()) if sizes else None
     return ScheduledAction(group[0], str(action), start, finish, group, group, size)
 
 

@@ -10,9 +10,9 @@ from stagewright.executor.programs.program import (
     SENDS,
     Instruction,
     Rows,
+    handed,
     plan_devices,
     received,
-    transfers,
 )
 from stagewright.formulations.plans.actions import (
     Action,
@@ -99,8 +99,7 @@ def _transfers(plan: PipelinePlan) -> Iterator[tuple[int, int, Action]]:
                 if not 0 <= there <= last:
                     continue
                 action = Action(s, kind, m)
-                both = set(plan.runners(s, m)) & set(plan.runners(there, m))
-                for sender, receiver in [*transfers(plan, action), *((v, v) for v in both)]:
+                for sender, receiver in handed(plan, action):
                     yield rank[sender], rank[receiver], action
 
 

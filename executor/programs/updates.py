@@ -25,14 +25,14 @@ W = ActionKind.WEIGHT_GRADIENT
 
 
 def with_reductions(plan: PipelinePlan, rows: Rows) -> Rows:
-    """Add the all-reduce of every stage on several devices after its last backward on a rank.
+    """Add the all-reduce of every stage with several replicas after its last backward on a rank.
 
     The sends of that backward come before it. It is in the sub-stream if a weight gradient of the
     stage is: the main stream does not wait. Ranks have the all-reduces that they share in one
     order, the plan's. Where a stage's weights change within the iteration, there is one after every
     backward.
     """
-    shared = {s for s, stage in enumerate(plan.stages) if len(stage.devices) > 1}
+    shared = {s for s, stage in enumerate(plan.stages) if stage.replicas > 1}
     if plan.weight_rule.updates_every_round:
         return [list(_after_backwards(row, ActionKind.REDUCE, shared)) for row in rows]
     start = starts(plan)

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from stagewright.executor.programs.program import (
     Instruction,
     Program,
+    handed,
     received,
     stages_on,
-    transfers,
 )
 from stagewright.executor.programs.progress import Progress
 from stagewright.executor.programs.work import Work
-from stagewright.formulations.plans.actions import Action, ActionKind
+from stagewright.formulations.plans.actions import COMPUTE, Action, ActionKind
+from stagewright.formulations.plans.tensor import mates
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -30,8 +31,7 @@ class PipelineProgress(Progress):
     def _awaited(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
         """What the action still waits for: the rank that must do it, and its name."""
         s, m, kind = action.stage, action.microbatch, action.kind
-        if self.work.is_measured:
-            yield from self._measured(rank)
+        yield from self._others(rank, action)
         if kind is F and s > 0:
             yield from self._arrivals(rank, Action(s - 1, SEND_F, m), (F,))
         elif kind in (B, I):
@@ -46,6 +46,22 @@ class PipelineProgress(Progress):
         elif kind is UPDATE:
             yield from self._reductions(rank, s)
 
+    def _others(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
+        """The ranks that a rank waits for whatever it has got from them."""
+        if self.work.is_measured:
+            yield from self._measured(rank)
+        if action.kind in COMPUTE:
+            yield from self._mates(rank, action)
+
+    def _mates(self, rank: int, action: Action) -> Iterator[tuple[int, str]]:
+        """The devices that compute the action together are all at it, or one is through."""
+        stage, device = self.plan.stages[action.stage], self.program.devices[rank]
+        for peer in (self.rank[name] for name in mates(stage, device)):
+            row, at = self.program.rows[peer], self.at[peer]
+            there = row[at].action if at < len(row) else None
+            if there != action and not self.done[peer][action]:
+                yield peer, str(action)
+
     def _own(
         self, rank: int, s: int, kinds: tuple[ActionKind, ...], m: int | None
     ) -> Iterator[tuple[int, str]]:
@@ -57,11 +73,12 @@ class PipelineProgress(Progress):
     ) -> Iterator[tuple[int, str]]:
         assert send.microbatch is not None
         device, there = self.program.devices[rank], received(send)
-        senders = [v for v, target in transfers(self.plan, send) if target == device]
-        runners = self.plan.runners(send.stage, send.microbatch)
-        if device in runners:  # and its own share, without a transfer
+        senders = [v for v, target in handed(self.plan, send) if target == device]
+        if device in senders:  # its own share, without a transfer
             yield from self._own(rank, send.stage, makers, send.microbatch)
         for sender in senders:
+            if sender == device:
+                continue
             peer = self.rank[sender]
             receive = Instruction(there, peer)
             yield from self._unfinished(rank, receive, Instruction(send, rank))

@@ -146,17 +146,35 @@ class _Gradients:
 
 
 def require_same_reductions(plan: PipelinePlan, program: Program) -> None:
-    """Any two ranks see the all-reduces that they share in the same order."""
-    reductions = [[one.action for one in row if one.action.kind is REDUCE] for row in program.rows]
-    for a, b in combinations([rank for rank, found in enumerate(reductions) if found], 2):
-        both = {program.devices[a], program.devices[b]}
-        sides = [
-            [one for one in reductions[r] if both <= set(plan.stages[one.stage].devices)]
-            for r in (a, b)
-        ]
+    """Any two ranks see the collectives that they share in the same order.
+
+    These are all-reduces of gradients, and computations of a tensor group, which has collectives
+    within them.
+    """
+    collective = [
+        [one.action for one in row if _is_joint(plan, one.action)] for row in program.rows
+    ]
+    for a, b in combinations([rank for rank, found in enumerate(collective) if found], 2):
+        names = program.devices[a], program.devices[b]
+        sides = [[one for one in collective[r] if _is_of(plan, one, names)] for r in (a, b)]
         for i, (here, there) in enumerate(zip_longest(*sides)):
             if here != there:
                 raise InvalidProgram(
-                    f"all-reduce {i} of ranks {a} and {b} is {here or 'missing'} on rank {a} and "
+                    f"collective {i} of ranks {a} and {b} is {here or 'missing'} on rank {a} and "
                     f"{there or 'missing'} on rank {b}"
                 )
+
+
+def _is_joint(plan: PipelinePlan, action: Action) -> bool:
+    return action.kind is REDUCE or (
+        action.kind in COMPUTE and plan.stages[action.stage].tensor > 1
+    )
+
+
+def _is_of(plan: PipelinePlan, action: Action, devices: tuple[str, str]) -> bool:
+    """Whether both devices take part in the same of the action's collectives."""
+    stage = plan.stages[action.stage]
+    if not set(devices) <= set(stage.devices):
+        return False
+    one, other = (divmod(stage.devices.index(name), stage.tensor) for name in devices)
+    return one[1] == other[1] if action.kind is REDUCE else one[0] == other[0]

@@ -1,11 +1,18 @@
 """The simulated actions: of a finite plan, or of many iterations of a periodic plan."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from stagewright.formulations.plans.actions import ON_DEVICE, PLANNED, UPDATE, Action, ActionKind
+from stagewright.formulations.plans.actions import (
+    COMPUTE,
+    ON_DEVICE,
+    PLANNED,
+    UPDATE,
+    Action,
+    ActionKind,
+)
 from stagewright.formulations.plans.periodic import (
     forward_shifts,
     period_begin,
@@ -17,7 +24,9 @@ from stagewright.formulations.plans.plan import (
     PipelinePlan,
     Schedule,
     ScheduledAction,
+    Stage,
 )
+from stagewright.formulations.plans.tensor import groups_of
 from stagewright.formulations.plans.timing import (
     durations,
     expected_actions,
@@ -137,6 +146,27 @@ def _entries_by_action(plan: PipelinePlan, actions: list[Action]) -> Entries:
     for i in sorted(range(len(entries)), key=lambda i: entries[i].device):
         found[actions[i].kind][actions[i].stage][actions[i].microbatch or 0].append(i)
     return found
+
+
+def tensor_groups(plan: PipelinePlan, stage: Stage, entries: Sequence[int]) -> list[list[int]]:
+    """Entries of an action of ``stage`` by the groups whose devices compute it together."""
+    at = {plan.actions[i].device: i for i in entries}
+    groups = groups_of(stage.devices, stage.tensor)
+    return [[at[name] for name in group] for group in groups if group[0] in at]
+
+
+def together(run: Run) -> Run:
+    """The run in which the devices of a tensor group take as long as the slowest of them."""
+    seconds = list(run.seconds)
+    for s, stage in enumerate(run.plan.stages):
+        if stage.tensor == 1:
+            continue
+        every = (entries for kind in COMPUTE for entries in run.entries[kind][s])
+        for group in (one for entries in every for one in tensor_groups(run.plan, stage, entries)):
+            slowest = max(seconds[i] for i in group)
+            for i in group:
+                seconds[i] = slowest
+    return replace(run, seconds=seconds)
 
 
 def either(one: Table, other: Table) -> Table:

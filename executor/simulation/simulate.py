@@ -17,7 +17,7 @@ import numpy as np
 
 from stagewright.executor.simulation.events import execute
 from stagewright.executor.simulation.results import Simulation, periodic_summary, summary
-from stagewright.executor.simulation.run import prepared_run
+from stagewright.executor.simulation.run import prepared_run, together
 from stagewright.formulations.checking.check import require_structure
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PeriodicSchedule, PipelinePlan
@@ -35,6 +35,7 @@ def simulate(
 ) -> Simulation:
     """Run the order of ``plan``.
 
+    The devices of a tensor group start and end a computation together, with the slowest of them.
     Without jitter and stragglers no action of a valid plan ends later than in the plan, and all
     times are the plan's if no action in it waits unnecessarily. Only of a plan with two streams an
     action may end later, if another one waits in the plan and leaves the device to it.
@@ -66,6 +67,7 @@ def simulate(
         normal = np.random.default_rng(seed).normal(-(jitter**2) / 2, jitter, len(run.seconds))
         seconds = [value * math.exp(draw) for value, draw in zip(run.seconds, normal, strict=True)]
         run = replace(run, seconds=seconds)
+    run = together(run)
     outcome = execute(run)
     if isinstance(plan.schedule, PeriodicSchedule):
         return periodic_summary(run, plan.schedule, outcome)

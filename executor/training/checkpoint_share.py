@@ -24,16 +24,25 @@ class CheckpointShare:
         self._buffered = rank.plan.weight_rule.staleness > 0
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that this rank writes; each key is written by one rank."""
+        """The tensors that this rank writes; each key is written by one rank.
+
+        The devices of a tensor group bring their shards together, so that all ranks call it.
+        """
         found: dict[str, Tensor] = {}
         for s in self._weights:
-            if self._rank.first(s) == self._rank.number:
-                found |= self._model_state(s) | self._optimizer_state(s)
+            if self._rank.is_in_first_group(s):
+                own = self._model_state(s) | self._optimizer_state(s)
+                found |= own if self._rank.first(s) == self._rank.number else {}
         return found
+
+    def _whole(self, s: int, name: str, one: Tensor) -> Tensor:
+        """A tensor of the shape of parameter ``name``, or one that is whole anyway."""
+        sharding = self._model.shardings.get(s)
+        return one if sharding is None else sharding.whole(name, one)
 
     def _model_state(self, s: int) -> dict[str, Tensor]:
         return {
-            f"model.{name}": one.detach()
+            f"model.{name}": self._whole(s, name, one.detach())
             for name, one in self._model.tensors(s, self._weights[s]).items()
             if self._model.stages_of[name][0] == s
         }
@@ -48,7 +57,7 @@ class CheckpointShare:
             kept = weights.optimizer.state.get(one, {}) if weights.optimizer else {}
             for key, value in kept.items():
                 if value is not None:
-                    found[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+                    found[f"optimizer.{name}.{key}"] = self._whole(s, name, torch.as_tensor(value))
         return found
 
     def wanted(self, keys: Iterable[str]) -> list[str]:
@@ -67,12 +76,20 @@ class CheckpointShare:
             If a tensor of this rank is missing.
         """
         for s, weights in self._weights.items():
+            own = self._own(s, tensors)
             for name, one in self._model.tensors(s, weights).items():
-                if f"model.{name}" not in tensors:
+                if f"model.{name}" not in own:
                     raise InputError(f"the checkpoint has no {name!r} of stage {s}")
                 with torch.no_grad():
-                    one.copy_(tensors[f"model.{name}"])
-            weights.load(tensors, buffered=self._buffered)
+                    one.copy_(own[f"model.{name}"])
+            weights.load(own, buffered=self._buffered)
+
+    def _own(self, s: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a checkpoint, or this rank's shards of those that a stage divides."""
+        sharding = self._model.shardings.get(s)
+        if sharding is None:
+            return tensors
+        return {key: sharding.own(_name_of(key), one) for key, one in tensors.items()}
 
     def whole_model(self, shares: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The model's state dict under all its names, from the shares of all ranks."""
@@ -86,7 +103,10 @@ class CheckpointShare:
 
 
 def _belongs(key: str, own: set[str], kinds: Sequence[str]) -> bool:
+    return key.partition(".")[0] in kinds and _name_of(key) in own
+
+
+def _name_of(key: str) -> str:
+    """The parameter or buffer that an entry of a checkpoint belongs to."""
     kind, _, name = key.partition(".")
-    if kind == "optimizer":
-        name = name.rpartition(".")[0]
-    return kind in kinds and name in own
+    return name.rpartition(".")[0] if kind == "optimizer" else name

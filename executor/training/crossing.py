@@ -8,6 +8,7 @@ from stagewright.executor.programs.shares import Rows, pieces
 from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.stages.stage import Share
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.tensor import stays
 from stagewright.graphs.documents.errors import InputError
 
 
@@ -25,7 +26,7 @@ def boundary_of(
         for i in range(len(values))
     )
     below, above = lanes[s], lanes[s + 1]
-    if len(below) > 1 and plan.stages[s].runners(0) == plan.stages[s + 1].runners(0):
+    if len(below) > 1 and stays(plan.stages[s], plan.stages[s + 1], 0):
         return Boundary(values, by_sample, None)
     for i, (value, cut) in enumerate(zip(values, by_sample, strict=True)):
         by_share = value.gradient or any(one.outputs[i] != value for one in traces.values())

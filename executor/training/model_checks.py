@@ -1,5 +1,6 @@
 """Requirements of a plan on the model that it trains."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 
@@ -8,9 +9,12 @@ import torch
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.programs.program import plan_devices
-from stagewright.formulations.plans.actions import B, parse_action
+from stagewright.formulations.plans.actions import B, I, parse_action
 from stagewright.formulations.plans.plan import PipelinePlan
+from stagewright.formulations.plans.weight_rules import FLUSH
 from stagewright.graphs.documents.errors import InputError
+
+CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
 
 
 def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
@@ -30,6 +34,62 @@ def require_clip_norm(plan: PipelinePlan, clip_norm: float | None) -> None:
             "backwards the forwards of a stage wait for its own; plan one that begins with the "
             "forwards"
         )
+
+
+def require_known_tensor_plan(plan: PipelinePlan) -> None:
+    """Refuse what is not known together with stages of a tensor degree above 1."""
+    stages = [(s, stage) for s, stage in enumerate(plan.stages) if stage.tensor > 1]
+    if not stages:
+        return
+    where = f"stage {stages[0][0]} has tensor degree {stages[0][1].tensor}"
+    if plan.spans_steps or plan.weight_rule != FLUSH:
+        raise InputError(
+            f"{where}, which is run only by finite plans that begin with the forwards and have "
+            f"'flush' weights; this one has {plan.weights!r}"
+            + (" and begins with the backwards" if plan.is_backward_first else "")
+        )
+    for s, stage in stages:
+        if stage.offload:
+            raise InputError(
+                f"stage {s} has tensor degree {stage.tensor} and offloads, which is not run "
+                "together; recompute, or plan without offloading"
+            )
+    parts = {parse_action(one.action) for one in plan.actions if "I" in one.action}
+    for action in sorted(one for one in parts if one.kind is I):
+        if plan.stages[action.stage].tensor > 1:
+            raise InputError(
+                f"stage {action.stage} has tensor degree {plan.stages[action.stage].tensor} and "
+                f"{action}: a divided layer's backward is not split into I and W; plan whole "
+                "backwards (B) for it"
+            )
+
+
+def require_not_divided(
+    plan: PipelinePlan, tied: Sequence[str], stages_of: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse parameters that a stage of a tensor degree above 1 shares with another."""
+    for name in tied:
+        for s in stages_of[name]:
+            if plan.stages[s].tensor > 1:
+                raise InputError(
+                    f"parameter {name!r} is shared by stages {listed_stages(stages_of[name])}, of "
+                    f"which {s} has tensor degree {plan.stages[s].tensor}; put its layers into one "
+                    "stage, or plan tensor degree 1 for them"
+                )
+
+
+def require_no_divided_draws(
+    s: int, layers: Iterable[CapturedLayer], trace: Sequence[LayerTrace]
+) -> None:
+    """Refuse divided layers of a stage that draw random numbers: each device draws for its own."""
+    for layer, found in zip(layers, trace, strict=True):
+        divided = any("tensor_group" in vars(part) for part in layer.module.modules())
+        if divided and found.random:
+            raise InputError(
+                f"layer {layer.name!r} draws random numbers and is divided among the devices of "
+                f"stage {s}, which would draw others than one device; set its dropout to 0, or "
+                "plan tensor degree 1"
+            )
 
 
 def require_same_model(plan: PipelinePlan, model: LayeredModel) -> None:
@@ -59,6 +119,20 @@ def _other_size(i: int, name: str, planned_bytes: float, numbers: int) -> InputE
         f"layer {i}, {name!r}, has {planned_bytes:.0f} bytes of parameters in the plan and "
         f"{numbers} parameters in the model"
     )
+
+
+def require_sharing(
+    plan: PipelinePlan,
+    tied: Sequence[str],
+    stages_of: Mapping[str, Sequence[int]],
+    *,
+    clips: bool,
+) -> None:
+    """Refuse parameters that stages cannot share under ``plan``; ``clips``: by a common norm."""
+    require_updated_together(plan, tied, stages_of)
+    require_not_divided(plan, tied, stages_of)
+    if clips and plan.is_periodic:
+        require_not_shared(tied, stages_of)
 
 
 def require_updated_together(
@@ -144,3 +218,28 @@ def require_whole_gradients(
 def listed_stages(stages: Sequence[int]) -> str:
     """Stages in words."""
     return " and ".join(map(str, stages))
+
+
+def require_no_own_clipping(
+    plan: PipelinePlan, optimizers: Iterable[torch.optim.Optimizer | None]
+) -> None:
+    """Refuse optimizers that clip by the gradients they see, where those are not all."""
+    if len(plan.stages) == 1 and plan.stages[0].tensor == 1:
+        return
+    for one in optimizers:
+        name = one and clips_by_itself(one)
+        if name:
+            raise InputError(
+                f"the optimizer {name} clips by the norm of one device's gradients alone; give "
+                "one that does not, and clip_norm for that of all"
+            )
+
+
+def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
+    """The argument or class by which an optimizer clips gradients by a norm, if it does."""
+    name = type(optimizer).__name__
+    for key, value in optimizer.defaults.items():
+        if CLIPPING_ARGUMENT.fullmatch(key) and value:
+            return f"{name} with {key}={value}"
+    clipping = (one.__name__ for one in type(optimizer).__mro__ if "clip" in one.__name__.lower())
+    return next(clipping, None)

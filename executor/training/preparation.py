@@ -18,7 +18,11 @@ from stagewright.executor.training.interpreter.interpreter import Interpreter
 from stagewright.executor.training.interpreter.joint import Joint
 from stagewright.executor.training.interpreter.streams import OneStream, Streams, make_streams
 from stagewright.executor.training.losses import Loss
-from stagewright.executor.training.model_checks import require_capturable_steps, require_no_draws
+from stagewright.executor.training.model_checks import (
+    require_capturable_steps,
+    require_no_divided_draws,
+    require_no_draws,
+)
 from stagewright.executor.training.ranks.rank import Rank, RankProgram
 from stagewright.executor.training.stages.initialise import total_bytes
 from stagewright.executor.training.stages.stage import StageComputation, StageLayer
@@ -105,7 +109,7 @@ class Preparation:
         """Stage ``s`` on this rank's share of a microbatch; all by the number of samples."""
         stage = self.rank.plan.stages[s]
         start, stop = stage.layers
-        lane = stage.devices.index(self.rank.name) if len(lanes) > 1 else 0
+        lane = self.rank.lane(self.rank.number, s, 0) if len(lanes) > 1 else 0
         count = len(lanes[lane])
         trace = traces[count][start:stop]
         inputs = [entering[count] if start == 0 else traces[count][start - 1].outputs]
@@ -113,6 +117,7 @@ class Preparation:
         # By any layer: a parameter that stages share may get its only gradient in another stage.
         trained = {self.model.primary[name] for one in traces[count] for name in one.trained}
         self.weights[s].leave_out(trained)
+        require_no_divided_draws(s, self.model.modules[s], trace)
         layers = [
             StageLayer(*each) for each in zip(self.model.modules[s], inputs, trace, strict=True)
         ]
@@ -149,4 +154,4 @@ def needs_two_gradients(plan: PipelinePlan, families: Families, s: int) -> bool:
     """Whether a stage's gradients are reduced while the next ones are computed."""
     if not plan.is_periodic or plan.weight_rule.updates_every_round:
         return False
-    return len(plan.stages[s].devices) > 1 or any(s in one for one in families)
+    return plan.stages[s].replicas > 1 or any(s in one for one in families)

@@ -26,9 +26,10 @@ from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
     require_capturable,
     require_clip_norm,
-    require_not_shared,
+    require_known_tensor_plan,
+    require_no_own_clipping,
     require_same_model,
-    require_updated_together,
+    require_sharing,
     require_whole_gradients,
 )
 from stagewright.executor.training.preparation import Preparation, needs_two_gradients
@@ -39,7 +40,7 @@ from stagewright.executor.training.ranks.rank import rank_program, this_rank
 from stagewright.executor.training.stages.initialise import Model, initialise
 from stagewright.executor.training.stages.shared_gradients import SharedGradients
 from stagewright.executor.training.stages.staged_model import StagedModel
-from stagewright.executor.training.stages.weights import MakeOptimizer, Weights, clips_by_itself
+from stagewright.executor.training.stages.weights import MakeOptimizer, Weights
 from stagewright.executor.training.trace_recorder import TraceRecorder
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -122,6 +123,7 @@ class Executor:
     ) -> None:
         require_torch()
         require_clip_norm(plan, clip_norm)
+        require_known_tensor_plan(plan)
         require_no_parameters(loss)
         self._clip_norm = inf if clip_norm is None else clip_norm
         self.plan, self.steps_done, self._failed = plan, 0, False
@@ -135,10 +137,11 @@ class Executor:
         self._model = self._initialise(module)
         self._families = self._find_families()  # known only from the captured model
         self._program = rank_program(plan, self.rank, self._families)
-        self._weights = self._make_weights(optimizer)
         timeout = timedelta(seconds=timeout_seconds)
         holders = {name: self._model.holders(name) for name in self._model.tied}
         self._groups = make_groups(self._rank, holders, timeout)
+        self._model.shard(self._rank, self._groups.tensor)
+        self._weights = self._make_weights(optimizer)
         self._preparation = self._prepare(make_loss_group(self._rank, timeout), graph)
         self._checkpoint = CheckpointShare(self._rank, self._model, self._weights)
         self._recorder = TraceRecorder(self._rank, dtype, enabled=trace)
@@ -272,7 +275,7 @@ class Executor:
     # State and traces
 
     def state(self) -> dict[str, Tensor]:
-        """The share of a checkpoint that this rank writes; each key is written by one rank.
+        """The share of a checkpoint that this rank writes, once each key; all ranks call it.
 
         ``model.NAME`` are parameters and buffers under the model's own names,
         ``optimizer.NAME.KEY`` what the optimizer keeps for a parameter, and ``previous.NAME`` the
@@ -334,20 +337,18 @@ class Executor:
 
     def _initialise(self, module: Model | Callable[[], Model]) -> StagedModel:
         """The captured model, with this rank's layers alone on its device."""
-        wanted = {i for s in self._stages for i in range(*self.plan.stages[s].layers)}
+        own = [self.plan.stages[s] for s in self._stages]
         model = initialise(
             module,
-            wanted,
+            {i for stage in own for i in range(*stage.layers)},
             seed=self._seed,
-            device=self._rank.device,
+            device="cpu" if any(stage.tensor > 1 for stage in own) else self._rank.device,
             dtype=self._parameter_type,
             agree=lambda fits: summed(self._rank, (float(not fits),), self._rank.group) == (0.0,),
         )
         require_same_model(self.plan, model)
         staged = StagedModel(self.plan, model, self._stages)
-        require_updated_together(self.plan, staged.tied, staged.stages_of)
-        if self._clip_norm < inf and self.plan.is_periodic:
-            require_not_shared(staged.tied, staged.stages_of)
+        require_sharing(self.plan, staged.tied, staged.stages_of, clips=self._clip_norm < inf)
         require_whole_gradients(self.plan, model, staged.stages_of)
         return staged
 
@@ -363,13 +364,7 @@ class Executor:
             )
             for s, layers in self._model.modules.items()
         }
-        for weights in made.values() if len(self.plan.stages) > 1 else ():
-            name = weights.optimizer and clips_by_itself(weights.optimizer)
-            if name:
-                raise InputError(
-                    f"the optimizer {name} clips by the norm of one stage's gradients alone; give "
-                    "one that does not, and clip_norm for that of all"
-                )
+        require_no_own_clipping(self.plan, (one.optimizer for one in made.values()))
         return made
 
     def _find_families(self) -> set[frozenset[int]]:

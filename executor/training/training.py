@@ -19,7 +19,11 @@ from stagewright.executor.programs.trace import save_trace
 from stagewright.executor.training import checkpoint
 from stagewright.executor.training.checkpoint import Header
 from stagewright.executor.training.losses import Loss, cross_entropy
-from stagewright.executor.training.model_checks import require_capturable, require_clip_norm
+from stagewright.executor.training.model_checks import (
+    require_capturable,
+    require_clip_norm,
+    require_known_tensor_plan,
+)
 from stagewright.executor.training.operators.executor import OperatorExecutor
 from stagewright.executor.training.ranks.endings import Member
 from stagewright.executor.training.runtime import Executor
@@ -81,6 +85,7 @@ class Task:
             self._require_captured()
             return
         require_clip_norm(self.plan, self.clip_norm)
+        require_known_tensor_plan(self.plan)
         if self.graph:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             require_capturable(self.plan, device, traced=self.trace is not None)

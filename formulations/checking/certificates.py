@@ -24,12 +24,14 @@ def certificate(
     Raises
     ------
     InvalidPlan
-        If a bound that applies to this plan exceeds its cost: a bug of Stagewright.
+        If no bound applies to this plan, or one exceeds its cost: a bug of Stagewright.
     """
     # An infinite bound says that its class is empty; it does not contain this plan.
     kept = tuple(_capped(bound, plans, cost) for bound in bounds if bound.seconds < math.inf)
     own = [bound for bound in kept if bound.plans.contains(plans)]
     whole = [bound for bound in own if bound.scope == "problem"]
+    if not whole:
+        raise InvalidPlan(f"no bound is about {plans.phrase('a')}")
     best, schedule = best_of(whole), best_of(own)
     every = best_of([bound for bound in whole if bound.plans == EVERY_PLAN])
     return Certificate(

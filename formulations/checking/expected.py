@@ -20,7 +20,14 @@ from stagewright.formulations.plans.actions import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction, Stage
-from stagewright.formulations.plans.timing import Split, expected_actions, split_backwards
+from stagewright.formulations.plans.tensor import of_shard
+from stagewright.formulations.plans.timing import (
+    Split,
+    expected_actions,
+    reduce_bytes,
+    split_backwards,
+    transfer_bytes,
+)
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 
@@ -60,7 +67,7 @@ def _unknown_parts(
     for s in np.flatnonzero(split.any(axis=1)).tolist():
         if stages[s].offload:
             yield Violation("offload", f"stage {s}", "offloading needs whole backwards (B)")
-        name = problem.layer_with_whole_backward(*stages[s].layers)
+        name = of_shard(problem, stages[s]).layer_with_whole_backward(*stages[s].layers)
         if name is not None:
             yield Violation(
                 "parts",
@@ -87,7 +94,7 @@ def _why_unexpected(text: str, stages: int, microbatches: int) -> str:
 def _why_idle(action: Action, stages: int) -> str:
     """Why an existing stage and microbatch has no such action."""
     if action.kind is REDUCE:
-        return "a stage on one device has nothing to reduce, others may do it in the backward"
+        return "a stage without replicas has nothing to reduce, others may do it in the backward"
     if action.kind is UPDATE:
         return "the optimizer step takes no time here, or is part of the backward"
     if action.kind is B:
@@ -152,10 +159,11 @@ def _endpoints(stages: Sequence[Stage], action: Action) -> tuple[tuple[str, ...]
 
 def _bytes(problem: PipelineProblem, stages: Sequence[Stage], action: Action) -> float:
     """Bytes that a transfer or an all-reduce carries."""
-    start, stop = stages[action.stage].layers
+    stage = stages[action.stage]
     if action.kind is REDUCE:
-        return problem.gradient_bytes(start, stop)
-    return problem.boundary_bytes(stop if action.kind is SEND_F else start)
+        return reduce_bytes(problem, stage)
+    way = 1 if action.kind is SEND_F else -1
+    return transfer_bytes(problem, stage, stages[action.stage + way])
 
 
 def _names(devices: Sequence[str] | None) -> str:

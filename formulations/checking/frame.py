@@ -9,7 +9,10 @@ from stagewright.formulations.plans.actions import W, parse_action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Schedule, Stage
 from stagewright.formulations.plans.plan_class import RECOMPUTE, REPLICATION
+from stagewright.formulations.plans.tensor import groups_of, share_count
 from stagewright.formulations.plans.weight_rules import FLUSH, WEIGHT_RULES
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.models.sharding import require_degree
 
 
 def broken_frame(problem: PipelineProblem, plan: PipelinePlan) -> Iterator[Violation]:
@@ -150,6 +153,7 @@ def _broken_placement(problem: PipelineProblem, stages: Sequence[Stage]) -> Iter
             yield Violation("recompute", f"stage {s}", f"recompute {stage.recompute!r}")
         yield from _broken_offload(problem, s, stage)
         yield from _broken_shares(problem, s, stage)
+        yield from _broken_groups(problem, s, stage)
         for name, count in Counter(stage.devices).items():
             if name not in problem.cluster.index:
                 yield Violation("devices", f"stage {s}", f"the cluster has no device {name!r}")
@@ -159,7 +163,7 @@ def _broken_placement(problem: PipelineProblem, stages: Sequence[Stage]) -> Iter
 
 def _broken_shares(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
     """The smallest share of a microbatch has enough samples for every layer."""
-    most, shares = problem.most_replicas(*stage.layers), len(stage.runners(0))
+    most, shares = problem.most_replicas(*stage.layers), share_count(stage)
     if shares > most:
         yield Violation(
             "samples",
@@ -167,6 +171,27 @@ def _broken_shares(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[V
             f"splits microbatches of {problem.chain.microbatch_size} samples among {shares} "
             f"devices, at most {most} are possible",
         )
+
+
+def _broken_groups(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:
+    """Every layer has costs at the stage's tensor degree, those of devices of one kind."""
+    if stage.tensor == 1:
+        return
+    try:
+        require_degree(problem.chain, *stage.layers, stage.tensor)
+        problem.at(stage.tensor)
+    except InputError as error:
+        yield Violation("tensor", f"stage {s}", str(error))
+    index, devices = problem.cluster.index, problem.cluster.devices
+    for group in groups_of(stage.devices, stage.tensor):
+        kinds = {devices[index[name]].kind for name in group if name in index}
+        if len(kinds) > 1:
+            yield Violation(
+                "tensor",
+                f"stage {s}",
+                f"{', '.join(group)} are of the kinds {', '.join(sorted(kinds))}: the costs of a "
+                "tensor degree are those of devices of one kind",
+            )
 
 
 def _broken_offload(problem: PipelineProblem, s: int, stage: Stage) -> Iterator[Violation]:

@@ -24,6 +24,7 @@ from stagewright.formulations.plans.actions import (
     ActionKind,
     W,
 )
+from stagewright.formulations.plans.tensor import stays
 from stagewright.formulations.plans.timing import channels
 
 Row = tuple[ActionKind, Lane]
@@ -83,7 +84,7 @@ def _link_overlaps(times: PlanTimes) -> Iterator[Violation]:
     """In a periodic plan all transfers between two groups of devices share one link."""
     links: defaultdict[tuple[tuple[str, ...], ...], list[Row]] = defaultdict(list)
     for s, (one, other) in enumerate(pairwise(times.stages)):
-        if one.devices != other.devices:
+        if not stays(one, other, 0):
             ends = tuple(sorted((one.devices, other.devices)))
             links[ends] += [(SEND_F, (s, 0, 1)), (SEND_B, (s + 1, 0, 1))]
     for ends, rows in links.items():

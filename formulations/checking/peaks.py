@@ -15,6 +15,7 @@ from stagewright.formulations.plans.memory import (
     version_bytes,
     waiting_bytes,
 )
+from stagewright.formulations.plans.tensor import of_shard
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.units import format_bytes
 
@@ -107,10 +108,12 @@ def _old_versions(times: PlanTimes, s: int) -> HeldBytes:
     updates = np.sort(times.done[s])
     leaders_updates = np.sort(times.done[leader])
     started = times.starts[F][leader] + times.tolerance
-    version = np.searchsorted(leaders_updates, started, side="right")
+    used = np.searchsorted(leaders_updates, started, side="right")
     last_use = np.full(len(updates) + 1, -math.inf)
-    np.maximum.at(last_use, version, times.done[s])
-    return HeldBytes(updates, last_use[:-1], version_bytes(times.problem, *times.stages[s].layers))
+    np.maximum.at(last_use, used, times.done[s])
+    stage = times.stages[s]
+    version = version_bytes(of_shard(times.problem, stage), *stage.layers)
+    return HeldBytes(updates, last_use[:-1], version)
 
 
 def _most_bytes(kept: Sequence[HeldBytes], tolerance: float) -> float:

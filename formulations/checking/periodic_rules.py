@@ -26,6 +26,7 @@ from stagewright.formulations.plans.plan import (
     PipelinePlan,
     ScheduledAction,
 )
+from stagewright.formulations.plans.timing import update_seconds
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.graphs.documents.errors import InputError
 
@@ -130,9 +131,8 @@ def _short_pause(
     """The pause is long enough for all updates of a device, one after another."""
     updates: defaultdict[str, float] = defaultdict(float)
     for stage in plan.stages:
-        devices = [problem.cluster.index[name] for name in stage.devices]
         for name in stage.devices:
-            updates[name] += problem.update_seconds(*stage.layers, devices)
+            updates[name] += update_seconds(problem, stage)
     name = max(updates, key=updates.__getitem__)
     if updates[name] > schedule.pause_seconds + tolerance:
         yield Violation(

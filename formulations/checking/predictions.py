@@ -12,7 +12,12 @@ from stagewright.formulations.checking.violations import Violation
 from stagewright.formulations.plans.actions import COMPUTE, UPDATE
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Predicted, Stage
-from stagewright.formulations.plans.timing import are_sent, covered_seconds
+from stagewright.formulations.plans.timing import (
+    are_sent,
+    covered_seconds,
+    reduce_bytes,
+    transfer_bytes,
+)
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
 from stagewright.formulations.plans.weight_rules import WeightRule
 from stagewright.graphs.documents.arrays import Floats
@@ -62,17 +67,21 @@ def _link_bytes(
     # A microbatch crosses a boundary twice: its activations, and their gradient.
     sent = [sum(are_sent(stages, s, problem.microbatches)) for s in range(len(stages) - 1)]
     crossing = {
-        f"{s}-{s + 1}": 2 * count * problem.boundary_bytes(stages[s].layers[1])
+        f"{s}-{s + 1}": count * _both_ways(problem, stages[s], stages[s + 1])
         for s, count in enumerate(sent)
         if count > 0
     }
     sums = problem.microbatches if rule.updates_every_round else 1
     reduced = {
-        str(s): sums * problem.gradient_bytes(*stage.layers)
+        str(s): sums * reduce_bytes(problem, stage)
         for s, stage in enumerate(stages)
-        if len(stage.devices) > 1
+        if stage.replicas > 1
     }
     return crossing | reduced
+
+
+def _both_ways(problem: PipelineProblem, one: Stage, other: Stage) -> float:
+    return transfer_bytes(problem, one, other) + transfer_bytes(problem, other, one)
 
 
 def broken_prediction(computed: Predicted, stated: Predicted) -> Iterator[Violation]:

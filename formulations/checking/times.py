@@ -23,6 +23,7 @@ from stagewright.formulations.plans.timing import (
     durations,
     empty_blocks,
     expected_actions,
+    offload_seconds,
     split_backwards,
     updated_stages,
     whole_backwards,
@@ -177,7 +178,7 @@ def host_times(times: PlanTimes, lane: Lane) -> tuple[tuple[Floats, Floats], tup
     s, first, step = lane
     every = (s, slice(first, None, step))
     devices = [times.problem.cluster.index[name] for name in times.stages[s].runners(first)]
-    seconds = times.problem.offload_seconds(*times.stages[s].layers, devices)
+    seconds = offload_seconds(times.problem, times.stages[s], devices)
     assert seconds is not None  # part of the plan's structure
     written = times.ends(F)[every]
     needed = np.fmin(times.starts[B][every], times.starts[I][every])

@@ -73,6 +73,8 @@ def evaluate(problem: TrainingProblem, layout: Layout, run: Walk = walk) -> Esti
         parts.hop,
         parts.saved,
     )
+    # A rank's sends take their time too: if they are more than its work, all wait for them.
+    finish = np.maximum(finish, parts.sending_seconds)
     end = float((finish + parts.reductions).max())
     makespan, busiest = float(finish.max()), int(np.argmax(parts.busy))
     exchanged, repeated = parts.exchanged(busiest), parts.repeated(busiest)

@@ -8,9 +8,11 @@ import numpy as np
 from stagewright.formulations.parallelism.exchanges import (
     all_reduce_seconds,
     all_to_all_seconds,
+    send_seconds,
 )
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.machines.groups import links
 from stagewright.graphs.models.operations import Operation
 from stagewright.graphs.models.shards import Recompute, Share, Split
 
@@ -119,8 +121,9 @@ def _exchanges(
     of the inputs; nothing runs beside the gathering of the outputs' gradients.
     """
     fabric, size = problem.fabric, problem.precision.activation_bytes
-    one = all_reduce_seconds(fabric, 1, split.tensor, samples * share.width * size)
-    routed = 2 * all_to_all_seconds(fabric, 1, split.expert, samples * share.dispatched * size)
+    tensor, expert = (links(fabric, ((1, k),)) for k in (split.tensor, split.expert))
+    one = all_reduce_seconds(tensor, samples * share.width * size)
+    routed = 2 * all_to_all_seconds(expert, samples * share.dispatched * size)
     ahead, back = (number * one for number in share.reductions)
     seen = back / 2 if split.sequence_parallel else 0.0
     beside = back
@@ -131,11 +134,9 @@ def _exchanges(
 
 def _circulation(problem: TrainingProblem, share: Share, split: Split, samples: int) -> float:
     """Keys and values pass all context ranks in a ring, beside the attention (Liu et al. 2023)."""
-    if split.context == 1:
-        return 0.0
-    bandwidth, latency = problem.fabric.path(split.tensor, split.context)
+    context = links(problem.fabric, ((split.tensor, split.context),))
     moved = samples * share.circulated * problem.precision.activation_bytes
-    return (split.context - 1) * (moved / bandwidth + latency)
+    return (split.context - 1) * send_seconds(context, moved)
 
 
 def _attention_seconds(share: Share, seconds: Floats) -> float:

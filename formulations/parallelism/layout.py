@@ -10,6 +10,7 @@ from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
 from stagewright.graphs.machines.fabric import MAX_GPUS
+from stagewright.graphs.machines.groups import Group
 from stagewright.graphs.models.shards import Recompute, Split
 
 Schedule = Literal["1f1b", "zero-bubble"]
@@ -92,6 +93,11 @@ class Layout:
                 f"expert degree {self.expert} does not divide the {shared} ranks (t x c x d) that "
                 "hold equal layers"
             )
+        if self.placement == "pipeline-inside" and self.tensor * self.context % self.expert:
+            raise InputError(
+                f"expert degree {self.expert} with the placement pipeline-inside must divide the "
+                f"{self.tensor * self.context} ranks (t x c) that are next to each other"
+            )
         self._require_schedule()
         self._require_ends()
 
@@ -136,6 +142,25 @@ class Layout:
         """Distance of the ranks of neighbouring stages."""
         inside = self.data if self.placement == "data-inside" else 1
         return self.tensor * self.context * inside
+
+    @property
+    def data_group(self) -> Group:
+        """The ranks with equal parameters, but for those of experts."""
+        return ((self.tensor, self.context), (self.data_stride, self.data))
+
+    @property
+    def expert_group(self) -> Group:
+        """The ranks with equal experts."""
+        if self.placement == "data-inside":
+            ranks = self.tensor * self.context * self.data
+            return ((self.expert, ranks // self.expert),)
+        inside = self.tensor * self.context // self.expert
+        return ((self.expert, inside), (self.data_stride, self.data))
+
+    @property
+    def pipeline_group(self) -> Group:
+        """The ranks of a pipeline."""
+        return ((self.pipeline_stride, self.pipeline),)
 
     def microbatches(self, batch: int) -> int:
         """Microbatches of an iteration of ``batch`` samples, per replica.

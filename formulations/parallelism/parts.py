@@ -26,6 +26,7 @@ from stagewright.formulations.parallelism.states import (
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.machines.groups import Links, links
 from stagewright.graphs.models.shards import Share, Shares, Split, shares_of
 
 
@@ -141,10 +142,27 @@ class Parts:
     @cached_property
     def hop(self) -> float:
         """Seconds from a stage to the next: its output, of which every tensor rank sends a part."""
-        layout = self.layout
-        width = self.shares.kinds[0].width / layout.tensor
-        moved = layout.microbatch * width * self.problem.precision.activation_bytes
-        return send_seconds(self.problem.fabric, layout.pipeline_stride, layout.pipeline, moved)
+        return send_seconds(self._pipeline_links, self._sent_bytes)
+
+    @property
+    def _pipeline_links(self) -> Links:
+        return links(self.problem.fabric, self.layout.pipeline_group)
+
+    @property
+    def _sent_bytes(self) -> float:
+        width = self.shares.kinds[0].width / self.layout.tensor
+        return self.layout.microbatch * width * self.problem.precision.activation_bytes
+
+    @property
+    def sending_seconds(self) -> float:
+        """Seconds in which a rank's link is busy with what it sends to other stages."""
+        pipeline, chunks = self.layout.pipeline, self.layout.chunks
+        if pipeline == 1:
+            return 0.0
+        # Forward and backward of every chunk; the ends send once less.
+        times = 2 * chunks - (pipeline == 2)
+        each = self._sent_bytes / self._pipeline_links.pair_bytes_per_second
+        return self.microbatches * times * each
 
     @cached_property
     def saved(self) -> Floats:
@@ -181,8 +199,10 @@ class Parts:
         if not self.problem.overlap:
             return once.gradients + once.weights
         layers, count = self.cut.ranks.layers[kind], self.held[kind].layers
-        return max(once.gradients - self._backward(layers), once.gradients / count) + max(
-            once.weights - self._forward(layers), once.weights / count
+        return (
+            once.alone
+            + max(once.gradients - self._backward(layers), once.gradients / count)
+            + max(once.weights - self._forward(layers), once.weights / count)
         )
 
     @cached_property
@@ -208,6 +228,7 @@ class Parts:
         hops = self.hop * np.arange(self.layout.pipeline)
         there = _before(forward + backward - weight, self.layout.pipeline) + 2 * hops
         pipeline = float((there + self.busy - self._of_microbatches(weight)).max())
+        pipeline = max(pipeline, self.sending_seconds)
         last = self._first_return(forward, backward - weight) + self.busy + self.reductions
         return max(pipeline + float(self.reductions[0]), float(last.max())) + self.longest_update
 
@@ -280,9 +301,13 @@ class Parts:
         )
 
     def _repeated_bytes(self, share: Share, again: bool) -> float:
-        """What a layer's backward holds beyond what its forward keeps: the repeated activations."""
+        """What a layer's backward holds beyond what its forward keeps.
+
+        These are repeated activations, and the gradient of the logits.
+        """
         size = self.problem.precision.activation_bytes
-        whole = self.layout.microbatch * share.saved_bytes(size, "none")
+        samples = self.layout.microbatch
+        whole = samples * (share.saved_bytes(size, "none") + share.gradient_bytes)
         return max(0.0, whole - self._saved(share, again))
 
     def _gathered_bytes(self, of: Held) -> float:

@@ -3,6 +3,7 @@
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_MICROBATCHES, require_count
 from stagewright.graphs.models.shards import require_split
 
 
@@ -22,13 +23,12 @@ def require_layout(problem: TrainingProblem, layout: Layout) -> None:
     require_split(problem.architecture, problem.sequence, layout.split)
     layout.blocks_of_stages(problem.architecture.layers)
     microbatches = layout.microbatches(problem.batch)
+    require_count(microbatches, "the number of microbatches", MAX_MICROBATCHES)
     if layout.chunks > 1 and microbatches % layout.pipeline:
         raise InputError(
             f"{layout.chunks} chunks per rank need a multiple of {layout.pipeline} microbatches "
             f"(the pipeline), there are {microbatches}"
         )
-    if layout.expert > layout.tensor * layout.context and layout.placement != "data-inside":
-        raise InputError("experts shared by several data ranks need the placement data-inside")
     if layout.recompute == "selective" and problem.attention == "fused":
         raise InputError(
             "selective recomputation repeats the attention, which the fused kernel does anyway; "

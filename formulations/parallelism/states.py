@@ -1,14 +1,13 @@
 """Weights, gradients and optimizer state of one rank, and what their exchange and update cost."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from stagewright.formulations.parallelism.cut import Layers
 from stagewright.formulations.parallelism.exchanges import all_reduce_seconds, gather_seconds
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.machines.fabric import Fabric
+from stagewright.graphs.machines.groups import ends, links
 from stagewright.graphs.models.shards import Share
 
 
@@ -71,12 +70,18 @@ def states(problem: TrainingProblem, layout: Layout, of: Held) -> States:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Seconds of exchanges among data ranks: once per iteration, and with every microbatch."""
+    """Seconds of exchanges among data ranks.
+
+    ``gradients`` and ``weights`` come once per iteration, ``each_forward`` and ``each_backward``
+    with every microbatch. Of the latter, the first layer's weights and the last layer's gradients
+    have nothing to run beside: ``alone``, once per iteration.
+    """
 
     gradients: float = 0.0
     weights: float = 0.0
     each_forward: float = 0.0
     each_backward: float = 0.0
+    alone: float = 0.0
 
 
 def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
@@ -89,51 +94,30 @@ def exchange(problem: TrainingProblem, layout: Layout, of: Held) -> Exchange:
     if layout.zero == 1:
         return Exchange(gradients=gradients, weights=weights)
     if layout.zero == 2:
-        return Exchange(weights=weights, each_backward=gradients)
-    return Exchange(each_forward=weights, each_backward=weights + gradients)
+        return Exchange(weights=weights, each_backward=gradients, alone=gradients / of.layers)
+    return Exchange(
+        each_forward=weights,
+        each_backward=weights + gradients,
+        alone=(weights + gradients) / of.layers,
+    )
 
 
 def _gather(problem: TrainingProblem, layout: Layout, of: Held, bytes_each: int) -> float:
     """One reduce-scatter or all-gather of all the rank's parameters."""
-    shared, expert = gather_rates(problem.fabric, layout)
-    seconds = shared.start + shared.per_byte * of.shared * bytes_each
-    return seconds + (expert.start + expert.per_byte * of.expert * bytes_each if of.expert else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Seconds of an exchange: at its start, and per byte."""
-
-    start: float
-    per_byte: float
-
-
-@lru_cache(maxsize=1 << 14)
-def gather_rates(fabric: Fabric, layout: Layout) -> tuple[Rate, Rate]:
-    """Of gathering shared parameters, and those of experts, among the ranks with equal ones.
-
-    Context ranks are next to each other and hold equal weights, so that with d > 1 the ring
-    through c x d ranks has the data ranks' distance at the border of the servers.
-    """
-    ranks, experts = groups(layout)
-    stride = layout.tensor if layout.context > 1 else layout.data_stride
-    if layout.context > 1 and layout.data > 1 and layout.placement == "pipeline-inside":
-        stride = layout.data_stride
-    return _rate(fabric, stride, ranks), _rate(fabric, layout.expert, experts)
-
-
-def _rate(fabric: Fabric, stride: int, size: int) -> Rate:
-    start = gather_seconds(fabric, stride, size, 0.0)
-    return Rate(start, (gather_seconds(fabric, stride, size, 1e9) - start) / 1e9)
+    shared = links(problem.fabric, layout.data_group)
+    seconds = gather_seconds(shared, of.shared * bytes_each)
+    if of.expert:
+        expert = links(problem.fabric, layout.expert_group)
+        seconds += gather_seconds(expert, of.expert * bytes_each)
+    return seconds
 
 
 def tied_seconds(problem: TrainingProblem, layout: Layout, head: Share) -> float:
     """The sum of a tied table's gradients, which first and last stage both have."""
-    if layout.pipeline == 1 or head.tied_parameters == 0:
+    if layout.pipeline == 1:
         return 0.0
-    stride = layout.pipeline_stride * (layout.pipeline - 1)
     moved = head.tied_parameters * problem.precision.gradient_bytes
-    return all_reduce_seconds(problem.fabric, stride, 2, moved)
+    return all_reduce_seconds(ends(problem.fabric, *layout.pipeline_group[0]), moved)
 
 
 def update_seconds(problem: TrainingProblem, layout: Layout, of: Held) -> float:

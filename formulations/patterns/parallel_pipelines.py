@@ -272,7 +272,7 @@ def samples_of(chain: Chain, batch: int) -> tuple[int, ...]:
     """
     if batch < 1:
         raise InputError(f"the batch must be at least 1 sample, got {batch}")
-    measured = [[cost.microbatch_size for cost in layer.costs] for layer in chain.layers]
+    measured = [[cost.microbatch_size for cost in layer.costs_at(1)] for layer in chain.layers]
     least, most = max(map(min, measured)), min(map(max, measured))
 
     def fitting(samples: int) -> tuple[int, ...]:

@@ -15,9 +15,12 @@ from stagewright.formulations.plans.memory import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.tensor import of_shard
 from stagewright.formulations.plans.timing import (
     compute_seconds,
+    offload_seconds,
     reduce_seconds,
+    transfer_seconds,
     update_seconds,
 )
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, WeightRule
@@ -105,7 +108,7 @@ class PatternProblems:
                 reduce,
                 update,
                 static_bytes(problem, stage, self.rule),
-                version_bytes(problem, *stage.layers),
+                version_bytes(of_shard(problem, stage), *stage.layers),
                 kept_bytes(problem, stage),
                 members,
                 _least_seconds(problem, stage, members, max(forward, backward)),
@@ -114,11 +117,16 @@ class PatternProblems:
 
     def _transfer(self, one: Stage, other: Stage) -> tuple[float, float]:
         if one.devices == other.devices:
+            if one.tensor != other.tensor:
+                raise InputError(
+                    f"in a pattern, neighbouring stages on the devices {', '.join(one.devices)} "
+                    f"need one tensor degree, got {one.tensor} and {other.tensor}"
+                )
             return 0.0, 0.0
-        key = (one.layers[1], one.devices, other.devices)
+        key = (one.layers[1], one.devices, one.tensor, other.devices, other.tensor)
         if key not in self._transfers:
             mine, theirs = self._of_stage(one).members, self._of_stage(other).members
-            self._transfers[key] = self.problem.transfer_seconds(one.layers[1], mine, theirs)
+            self._transfers[key] = transfer_seconds(self.problem, one, other, mine, theirs)
         return self._transfers[key]
 
     def _memory(self, names: tuple[str, ...]) -> float:
@@ -135,7 +143,7 @@ class PatternProblems:
     @cached_property
     def _transfers(
         self,
-    ) -> dict[tuple[int, tuple[str, ...], tuple[str, ...]], tuple[float, float]]:
+    ) -> dict[tuple[int, tuple[str, ...], int, tuple[str, ...], int], tuple[float, float]]:
         return {}
 
     @cached_property
@@ -164,7 +172,7 @@ def _least_seconds(
     """
     if not stage.offload:
         return 0.0
-    seconds = problem.offload_seconds(*stage.layers, members)
+    seconds = offload_seconds(problem, stage, members)
     if seconds is None:
         raise InputError(
             f"offloading needs host_bytes_per_second of the devices {', '.join(stage.devices)} in "

@@ -88,7 +88,9 @@ class LeastTimes:
     def splits(self) -> NDArray[np.bool_]:
         """Whether a layer has the times of both parts of its backward, shape (L,)."""
         layers = self.problem.chain.layers
-        return np.array([all(c.backward_seconds is None for c in layer.costs) for layer in layers])
+        return np.array(
+            [all(c.backward_seconds is None for c in layer.costs_at(1)) for layer in layers]
+        )
 
     @cached_property
     def update(self) -> Floats:

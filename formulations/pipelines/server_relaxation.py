@@ -253,7 +253,8 @@ def _fastest(problem: PipelineProblem, choice: "_Choice", ranks: Ints, split: bo
     if split:
         parts = [problem.gradient_costs(kind, choice.shares).forward_seconds for kind in kinds]
         whole = [
-            any(c.backward_seconds is not None for c in one.costs) for one in problem.chain.layers
+            any(c.backward_seconds is not None for c in one.costs_at(1))
+            for one in problem.chain.layers
         ]
         gradient = np.where(whole, backward, np.min(parts, axis=0))
     update = np.min([problem.update_per_layer(kind) for kind in kinds], axis=0)

@@ -31,6 +31,8 @@ from stagewright.formulations.plans.timing import (
     Blocks,
     durations,
     expected_actions,
+    reduce_bytes,
+    transfer_bytes,
     updated_stages,
 )
 from stagewright.formulations.plans.weight_rules import DOUBLE_BUFFER, FLUSH, WeightRule
@@ -79,7 +81,7 @@ def assemble_pattern(
     timed += [
         (Operation(s, ActionKind.REDUCE), start, seconds)
         for s, (stage, start, seconds) in enumerate(reduces)
-        if len(stage.devices) > 1 and not rule.updates_every_round
+        if stage.replicas > 1 and not rule.updates_every_round
     ]
     actions = [
         entry
@@ -148,9 +150,9 @@ def _carried(
     """Sources, targets and bytes of a transfer or an all-reduce."""
     s = operation.stage
     if operation.kind is ActionKind.REDUCE:
-        return stages[s].devices, stages[s].devices, problem.gradient_bytes(*stages[s].layers)
+        return stages[s].devices, stages[s].devices, reduce_bytes(problem, stages[s])
     towards = s + 1 if operation.kind is ActionKind.SEND_FORWARD else s - 1
-    volume = problem.boundary_bytes(stages[min(s, towards)].layers[1])
+    volume = transfer_bytes(problem, stages[s], stages[towards])
     return stages[s].devices, stages[towards].devices, volume
 
 
@@ -197,7 +199,7 @@ def _scheduled(
         start = float(starts[action.kind][s, m or 0])  # an all-reduce has one column
         finish = float(ends[action.kind][s, m or 0])
         if action.kind is ActionKind.REDUCE:
-            group, volume = stages[s].devices, problem.gradient_bytes(*stages[s].layers)
+            group, volume = stages[s].devices, reduce_bytes(problem, stages[s])
             yield ScheduledAction(group[0], str(action), start, finish, group, group, volume)
         elif m is None or action.kind in ON_DEVICE:
             in_sub = action.kind is weights and not np.isnan(beside[s, m])
@@ -209,5 +211,5 @@ def _scheduled(
             assert m is not None  # a transfer is of a microbatch
             towards = s + 1 if action.kind is ActionKind.SEND_FORWARD else s - 1
             sources, targets = stages[s].runners(m), stages[towards].runners(m)
-            volume = problem.boundary_bytes(stages[min(s, towards)].layers[1])
+            volume = transfer_bytes(problem, stages[s], stages[towards])
             yield ScheduledAction(sources[0], str(action), start, finish, sources, targets, volume)

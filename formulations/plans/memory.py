@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.tensor import of_shard, share_count
 from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
 from stagewright.graphs.documents.arrays import Floats
 
@@ -26,7 +27,7 @@ def state_factor(
     Parameters
     ----------
     devices
-        Number of devices of the stage, with either replication. Each holds the full state.
+        Number of replicas of the stage, with either replication. Each holds the full state.
     overlapping
         Whether the next iteration begins before this one's gradients are used (periodic plans).
     """
@@ -92,8 +93,8 @@ def stage_static_bytes(
     problem: PipelineProblem, stage: Stage, rule: WeightRule = FLUSH, overlapping: bool = False
 ) -> float:
     """As :func:`static_bytes`, of a stage of a plan."""
-    shares = len(stage.runners(0))
-    return static_bytes(problem, *stage.layers, len(stage.devices), shares, rule, overlapping)
+    shard, shares = of_shard(problem, stage), share_count(stage)
+    return static_bytes(shard, *stage.layers, stage.replicas, shares, rule, overlapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def kept_bytes(problem: PipelineProblem, stage: Stage, split_backward: bool = Fa
     With ``recompute="layer"``, a whole backward recomputes one layer at a time.
     """
     start, stop = stage.layers
-    shares = len(stage.runners(0))
+    problem, shares = of_shard(problem, stage), share_count(stage)
     saved = problem.saved_bytes(start, stop, shares)
     if stage.offload:
         return Kept(0.0, offloaded_bytes=saved)
@@ -141,7 +142,7 @@ def waiting_bytes(problem: PipelineProblem, stage: Stage) -> tuple[float, float]
     buffer for one microbatch unless it is the model's last layer.
     """
     start, stop = stage.layers
-    shares = len(stage.runners(0))
+    problem, shares = of_shard(problem, stage), share_count(stage)
     within = problem.inputs_per_layer(shares)[start + 1 : stop].sum()
     return float(within), problem.share_bytes(problem.boundary_bytes(stop), shares)
 

@@ -28,6 +28,7 @@ from stagewright.graphs.models.chain import (
     shares_on,
     update_seconds_on,
 )
+from stagewright.graphs.models.sharding import shard_chain
 
 MOST_LINKS = 100_000  # pairs of groups whose slowest link is kept
 
@@ -85,6 +86,21 @@ class PipelineProblem:
         given = np.array([device.memory_bytes for device in self.cluster.devices])
         limit = self.memory_limit_bytes
         return given if limit is None else np.minimum(given, limit)
+
+    def at(self, degree: int) -> "PipelineProblem":
+        """The problem of one of ``degree`` devices that compute every layer together.
+
+        Costs and parameters are those of a shard; layers without costs at that degree stay whole.
+        """
+        if degree == 1:
+            return self
+        if degree not in self._of_degree:
+            self._of_degree[degree] = replace(self, chain=shard_chain(self.chain, degree))
+        return self._of_degree[degree]
+
+    @cached_property
+    def _of_degree(self) -> dict[int, "PipelineProblem"]:
+        return {}
 
     def samples(self, shares: int) -> int:
         """Samples in the largest of ``shares`` shares of a microbatch."""
@@ -150,14 +166,15 @@ class PipelineProblem:
     def layer_with_whole_backward(self, start: int, stop: int) -> str | None:
         """The first of layers [start, stop) with only the time of a whole backward."""
         for layer in self.chain.layers[start:stop]:
-            if any(cost.backward_seconds is not None for cost in layer.costs):
+            if any(cost.backward_seconds is not None for cost in layer.costs_at(1)):
                 return layer.name
         return None
 
     @cached_property
     def knows_shares(self) -> bool:
         """Whether the share of a device that a kernel occupies is known, or assumed."""
-        stated = (one for layer in self.chain.layers for cost in layer.costs for one in cost.shares)
+        costs = (cost for layer in self.chain.layers for cost in layer.costs_at(1))
+        stated = (one for cost in costs for one in cost.shares)
         return self.assumed_share is not None or any(one is not None for one in stated)
 
     def layer_shares(self, kind: str, replicas: int) -> Floats:

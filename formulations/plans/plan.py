@@ -31,6 +31,9 @@ class Stage:
     backward: none (``none``), all but the stage's input (``full``), or all but every layer's input
     (``layer``). With ``offload`` all kept activations move to host memory after the forward, and
     back before the backward begins.
+
+    Groups of ``tensor`` consecutive devices compute every layer together, each with a shard of it
+    (tensor parallelism); a group takes the place of one device in the replication.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -40,12 +43,16 @@ class Stage:
     replication: Replication = "split"
     recompute: Recompute = "none"
     offload: bool = False
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.layers[0] < self.layers[1]:
             raise InputError(f"layers must be [start, stop) with start < stop, got {self.layers}")
         if not self.devices:
             raise InputError("a stage needs at least one device")
+        if self.tensor < 1 or len(self.devices) % self.tensor:
+            count = len(self.devices)
+            raise InputError(f"tensor must divide the stage's {count} devices, got {self.tensor}")
         if self.offload and self.recompute != "none":
             raise InputError(
                 f"a stage either offloads or recomputes its activations, not both; got recompute "
@@ -56,7 +63,13 @@ class Stage:
         """The devices that process ``microbatch``."""
         if self.replication == "split":
             return self.devices
-        return (self.devices[microbatch % len(self.devices)],)
+        first = microbatch % self.turns * self.tensor
+        return self.devices[first : first + self.tensor]
+
+    @property
+    def replicas(self) -> int:
+        """The number of groups, each with the whole weights."""
+        return len(self.devices) // self.tensor
 
     @property
     def lanes(self) -> tuple[tuple[str, ...], ...]:
@@ -66,7 +79,7 @@ class Stage:
     @property
     def turns(self) -> int:
         """The number of lanes."""
-        return 1 if self.replication == "split" else len(self.devices)
+        return 1 if self.replication == "split" else self.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +97,8 @@ class ScheduledAction:
     """One action in time.
 
     Computations appear once per device. A transfer appears once, led by its first source, with all
-    endpoints; an all-reduce once, led by its first device, with the whole group as sources and
-    targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
+    endpoints; an all-reduce once, led by its first device, with all devices of the stage as sources
+    and targets. ``bytes`` are the bytes of the whole transfer, or the gradients that are reduced.
     ``stream`` is None for the device's main stream, which has priority over the sub-stream: beside
     a kernel that occupies a share a of the device, one of share b in the sub-stream runs at rate
     min(1, (1 - a) / b).
@@ -236,11 +249,11 @@ class Certificate:
     """Lower bounds on the plan's cost, and their gaps: (cost - bound) / cost.
 
     ``bound_seconds`` is the best bound over a class ``plans`` that contains this plan (of equal
-    bounds, the one on the largest class). ``every_bound_seconds`` is the best bound over every plan
-    that the checker accepts. ``schedule_bound_seconds`` is the best bound over the schedules of the
-    same stages in the class ``schedule_plans``. ``bounds`` lists all computed bounds, including
-    those on classes without this plan: one that exceeds the plan's cost says that every plan of
-    its class is worse.
+    bounds, the one on the largest class). ``every_bound_seconds`` is the best over every plan (of
+    tensor degree 1) that the checker accepts. ``schedule_bound_seconds`` is the best bound over the
+    schedules of the same stages in the class ``schedule_plans``. ``bounds`` lists all computed
+    bounds, including those on classes without this plan: one that exceeds the plan's cost says that
+    every plan of its class is worse.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT

@@ -34,7 +34,9 @@ SINGLE_STREAM = "one stream on every device"
 
 @dataclass(frozen=True, slots=True)
 class PlanClass:
-    """The plans that use only these features; by default all that the checker accepts.
+    """The plans that use only these features.
+
+    By default these are all that the checker accepts whose stages have tensor degree 1.
 
     Attributes
     ----------
@@ -60,6 +62,8 @@ class PlanClass:
     streams
         Streams of every device; with two, weight gradients of backward-first plans may run beside
         other computations of their device.
+    tensor
+        The tensor degrees that stages may have, ascending, or ``any``.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -74,6 +78,7 @@ class PlanClass:
     equal_groups: tuple[int, ...] | None = None
     merged: bool = False
     streams: Literal[1, 2] = 2
+    tensor: tuple[int, ...] | Literal["any"] = (1,)
 
     def __post_init__(self) -> None:
         if "backward-first" not in self.schedules:  # the others have one stream
@@ -82,13 +87,9 @@ class PlanClass:
         _require_choice("recompute", self.recompute, RECOMPUTE)
         _require_choice("schedules", self.schedules, SCHEDULES)
         _require_choice("weights", self.weights, WEIGHTS)
-        groups = self.equal_groups
-        if groups is not None and (
-            not groups or groups[0] < 1 or any(a >= b for a, b in pairwise(groups))
-        ):
-            raise InputError(
-                f"equal_groups must be ascending positive numbers of devices, got {groups}"
-            )
+        _require_ascending("equal_groups", self.equal_groups)
+        if self.tensor != "any":
+            _require_ascending("tensor", self.tensor)
 
     def contains(self, other: "PlanClass") -> bool:
         """Whether every plan of ``other`` is a plan of this class."""
@@ -103,6 +104,7 @@ class PlanClass:
             and _within(other.equal_groups, self.equal_groups)
             and other.merged >= self.merged
             and other.streams <= self.streams
+            and _within(_given(other.tensor), _given(self.tensor))
         )
 
     def describe(self) -> str:
@@ -159,6 +161,7 @@ def class_of_stages(
         equal_groups=tuple(sizes) if len(sizes) == 1 else None,
         merged=all(set(a.devices) != set(b.devices) for a, b in pairwise(stages)),
         streams=streams,
+        tensor=tuple(sorted({stage.tensor for stage in stages})),
     )
 
 
@@ -174,8 +177,19 @@ def _sharing(stages: "tuple[Stage, ...]") -> Sharing:
     return "none" if len(groups) == len(stages) else "groups"
 
 
+def _given(degrees: tuple[int, ...] | Literal["any"]) -> tuple[int, ...] | None:
+    return None if degrees == "any" else degrees
+
+
 def _within(inner: tuple[int, ...] | None, outer: tuple[int, ...] | None) -> bool:
     return outer is None or (inner is not None and set(inner) <= set(outer))
+
+
+def _require_ascending(name: str, numbers: tuple[int, ...] | None) -> None:
+    if numbers is not None and (
+        not numbers or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers))
+    ):
+        raise InputError(f"{name} must be ascending positive numbers of devices, got {numbers}")
 
 
 def _require_choice(
@@ -200,6 +214,8 @@ def _limits(plans: PlanClass) -> Iterator[str]:
         full = EVERY_PERIODIC if "periodic" in plans.schedules else EVERY_BACKWARD_FIRST
     if plans.weights != full.weights:
         yield f"weights {' or '.join(plans.weights)}"
+    if plans.tensor != "any":
+        yield f"tensor degree {_runs(plans.tensor)}"
 
 
 def _device_limits(plans: PlanClass) -> Iterator[str]:

@@ -14,7 +14,8 @@ from stagewright.formulations.plans.actions import ActionKind
 from stagewright.formulations.plans.memory import kept_bytes, stage_static_bytes
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
-from stagewright.formulations.plans.timing import Blocks, durations
+from stagewright.formulations.plans.tensor import share_count, stays
+from stagewright.formulations.plans.timing import Blocks, durations, offload_seconds
 from stagewright.graphs.documents.arrays import Floats, Ints
 from stagewright.graphs.documents.units import format_bytes
 
@@ -153,7 +154,7 @@ def _lanes_of_devices(lanes: Sequence[Sequence[int]], size: int) -> list[list[in
 def misfit(problem: PipelineProblem, structure: Structure, work: Work) -> str | None:
     """Why the structure has no schedule; None if one microbatch at a time fits everywhere."""
     for s, stage in enumerate(structure.stages):
-        most, shares = problem.most_replicas(*stage.layers), len(stage.runners(0))
+        most, shares = problem.most_replicas(*stage.layers), share_count(stage)
         if shares > most:
             return (
                 f"stage {s} (layers {stage.layers[0]} to {stage.layers[1] - 1}) splits "
@@ -202,14 +203,14 @@ def _channel_table(stages: Sequence[Stage], microbatches: int) -> Ints:
     for s in range(len(stages) - 1):
         for m in range(microbatches):
             here, there = stages[s].runners(m), stages[s + 1].runners(m)
-            if here != there:
+            if not stays(stages[s], stages[s + 1], m):
                 channel[s, m] = known.setdefault((s, here, there), len(known))
     return channel
 
 
 def _offload_seconds(problem: PipelineProblem, stage: Stage, devices: Sequence[int]) -> float:
     """The seconds of offloading a microbatch's bytes; -1 if the stage does not offload."""
-    seconds = problem.offload_seconds(*stage.layers, devices) if stage.offload else -1.0
+    seconds = offload_seconds(problem, stage, devices) if stage.offload else -1.0
     assert seconds is not None  # the search offloads only where the host link is known
     return seconds
 

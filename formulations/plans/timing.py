@@ -26,6 +26,7 @@ from stagewright.formulations.plans.actions import (
 )
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.plans.tensor import crossing, of_shard, stays
 from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
 from stagewright.graphs.documents.arrays import Floats
 
@@ -33,7 +34,7 @@ Blocks = dict[ActionKind, Floats]
 """One number per action: shape (S, M) per planned kind, (S, 1) for all-reduces and updates.
 
 NaN where there is no such action: a backward is whole or in two parts, the last stage sends nothing
-forward, the first nothing back, no stage sends to itself, a stage on one device reduces nothing,
+forward, the first nothing back, no stage sends to itself, a stage without replicas reduces nothing,
 and an optimizer step of zero seconds is not an action. Comparisons with NaN are false, so rules on
 times skip it.
 """
@@ -77,7 +78,7 @@ def expected_actions(
                 yield Action(s, SEND_F, m)
             if sent[s][m]:
                 yield Action(s, SEND_B, m)
-        if len(stage.devices) > 1 and not rule.updates_every_round:
+        if stage.replicas > 1 and not rule.updates_every_round:
             yield Action(s, REDUCE)
         if s in updated:
             yield Action(s, UPDATE)
@@ -99,7 +100,7 @@ def durations(
     for s, stage in enumerate(stages):
         step = ending_seconds(problem, stage) if rule.updates_every_round else 0.0
         _add_computations(problem, stages, s, step, bool(parts[s].any()), seconds)
-        if len(stage.devices) > 1 and not rule.updates_every_round:
+        if stage.replicas > 1 and not rule.updates_every_round:
             seconds[REDUCE][s] = reduce_seconds(problem, stage)
     for s in updated_stages(problem, stages, rule):
         seconds[UPDATE][s] = update_seconds(problem, stages[s])
@@ -112,8 +113,12 @@ def durations(
 def compute_seconds(
     problem: PipelineProblem, stage: Stage, devices: Sequence[int]
 ) -> tuple[float, float]:
-    """Time of the forward, and of the backward with recomputation, split on ``devices``."""
-    forward, backward = problem.compute_seconds(*stage.layers, devices)
+    """Time of the forward, and of the backward with recomputation, split on ``devices``.
+
+    Of every tensor group among them the first counts: all of a group are of one kind.
+    """
+    firsts = devices[:: stage.tensor]
+    forward, backward = of_shard(problem, stage).compute_seconds(*stage.layers, firsts)
     return forward, backward + (0.0 if stage.recompute == "none" else forward)
 
 
@@ -122,8 +127,8 @@ def kernel_shares(problem: PipelineProblem, stage: Stage) -> dict[ActionKind, fl
 
     Of one after another the largest counts. An optimizer step leaves no room beside it.
     """
-    devices = _positions(problem, stage)
-    every = np.array([problem.kernel_shares(*stage.layers, lane) for lane in devices])
+    shard, lanes = of_shard(problem, stage), _positions(problem, stage)
+    every = np.array([shard.kernel_shares(*stage.layers, it[:: stage.tensor]) for it in lanes])
     forward, of_input, of_weights = every.max(axis=0).tolist()
     if stage.recompute != "none":
         of_input = max(of_input, forward)
@@ -146,7 +151,8 @@ def _add_computations(
         forward, backward = compute_seconds(problem, stage, devices)
         seconds[F][s, every], seconds[B][s, every] = forward, backward + step
         if split:
-            of_input, of_weights = problem.gradient_seconds(*stage.layers, devices)
+            shard, firsts = of_shard(problem, stage), devices[:: stage.tensor]
+            of_input, of_weights = shard.gradient_seconds(*stage.layers, firsts)
             again = 0.0 if stage.recompute == "none" else forward
             seconds[I][s, every], seconds[W][s, every] = of_input + again, of_weights + step
 
@@ -156,8 +162,31 @@ def _add_transfers(problem: PipelineProblem, stages: Sequence[Stage], seconds: B
     for s, stage in enumerate(stages[:-1]):
         for first, cycle in channels(stages, s, problem.microbatches):
             senders, receivers = (lanes[i][first % len(lanes[i])] for i in (s, s + 1))
-            there, back = problem.transfer_seconds(stage.layers[1], senders, receivers)
+            there, back = transfer_seconds(problem, stage, stages[s + 1], senders, receivers)
             seconds[SEND_F][s, first::cycle], seconds[SEND_B][s + 1, first::cycle] = there, back
+
+
+def transfer_seconds(
+    problem: PipelineProblem,
+    one: Stage,
+    other: Stage,
+    senders: Sequence[int],
+    receivers: Sequence[int],
+) -> tuple[float, float]:
+    """Time of a microbatch's activations from ``one`` to ``other``, and of their gradients back."""
+    there = crossing(senders, one.tensor, receivers, other.tensor)
+    back = crossing(receivers, other.tensor, senders, one.tensor)
+    border = one.layers[1]
+    return (
+        max(problem.transfer_seconds(border, *ends)[0] for ends in there),
+        max(problem.transfer_seconds(border, *reversed(ends))[1] for ends in back),
+    )
+
+
+def transfer_bytes(problem: PipelineProblem, one: Stage, other: Stage) -> float:
+    """Bytes of a microbatch that ``one`` sends to ``other``, a neighbour: its receivers' copies."""
+    border = max(one.layers[0], other.layers[0])
+    return other.tensor * problem.boundary_bytes(border)
 
 
 def split_backwards(plan: PipelinePlan) -> Split:
@@ -177,15 +206,39 @@ def ending_seconds(problem: PipelineProblem, stage: Stage) -> float:
 
 
 def reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    """Seconds of the all-reduce of a stage's gradients; 0 on one device."""
-    devices = [problem.cluster.index[name] for name in stage.devices]
-    return problem.reduce_seconds(*stage.layers, devices)
+    """Seconds of the all-reduce of a stage's gradients, those of all shards at once; 0 on one."""
+    devices, shard = (
+        [problem.cluster.index[name] for name in stage.devices],
+        of_shard(problem, stage),
+    )
+    return max(
+        shard.reduce_seconds(*stage.layers, devices[i :: stage.tensor]) for i in range(stage.tensor)
+    )
+
+
+def reduce_bytes(problem: PipelineProblem, stage: Stage) -> float:
+    """Bytes of the gradients that a stage reduces: those of all shards."""
+    return stage.tensor * of_shard(problem, stage).gradient_bytes(*stage.layers)
 
 
 def update_seconds(problem: PipelineProblem, stage: Stage) -> float:
     """Seconds of the optimizer step of a stage on each of its devices."""
     devices = [problem.cluster.index[name] for name in stage.devices]
-    return problem.update_seconds(*stage.layers, devices)
+    return of_shard(problem, stage).update_seconds(*stage.layers, devices)
+
+
+def offload_seconds(problem: PipelineProblem, stage: Stage, devices: Sequence[int]) -> float | None:
+    """Seconds of moving what ``devices`` keep of a microbatch to the host, or back.
+
+    None if some device has no ``host_bytes_per_second``.
+    """
+    shard = of_shard(problem, stage)
+    every = [
+        shard.offload_seconds(*stage.layers, devices[i :: stage.tensor])
+        for i in range(stage.tensor)
+    ]
+    known = [seconds for seconds in every if seconds is not None]
+    return max(known) if len(known) == len(every) else None
 
 
 def covered_seconds(starts: Floats, ends: Floats) -> float:
@@ -213,11 +266,11 @@ def channels(stages: Sequence[Stage], s: int, microbatches: int) -> Iterator[tup
 
     A channel carries the microbatches first, first + cycle, ...: the pairs of lanes repeat after
     the least common multiple of both stages' numbers of lanes, and within it no pair appears
-    twice. A microbatch that the same devices run in both stages needs no channel.
+    twice. A microbatch that stays on its devices needs no channel.
     """
     cycle = math.lcm(stages[s].turns, stages[s + 1].turns)
     for first in range(min(cycle, microbatches)):
-        if stages[s].runners(first) != stages[s + 1].runners(first):
+        if not stays(stages[s], stages[s + 1], first):
             yield first, cycle
 
 

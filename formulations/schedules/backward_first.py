@@ -262,10 +262,10 @@ def _in_turn(
     """All-reduces that share a device follow each other as given."""
     if reductions is None:
         return
-    shared = [s for s, stage in enumerate(stages) if len(stage.devices) > 1]
+    shared = [s for s, stage in enumerate(stages) if stage.replicas > 1]
     if sorted(reductions) != shared:
         raise InputError(
-            f"reductions must have the stages on several devices once each, {shared}, "
+            f"reductions must have the stages with replicas once each, {shared}, "
             f"got {list(reductions)}"
         )
     for name in dict.fromkeys(name for stage in stages for name in stage.devices):

@@ -13,6 +13,7 @@ import numpy as np
 from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.tensor import stays
 from stagewright.formulations.plans.timing import Blocks, durations, empty_blocks
 from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
 from stagewright.formulations.schedules.channels import channel_starts
@@ -77,7 +78,7 @@ def starts_in_order(
             starts[action.kind][action.stage, action.microbatch] = start
     for (forward, stage, m), start in sent.items():
         s = stage - 1 if forward else stage + 1
-        if stages[s].runners(m) != stages[stage].runners(m):
+        if not stays(stages[s], stages[stage], m):
             starts[SEND_F if forward else SEND_B][s, m] = start
     return starts
 

@@ -1,10 +1,8 @@
 """A large uniform cluster by its levels: servers, racks, all; without a list of its devices.
 
-Ranks are numbered through the levels: those of a server first, then those of a rack. A group is
-``size`` ranks, ``stride`` apart.
+Ranks are numbered through the levels: those of a server first, then those of a rack.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -74,36 +72,6 @@ class Fabric:
     def per_server(self) -> int:
         """Devices in a server."""
         return self.levels[0].devices
-
-    def path(self, stride: int, size: int) -> tuple[float, float]:
-        """Bytes/s and latency of a ring through a group, per rank.
-
-        Members inside one unit share its way out: a ring through a unit with n members of the group
-        leaves it by n devices' network cards. The slowest level of those it crosses decides.
-        """
-        slowest, latency, inside = math.inf, 0.0, 1
-        for level in self.levels:
-            here = members(stride, size, level.devices)
-            if here > inside:
-                slowest = min(slowest, inside * level.bytes_per_second)
-                latency = max(latency, level.latency_seconds)
-            inside = here
-        return slowest, latency
-
-    def crossing(self, stride: int, size: int) -> tuple[tuple[float, float], ...]:
-        """Per level that the group crosses: the share of the other members there, and bytes/s."""
-        found, inside = [], 1
-        for level in self.levels:
-            here = members(stride, size, level.devices)
-            if here > inside:
-                found.append(((here - inside) / (size - 1), level.bytes_per_second))
-            inside = here
-        return tuple(found)
-
-
-def members(stride: int, size: int, devices: int) -> int:
-    """How many of a group's ranks, ``stride`` apart, are in one unit of ``devices``; at least 1."""
-    return max(1, min(size, devices // stride))
 
 
 def fabric_of(cluster: Cluster) -> Fabric:

@@ -37,6 +37,10 @@ class LayerCost:
     the time of the optimizer step on the layer's parameters (None: not known, counted as 0); it
     does not depend on the microbatch size. The shares are the fractions of the device's
     multiprocessors that the kernels occupy (None: not known, counted as 1: nothing runs beside).
+
+    ``tensor`` devices (None: one) compute the layer together, each with a shard of it: the times
+    are those of all of them, collectives included, ``saved_bytes`` and ``shard_parameter_bytes``
+    those of each. ``output_bytes`` are the whole output's, which each of them holds.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
@@ -53,17 +57,17 @@ class LayerCost:
     forward_share: float | None = None
     input_gradient_share: float | None = None
     weight_gradient_share: float | None = None
+    tensor: int | None = None
+    shard_parameter_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
             raise InputError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
-        parts = (self.input_gradient_seconds, self.weight_gradient_seconds)
-        whole = self.backward_seconds is not None
-        if whole == (None not in parts) or whole != (parts == (None, None)):
-            raise InputError(
-                "give either backward_seconds or both input_gradient_seconds and "
-                "weight_gradient_seconds"
-            )
+        self._require_backward()
+        if self.tensor is not None and self.tensor < 2:
+            raise InputError(f"tensor must be at least 2, or left out, got {self.tensor}")
+        if (self.tensor is None) != (self.shard_parameter_bytes is None):
+            raise InputError("give tensor and shard_parameter_bytes together, or neither")
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, float | int):
@@ -72,6 +76,20 @@ class LayerCost:
                     raise InputError(f"{name} is {value:g} s for one microbatch: times are seconds")
                 if name.endswith("_share"):
                     require_kernel_share(value, name)
+
+    def _require_backward(self) -> None:
+        parts = (self.input_gradient_seconds, self.weight_gradient_seconds)
+        whole = self.backward_seconds is not None
+        if whole == (None not in parts) or whole != (parts == (None, None)):
+            raise InputError(
+                "give either backward_seconds or both input_gradient_seconds and "
+                "weight_gradient_seconds"
+            )
+
+    @property
+    def degree(self) -> int:
+        """The tensor degree: on how many devices the layer is computed together."""
+        return self.tensor or 1
 
     @property
     def shares(self) -> tuple[float | None, float | None, float | None]:
@@ -90,7 +108,7 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its parameters and its costs, one entry per device kind and microbatch size.
+    """One layer: its parameters and costs, one entry per tensor degree, device kind and size.
 
     ``min_samples`` is the least number of samples the layer can be run on (None: one); batch
     normalisation over a single value per channel, for example, is undefined.
@@ -111,14 +129,41 @@ class Layer:
         require_amount(self.parameter_bytes, f"layer {self.name!r}: parameter_bytes")
         if not self.costs:
             raise InputError(f"layer {self.name!r} has no costs")
-        measured = [(cost.device_kind, cost.microbatch_size) for cost in self.costs]
+        measured = [(cost.degree, cost.device_kind, cost.microbatch_size) for cost in self.costs]
         if len(set(measured)) < len(measured):
             raise InputError(f"layer {self.name!r}: two costs for one device kind and size")
-        updates = {(cost.device_kind, cost.update_seconds) for cost in self.costs}
-        if len(updates) > len({kind for kind, _ in updates}):
+        updates = {(cost.degree, cost.device_kind, cost.update_seconds) for cost in self.costs}
+        if len(updates) > len({(degree, kind) for degree, kind, _ in updates}):
             raise InputError(
                 f"layer {self.name!r}: update_seconds must be the same at every microbatch size"
             )
+        self._require_degrees()
+
+    def _require_degrees(self) -> None:
+        """Every degree has the same device kinds, and shards of one size."""
+        kinds = _kinds(self.costs_at(1))
+        for degree in self.degrees:
+            costs = self.costs_at(degree)
+            if _kinds(costs) != kinds:
+                raise InputError(
+                    f"layer {self.name!r}: tensor degree {degree} has costs for "
+                    f"{_shown(_kinds(costs))}, degree 1 for {_shown(kinds) or 'none'}: every "
+                    f"degree needs the same kinds"
+                )
+            if len({cost.shard_parameter_bytes for cost in costs}) > 1:
+                raise InputError(
+                    f"layer {self.name!r}: shard_parameter_bytes must be the same in all costs of "
+                    f"tensor degree {degree}"
+                )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor degrees for which there are costs, ascending."""
+        return tuple(sorted({cost.degree for cost in self.costs}))
+
+    def costs_at(self, degree: int) -> tuple[LayerCost, ...]:
+        """The costs of a tensor degree; empty if there are none."""
+        return tuple(cost for cost in self.costs if cost.degree == degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +197,15 @@ class Chain:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise InputError(f"two layers are named {twice!r}")
-        kinds = _kinds(self.layers[0])
+        kinds = _kinds(self.layers[0].costs)
         for layer in self.layers:
-            if _kinds(layer) != kinds:
+            if _kinds(layer.costs) != kinds:
                 raise InputError(
-                    f"layer {layer.name!r} has costs for {_shown(_kinds(layer))}, "
+                    f"layer {layer.name!r} has costs for {_shown(_kinds(layer.costs))}, "
                     f"layer {names[0]!r} for {_shown(kinds)}: every layer needs the same kinds"
                 )
+        for layer in self.layers[:-1]:
+            _require_whole_outputs(layer)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -276,14 +323,27 @@ def save_model(chain: Chain, path: str | os.PathLike[str]) -> None:
     documents.write(Chain, chain, path)
 
 
+def _require_whole_outputs(layer: Layer) -> None:
+    """What a layer sends does not depend on the number of devices that compute it."""
+    sent = {(cost.device_kind, cost.microbatch_size): cost for cost in layer.costs_at(1)}
+    for cost in layer.costs:
+        whole = sent.get((cost.device_kind, cost.microbatch_size), cost)
+        if cost.output_bytes != whole.output_bytes:
+            raise InputError(
+                f"layer {layer.name!r}: output_bytes at tensor degree {cost.degree} must be "
+                f"{whole.output_bytes:g} as at degree 1, got {cost.output_bytes:g}: every device "
+                f"holds and sends the whole output"
+            )
+
+
 def _costs_for(chain: Chain, layer: Layer, device_kind: str) -> Sequence[LayerCost]:
     """The layer's costs on ``device_kind``, else those for any kind, by ascending size."""
     for kind in (device_kind, None):
-        found = [cost for cost in layer.costs if cost.device_kind == kind]
+        found = [cost for cost in layer.costs_at(1) if cost.device_kind == kind]
         if found:
             return sorted(found, key=lambda cost: cost.microbatch_size)
     raise InputError(
-        f"model {chain.name!r} has costs for {_shown(_kinds(layer))}, "
+        f"model {chain.name!r} has costs for {_shown(_kinds(layer.costs))}, "
         f"the cluster has a device of kind {device_kind!r}"
     )
 
@@ -300,8 +360,8 @@ def _require_measured(chain: Chain, name: str, costs: Sequence[LayerCost]) -> No
         )
 
 
-def _kinds(layer: Layer) -> set[str | None]:
-    return {cost.device_kind for cost in layer.costs}
+def _kinds(costs: Sequence[LayerCost]) -> set[str | None]:
+    return {cost.device_kind for cost in costs}
 
 
 def _shown(kinds: set[str | None]) -> str:

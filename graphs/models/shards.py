@@ -51,7 +51,8 @@ class Share:
     is kept. Exchanges: ``reductions`` of the hidden states over the tensor ranks in the forward and
     in the backward (with sequence parallelism reduce-scatters and all-gathers, which move as much);
     ``circulated`` are the elements of keys and values of one context rank, ``dispatched`` those
-    that go to the experts and come back.
+    that go to the experts and come back. ``gradient_bytes`` are those of a large gradient that the
+    backward begins with: of the logits.
     """
 
     operators: Operators
@@ -63,6 +64,7 @@ class Share:
     reductions: tuple[int, int] = (0, 0)
     circulated: float = 0.0
     dispatched: float = 0.0
+    gradient_bytes: float = 0.0
     is_block: bool = True
     differentiable: bool = True
 
@@ -364,6 +366,9 @@ def _embedding(architecture: Architecture, sequence: int, split: Split) -> Share
 def _head(architecture: Architecture, sequence: int, split: Split) -> Share:
     tokens, narrowed = sequence // split.context, narrow(architecture, split.tensor)
     operators = _sequence_split(narrowed.head(tokens), split)
+    # The loss is computed in fp32 (Korthikanti et al. 2022, section 4.3), and so is its gradient.
+    scores = 4.0 * tokens * narrowed.vocabulary
+    operators["loss"] = replace(operators["loss"], saved=0.0, saved_bytes=scores)
     width = tokens * architecture.hidden
     return Share(
         operators=operators,
@@ -372,6 +377,7 @@ def _head(architecture: Architecture, sequence: int, split: Split) -> Share:
         width=float(width),
         input=width / (split.tensor if split.sequence_parallel else 1),
         reductions=(0, 1),
+        gradient_bytes=scores,
         is_block=False,
     )
 

@@ -9,13 +9,14 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.formulations.parallelism.exchanges import send_seconds
+from stagewright.formulations.parallelism.exchanges import gather_seconds, send_seconds
 from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
-from stagewright.formulations.parallelism.layout import Layout, Placement, Schedule
+from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.parts import shares
-from stagewright.formulations.parallelism.states import gather_rates
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
+from stagewright.graphs.documents.units import MAX_MICROBATCHES
+from stagewright.graphs.machines.groups import Group, links
 from stagewright.graphs.models.shards import Recompute, Share, Split
 from stagewright.solvers.parallelism.divisions import Table
 
@@ -79,7 +80,8 @@ class Bounds:
         in_groups = (table.chunks == 1) | (m % table.pipeline == 0)
         shared = split.tensor * split.context * self.data % split.expert == 0
         bubbles = (table.pipeline > 1) | (schedule == "1f1b")
-        found: Bools = whole & (m > 0) & in_groups & shared & bubbles
+        few = (m > 0) & (m <= MAX_MICROBATCHES)
+        found: Bools = whole & few & in_groups & shared & bubbles
         return found
 
     # Memory.
@@ -155,20 +157,26 @@ class Bounds:
 
     def hops(self, samples: int) -> Floats:
         """From stage to stage of every division, for the nearer of the placements."""
-        fabric, inside = self.problem.fabric, self.split.tensor * self.split.context
         width = self.shares.kinds[0].width / self.split.tensor
         moved = samples * width * self.problem.precision.activation_bytes
         near = {
-            p: min(send_seconds(fabric, stride, p, moved) for stride in (inside, inside * d))
-            for p, d in self._pairs
+            pair: min(
+                send_seconds(links(self.problem.fabric, one.pipeline_group), moved)
+                for one in self._placed(*pair)
+            )
+            for pair in self._pairs
         }
-        return np.array([near[p] for p in self.table.pipeline.tolist()])
+        return np.array([near[pair] for pair in self._pair_of])
+
+    @cached_property
+    def _pair_of(self) -> list[tuple[int, int]]:
+        """The pipeline and data degree of every division."""
+        return list(zip(self.table.pipeline.tolist(), self.data.tolist(), strict=True))
 
     @cached_property
     def _pairs(self) -> list[tuple[int, int]]:
         """The different pipeline and data degrees."""
-        pairs = zip(self.table.pipeline.tolist(), self.data.tolist(), strict=True)
-        return sorted(set(pairs))
+        return sorted(set(self._pair_of))
 
     def filled(self, samples: int, schedule: Schedule, work: Work) -> tuple[Floats, Floats]:
         """For every rank: its work, with the way to it and back; the same from its first backward.
@@ -187,45 +195,60 @@ class Bounds:
 
     def again(self, samples: int, fewest: Ints) -> Floats:
         """Seconds of every rank to recompute the fewest blocks for all microbatches."""
-        times, table = self.times(samples, "full"), self.table
-        once = min(times(kind).repeated for kind in self.shares.kinds)
+        full, none, table = self.times(samples, "full"), self.times(samples, "none"), self.table
+        once = min(full(kind).backward - none(kind).backward for kind in self.shares.kinds)
         blocks = np.minimum(table.blocks, fewest[table.division_of_entry])
         repeated: Floats = once * table.sum_by_rank(blocks.astype(np.float64))
         return repeated * self.microbatches(samples)[self.of]
 
     def after(self, keeping: Keeping, longest: Work) -> Floats:
         """Every rank's exchange of gradients and weights, beside the ``longest`` possible work."""
+        precision, table = self.problem.precision, self.table
+        layers = table.by_rank(np.ones(len(longest.total)))
+        gradients, weights = (
+            self._gather(size) for size in (precision.gradient_bytes, precision.weight_bytes)
+        )
         if keeping.zero == 3:
-            return np.zeros(len(self.of))
-        precision, rates = self.problem.precision, self._rates
-        start = rates[0] + np.where(self._expert > 0, rates[2], 0.0)
-        bytes_seconds = self._shared * rates[1] + self._expert * rates[3]
-        gradients: Floats = start + bytes_seconds * precision.gradient_bytes
-        weights: Floats = start + bytes_seconds * precision.weight_bytes
+            return (gradients + weights) / layers * self.problem.overlap
+        alone = gradients / layers * (keeping.zero == 2 and self.problem.overlap)
         gradients = {0: 2, 1: 1, 2: 0}[keeping.zero] * gradients
         weights = min(keeping.zero, 1) * weights
         if not self.problem.overlap:
             return gradients + weights
-        last = self.table.by_rank(longest.total - longest.forward)
-        first = self.table.by_rank(longest.forward)
-        layers = self.table.by_rank(np.ones(len(longest.total)))
+        last = table.by_rank(longest.total - longest.forward)
+        first = table.by_rank(longest.forward)
         seen: Floats = np.maximum(gradients - last, gradients / layers)
-        return seen + np.maximum(weights - first, weights / layers)
+        return alone + seen + np.maximum(weights - first, weights / layers)
+
+    def _gather(self, bytes_each: int) -> Floats:
+        """A gathering of every rank's parameters, for the placement where it is quicker."""
+        start, per_byte, expert_start, expert_per_byte = self._rates
+        start = start + np.where(self._expert > 0, expert_start, 0.0)
+        bytes_seconds = self._shared * per_byte + self._expert * expert_per_byte
+        found: Floats = start + bytes_seconds * bytes_each
+        return found
 
     @cached_property
     def _rates(self) -> Floats:
         """(4, ranks) start and rate of gathering shared and experts' parameters, at the least."""
         found = {}
-        for p, d in self._pairs:
+        for pair in self._pairs:
             each = []
-            for one in self._placed(p, d):
-                shared, expert = gather_rates(self.problem.fabric, one)
-                each.append((shared.start, shared.per_byte, expert.start, expert.per_byte))
-            found[p] = np.min(each, axis=0)
-        columns: Floats = np.array([found[p] for p in self.table.pipeline.tolist()])[self.of].T
+            for one in self._placed(*pair):
+                groups = (one.data_group, one.expert_group)
+                each.append([x for group in groups for x in self._rate(group)])
+            found[pair] = np.min(each, axis=0)
+        columns: Floats = np.array([found[pair] for pair in self._pair_of])[self.of].T
         return columns
 
+    def _rate(self, group: Group) -> tuple[float, float]:
+        """Seconds of a gathering at its start, and per byte."""
+        of, size = links(self.problem.fabric, group), 1e9
+        one, two = gather_seconds(of, size), gather_seconds(of, 2 * size)
+        return max(0.0, 2 * one - two), (two - one) / size
+
     def _placed(self, pipeline: int, data: int) -> list[Layout]:
+        """The placements that are possible."""
         split = self.split
         shared = split.tensor * split.context * data
         one = Layout(
@@ -235,8 +258,9 @@ class Bounds:
             data=data,
             expert=split.expert if shared % split.expert == 0 else 1,
         )
-        places: tuple[Placement, ...] = ("data-inside", "pipeline-inside")
-        return [replace(one, placement=place) for place in places]
+        if split.tensor * split.context % one.expert:
+            return [one]
+        return [one, replace(one, placement="pipeline-inside")]
 
     def update(self, keeping: Keeping) -> Floats:
         """Seconds of every rank's update; none where the optimizer is offloaded."""

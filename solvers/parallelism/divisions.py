@@ -1,7 +1,8 @@
 """Every pipeline of a model's blocks: ranks, chunks, and the blocks of the first and last stage.
 
-Between the ends all stages have equally many blocks k. The ends have at most as many: where p v k
-exceeds the blocks, the first, the last, or both have fewer.
+Between the ends all stages have equally many blocks: an even share k = floor(L / S), or one more.
+The ends have as many where the blocks can be divided evenly, or else any two numbers from 0 to
+k + 1 that leave k + 1 to each of the others. Two stages are divided in any way.
 """
 
 from collections.abc import Iterator
@@ -40,24 +41,17 @@ def divisions(blocks: int, pipelines: list[int], most_chunks: int) -> list[Divis
 
 
 def _ends(blocks: int, stages: int) -> Iterator[Ends]:
-    """Equal stages, where they are possible, and ends that have fewer blocks than the others."""
+    """The ends that the module's rule allows; None for as many blocks as in the other stages."""
+    if blocks % stages == 0:
+        yield None, None
     if stages == 1:
-        yield None, None
         return
-    least, rest = divmod(blocks, stages)
-    if rest == 0:
-        yield None, None
-    each = least + 1
-    missing = each * stages - blocks
-    for first in sorted({missing, 0, missing // 2, missing - missing // 2}):
-        ends = (each - first, each - (missing - first))
-        if min(ends) >= 0 and _is_new(ends, blocks, stages):
-            yield ends
-
-
-def _is_new(ends: tuple[int, int], blocks: int, stages: int) -> bool:
-    """Two stages of equal size are already equal stages."""
-    return not (blocks % stages == 0 and ends[0] == ends[1] == blocks // stages)
+    each = blocks // stages + 1
+    together = blocks - (stages - 2) * each
+    most = blocks if stages == 2 else each
+    for first in range(max(0, together - most), min(most, together) + 1):
+        if (first, together - first) != (blocks / stages, blocks / stages):
+            yield first, together - first
 
 
 def _counts(blocks: int, stages: int, ends: Ends) -> tuple[int, ...]:

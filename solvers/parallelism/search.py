@@ -27,8 +27,12 @@ from stagewright.formulations.forms.answers import StopToken, is_stopped
 from stagewright.formulations.parallelism.estimate import Estimate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import require_count
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import Tree
+
+MOST_KEPT = 10_000
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,23 @@ def search(
 
     ``memory_bytes`` takes the place of the devices' memory. What ``accept`` refuses is not in the
     space.
+
+    Raises
+    ------
+    InputError
+        If nothing of the space is possible, whatever the memory.
     """
+    require_count(keep, "keep", MOST_KEPT)
     started = time.perf_counter()
     tree = Tree(problem, space or Space(), keep, memory_bytes, accept)
     numbers = itertools.count()
     heap = [(bound, next(numbers), part) for bound, part in tree.families()]
     heapq.heapify(heap)
+    if not heap:
+        raise InputError(
+            "no degrees of the space obey the rules of the model and the devices; explain a layout "
+            "to see which rule it breaks"
+        )
     while heap and heap[0][0] < tree.worst and not is_stopped(stop):
         _, _, part = heapq.heappop(heap)
         for bound, inner in part():

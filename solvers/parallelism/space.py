@@ -14,7 +14,8 @@ from stagewright.graphs.models.shards import Recompute, Split, require_split
 class Space:
     """The values that every dimension may take; None for all that divide.
 
-    ``chunks`` is the largest number of stages on a rank. Selective recomputation is considered
+    ``chunks`` is the largest number of stages on a rank; ``divisions`` says how blocks are divided
+    among the stages. Selective recomputation is considered
     where the attention is not one fused kernel. With ``partial``, full recomputation is of the
     fewest blocks of every stage with which a layout fits, else of all. Sequence parallelism
     ``always`` is wherever the tokens of a rank can be divided.
@@ -42,6 +43,9 @@ class Space:
                 raise InputError(f"{name} needs at least one value, each at least 1")
         if self.chunks < 1:
             raise InputError(f"chunks must be at least 1, got {self.chunks}")
+        for name in ("schedules", "recompute", "zero", "offload", "placements"):
+            if not getattr(self, name):
+                raise InputError(f"{name} needs at least one value")
 
     def __str__(self) -> str:
         """The dimensions that are limited, in words."""
@@ -80,7 +84,13 @@ class Space:
     def recomputes(self, problem: TrainingProblem) -> tuple[Recompute, ...]:
         """The kinds of recomputation that differ for this model's attention."""
         fused = problem.attention == "fused"
-        return tuple(one for one in self.recompute if not (fused and one == "selective"))
+        found = tuple(one for one in self.recompute if not (fused and one == "selective"))
+        if not found:
+            raise InputError(
+                "recompute selective alone: the fused attention recomputes its scores anyway; "
+                "choose none or full"
+            )
+        return found
 
 
 def _is_allowed(problem: TrainingProblem, split: Split) -> bool:

@@ -189,9 +189,10 @@ class Tree:
     _last: Parts | None = None
 
     def _placements(self, layout: Layout) -> tuple[Placement, ...]:
-        alone = layout.data == 1 or layout.pipeline == 1
-        if alone or layout.expert > layout.tensor * layout.context:
-            return ("data-inside",)
+        if layout.data == 1 or layout.pipeline == 1:
+            return ("data-inside",)  # both are the same
+        if layout.tensor * layout.context % layout.expert:
+            return tuple(one for one in self.space.placements if one == "data-inside")
         return self.space.placements
 
     def _of_layout(self, layout: Layout, some: tuple[int, int] | None) -> Part:

@@ -118,7 +118,7 @@ def _with_costs(
     problem: PipelineProblem, changed: Callable[[int, LayerCost], LayerCost]
 ) -> PipelineProblem:
     layers = tuple(
-        replace(layer, costs=tuple(changed(i, cost) for cost in layer.costs))
+        replace(layer, costs=tuple(changed(i, cost) for cost in layer.costs_at(1)))
         for i, layer in enumerate(problem.chain.layers)
     )
     return replace(problem, chain=replace(problem.chain, layers=layers))
@@ -138,5 +138,6 @@ def _recomputed(chain: Chain, i: int, cost: LayerCost) -> LayerCost:
 def _output_bytes(layer: Layer, like: LayerCost) -> float:
     """Output bytes of ``layer``, scaled to the microbatch size of ``like``."""
     return max(
-        cost.output_bytes * like.microbatch_size / cost.microbatch_size for cost in layer.costs
+        cost.output_bytes * like.microbatch_size / cost.microbatch_size
+        for cost in layer.costs_at(1)
     )

@@ -13,6 +13,7 @@ from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import PipelinePlan, Stage
 from stagewright.formulations.plans.structure import Endings, Structure, Work, misfit, work_of
+from stagewright.formulations.plans.tensor import require_whole_stages
 from stagewright.formulations.plans.timing import split_backwards
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError
@@ -37,7 +38,12 @@ ROWS = (
 
 
 def require_same_layers(chain: Chain, given: PipelinePlan) -> None:
-    """Refuse a plan whose layers are not those of ``chain``."""
+    """Refuse a plan whose layers are not those of ``chain``, or have a tensor degree."""
+    require_whole_stages(
+        given.stages,
+        "planners make stages of degree 1 only and cannot begin with others",
+        "give a plan of degree 1",
+    )
     count = given.stages[-1].layers[1]
     if count != len(chain):
         raise InputError(

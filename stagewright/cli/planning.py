@@ -343,6 +343,7 @@ def _number(option: str, text: str | None) -> int | None:
 
 def _print_result(chain: "Chain", result: "Result") -> None:
     from stagewright.formulations.forms.answers import Status
+    from stagewright.formulations.plans.plan_class import EVERY_PLAN
     from stagewright.graphs.documents.units import format_seconds
 
     if result.plan is not None:
@@ -351,7 +352,7 @@ def _print_result(chain: "Chain", result: "Result") -> None:
     portfolio = result.plan is not None and result.attempts
     shown = result.ended if portfolio else result.reason
     reason = f": {shown}" if shown else ""
-    of = " in its class" if result.status == "optimal" and str(result.plans) != "every plan" else ""
+    of = " in its class" if result.status == "optimal" and result.plans != EVERY_PLAN else ""
     print_lines(f"{result.planner}: {result.status}{of} after {result.seconds:.2f} s{reason}")
     if result.plan is None and result.status is not Status.NO_ANSWER:
         return  # the reason says it all

@@ -54,7 +54,7 @@ def _stage_row(line: "StageSummary", chain: "Chain | None") -> list[str]:
     more = [] if line.shifts is None else [shifts_text(line), shared_text(line)]
     return [
         str(line.stage), f"{start}-{stop - 1}", *names, shorten_devices(line.devices),
-        str(len(line.devices)), format_seconds(line.forward_seconds),
+        str(line.replicas), format_seconds(line.forward_seconds),
         format_seconds(line.backward_seconds), str(line.in_flight), peak, *more,
     ]  # fmt: skip
 

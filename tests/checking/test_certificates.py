@@ -72,13 +72,18 @@ class TestClasses:
     @pytest.mark.parametrize(
         ("changes", "text"),
         [
-            ({}, "every plan"),
-            ({"schedules": ("finite",)}, "every finite plan"),
-            ({"sharing": "none"}, "every plan with disjoint devices"),
-            ({"equal_groups": (1, 2)}, "every plan with 1 or 2 devices in every stage"),
-            ({"replication": ()}, "every plan with no replicas"),
-            ({"offload": False}, "every plan with no offloading"),
-            ({"weights": ("flush",)}, "every plan with weights flush"),
+            ({"tensor": "any"}, "every plan"),
+            ({"schedules": ("finite",), "tensor": "any"}, "every finite plan"),
+            ({}, "every plan with tensor degree 1"),
+            ({"tensor": (1, 2, 4)}, "every plan with tensor degree 1 or 2 or 4"),
+            ({"sharing": "none"}, "every plan with disjoint devices, tensor degree 1"),
+            (
+                {"equal_groups": (1, 2)},
+                "every plan with 1 or 2 devices in every stage, tensor degree 1",
+            ),
+            ({"replication": ()}, "every plan with no replicas, tensor degree 1"),
+            ({"offload": False}, "every plan with no offloading, tensor degree 1"),
+            ({"weights": ("flush",)}, "every plan with weights flush, tensor degree 1"),
         ],
     )
     def test_a_class_is_named_by_its_limits(self, changes, text):
@@ -86,7 +91,8 @@ class TestClasses:
 
     def test_the_joint_search_is_described(self):
         assert DISJOINT_SPLIT.describe() == (
-            "disjoint devices, split replicas, whole backwards, no recomputation or offloading"
+            "disjoint devices, split replicas, whole backwards, no recomputation or offloading, "
+            "tensor degree 1"
         )
 
     def test_the_smallest_class_of_a_plan(self):
@@ -155,7 +161,7 @@ class TestCertificate:
         found = certificate(DISJOINT_SPLIT, 4.0, bounds)
         assert (found.proved_by, found.plans) == ("a", EVERY_PLAN)
         assert [one.plans for one in headlines(found)] == [
-            "every plan", "every schedule of these stages",
+            "every plan with tensor degree 1", "every schedule of these stages",
         ]  # fmt: skip
 
     def test_a_certificate_is_read_back(self):
@@ -321,5 +327,5 @@ def test_no_plan_at_all_fits(parameter_bytes, saved_bytes, reason):
     cluster = uniform_servers(1, 2, Link(1e9), memory_bytes=16e9)
     result = stagewright.plan(Chain("m", "test", 4, layers), cluster, 2, time_limit=2)
     assert (result.status, result.plans) == (Status.INFEASIBLE, EVERY_PLAN)
-    assert result.reason.startswith("no plan fits: ")
+    assert result.reason.startswith("no plan with tensor degree 1 fits: ")
     assert reason in result.reason

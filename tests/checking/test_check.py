@@ -1114,8 +1114,8 @@ def test_a_layer_that_knows_only_its_whole_backward_is_named() -> None:
         (restaged(0, recompute="some"), "recompute: stage 0: recompute 'some'"),
         (lambda plan: replace(plan, weights="mirror"), "use one of 'flush', 'stash', "),
         (lambda plan: replace(plan, weights="stash"),
-         "unexpected: 0REDUCE_GRAD on g0: a stage on one device has nothing to reduce, others may "
-         "do it in the backward"),
+         "unexpected: 0REDUCE_GRAD on g0: a stage without replicas has nothing to reduce, others "
+         "may do it in the backward"),
         (lambda plan: replace(restaged(0, replication="round-robin")(plan), weights="stash"),
          "stage 0: 'stash' on 2 devices in turn needs an all-reduce per round"),
         (also("0F0", "UPDATE"), "the optimizer step takes no time here"),

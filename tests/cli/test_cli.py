@@ -175,7 +175,7 @@ def test_show_prints_and_draws(files: Path) -> None:
     stages = answered_json("show", files / "plan.json")["stages"]
     assert stages[0] == {
         "layers": [0, 2], "devices": ["g0", "g1"], "replication": "split", "recompute": "none",
-        "offload": False,
+        "offload": False, "tensor": 1,
     }  # fmt: skip
     drawn = [files / name for name in ("plan.html", "plan.png", "trace.json")]
     answered(
@@ -271,7 +271,7 @@ def test_plan_refuses_models(layers: list[Any], message: str, files: Path) -> No
 def test_a_layer_that_fits_nowhere_is_told_in_bytes(files: Path) -> None:
     rewrite(files / "model.json", layers=[layer(parameters=4e9)])
     found = answered("plan", *given_to(files), "--microbatches", 4, code=1)
-    assert re.search(r"no plan fits: layer 'a' .*\d+ bytes short", found)
+    assert re.search(r"no plan with tensor degree 1 fits: layer 'a' .*\d+ bytes short", found)
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ PROGRAM_DAMAGES = {
     "a microbatch of the other direction": ("does not run on g0", replaced(0, "0F2", "0F3")),
     "no all-reduce on one copy": ("0 all-reduces", replaced(1, "0REDUCE_GRAD", "")),
     "all-reduces in another order": (
-        "all-reduce 0 of ranks", in_sequence(
+        "collective 0 of ranks", in_sequence(
             replaced(1, "3REDUCE_GRAD", ""),
             replaced(1, "0REDUCE_GRAD", "0REDUCE_GRAD,3REDUCE_GRAD"))),
     "an update of one copy is missing": ("need 1 times", replaced(0, "3UPDATE", "")),

@@ -146,7 +146,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "an all-reduce before the last gradient": (
         "comes after", damaged(moved("1REDUCE_GRAD", "1W0"))),
     "all-reduces in another order on a rank": (
-        "all-reduce 0", damaged(moved("1REDUCE_GRAD", "0UPDATE"), (1,))),
+        "collective 0", damaged(moved("1REDUCE_GRAD", "0UPDATE"), (1,))),
     "an update left out": ("comes after|version", damaged(without("1UPDATE"))),
     "an all-reduce left out": ("comes after", damaged(without("0REDUCE_GRAD"))),
     "a weight gradient left out": ("comes after|must work", damaged(without("0W0"))),

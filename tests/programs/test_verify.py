@@ -889,7 +889,7 @@ def test_all_reduces_that_are_shared_stand_in_one_order() -> None:
     verify(plan, written(plan, one, one))
     verify(plan, written(plan, other, other))
     assert refusal(plan, written(plan, one, other)) == (
-        "all-reduce 0 of ranks 0 and 1 is 0REDUCE_GRAD on rank 0 and 1REDUCE_GRAD on rank 1"
+        "collective 0 of ranks 0 and 1 is 0REDUCE_GRAD on rank 0 and 1REDUCE_GRAD on rank 1"
     )
 
 
@@ -932,7 +932,7 @@ def test_turns_that_do_not_come_round() -> None:
     row = "0F0 0B0 0REDUCE_GRAD 0UPDATE 0F2 0B2 0REDUCE_GRAD 0UPDATE"
     message = refusal(plan, written(plan, row, "0F1 0B1 0REDUCE_GRAD 0UPDATE"))
     assert message == (
-        "all-reduce 1 of ranks 0 and 1 is 0REDUCE_GRAD on rank 0 and missing on rank 1"
+        "collective 1 of ranks 0 and 1 is 0REDUCE_GRAD on rank 0 and missing on rank 1"
     )
 
 

@@ -56,13 +56,16 @@ def small_problem(
     memory_bytes: float = 16e9,
     parts: bool = False,
     updates: bool = False,
+    degrees: Sequence[int] = (),
 ) -> PipelineProblem:
     """Uneven layers on servers of two devices; every third device is of a slower kind.
 
     Links are slower from a later device to an earlier one. With ``parts`` the layers know the two
-    parts of their backward, with ``updates`` the optimizer's step takes time on most of them.
+    parts of their backward, with ``updates`` the optimizer's step takes time on most of them. They
+    have costs at tensor degree 1 and ``degrees``.
     """
-    chain = Chain("small", "test", 6, tuple(_layer(i, parts, updates) for i in range(layers)))
+    layered = (_layer(i, parts, updates) for i in range(layers))
+    chain = Chain("small", "test", 6, tuple(with_degrees(one, degrees) for one in layered))
     machines = [
         Device(f"g{v}", "slow" if v % 3 == 2 else "fast", memory_bytes) for v in range(devices)
     ]
@@ -85,6 +88,28 @@ def _layer(i: int, parts: bool, updates: bool) -> Layer:
         costs = (replace(costs[0], update_seconds=step), replace(costs[1], update_seconds=2 * step))
     return Layer(
         f"layer{i}", 3e7 * (1 + i * 5 % 3), tuple(map(_in_parts, costs)) if parts else costs
+    )
+
+
+def with_degrees(layer: Layer, degrees: Sequence[int]) -> Layer:
+    """The layer with costs at more tensor degrees: neither times nor bytes divide evenly."""
+    more = [_at(cost, t, layer.parameter_bytes) for t in degrees for cost in layer.costs]
+    return replace(layer, costs=(*layer.costs, *more))
+
+
+def _at(cost: LayerCost, degree: int, parameter_bytes: float) -> LayerCost:
+    part = 0.1 + 0.9 / degree
+    changed = {
+        name: getattr(cost, name) * part
+        for name in cost.__dataclass_fields__
+        if name.endswith("_seconds") and getattr(cost, name) is not None
+    }
+    return replace(
+        cost,
+        tensor=degree,
+        saved_bytes=cost.saved_bytes * (0.3 + 0.7 / degree),
+        shard_parameter_bytes=parameter_bytes * (0.02 + 0.98 / degree),
+        **changed,
     )
 
 
@@ -196,34 +221,44 @@ def scheduled(draw: st.DrawFn, waits: bool = False) -> tuple[PipelineProblem, Pi
     return problem, plan
 
 
+PAIRS = (("g0", "g1"), ("g1", "g0"), ("g3", "g4"), ("g2", "g5"))
+"""Pairs of devices of one kind of :func:`small_problem`."""
+
+
 @st.composite
 def elaborate(
-    draw: st.DrawFn, waits: bool = False, begins: Begins | None = None
+    draw: st.DrawFn, waits: bool = False, begins: Begins | None = None, sharded: bool = False
 ) -> tuple[PipelineProblem, PipelinePlan]:
     """As `scheduled`, with all that a finite plan can say.
 
     Stages share devices, whole groups or parts of them; backwards stand whole or as I and W; stages
-    recompute; weights change as they may; the schedule may begin with the backwards.
+    recompute; weights change as they may; the schedule may begin with the backwards. If
+    ``sharded``, the devices of some stages are groups of two.
     """
     layers = draw(st.integers(1, 5))
     inner = draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else set()
     bounds = [0, *sorted(inner), layers]
     microbatches = draw(st.integers(1, 5))
-    problem = small_problem(layers, 4, microbatches, parts=True, updates=draw(st.booleans()))
+    problem = small_problem(
+        layers,
+        6 if sharded else 4,
+        microbatches,
+        parts=True,
+        updates=draw(st.booleans()),
+        degrees=(2,) if sharded else (),
+    )
     weights = "flush" if begins else draw(st.sampled_from(get_args(Weights)))
     if weights == "flush" and begins is None:
         begins = draw(st.sampled_from(get_args(Begins)))
     ways = ["split"] if weights.startswith("stash") else ["split", "round-robin"]
     groups = st.lists(st.sampled_from(["g0", "g1", "g2"]), min_size=1, max_size=3, unique=True)
-    stages = [
-        Stage(
-            layers_of,
-            tuple(draw(groups)),
-            draw(st.sampled_from(ways)),
-            draw(st.sampled_from(["none", "full", "layer"])),
-        )
-        for layers_of in pairwise(bounds)
-    ]
+    wide = st.lists(st.sampled_from(PAIRS), min_size=1, max_size=2, unique_by=frozenset)
+    stages = []
+    for layers_of in pairwise(bounds):
+        tensor = draw(st.sampled_from([1, 2])) if sharded else 1
+        devices = draw(groups) if tensor == 1 else [v for pair in draw(wide) for v in pair]
+        how = draw(st.sampled_from(ways)), draw(st.sampled_from(["none", "full", "layer"]))
+        stages.append(Stage(layers_of, tuple(devices), *how, tensor=tensor))
     backwards = list(product(range(len(stages)), range(microbatches)))
     delays = st.sampled_from([0.0, 0.0, 0.003, 0.2])
     plan = valid_plan(
@@ -241,7 +276,9 @@ def elaborate(
 
 def _limit(problem: PipelineProblem, stage: Stage) -> int:
     devices = [problem.cluster.index[name] for name in stage.devices]
-    return in_flight_limit(problem, *stage.layers, devices, len(stage.runners(0)))
+    shard, groups = problem.at(stage.tensor), devices[:: stage.tensor]
+    shares = len(stage.runners(0)) // stage.tensor
+    return in_flight_limit(shard, *stage.layers, groups, shares)
 
 
 def _all_actions(
@@ -254,12 +291,13 @@ def _all_actions(
     for s, m in product(range(len(stages)), range(microbatches)):
         found += [Action(s, kind, m) for kind in ((F, I, W) if (s, m) in split else (F, B))]
     for s, m in product(range(len(stages) - 1), range(microbatches)):
-        if stages[s].runners(m) != stages[s + 1].runners(m):
+        one, other = stages[s], stages[s + 1]
+        if one.runners(m) != other.runners(m) or one.tensor != other.tensor:
             found += [Action(s, SEND_F, m), Action(s + 1, SEND_B, m)]
     for s, stage in enumerate(stages):
         if weights.startswith("stash"):  # both are parts of the backwards
             continue
-        found += [Action(s, REDUCE)] if len(stage.devices) > 1 else []
+        found += [Action(s, REDUCE)] if len(stage.devices) > stage.tensor else []
         found += [Action(s, UPDATE)] if _update_seconds(problem, stage) > 0 else []
     return found
 
@@ -305,14 +343,15 @@ def _resources(stages: Sequence[Stage], action: Action) -> Sequence[object]:
 
 
 def _reduce_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    if len(stage.devices) == 1:
-        return 0.0
     devices = [problem.cluster.index[name] for name in stage.devices]
-    return problem.reduce_seconds(*stage.layers, devices)
+    return max(
+        problem.at(stage.tensor).reduce_seconds(*stage.layers, devices[i :: stage.tensor])
+        for i in range(stage.tensor)
+    )
 
 
 def _update_seconds(problem: PipelineProblem, stage: Stage) -> float:
-    return problem.update_seconds(
+    return problem.at(stage.tensor).update_seconds(
         *stage.layers, [problem.cluster.index[name] for name in stage.devices]
     )
 
@@ -334,14 +373,29 @@ def _seconds(
     one, other = (
         [index[name] for name in stages[s].runners(action.microbatch)] for s in (left, left + 1)
     )
-    return problem.transfer_seconds(stages[left].layers[1], one, other)[action.kind is SEND_B]
+    degrees = stages[left].tensor, stages[left + 1].tensor
+    size, ends = problem.boundary_bytes(stages[left].layers[1]), (one, other)
+    if action.kind is SEND_B:
+        degrees, ends = degrees[::-1], ends[::-1]
+    shares = len(one) // stages[left].tensor * (len(other) // stages[left + 1].tensor)
+    part = size * -(-problem.chain.microbatch_size // shares) / problem.chain.microbatch_size
+    links = problem.cluster.pairs
+    # Each receiver from the member of every group that has its own place, modulo the group's size.
+    return max(
+        part / bandwidth + latency
+        for i, sender in enumerate(ends[0])
+        for j, receiver in enumerate(ends[1])
+        if i % degrees[0] == j % degrees[1] % degrees[0]
+        for bandwidth, latency in [links.slowest([sender], [receiver])]
+    )
 
 
 def _compute_seconds(
     problem: PipelineProblem, stage: Stage, devices: Sequence[int]
 ) -> dict[ActionKind, float]:
-    forward, backward = problem.compute_seconds(*stage.layers, devices)
-    of_input, of_weights = problem.gradient_seconds(*stage.layers, devices)
+    shard, groups = problem.at(stage.tensor), devices[:: stage.tensor]
+    forward, backward = shard.compute_seconds(*stage.layers, groups)
+    of_input, of_weights = shard.gradient_seconds(*stage.layers, groups)
     again = forward if stage.recompute != "none" else 0.0
     return {F: forward, B: backward + again, I: of_input + again, W: of_weights}
 
@@ -351,7 +405,8 @@ def _entries(
 ) -> list[ScheduledAction]:
     stage, text = stages[action.stage], str(action)
     if action.kind is REDUCE:
-        size, group = problem.gradient_bytes(*stage.layers), stage.devices
+        group = stage.devices
+        size = stage.tensor * problem.at(stage.tensor).gradient_bytes(*stage.layers)
         return [ScheduledAction(group[0], text, start, finish, group, group, size)]
     if action.kind is UPDATE:
         return [ScheduledAction(name, text, start, finish) for name in stage.devices]
@@ -361,6 +416,7 @@ def _entries(
     forth = action.kind is SEND_F
     targets = stages[action.stage + (1 if forth else -1)].runners(action.microbatch)
     size = problem.boundary_bytes(stage.layers[1] if forth else stage.layers[0])
+    size *= stages[action.stage + (1 if forth else -1)].tensor
     return [ScheduledAction(sources[0], text, start, finish, sources, targets, size)]
 
 

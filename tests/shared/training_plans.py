@@ -23,6 +23,7 @@ from stagewright.formulations.plans.plan import (
     ScheduledAction,
     Stage,
 )
+from stagewright.formulations.plans.tensor import stays
 from stagewright.formulations.plans.weight_rules import Weights
 from stagewright.graphs.documents.errors import InvalidPlan
 
@@ -104,9 +105,9 @@ def even_samples(stages: Sequence[Stage]) -> int:
 
 
 def _transfers_and_reductions(stages: Sequence[Stage], microbatches: int) -> list[Action]:
-    found = [Action(s, REDUCE) for s, stage in enumerate(stages) if len(stage.devices) > 1]
+    found = [Action(s, REDUCE) for s, stage in enumerate(stages) if stage.replicas > 1]
     for s, m in product(range(len(stages) - 1), range(microbatches)):
-        if stages[s].runners(m) != stages[s + 1].runners(m):
+        if not stays(stages[s], stages[s + 1], m):
             found += [Action(s, SEND_F, m), Action(s + 1, SEND_B, m)]
     return found
 
@@ -153,8 +154,8 @@ def _handed(
     stages: Sequence[Stage], source: int, target: int, send: ActionKind, m: int, made: ActionKind
 ) -> Action:
     """The transfer, or what makes the values where they stay on their devices."""
-    stays = stages[source].runners(m) == stages[target].runners(m)
-    return Action(source, made if stays else send, m)
+    kept = stays(stages[source], stages[target], m)
+    return Action(source, made if kept else send, m)
 
 
 def _input_gradient(s: int, m: int, computations: set[Action]) -> Action:

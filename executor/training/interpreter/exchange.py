@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.executor.programs.program import SENDS, received, transfers
+from stagewright.executor.programs.program import SENDS, handed, received, transfers
 from stagewright.executor.training.interpreter.arrival import Arrival
 from stagewright.executor.training.interpreter.boundary import Boundary
 from stagewright.executor.training.interpreter.iterations import Iterations
@@ -148,7 +148,7 @@ class Exchange:
         sends = self._sends[action.stage, action.kind, m % self._count]
         if sends:
             self._outgoing[action] = _Outgoing(values, sends)
-        if not self._rank.runs(there.stage, m):
+        if (self._rank.name, self._rank.name) not in handed(self._rank.plan, action):
             return
         number = self._rank.number
         mine, ahead = (self._rank.lane(number, s, m) for s in (action.stage, there.stage))

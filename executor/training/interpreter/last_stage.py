@@ -101,8 +101,11 @@ class LastStage:
         return 1 / total if total else 0.0
 
     def counts(self, iteration: int) -> list[Tensor | None]:
-        """What the losses of an iteration count, by microbatch."""
-        return [self._counts[m] for m in self._of(iteration)]
+        """What the losses of an iteration count, by microbatch; a tensor group's count once."""
+        own = self._of(iteration)
+        return (
+            [self._counts[m] for m in own] if own and not self._rank.position(self._number) else []
+        )
 
     def require_finite(self, iteration: int) -> None:
         """Refuse nan and infinite losses of an iteration."""

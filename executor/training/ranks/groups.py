@@ -1,12 +1,14 @@
 """The process groups of a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.parallel_layers import TensorGroup
+from stagewright.formulations.plans.tensor import groups_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,13 +18,16 @@ class Groups:
     Parameters
     ----------
     stages
-        Per stage on several devices.
+        Per stage with several replicas, those with this rank's shard.
     tied
         Per tied parameter, the processes that hold it.
+    tensor
+        Per stage of a tensor degree above 1, those that compute its layers together.
     """
 
     stages: Mapping[int, dist.ProcessGroup]
     tied: Mapping[str, dist.ProcessGroup]
+    tensor: Mapping[int, TensorGroup]
 
 
 def make_groups(rank: Rank, holders: Mapping[str, set[str]], timeout: timedelta) -> Groups:
@@ -31,18 +36,52 @@ def make_groups(rank: Rank, holders: Mapping[str, set[str]], timeout: timedelta)
     All ranks make all groups, in the same order: torch's way to make one among its members alone
     gives it different names on ranks that are in different numbers of groups.
     """
-    stages = {s: frozenset(stage.devices) for s, stage in enumerate(rank.plan.stages)}
-    tied = {name: frozenset(devices) for name, devices in holders.items()}
-    made: dict[frozenset[str], dist.ProcessGroup] = {}
-    for devices in (*stages.values(), *tied.values()):
-        if len(devices) > 1 and devices not in made:
-            ranks = sorted(map(rank.devices.index, devices))
-            made[devices] = dist.new_group(ranks, timeout=timeout)
-    mine = {devices: group for devices, group in made.items() if rank.name in devices}
+    reducing, together = [], []
+    for stage in rank.plan.stages:
+        degree = stage.tensor
+        reducing.append([stage.devices[i::degree] for i in range(degree)])
+        together.append(groups_of(stage.devices, degree))
+    shared = (devices for one in reducing for devices in one)
+    tied = {name: tuple(sorted(devices)) for name, devices in holders.items()}
+    made = _mine(rank, [*shared, *tied.values()], timeout)
+    # Not those of all-reduces: collectives of computations and of gradients overlap.
+    tensor = _mine(rank, [devices for one in together for devices in one], timeout)
     return Groups(
-        {s: mine[devices] for s, devices in stages.items() if devices in mine},
-        {name: mine[devices] for name, devices in tied.items() if devices in mine},
+        _by_stage(reducing, made),
+        {name: made[key] for name, devices in tied.items() if (key := frozenset(devices)) in made},
+        {s: _in_order(rank, s, group) for s, group in _by_stage(together, tensor).items()},
     )
+
+
+def _in_order(rank: Rank, s: int, processes: dist.ProcessGroup) -> TensorGroup:
+    """The tensor group of this rank in stage ``s``, by the places in the plan."""
+    stage = rank.plan.stages[s]
+    own = next(one for one in groups_of(stage.devices, stage.tensor) if rank.name in one)
+    ranks = [rank.devices.index(name) for name in own]
+    return TensorGroup(processes, rank.position(s), [sorted(ranks).index(one) for one in ranks])
+
+
+def _mine(
+    rank: Rank, groups: Iterable[Sequence[str]], timeout: timedelta
+) -> dict[frozenset[str], dist.ProcessGroup]:
+    """Make the groups of several devices, in their order; those of this rank."""
+    made: dict[frozenset[str], dist.ProcessGroup] = {}
+    for devices in groups:
+        if len(devices) > 1 and frozenset(devices) not in made:
+            ranks = [rank.devices.index(name) for name in devices]
+            made[frozenset(devices)] = dist.new_group(sorted(ranks), timeout=timeout)
+    return {devices: group for devices, group in made.items() if rank.name in devices}
+
+
+def _by_stage(
+    groups: Iterable[Iterable[Sequence[str]]], made: Mapping[frozenset[str], dist.ProcessGroup]
+) -> dict[int, dist.ProcessGroup]:
+    return {
+        s: made[key]
+        for s, one in enumerate(groups)
+        for devices in one
+        if (key := frozenset(devices)) in made
+    }
 
 
 def make_loss_group(rank: Rank, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -45,8 +45,9 @@ class Rank(Place):
     plan: PipelinePlan
 
     def lane(self, rank: int, stage: int, microbatch: int) -> int:
-        """The place of ``rank`` among those that work on a microbatch of ``stage``."""
-        return self.plan.runners(stage, microbatch).index(self.devices[rank])
+        """The place of the group of ``rank`` among those that work on a microbatch of ``stage``."""
+        place = self.plan.runners(stage, microbatch).index(self.devices[rank])
+        return place // self.plan.stages[stage].tensor
 
     def runs(self, stage: int, microbatch: int) -> bool:
         """Whether this rank works on a microbatch of ``stage``."""
@@ -55,6 +56,16 @@ class Rank(Place):
     def first(self, stage: int) -> int:
         """The number of the first rank of ``stage``."""
         return self.devices.index(self.plan.stages[stage].devices[0])
+
+    def position(self, stage: int) -> int:
+        """The place of this rank in its tensor group of ``stage``."""
+        one = self.plan.stages[stage]
+        return one.devices.index(self.name) % one.tensor
+
+    def is_in_first_group(self, stage: int) -> bool:
+        """Whether this rank is in the first tensor group of ``stage``."""
+        one = self.plan.stages[stage]
+        return self.name in one.devices[: one.tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,7 +49,7 @@ def initialise(
     """
     if isinstance(model, nn.Module | list | tuple):
         layered = capture(_with_same_tensors(model))
-        return _place(layered, wanted, device, dtype, copied=True)
+        return place(layered, wanted, device, dtype, copied=True)
     outline = _outline(model)
     if outline is not None:
         size = sum(tensor.nbytes for tensor in _tensors(outline))
@@ -59,11 +59,11 @@ def initialise(
             warnings.warn(_warning(size, ranks), stacklevel=2)
             layered = capture(outline)
             _make(outline, layered, wanted, seed)
-            return _place(layered, wanted, device, dtype)
+            return place(layered, wanted, device, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = model()
-    return _place(capture(whole), wanted, device, dtype)
+    return place(capture(whole), wanted, device, dtype)
 
 
 def _with_same_tensors(model: Model) -> Model:
@@ -148,7 +148,7 @@ def _replace(layered: LayeredModel, new: Mapping[int, Tensor]) -> None:
         registered[name] = new.get(id(tensor), tensor)
 
 
-def _place(
+def place(
     layered: LayeredModel,
     wanted: Collection[int],
     device: torch.device | str,
@@ -156,7 +156,10 @@ def _place(
     *,
     copied: bool = False,
 ) -> LayeredModel:
-    """Put the wanted layers' tensors on ``device``, as copies if asked, and the others on meta."""
+    """Put the wanted layers' tensors on ``device``, as copies if asked, and the others on meta.
+
+    Tensors that were the same stay so.
+    """
     here = _wanted_ids(layered, wanted)
     tensors = _tensors(*(layer.module for layer in layered.layers))
     new: dict[int, Tensor] = {}

@@ -53,7 +53,10 @@ class SharedGradients:
         return TiedSums(self._weights, own, self._groups)
 
     def squares(self) -> float:
-        """The squared norm of gradients, each parameter on one rank: the first that has it."""
+        """The squared norm of gradients, each parameter on one rank: the first that has it.
+
+        Of the first tensor group of a stage, the first device brings what is whole on all.
+        """
         first = {s for s in self._weights if self._rank.first(s) == self._rank.number}
         tied = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
@@ -61,4 +64,12 @@ class SharedGradients:
             if (s := self._model.stages_of[name][0]) in first
             and (gradient := self._weights[s].gradient(name)) is not None
         ]
-        return sum(self._weights[s].squares() for s in first) + float(sum(tied))
+        shards = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for s in set(self._model.shardings) - first
+            if self._rank.is_in_first_group(s)
+            for name in self._model.shardings[s].cuts
+            if (gradient := self._weights[s].gradient(name)) is not None
+        ]
+        whole = sum(self._weights[s].squares() for s in first)
+        return whole + float(sum(tied)) + float(sum(shards))

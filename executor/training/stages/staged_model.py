@@ -1,6 +1,6 @@
 """A captured model by the stages of a plan: the tensors of each, and those that stages share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -9,6 +9,10 @@ from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
 from stagewright.executor.capture.twins import twins
 from stagewright.executor.training.model_checks import listed_stages
+from stagewright.executor.training.ranks.rank import Rank
+from stagewright.executor.training.stages.initialise import place
+from stagewright.executor.training.stages.parallel_layers import TensorGroup
+from stagewright.executor.training.stages.sharding import Sharding, shard_stage
 from stagewright.executor.training.stages.weights import Weights
 from stagewright.formulations.plans.plan import PipelinePlan
 from stagewright.graphs.documents.errors import InputError
@@ -27,6 +31,8 @@ class StagedModel:
         First names of parameters, and of buffers, that several stages have.
     modules
         Per stage its layers. Each has its own copy of shared tensors, also on one rank.
+    shardings
+        Per stage that `shard` has divided.
     """
 
     def __init__(self, plan: PipelinePlan, model: LayeredModel, own: Sequence[int]) -> None:
@@ -39,8 +45,10 @@ class StagedModel:
         self.shared_buffers = [name for name in shared if name in buffers]
         self.tied = [name for name in shared if name not in buffers]
         self.modules: dict[int, list[CapturedLayer]] = {}
+        self._own_layers = {i for s in own for i in range(*plan.stages[s].layers)}
         self._model = self._split(model, own)
         self.layers = self._model.layers
+        self.shardings: dict[int, Sharding] = {}
 
     @property
     def single_output(self) -> bool:
@@ -67,6 +75,19 @@ class StagedModel:
                 ]
             self.modules[s] = layers[start:stop]
         return replace(model, layers=tuple(layers))
+
+    def shard(self, rank: Rank, groups: Mapping[int, TensorGroup]) -> None:
+        """Divide the layers of each stage in ``groups`` among its tensor group, in place.
+
+        They are on the host until then: the device need not hold them whole.
+        """
+        for s, group in groups.items():
+            is_first = rank.number == rank.first(s)
+            self.shardings[s] = shard_stage(
+                s, self.modules[s], self.primary, group, quiet=not is_first
+            )
+        if groups:
+            place(self._model, self._own_layers, rank.device, None)
 
     def tensors(self, s: int, weights: Weights) -> dict[str, Tensor]:
         """Parameters, in their newest version, and buffers of a stage, by their first names."""

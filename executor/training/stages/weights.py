@@ -1,6 +1,5 @@
 """The weights of one stage on one rank: their versions, their gradient, their optimizer."""
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from stagewright.executor.capture.twins import twin
 
-CLIPPING_ARGUMENT = re.compile(r"max_(grad_)?norm|.*(grad|norm).*clip.*|.*clip.*(grad|norm).*")
 BUCKET_BYTES = 25_000_000  # of an all-reduce, as in torch's own data parallelism
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -295,16 +293,6 @@ class TiedSums:
             if name in self._groups:
                 group = self._groups[name]
                 self._works[name] = dist.all_reduce(self._sums[name], group=group, async_op=True)
-
-
-def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:
-    """The argument or class by which an optimizer clips gradients by a norm, if it does."""
-    name = type(optimizer).__name__
-    for key, value in optimizer.defaults.items():
-        if CLIPPING_ARGUMENT.fullmatch(key) and value:
-            return f"{name} with {key}={value}"
-    clipping = (one.__name__ for one in type(optimizer).__mro__ if "clip" in one.__name__.lower())
-    return next(clipping, None)
 
 
 def _places(

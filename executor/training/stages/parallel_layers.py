@@ -1,0 +1,133 @@
+"""Layers of which every device of a tensor group has a part (Megatron-LM, 2019, section 3).
+
+In a pair of linear layers the first is divided by columns, so that each device computes some of the
+features between them, and the second by rows, whose partial outputs are summed up over the group:
+one all-reduce in the forward, of the pair's output, and one in the backward, of its input's
+gradient. Tensors without data, on which shapes are found, take part in no collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F  # noqa: N812
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorGroup:
+    """The processes that compute a stage's layers together.
+
+    ``position`` is this one's place in the group of the plan, which says which shard it has, and
+    ``order`` gives the rank in ``processes`` of each place: torch sorts the ranks of its groups.
+    """
+
+    processes: dist.ProcessGroup
+    position: int
+    order: Sequence[int]
+
+    @property
+    def degree(self) -> int:
+        """The number of devices."""
+        return len(self.order)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of every device's value."""
+        total = value.clone(memory_format=torch.contiguous_format)
+        if not isinstance(value, FakeTensor):
+            dist.all_reduce(total, group=self.processes)
+        return total
+
+    def every(self, value: Tensor) -> list[Tensor]:
+        """Every device's value, by their places."""
+        own = value.contiguous()
+        found = [torch.empty_like(own) for _ in self.order]
+        if not isinstance(value, FakeTensor):
+            dist.all_gather(found, own, group=self.processes)
+        return [found[rank] for rank in self.order]
+
+
+class _Copied(torch.autograd.Function):
+    """The same value; its gradient is the sum of the group's (f in Megatron's figure 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.total(gradient), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of the group's values; the gradient of each is that of the sum (g in figure 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        return group.total(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Joined(torch.autograd.Function):
+    """The group's values side by side in the last dimension; each gets its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return torch.cat(group.every(value), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.group.degree, dim=-1)[ctx.group.position], None
+
+
+class ColumnLinear(nn.Linear):
+    """Some of the output features of a linear layer."""
+
+    tensor_group: TensorGroup
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., all inputs) to (..., own outputs)."""
+        copied = _Copied.apply(value, self.tensor_group)  # type: ignore[no-untyped-call]
+        return F.linear(copied, self.weight, self.bias)
+
+
+class JoinedColumnLinear(ColumnLinear):
+    """Some of the output features, joined with those of the other devices."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., all inputs) to (..., all outputs)."""
+        joined: Tensor = _Joined.apply(super().forward(value), self.tensor_group)  # type: ignore[no-untyped-call]
+        return joined
+
+
+class RowLinear(nn.Linear):
+    """Some of the input features of a linear layer; outputs are summed up, and get the bias."""
+
+    tensor_group: TensorGroup
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., own inputs) to (..., all outputs)."""
+        total: Tensor = _Summed.apply(F.linear(value, self.weight), self.tensor_group)  # type: ignore[no-untyped-call]
+        return total if self.bias is None else total + self.bias.to(total.dtype)
+
+
+class RowEmbedding(nn.Embedding):
+    """Some of the rows of a table; what a device does not have is zero in its part of the sum."""
+
+    tensor_group: TensorGroup
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Map any shape of numbers of rows to (..., all features)."""
+        own = numbers - self.tensor_group.position * self.weight.size(0)
+        is_here = (own >= 0) & (own < self.weight.size(0))
+        found = F.embedding(own.where(is_here, 0), self.weight)
+        total: Tensor = _Summed.apply(found * is_here.unsqueeze(-1), self.tensor_group)  # type: ignore[no-untyped-call]
+        return total

@@ -1,0 +1,334 @@
+"""Stages that groups of devices compute together train as the model on one device does."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import UNSHRUNK, examples
+
+torch = pytest.importorskip("torch", reason="the executor needs torch")
+
+import training  # noqa: E402
+import training_plans as make  # noqa: E402
+from ranks import Ranks  # noqa: E402
+
+from examples.models import Llama, Transformer  # noqa: E402
+from stagewright.executor.training.runtime import Executor  # noqa: E402
+from stagewright.formulations.plans.actions import Action, ActionKind  # noqa: E402
+from stagewright.formulations.plans.plan import PipelinePlan, Stage  # noqa: E402
+from stagewright.graphs.documents.errors import InputError  # noqa: E402
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+VOCABULARY, SEQUENCE, STEPS = 12, 6, 3
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
+ENTROPY = torch.nn.functional.cross_entropy
+
+
+def gpt() -> Any:
+    """Layers: embedding, two blocks, head."""
+    return Transformer(2, 16, 4, SEQUENCE, VOCABULARY)
+
+
+def llama() -> Any:
+    """Layers: embedding, two blocks, head."""
+    return Llama(2, 16, 4, 2, 24, VOCABULARY)
+
+
+def batches(samples: int, steps: int = STEPS) -> list[Any]:
+    random = torch.Generator().manual_seed(1)
+    shape = (samples, SEQUENCE)
+    return [
+        tuple(torch.randint(VOCABULARY, shape, generator=random) for _ in range(2))
+        for _ in range(steps)
+    ]
+
+
+def summed(output: Any, targets: Any) -> Any:
+    """A loss with its count, of which some samples have fewer."""
+    counted = targets.where(targets > 3, -100)
+    return ENTROPY(output, counted, reduction="sum"), (counted >= 0).sum()
+
+
+def fill_and_drain(stages: list[Stage], microbatches: int) -> PipelinePlan:
+    """On every device all forwards, stage by stage, then all backwards."""
+    every = range(len(stages))
+    order = [Action(s, F, m) for s in every for m in range(microbatches)]
+    order += [Action(s, B, m) for s in reversed(every) for m in range(microbatches)]
+    orders = {
+        name: [one for one in order if name in stages[one.stage].runners(one.microbatch or 0)]
+        for stage in stages
+        for name in stage.devices
+    }
+    return make.plan_in_order(stages, microbatches, orders)
+
+
+def run(
+    _: Any, rank: int, plan: PipelinePlan, model: Any, data: Any, options: dict[str, Any]
+) -> Any:
+    """Parameters on rank 0, losses, and the sizes of the parameters on this rank."""
+    executor = Executor(plan, model, dtype=torch.float64, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = [executor.step(*batch) for batch in data]
+    groups = [group for one in executor.optimizers for group in one.param_groups]
+    own = sum(one.numel() for group in groups for one in group["params"])
+    return executor.parameters_on_first_rank(), losses, own
+
+
+def trained(
+    ranks: Ranks,
+    model: Any,
+    stages: list[Stage],
+    microbatches: int = 2,
+    samples: int = 4,
+    **options: Any,
+) -> list[Any]:
+    """Run on the pool, and compare with the model on one device."""
+    torch.manual_seed(0)
+    whole = model().double()
+    plan = fill_and_drain(stages, microbatches)
+    data = batches(samples * microbatches)
+    world = len({name for stage in stages for name in stage.devices})
+    loss, optimizer = options.pop("loss", ENTROPY), options.pop("optimizer", SGD)
+    given = {"loss": loss, "optimizer": optimizer, **options}
+    found = ranks.run(run, world, plan, whole, data, given)
+    expected = training.train(plan, whole, data, loss, optimizer, **options)
+    assert found[0][0].keys() == expected.state.keys()
+    for name, one in expected.state.items():
+        torch.testing.assert_close(found[0][0][name], one, rtol=1e-11, atol=1e-13, msg=name)
+    for _, losses, _ in found:
+        known = [value for value in losses if value is not None]
+        assert not known or known == pytest.approx(expected.losses, rel=1e-12)
+    return found
+
+
+@pytest.mark.parametrize("model", [gpt, llama])
+def test_a_group_trains_as_one_device(ranks: Ranks, model: Any) -> None:
+    found = trained(ranks, model, [Stage((0, 4), ("a", "b"), tensor=2)])
+    whole = sum(one.numel() for one in model().parameters())
+    assert [own for *_, own in found] == [found[0][2]] * 2
+    assert whole / 2 < found[0][2] < (0.8 if model is gpt else 0.55) * whole
+
+
+TWO = {
+    "a group, then a group": [((0, 2), "ab", 2), ((2, 4), "cd", 2)],
+    "a device, then a group": [((0, 2), "a", 1), ((2, 4), "bc", 2)],
+    "a group, then a device": [((0, 2), "ab", 2), ((2, 4), "c", 1)],
+    "two groups of the same devices": [((0, 2), "ab", 2), ((2, 4), "ba", 2)],
+    "replicas, then a group of them": [((0, 2), "ab", 1), ((2, 4), "ab", 2)],
+    "a group, then replicas": [((0, 2), "ab", 2), ((2, 4), "bc", 1)],
+    "two replicas of groups": [((0, 4), "abcd", 2)],
+    "two replicas, in an order of their own": [((0, 1), "abcd", 1), ((1, 4), "dbca", 2)],
+    "a group of four": [((0, 1), "a", 1), ((1, 3), "badc", 4), ((3, 4), "b", 1)],
+}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("name", TWO)
+def test_stages_of_groups(ranks: Ranks, name: str) -> None:
+    model = gpt if name == "a group of four" else llama
+    stages = [Stage(layers, tuple(devices), tensor=t) for layers, devices, t in TWO[name]]
+    trained(ranks, model, stages)
+
+
+@st.composite
+def mixed_stages(draw: st.DrawFn) -> list[Stage]:
+    """Stages of one to four devices in any order, of which some are groups."""
+    stops = [*sorted(draw(st.sets(st.integers(1, 3), max_size=2))), 4]
+    found = []
+    for layers in pairwise([0, *stops]):
+        count = draw(st.sampled_from([1, 2, 2, 4]))
+        devices = tuple(draw(st.permutations("abcd"))[:count])
+        way = draw(st.sampled_from(["split", "round-robin"]))
+        again = draw(st.sampled_from(["none", "full"]))
+        tensor = draw(st.sampled_from([1, 2])) if count > 1 else 1
+        found.append(Stage(layers, devices, way, again, tensor=tensor))
+    return found
+
+
+@examples(30, quick=4, phases=UNSHRUNK)
+@given(stages=mixed_stages(), clips=st.booleans())
+def test_any_mixture_of_groups(ranks: Ranks, stages: list[Stage], clips: bool) -> None:
+    trained(ranks, llama, stages, samples=16, clip_norm=0.1 if clips else None)
+
+
+def test_groups_in_turn_recompute(ranks: Ranks) -> None:
+    stages = [
+        Stage((0, 4), ("a", "b", "c", "d"), "round-robin", "layer", tensor=2),
+    ]
+    trained(ranks, llama, stages, microbatches=3)
+    trained(ranks, gpt, [Stage((0, 4), ("a", "b"), recompute="full", tensor=2)])
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [Stage((0, 4), ("a", "b"), tensor=2)],
+        [Stage((0, 2), ("a",)), Stage((2, 4), ("b", "c"), tensor=2)],
+        [Stage((0, 4), ("a", "b", "c", "d"), tensor=2)],
+    ],
+    ids=["one group", "a device and a group", "two groups"],
+)
+@pytest.mark.parametrize("model", [gpt, llama])
+def test_the_norm_counts_each_parameter_once(ranks: Ranks, model: Any, stages: list[Stage]) -> None:
+    """A norm far above ``clip_norm``, with losses whose counts are summed up over ranks."""
+    trained(ranks, model, stages, clip_norm=0.05)
+    trained(ranks, model, stages, clip_norm=0.05, loss=summed, optimizer=ADAM)
+
+
+def interrupted(
+    _: Any, rank: int, plan: PipelinePlan, model: Any, data: Any, state: Any
+) -> dict[str, Any]:
+    """Load ``state``, if there is one, do the steps, and return this rank's share."""
+    executor = Executor(plan, model, ENTROPY, ADAM, dtype=torch.float64)
+    if state is not None:
+        executor.load_state({key: state[key] for key in executor.wanted(state)}, 1)
+    for batch in data:
+        executor.step(*batch)
+    return {key: one.clone() for key, one in executor.state().items()}
+
+
+def test_checkpoints_hold_whole_tensors(ranks: Ranks) -> None:
+    """Written by any degree, read by any degree; the optimizer's state too."""
+    torch.manual_seed(0)
+    model, data = llama().double(), batches(8)
+    plans = {
+        1: fill_and_drain([Stage((0, 4), ("a",))], 2),
+        2: fill_and_drain([Stage((0, 2), ("a", "b"), tensor=2), Stage((2, 4), ("b",))], 2),
+        4: fill_and_drain([Stage((0, 4), ("a", "b", "c", "d"), tensor=2)], 2),
+    }
+
+    def after(world: int, steps: Any, state: Any) -> dict[str, Any]:
+        shares = ranks.run(interrupted, world, plans[world], model, steps, state)
+        keys = [key for share in shares for key in share]
+        assert len(keys) == len(set(keys))
+        return {key: one for share in shares for key, one in share.items()}
+
+    first = {world: after(world, data[:1], None) for world in plans}
+    whole = after(1, data[1:], first[1])
+    for world in (2, 4):
+        for key, one in first[1].items():
+            torch.testing.assert_close(first[world][key], one, rtol=1e-11, atol=1e-13, msg=key)
+    for writer, reader in ((2, 4), (4, 2), (2, 1), (1, 2)):
+        found = after(reader, data[1:], first[writer])
+        assert found.keys() == whole.keys()
+        for key, one in whole.items():
+            torch.testing.assert_close(found[key], one, rtol=1e-10, atol=1e-12, msg=key)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def constructed(_: Any, rank: int, plan: PipelinePlan, model: Any, data: Any) -> str:
+    """The warnings of making an executor and of a step, or the refusal."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            executor = Executor(plan, model, ENTROPY, SGD, dtype=torch.float64)
+            executor.step(*data)
+        except InputError as error:
+            return f"refused: {error}"
+    return "; ".join(str(one.message) for one in caught)
+
+
+def refusal(ranks: Ranks, model: Any, stages: list[Stage], change: Any = None) -> str:
+    plan = fill_and_drain(stages, 2)
+    plan = plan if change is None else change(plan)
+    world = len({name for stage in stages for name in stage.devices})
+    told = ranks.run(constructed, world, plan, model, batches(4, 1)[0])
+    return next(text for text in told if text.startswith("refused"))
+
+
+def group(layers: int = 4, **changes: Any) -> list[Stage]:
+    return [Stage((0, layers), ("a", "b"), tensor=2, **changes)]
+
+
+def planned(**rules: Any) -> Any:
+    """A GPT whose blocks have another ``tp_plan``."""
+    model = gpt()
+    for block in model.blocks:
+        block.tp_plan = {**block.tp_plan, **rules}
+    return model
+
+
+def with_dropout() -> Any:
+    model = gpt()
+    model.blocks[1].feed_forward.insert(3, torch.nn.Dropout(0.5))
+    model.blocks[1].tp_plan = {"feed_forward.1": "colwise", "feed_forward.4": "rowwise"}
+    return model
+
+
+def tied_llama() -> Any:
+    model = llama()
+    model.head.logits.weight = model.embedding.token.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: planned(attention_inn="colwise"), "'attention_inn' names no module in it"),
+        (lambda: planned(attention_in="column"), "'column' is not a style; there are colwise, "),
+        (lambda: planned(attention_norm="colwise"),
+         "'attention_norm' is a LayerNorm; colwise divides a plain Linear"),
+        (lambda: planned(attention_in="colwise/7"),
+         "'attention_in': 48 features in 7 parts do not divide among 2 devices"),
+        (lambda: planned(head="divide"), "'head' is not a whole number of a module in it"),
+        (lambda: planned(**{"*.1": "rowwise"}), "'feed_forward.1' is a ColumnLinear"),
+        (lambda: Transformer(2, 18, 3, SEQUENCE, VOCABULARY),
+         "'heads' is 3, which does not divide among 2 devices"),
+        (tied_llama, "'token': its parameter is used in several modules"),
+        (with_dropout, "layer 'blocks.1' draws random numbers and is divided among the devices"),
+        (lambda: [torch.nn.Linear(1, 1)] * 4,
+         "none of its layers (0, 1, 2, 3) says how it is divided: give a module in them a tp_plan"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_divided(ranks: Ranks, model: Any, message: str) -> None:
+    assert message in refusal(ranks, model(), group())
+
+
+def tied() -> Any:
+    model = gpt()
+    model.head[1].weight = model.embedding.token.weight
+    return model
+
+
+def in_parts(plan: PipelinePlan) -> PipelinePlan:
+    return make.zero_bubble_h1(plan.stages, 2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "change", "message"),
+    [
+        (group(offload=True), None, "stage 0 has tensor degree 2 and offloads"),
+        (group(), in_parts, "stage 0 has tensor degree 2 and 0I0: a divided layer's backward is"),
+        (group(), lambda plan: replace(plan, weights="stash"),
+         "stage 0 has tensor degree 2, which is run only by finite plans that begin with the "
+         "forwards and have 'flush' weights; this one has 'stash'"),
+    ],
+)  # fmt: skip
+def test_plans_that_are_not_run(
+    ranks: Ranks, stages: list[Stage], change: Any, message: str
+) -> None:
+    assert message in refusal(ranks, gpt(), stages, change)
+
+
+def test_a_divided_stage_shares_no_parameter(ranks: Ranks) -> None:
+    stages = [Stage((0, 2), ("a",)), Stage((2, 4), ("b", "c"), tensor=2)]
+    found = refusal(ranks, tied(), stages)
+    assert "parameter 'embedding.token.weight' is shared by stages 0 and 1, of which 1 has" in found
+    trained(ranks, tied, group())  # within one stage it is whole, as no style divides it
+
+
+def test_whole_layers_are_named(ranks: Ranks) -> None:
+    plan = fill_and_drain(group(), 2)
+    told = ranks.run(constructed, 2, plan, gpt(), batches(4, 1)[0])
+    whole = "stage 0: each of 2 devices computes all of the layers embedding, head, which have no"
+    assert whole in told[0]
+    assert "computes all" not in told[1]
