@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.parts import RankMemory, shares
 from stagewright.formulations.parallelism.training import Precision, TrainingProblem
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.networks import fabric_of_kind
@@ -91,6 +92,16 @@ class Measured:
     run: Run
     state_bytes: float
     activation_bytes: float | None
+
+
+def kept_by_blocks(of: Run, first: RankMemory) -> float:
+    """Bytes that the first rank's forwards keep, without those of a head that is on it."""
+    layout = of.layout
+    if layout.pipeline > 1:
+        return first.activations
+    head = shares(of.problem, layout.split).head
+    size = of.problem.precision.activation_bytes
+    return first.activations - layout.microbatch * head.saved_bytes(size, layout.recompute)
 
 
 def korthikanti() -> list[Measured]:

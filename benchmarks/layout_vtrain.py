@@ -23,7 +23,6 @@ from benchmarks.layout_fit import compiled
 from benchmarks.layout_runs import gpt, gpt_problem, of_2021
 from benchmarks.report import Table
 from stagewright.formulations.parallelism.estimate import evaluate
-from stagewright.formulations.parallelism.exchanges import all_reduce_seconds, send_seconds
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Floats
@@ -185,15 +184,19 @@ def _profiles(group: list[Iteration]) -> dict[int, Profile]:
 
 
 def _hop(of: Iteration) -> float:
+    """Seconds of a stage's output on NVLink."""
     moved = 2 * of.microbatch * of.sequence * of.hidden / of.tensor
-    fabric = fabric_of_kind("a100-80gb", of.gpus)
-    return send_seconds(fabric, of.tensor * of.data, of.pipeline, moved)
+    return moved / _nvlink()
 
 
 def _gradients(of: Iteration, data: int) -> float:
+    """Seconds of an all-reduce of a rank's fp16 gradients."""
     parameters = 12 * of.hidden**2 * of.layers / (of.pipeline * of.tensor)
-    fabric = fabric_of_kind("a100-80gb", 8)
-    return all_reduce_seconds(fabric, of.tensor, data, 2 * parameters)
+    return 2 * (data - 1) / data * 2 * parameters / _nvlink()
+
+
+def _nvlink() -> float:
+    return fabric_of_kind("a100-80gb", 8).levels[0].bytes_per_second
 
 
 # --- The comparison ------------------------------------------------------------------------------

@@ -56,19 +56,23 @@ def layer_time(
 ) -> LayerTime:
     """The times of a layer on a microbatch of ``samples``; weight gradients may be ``put_off``.
 
-    The backward costs what the operations' gradients do, and the forward of what is repeated. All
-    last at least as long as the host takes to start their kernels one after the other.
+    The backward costs what the operations' gradients do, and the forward of what is repeated. The
+    forward, the weights' gradients and the rest of the backward each last at least as long as the
+    host takes to start their kernels one after the other.
     """
     operators = list(share.operators.values())
     seconds = _seconds(problem, operators, samples)
     input_part = np.array([one.input_gradients for one in operators])
     weight_part = np.array([one.weight_gradients for one in operators])
-    weights = float((seconds * weight_part).sum())
     again = share.repeated(recompute)
     repeated = sum(
         float(t) for t, name in zip(seconds, share.operators, strict=True) if name in again
     )
-    # The weight gradients that are put off hide no exchange.
+    dispatch = problem.reached.dispatch_seconds
+    weights = max(
+        float((seconds * weight_part).sum()), int(np.count_nonzero(weight_part)) * dispatch
+    )
+    # The weights' gradients that are put off hide no exchange.
     sent, returned = _exchanges(problem, share, split, samples, 0.0 if put_off else weights)
     hidden = _attention_seconds(share, seconds)
     circulated = _circulation(problem, share, split, samples)
@@ -77,15 +81,12 @@ def layer_time(
     if recompute == "full" and share.is_block:
         repeated += sent
     inputs = float((seconds * input_part).sum()) + returned + repeated
+    kernels = int(np.count_nonzero(input_part)) + len(again)
     weights += _accumulation(problem, share)
-    dispatch = problem.reached.dispatch_seconds
-    first = (int(np.count_nonzero(input_part)) + len(again)) * dispatch
-    later = int(np.count_nonzero(weight_part)) * dispatch
-    weight = max(weights, later) if put_off else 0.0
     return LayerTime(
         forward=max(float(seconds.sum()) + sent, len(operators) * dispatch),
-        backward=max(inputs, first) + weight if put_off else max(inputs + weights, first + later),
-        weight=weight,
+        backward=max(inputs, kernels * dispatch) + weights,
+        weight=weights if put_off else 0.0,
         repeated=repeated,
         exchange=sent + returned,
     )

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from benchmarks.layout_h100 import LLAMA, fit, llama, teraflops
+from benchmarks.layout_fit import error
+from benchmarks.layout_h100 import LLAMA, fit, llama, nemo, teraflops
 from benchmarks.layout_runs import gpt, gpt_problem, of_2021
 from stagewright.formulations.parallelism.estimate import evaluate
 from stagewright.formulations.parallelism.layer_times import layer_time
@@ -81,6 +83,14 @@ def test_llama_on_h100_which_is_not_fitted() -> None:
     assert len(short) == 2
     for one in short:
         assert teraflops(one, H100.matmul) == pytest.approx(one.teraflops, rel=0.1)
+
+
+def test_trainings_in_fp8_which_are_not_fitted() -> None:
+    """Their layouts are printed; all are predicted to be somewhat faster than they were."""
+    errors = np.array([error(one) for one in nemo()])
+    assert np.abs(errors).mean() <= 0.10
+    assert np.abs(errors).max() <= 0.25
+    assert np.median(errors) == pytest.approx(-0.05, abs=0.05)
 
 
 @pytest.mark.slow

@@ -157,11 +157,7 @@ class Plain:
         layout, size = self.layout, self.precision.activation_bytes
         each = {name: self.operator_seconds(one) for name, one in share.operators.items()}
         forward = sum(each.values())
-        backward = sum(
-            seconds
-            * (share.operators[name].input_gradients + share.operators[name].weight_gradients)
-            for name, seconds in each.items()
-        )
+        inputs = sum(each[name] * one.input_gradients for name, one in share.operators.items())
         samples = layout.microbatch
         moved = samples * share.width * size
         reduced = 2 * self.gather(self.groups("tensor"), moved)
@@ -175,19 +171,18 @@ class Plain:
         elif repeats and layout.recompute == "selective":
             repeated = tuple(name for name in each if name in CORE)
             again = sum(each[name] for name in repeated)
-        backward += returned + again + self.added_seconds(share)
         dispatch = self.problem.reached.dispatch_seconds
-        counts = [
-            sum(getattr(one, f"{kind}_gradients") > 0 for one in share.operators.values())
-            for kind in ("input", "weight")
-        ]
+        kernels = sum(one.input_gradients > 0 for one in share.operators.values()) + len(repeated)
+        rest = max(inputs + returned + again, dispatch * kernels)
+        weights = self.weight_seconds(share, each) + self.added_seconds(share)
         forward = max(forward + sent, dispatch * len(each))
-        weight = sum(t * share.operators[name].weight_gradients for name, t in each.items())
-        weight += self.added_seconds(share)
-        first, later = dispatch * (counts[0] + len(repeated)), dispatch * counts[1]
-        if not self.put_off:
-            return forward, max(backward, first + later), 0.0
-        return forward, max(backward - weight, first) + max(weight, later), max(weight, later)
+        return forward, rest + weights, weights if self.put_off else 0.0
+
+    def weight_seconds(self, share, each):
+        """The weights' gradients, which the host starts one after the other."""
+        parts = {name: one.weight_gradients for name, one in share.operators.items()}
+        least = self.problem.reached.dispatch_seconds * sum(part > 0 for part in parts.values())
+        return max(sum(each[name] * part for name, part in parts.items()), least)
 
     def returned_each(self, share, each, moved):
         """What is seen of one of the backward's reductions of the hidden states.
@@ -198,7 +193,7 @@ class Plain:
         """
         one = self.gather(self.groups("tensor"), moved)
         number = max(1, share.reductions[1])
-        weights = sum(each[name] * x.weight_gradients for name, x in share.operators.items())
+        weights = self.weight_seconds(share, each)
         parallel = self.layout.sequence_parallel
         beside = self.problem.overlap_tensor and not self.put_off
         hiding = (2 if parallel else 1) * weights * beside / number
