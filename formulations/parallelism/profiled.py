@@ -8,6 +8,8 @@ update (Sailor: Strati et al., SOSP 2025; Metis: Um et al., USENIX ATC 2024).
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,9 +20,11 @@ from stagewright.formulations.parallelism.profiled_plan import (
     Replica,
 )
 from stagewright.formulations.parallelism.profiled_time import pipeline_seconds
+from stagewright.graphs.documents.arrays import Floats
 from stagewright.graphs.documents.errors import InputError, InvalidPlan
 from stagewright.graphs.documents.units import require_amount, require_count
-from stagewright.graphs.models.layer_profiles import LayerProfiles
+from stagewright.graphs.models.layer_profiles import LayerProfiles, LayerTimes
+from stagewright.graphs.models.layer_sizes import LayerSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,21 @@ class ProfiledProblem:
                     f"profiles of {self.profiles.name!r} have no device kind "
                     f"{pool.device_kind!r}, only {', '.join(self.profiles.device_kinds)}"
                 )
+
+    def times(self, pool: int, samples: int, tensor: int) -> LayerTimes:
+        """The layers' times on a group in ``pool``; see :meth:`LayerProfiles.times`."""
+        key = (self.cluster.pools[pool].device_kind, samples, tensor)
+        if key not in self._times:
+            self._times[key] = self.profiles.times(*key)
+        return self._times[key]
+
+    @cached_property
+    def _times(self) -> dict[tuple[str, int, int], LayerTimes]:
+        return {}
+
+    def sizes(self, tensor: int) -> LayerSizes:
+        """The layers' sizes on one of ``tensor`` ranks."""
+        return self.profiles.sizes_at(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +187,7 @@ def _unequal(problem: ProfiledProblem, plan: ProfiledPlan) -> list[int]:
     for j, count in enumerate(plan.microbatches):
         path = [stage.replicas[j] for stage in plan.stages]
         kinds = tuple((one.pool, one.tensor) for one in path)
-        moves = tuple(_same_server(a, b) for a, b in zip(path, path[1:], strict=False))
+        moves = tuple(_same_server(a, b) for a, b in pairwise(path))
         found.setdefault((count, kinds, moves), j)
     return list(found.values())
 
@@ -177,23 +196,20 @@ def _same_server(one: Replica, other: Replica) -> bool:
     return (one.pool, one.server) == (other.pool, other.server)
 
 
-def _finish(problem: ProfiledProblem, plan: ProfiledPlan, j: int) -> np.ndarray:
+def _finish(problem: ProfiledProblem, plan: ProfiledPlan, j: int) -> Floats:
     """When each stage of pipeline ``j`` is done."""
     path = [stage.replicas[j] for stage in plan.stages]
     spans = _spans(plan)
     ahead, back = [], []
     for one, span in zip(path, spans, strict=True):
-        kind = problem.cluster.pools[one.pool].device_kind
-        times = problem.profiles.times(kind, plan.microbatch_size, one.tensor)
+        times = problem.times(one.pool, plan.microbatch_size, one.tensor)
         ahead.append(times.forward[span].sum())
         back.append(times.backward[span].sum())
     moves = [
         transfer_seconds(problem, plan.microbatch_size, span.stop, a, b)
         for a, b, span in zip(path, path[1:], spans, strict=False)
     ]
-    return pipeline_seconds(
-        np.array(ahead), np.array(back), np.array(moves), plan.microbatches[j]
-    )
+    return pipeline_seconds(np.array(ahead), np.array(back), np.array(moves), plan.microbatches[j])
 
 
 def transfer_seconds(
@@ -208,7 +224,7 @@ def cut_seconds(
     problem: ProfiledProblem, samples: int, cut: int, route: Route, tensor: int
 ) -> float:
     """As :func:`transfer_seconds`, over ``route`` with ``tensor`` devices on each side."""
-    moved = samples * problem.profiles.sizes_at(tensor).output_bytes[cut - 1]
+    moved = samples * problem.sizes(tensor).output_bytes[cut - 1]
     return route.send_seconds(moved, tensor)
 
 
@@ -232,16 +248,16 @@ def reduce_seconds(problem: ProfiledProblem, stage: ProfiledStage, span: slice) 
 
 def ring_bytes(problem: ProfiledProblem, tensor: int, span: slice) -> float:
     """The bytes of a rank's gradients."""
-    return problem.gradient_bytes * sum(problem.profiles.sizes_at(tensor).parameters[span])
+    return problem.gradient_bytes * sum(problem.sizes(tensor).parameters[span])
 
 
 def _update_seconds(
     problem: ProfiledProblem, plan: ProfiledPlan, stage: ProfiledStage, span: slice
 ) -> float:
-    kinds = {(problem.cluster.pools[one.pool].device_kind, one.tensor) for one in stage.replicas}
+    kinds = {(one.pool, one.tensor) for one in stage.replicas}
     return max(
-        float(problem.profiles.times(kind, plan.microbatch_size, tensor).update[span].sum())
-        for kind, tensor in kinds
+        float(problem.times(pool, plan.microbatch_size, tensor).update[span].sum())
+        for pool, tensor in kinds
     )
 
 
@@ -249,7 +265,7 @@ def device_bytes(
     problem: ProfiledProblem, samples: int, tensor: int, span: slice, in_flight: int
 ) -> float:
     """Peak bytes of a device that keeps ``in_flight`` microbatches of ``samples`` samples."""
-    rule, sizes = problem.memory, problem.profiles.sizes_at(tensor)
+    rule, sizes = problem.memory, problem.sizes(tensor)
     kept = samples * np.array(sizes.saved_bytes[span])
     return (
         rule.reserve_bytes

@@ -1,9 +1,9 @@
 """Time of one-forward-one-backward pipelines whose transfers keep both sides busy.
 
-The order is that of DeepSpeed's ``TrainSchedule``: in turn t, a stage whose number has the parity of
-t is in a forward turn, the others are in a backward turn. A turn begins with the exchange between a
-stage in a backward turn and the next stage, which is in a forward turn: a gradient back, an
-activation ahead, each if there is one. Then both compute.
+The order is that of DeepSpeed's ``TrainSchedule``: in turn t, a stage whose number has the parity
+of t is in a forward turn, the others are in a backward turn. A turn begins with the exchange
+between a stage in a backward turn and the next stage, which is in a forward turn: a gradient back,
+an activation ahead, each if there is one. Then both compute.
 """
 
 import numpy as np
@@ -42,14 +42,19 @@ def pipeline_seconds(
 
 
 def least_finish(
-    forward: float, backward: float, sends: tuple[float, float], later: float, stages_later: int,
+    forward: float,
+    backward: float,
+    sends: tuple[float, float],
+    later: float,
+    stages_later: int,
     microbatches: int,
 ) -> float:
     """A lower bound on the time from a stage's first action to its last, in this order.
 
-    A stage runs ``w = stages_later`` forwards ahead. Between the first forward and its backward lies
-    the way through the ``later`` stages, in which the stage has w forwards to do at most; and
-    between the last forward and its backward again, with w backwards.
+    A stage runs ``w = stages_later`` forwards ahead. Between the first forward and its backward
+    lies the way through the ``later`` stages, in which the stage has w forwards to do at most; and
+    between the last forward and its backward again, with w backwards. With no more than w + 1
+    microbatches both are the same time, and only one of them counts.
 
     Parameters
     ----------
