@@ -174,7 +174,7 @@ def _cutoffs(least: float) -> Iterator[float]:
     """Seconds below which plans are looked for: labels are few below the optimum, many above."""
     cutoff = least
     while cutoff < least * 4:
-        cutoff *= 1.05
+        cutoff *= 1.1
         yield cutoff
     for _ in range(16):
         cutoff *= 2

@@ -1,60 +1,78 @@
 """Lower bounds on the time of profiled pipelines, by a dynamic program from the last stage on.
 
 A label stands for the stages from a layer to the end. The way from a stage's first action to its
-last is at least :func:`least_finish`; the stages before it add their forwards at the beginning,
-and for the end of the first stage their backwards. Of the stages in a label, all that later
-prepended ones change is known by three numbers (``later``, ``drained``, ``closed``), in all of
-which the bound does not fall. So of two labels with the same head and devices, one that is no worse
-in all three suffices.
+last is at least ``profiled_time.least_finish``; the stages before it add their forwards at the
+beginning, and for the end of the first stage their backwards. All that stages change which are put
+in front is known by three numbers (``later``, ``ended``, ``updated``), in all of which the bound
+does not fall. So of two labels with the same devices, number of stages and transfer from the next
+stage in front, one that is no worse in all three suffices.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from stagewright.formulations.parallelism.profiled_time import least_finish
+from stagewright.solvers.parallelism.profiled_kernel import finish, least_total
 from stagewright.solvers.parallelism.profiled_tables import Stage, Tables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Label:
-    """Stages from ``head`` to the end; seconds since the head's first forward begins.
+class Tail:
+    """What follows a stage: ``label``, None after the last; seconds.
 
     Attributes
     ----------
-    later
-        From the end of a forward of the head to its backward, if nothing else is to do.
-    drained
-        Until the head's last backward, as later stages need it.
-    closed
-        Until a later stage has updated.
+    used
+        Devices of each pool, those of the stage in front among them.
     send
-        A transfer from the head to the next stage.
+        A transfer from the stage in front.
+    later
+        From the end of a forward of the stage in front to its backward, if it has nothing to do.
+    ended, updated
+        Since the end of its first forward: until its last backward may start, as the label needs
+        it; until a stage of the label has updated.
     """
 
-    head: Stage
-    rest: "Label | None"
+    label: "Label | None"
     used: tuple[int, ...]
     stages_later: int
     send: float
     later: float
-    drained: float
-    closed: float
+    ended: float
+    updated: float
 
-    def no_worse(self, other: "Label") -> bool:
-        """Whether no completion of ``other`` has a smaller bound than that of this label."""
+    def no_worse(self, other: "Tail") -> bool:
+        """Whether no stage in front of ``other`` has a smaller bound than in front of this one."""
         return (
             self.later <= other.later
-            and self.drained <= other.drained
-            and self.closed <= other.closed
+            and self.ended <= other.ended
+            and self.updated <= other.updated
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Label:
+    """Stages from ``head`` to the end."""
+
+    head: Stage
+    tail: Tail
+
+    @property
+    def drained(self) -> float:
+        """Since the head's first forward begins, until its last backward, as later stages need."""
+        return self.head.forward + self.head.backward + self.tail.ended
+
+    @property
+    def closed(self) -> float:
+        """Since the head's first forward begins, until a later stage has updated."""
+        return self.head.forward + self.tail.updated
 
     def stages(self) -> Iterator[Stage]:
         """From the head to the last."""
         one: Label | None = self
         while one is not None:
             yield one.head
-            one = one.rest
+            one = one.tail.label
 
 
 class Overflow(Exception):  # noqa: N818 - no error: the search ends without a proof
@@ -67,6 +85,7 @@ class Labels:
     def __init__(self, tables: Tables, cutoff: float, most: int, *, prune: bool) -> None:
         self.tables, self.cutoff, self.most, self.prune = tables, cutoff, most, prune
         self.made = 0
+        self._heads: dict[tuple[int, int, int], list[Stage]] = {}
 
     def run(self) -> list[tuple[float, Label]]:
         """Bounds and labels of all layers, by ascending bound; all below the cutoff.
@@ -79,68 +98,48 @@ class Labels:
         Overflow
             If there are more than ``most`` labels.
         """
-        at: list[list[Label]] = [[] for _ in range(self.tables.layers + 1)]
-        done: list[tuple[float, Label]] = []
-        for label in self._first():
-            at[label.head.start].append(label)
-        for start in range(self.tables.layers, 0, -1):
-            for label in self._kept(at[start]):
-                for longer in self._prepended(label):
-                    at[longer.head.start].append(longer)
-        for label in self._kept(at[0]):
-            bound = self.bound(label)
-            if bound < self.cutoff:
-                done.append((bound, label))
-        return sorted(done, key=lambda one: one[0])
+        layers = self.tables.layers
+        at: list[list[Label]] = [[] for _ in range(layers + 1)]
+        for start in range(layers, 0, -1):
+            for choice in range(len(self.tables.choices)):
+                tails = self._last(choice) if start == layers else self._tails(at[start], choice)
+                for tail in self._kept(tails):
+                    for label in self._labels(tail, start, choice):
+                        at[label.head.start].append(label)
+        found = ((self._least(one.head, one.tail), one) for one in at[0])
+        return sorted(found, key=lambda one: one[0])
 
-    def bound(self, label: Label) -> float:
-        """A lower bound on the seconds of the pipelines of a complete label."""
-        finish = max(self._finish(label, 0.0), label.drained)
-        return max(label.closed, finish + label.head.after)
+    def _last(self, choice: int) -> Iterator[Tail]:
+        used = self._use((0,) * len(self.tables.capacity), choice)
+        if used is not None:
+            yield Tail(None, used, 0, 0.0, 0.0, 0.0, 0.0)
 
-    def _first(self) -> Iterator[Label]:
+    def _tails(self, labels: Iterable[Label], choice: int) -> Iterator[Tail]:
+        """The labels behind a stage of ``choice``."""
         tables = self.tables
-        unused = (0,) * len(tables.capacity)
-        for choice in range(len(tables.choices)):
-            used = self._use(unused, choice)
+        for label in labels:
+            used = self._use(label.tail.used, choice)
             if used is None:
                 continue
-            for head in tables.stages(tables.layers, choice, 0, self._most_seconds):
-                label = Label(head, None, used, 0, 0.0, 0.0, 0.0, 0.0)
-                if self._may_win(label):
-                    yield label
-
-    @property
-    def _most_seconds(self) -> float:
-        return self.cutoff / self.tables.microbatches
-
-    def _prepended(self, label: Label) -> Iterator[Label]:
-        tables, next_ = self.tables, label.head
-        for choice in range(len(tables.choices)):
-            used = self._use(label.used, choice)
-            if used is None:
-                continue
-            send = tables.send(choice, next_.choice, next_.start)
-            finish = self._finish(label, send)
-            later = next_.forward + next_.backward + label.later + 2 * send
-            for head in tables.stages(
-                next_.start, choice, label.stages_later + 1, self._most_seconds
-            ):
-                longer = Label(
-                    head=head,
-                    rest=label,
-                    used=used,
-                    stages_later=label.stages_later + 1,
-                    send=send,
-                    later=later,
-                    drained=head.forward
-                    + head.backward
-                    + max(finish, label.drained + 2 * send if label.rest else 0.0),
-                    closed=head.forward
-                    + max(finish + next_.after, label.closed + send if label.rest else 0.0),
-                )
-                if self._may_win(longer):
-                    yield longer
+            head, tail = label.head, label.tail
+            send = tables.send(choice, head.choice, head.start)
+            through = finish(
+                head.forward,
+                head.backward,
+                (send, tail.send),
+                tail.later,
+                tail.stages_later,
+                tables.microbatches,
+            )
+            yield Tail(
+                label=label,
+                used=used,
+                stages_later=tail.stages_later + 1,
+                send=send,
+                later=head.forward + head.backward + tail.later + 2 * send,
+                ended=max(through, label.drained + 2 * send),
+                updated=max(through + head.after, label.closed + send),
+            )
 
     def _use(self, used: tuple[int, ...], choice: int) -> tuple[int, ...] | None:
         """Devices in use with another stage; None if there are not as many."""
@@ -150,43 +149,48 @@ class Labels:
             return None
         return (*used[:pool], after, *used[pool + 1 :])
 
-    def _finish(self, label: Label, before: float) -> float:
-        head = label.head
-        return least_finish(
+    def _kept(self, tails: Iterator[Tail]) -> Iterable[Tail]:
+        if not self.prune:
+            return tails
+        groups: defaultdict[tuple[object, ...], list[Tail]] = defaultdict(list)
+        for tail in sorted(tails, key=lambda one: (one.ended, one.updated, one.later)):
+            group = groups[tail.used, tail.stages_later, tail.send]
+            if not any(one.no_worse(tail) for one in group):
+                group.append(tail)
+        return [tail for group in groups.values() for tail in group]
+
+    def _labels(self, tail: Tail, stop: int, choice: int) -> Iterator[Label]:
+        """Stages that end before ``stop`` in front of ``tail``, where some completion may win."""
+        worth = self.tables.worth(tail.used)
+        for head in self._stages(stop, choice, tail.stages_later):
+            self.made += 1
+            if self.made > self.most:
+                raise Overflow
+            if self._least(head, tail, worth) < self.cutoff:
+                yield Label(head, tail)
+
+    def _stages(self, stop: int, choice: int, later: int) -> list[Stage]:
+        """Stages that fit and are quick enough; listed once."""
+        key = (stop, choice, later)
+        if key not in self._heads:
+            most = self.cutoff / self.tables.microbatches
+            self._heads[key] = list(self.tables.stages(stop, choice, later, most))
+        return self._heads[key]
+
+    def _least(self, head: Stage, tail: Tail, worth: float = 0.0) -> float:
+        """A lower bound on the seconds of all completions; ``worth`` is of devices not in use."""
+        tables = self.tables
+        least: float = least_total(
             head.forward,
             head.backward,
-            (before, label.send),
-            label.later,
-            label.stages_later,
-            self.tables.microbatches,
+            head.after,
+            tail.send,
+            tail.later,
+            tail.stages_later,
+            head.forward + head.backward + tail.ended,
+            head.forward + tail.updated,
+            tables.microbatches,
+            tables.before(head.start, worth),
+            tables.least_after if head.start else head.after,
         )
-
-    def _may_win(self, label: Label) -> bool:
-        """Whether the bound of some completion may be below the cutoff."""
-        self.made += 1
-        if self.made > self.most:
-            raise Overflow
-        tables, start = self.tables, label.head.start
-        if start == 0:
-            return self.bound(label) < self.cutoff
-        even = tables.microbatches * tables.even(start, label.used)
-        ahead = float(tables.least_forward[start])
-        finish = self._finish(label, 0.0)
-        drained = ahead + float(tables.least_backward[start]) + max(finish, label.drained)
-        least = max(
-            max(even, drained) + tables.least_after,
-            ahead + label.closed,
-            ahead + finish + label.head.after,
-        )
-        return least < self.cutoff
-
-    def _kept(self, labels: list[Label]) -> list[Label]:
-        if not self.prune:
-            return labels
-        groups: defaultdict[tuple[object, ...], list[Label]] = defaultdict(list)
-        for label in sorted(labels, key=lambda one: (one.drained, one.closed, one.later)):
-            head = label.head
-            group = groups[head.stop, head.choice, label.used, label.stages_later, label.send]
-            if not any(one.no_worse(label) for one in group):
-                group.append(label)
-        return [label for group in groups.values() for label in group]
+        return least

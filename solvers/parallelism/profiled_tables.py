@@ -187,20 +187,34 @@ class Tables:
         )
         return _running(np.where(np.isfinite(least), least, 0.0))
 
-    def even(self, start: int, used: tuple[int, ...]) -> float:
-        """Least seconds of a microbatch in the slowest stage of the first ``start`` layers.
-
-        The layers are spread over all devices that are not used: by the weights, no division does
-        more (weak duality).
-        """
-        left = sum(
+    def worth(self, used: tuple[int, ...]) -> float:
+        """The worth of all devices that are not in use."""
+        return sum(
             weight * (most - taken)
             for weight, most, taken in zip(self.weights, self.capacity, used, strict=True)
         )
-        work = float(self.least_work[start])
-        if left <= 0:
-            return float("inf") if work else 0.0
-        return self.data * work / left
+
+    def before(self, start: int, worth: float) -> tuple[float, float, float]:
+        """Least seconds of the first ``start`` layers on devices of ``worth``.
+
+        Of a microbatch's forward and backward, and of both in the slowest stage: the work is spread
+        over all devices; by the weights, no division does more (weak duality).
+        """
+        work = self._work[start]
+        even = self.data * work / worth if worth > 0 else (float("inf") if work else 0.0)
+        return self._ahead[start], self._back[start], even
+
+    @cached_property
+    def _work(self) -> list[float]:
+        return [float(each) for each in self.least_work]
+
+    @cached_property
+    def _ahead(self) -> list[float]:
+        return [float(each) for each in self.least_forward]
+
+    @cached_property
+    def _back(self) -> list[float]:
+        return [float(each) for each in self.least_backward]
 
     @cached_property
     def least_after(self) -> float:
@@ -214,9 +228,8 @@ class Tables:
         """Least seconds of any plan: work spread evenly, and a microbatch's way."""
         if not self.choices:
             return float("inf")
-        even = self.microbatches * self.even(self.layers, (0,) * len(self.capacity))
-        way = float(self.least_forward[-1] + self.least_backward[-1])
-        return max(even, way) + self.least_after
+        ahead, back, even = self.before(self.layers, self.worth((0,) * len(self.capacity)))
+        return max(self.microbatches * even, ahead + back) + self.least_after
 
 
 def choices(problem: ProfiledProblem, samples: int) -> list[Choice]:
