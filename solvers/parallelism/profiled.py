@@ -33,6 +33,7 @@ CLASS = (
 LABELS, EVEN = "dynamic program over labels", "device-seconds and the way of a microbatch"
 MOST_LABELS = 2_000_000
 MOST_LISTED = 400_000
+FIRST, WIDTH = 24, 4  # cases, and labels for each first layer, of the plans that are tried first
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +81,21 @@ class _Search:
         return float("inf") if self.estimate is None else self.estimate.seconds
 
     def run(self) -> ProfiledResult:
-        """Look below a cutoff that rises until there is a plan, then below that plan."""
+        """After a few plans look below a cutoff that rises up to the best, then list what is left.
+
+        Below the optimum labels are few, far above it many.
+        """
         cases = sorted(_cases(self.problem), key=lambda one: one.bound())
         bounds = [one.bound() for one in cases]
+        for tables in cases[:FIRST]:
+            self._begin(tables)
         for cutoff in _cutoffs(min(bounds, default=0.0)):
-            self._raise(cases, bounds, partial(self._bounded, cutoff=cutoff))
-            if self.plan is not None or self._is_late():
+            if cutoff >= self.cost or self._is_late():
                 break
+            self._raise(cases, bounds, partial(self._bounded, cutoff=cutoff))
         self._raise(cases, bounds, partial(self._bounded, cutoff=float("inf")))
         self._raise(cases, bounds, self._listed)
-        return self._result(min(bounds, default=float("inf")))
+        return self._result(cases, bounds)
 
     def _raise(
         self, cases: list[Tables], bounds: list[float], by: Callable[[Tables], float]
@@ -99,10 +105,17 @@ class _Search:
             if bounds[number] < self.cost and not self._is_late():
                 bounds[number] = max(bounds[number], by(cases[number]))
 
+    def _begin(self, tables: Tables) -> None:
+        """Try the plans of a few labels."""
+        if tables.bound() < self.cost and not self._is_late():
+            for bound, label in self._search(tables, self.cost, MOST_LABELS, width=WIDTH) or ():
+                if bound < self.cost:
+                    self._try(tables, label)
+
     def _bounded(self, tables: Tables, cutoff: float) -> float:
         """The program's bound, at most the cutoff or the best plan; its candidates are tried."""
         cutoff = min(cutoff, self.cost)
-        found = self._search(tables, cutoff, MOST_LABELS, prune=True)
+        found = self._search(tables, cutoff, MOST_LABELS)
         if found is None:
             return 0.0
         for bound, label in found:
@@ -130,9 +143,15 @@ class _Search:
         return seconds is not None and seconds <= ideal * (1 + RELATIVE_TOLERANCE)
 
     def _search(
-        self, tables: Tables, cutoff: float, most: int, *, prune: bool
+        self,
+        tables: Tables,
+        cutoff: float,
+        most: int,
+        *,
+        prune: bool = True,
+        width: int | None = None,
     ) -> list[tuple[float, Label]] | None:
-        labels = Labels(tables, cutoff, most, prune=prune)
+        labels = Labels(tables, cutoff, most, prune=prune, width=width, is_late=self._is_late)
         try:
             return labels.run()
         except Overflow:
@@ -153,25 +172,30 @@ class _Search:
     def _is_late(self) -> bool:
         return self.limits.left(perf_counter() - self.began) == 0
 
-    def _result(self, bound: float) -> ProfiledResult:
-        proved = bound >= self.cost * (1 - RELATIVE_TOLERANCE)
-        if self.plan is None:
-            status = Status.INFEASIBLE if bound == float("inf") else self.limits.status(found=False)
-        else:
-            status = Status.OPTIMAL if proved else self.limits.status(found=True)
+    def _result(self, cases: list[Tables], bounds: list[float]) -> ProfiledResult:
+        weakest = min(range(len(cases)), key=lambda one: bounds[one], default=None)
+        bound = float("inf") if weakest is None else bounds[weakest]
+        simple = weakest is not None and bound == cases[weakest].bound()
         return ProfiledResult(
             plan=self.plan,
             estimate=self.estimate,
             bound=min(bound, self.cost),
-            proved_by=LABELS,
-            status=status,
+            proved_by=EVEN if simple else LABELS,
+            status=self._status(bound),
             labels=self.labels,
             seconds=perf_counter() - self.began,
         )
 
+    def _status(self, bound: float) -> Status:
+        if self.plan is None and bound == float("inf"):
+            return Status.INFEASIBLE
+        if self.plan is not None and bound >= self.cost * (1 - RELATIVE_TOLERANCE):
+            return Status.OPTIMAL
+        return self.limits.status(found=self.plan is not None)
+
 
 def _cutoffs(least: float) -> Iterator[float]:
-    """Seconds below which plans are looked for: labels are few below the optimum, many above."""
+    """Seconds below which plans are looked for, one after the other."""
     cutoff = least
     while cutoff < least * 4:
         cutoff *= 1.1

@@ -9,11 +9,14 @@ stage in front, one that is no worse in all three suffices.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from stagewright.solvers.parallelism.profiled_kernel import finish, least_total
 from stagewright.solvers.parallelism.profiled_tables import Stage, Tables
+
+CHUNK = 1024  # labels between two looks at the clock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,14 +79,24 @@ class Label:
 
 
 class Overflow(Exception):  # noqa: N818 - no error: the search ends without a proof
-    """More labels than are allowed."""
+    """More labels than are allowed, or no time is left."""
 
 
 class Labels:
     """The search at one microbatch size and number of pipelines, below ``cutoff`` seconds."""
 
-    def __init__(self, tables: Tables, cutoff: float, most: int, *, prune: bool) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        cutoff: float,
+        most: int,
+        *,
+        prune: bool,
+        width: int | None = None,
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.tables, self.cutoff, self.most, self.prune = tables, cutoff, most, prune
+        self.width, self.is_late = width, is_late
         self.made = 0
         self._heads: dict[tuple[int, int, int], list[Stage]] = {}
 
@@ -91,16 +104,18 @@ class Labels:
         """Bounds and labels of all layers, by ascending bound; all below the cutoff.
 
         Without ``prune`` they are all pipelines whose bound is below it; with it, no pipeline that
-        is left out has a smaller bound than the first.
+        is left out has a smaller bound than the first; but with a ``width`` only so many labels are
+        kept for each first layer, and nothing is proved.
 
         Raises
         ------
         Overflow
-            If there are more than ``most`` labels.
+            If there are more than ``most`` labels, or it is late.
         """
         layers = self.tables.layers
         at: list[list[Label]] = [[] for _ in range(layers + 1)]
         for start in range(layers, 0, -1):
+            at[start] = self._best(at[start])
             for choice in range(len(self.tables.choices)):
                 tails = self._last(choice) if start == layers else self._tails(at[start], choice)
                 for tail in self._kept(tails):
@@ -108,6 +123,16 @@ class Labels:
                         at[label.head.start].append(label)
         found = ((self._least(one.head, one.tail), one) for one in at[0])
         return sorted(found, key=lambda one: one[0])
+
+    def _best(self, labels: list[Label]) -> list[Label]:
+        """The labels with the least bounds, as many as the width."""
+        if self.width is None or len(labels) <= self.width:
+            return labels
+        return nsmallest(
+            self.width,
+            labels,
+            key=lambda one: self._least(one.head, one.tail, self.tables.worth(one.tail.used)),
+        )
 
     def _last(self, choice: int) -> Iterator[Tail]:
         used = self._use((0,) * len(self.tables.capacity), choice)
@@ -164,7 +189,7 @@ class Labels:
         worth = self.tables.worth(tail.used)
         for head in self._stages(stop, choice, tail.stages_later):
             self.made += 1
-            if self.made > self.most:
+            if self.made > self.most or (self.made % CHUNK == 0 and self.is_late()):
                 raise Overflow
             if self._least(head, tail, worth) < self.cutoff:
                 yield Label(head, tail)
