@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from profiled_oracle import finish, least_seconds
 from profiles import examples
 
+from benchmarks.profiled import RATES, predictions
 from stagewright.formulations.forms.answers import Limits, Status
 from stagewright.formulations.parallelism.profiled import (
     MemoryRule,
@@ -145,6 +146,9 @@ def test_memory_by_hand():
     assert found.fits
     tight = replace(problem(memory=8e6 + 806), memory=RULE)
     assert not evaluate(tight, plan).fits
+    single = ProfiledPlan(1, plan.stages, (1,))
+    alone = evaluate(replace(tight, batch=1), single)
+    assert alone.memory_bytes[0] == found.memory_bytes[0] - 50  # one in flight, no second
 
 
 def test_a_slower_replica_delays_its_stage():
@@ -292,8 +296,6 @@ SAILOR = Path(__file__).parents[3] / "shared" / "data" / "training" / "sailor"
     not SAILOR.is_dir(), reason="the public profiles and plans are not beside the checkout"
 )
 def test_measured_plans_of_opt_350m_are_predicted():
-    from benchmarks.profiled import RATES, predictions
-
     rows = predictions(*RATES)
     assert len(rows) == 15
     assert np.mean([abs(row.time_error) for row in rows]) < 0.06
