@@ -115,7 +115,11 @@ def _import_layer_profiles(
 
     if source is Source.METIS and device is not None:
         raise InputError("--device: the names of Metis' files say the kinds")
-    profiles = read_metis(path) if source is Source.METIS else read_sailor(path, device_kind=device)
+    if source is Source.METIS:
+        profiles = read_metis(path)
+        warn("Metis measures forward and backward together: the forward is taken as a third of it")
+    else:
+        profiles = read_sailor(path, device_kind=device)
     if output is None:
         print(to_json(profiles), end="")
         return 0

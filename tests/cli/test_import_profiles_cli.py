@@ -45,7 +45,9 @@ def test_metis_profiles_become_a_file(tmp_path: Path):
             }
         )
     )
-    assert run(tmp_path, "--from", "metis", "-o", output).exit_code == 0
+    told = run(tmp_path, "--from", "metis", "-o", output)
+    assert told.exit_code == 0
+    assert "the forward is taken as a third" in told.stderr
     assert load_layer_profiles(output).name == "GPT3"
 
 
