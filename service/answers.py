@@ -109,6 +109,15 @@ class ClusterFileAnswer(Answer):
     file: str
 
 
+class LayerProfilesFileAnswer(Answer):
+    """A file of layer profiles that was written, with its layers and kinds of devices."""
+
+    name: str
+    layers: int
+    device_kinds: list[str]
+    file: str
+
+
 class JobsFileAnswer(Answer):
     """A jobs file that was written, with its number of jobs."""
 

@@ -20,7 +20,8 @@ from stagewright.cli.dividing import divide
 from stagewright.cli.doctor import doctor
 from stagewright.cli.estimating import estimate
 from stagewright.cli.exporting import export
-from stagewright.cli.inputs import cluster, import_, model
+from stagewright.cli.importing import import_
+from stagewright.cli.inputs import cluster, model
 from stagewright.cli.layouts import memory, train_plan
 from stagewright.cli.makespans import jobshop
 from stagewright.cli.outputs import checked

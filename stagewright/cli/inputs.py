@@ -1,4 +1,4 @@
-"""``import``, ``model`` and ``cluster``: the input documents of a plan."""
+"""``model`` and ``cluster``: the input documents of a plan."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,6 @@ from stagewright.cli.console import (
     print_answer,
     print_lines,
     read_sizes,
-    warn,
 )
 from stagewright.cli.outputs import Named, require_apart
 from stagewright.graphs.documents.errors import InputError
@@ -30,16 +29,6 @@ MicrobatchSize = Annotated[
 ]
 
 
-class Source(StrEnum):
-    """Formats that ``import`` reads."""
-
-    STAGEWRIGHT = "stagewright"
-    PIPEDREAM = "pipedream"
-    DNN_PARTITIONING = "dnn-partitioning"
-    PIPER = "piper"
-    GAVEL = "gavel"
-
-
 class Precision(StrEnum):
     """Number type of an analytic profile."""
 
@@ -53,105 +42,6 @@ class Attention(StrEnum):
 
     FUSED = "fused"
     MATERIALIZED = "materialized"
-
-
-def import_(
-    file: Annotated[Path, typer.Argument(help="The profile to read.", show_default=False)],
-    source: Annotated[Source, typer.Option("--from", help="The profile's format.")],
-    output: OutputFile = None,
-    microbatch_size: MicrobatchSize = None,
-    device: Annotated[
-        str | None, typer.Option(help="Kind of device that was measured; default: any device.")
-    ] = None,
-    contract: Annotated[
-        bool, typer.Option("--contract", help="Merge branches, so that layers are cut points.")
-    ] = False,
-    split_backward: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of the input gradient in backwards that are given as a whole; an "
-            "assumption, which the model file states; such as 50% or 0.5.",
-            metavar="SHARE",
-        ),
-    ] = None,
-    throughputs: Annotated[
-        Path | None,
-        typer.Option(help="gavel: the table of throughputs of the trace.", metavar="FILE"),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> int:
-    """Convert another project's profile to a model file, or its trace to a jobs file."""
-    if (source is Source.GAVEL) != (throughputs is not None):
-        raise InputError("--from gavel needs --throughputs FILE, and no other format takes it")
-    if throughputs is not None:
-        if split_backward is not None:
-            raise InputError("--split-backward is for profiles: a trace has no backwards")
-        return _import_jobs(file, throughputs, output, as_json)
-    chain = _read_profile(file, source, microbatch_size, device, contract)
-    if split_backward is not None:
-        chain = _with_parts(chain, split_backward)
-    return hand_out(chain, output, as_json)
-
-
-def _read_profile(
-    file: Path, source: Source, size: int | None, device: str | None, contract: bool
-) -> "Chain":
-    from stagewright.graphs.importers.dnn_partitioning import read_dnn_partitioning
-    from stagewright.graphs.importers.pipedream import read_pipedream
-    from stagewright.graphs.importers.piper import read_piper_chain
-    from stagewright.graphs.models.chain import load_model
-
-    if source is Source.STAGEWRIGHT:
-        if size is not None or device is not None or contract:
-            raise InputError(
-                "--microbatch-size, --device and --contract are for other projects' profiles: a "
-                "model file has them"
-            )
-        return load_model(file)
-    read = {
-        Source.PIPEDREAM: read_pipedream,
-        Source.DNN_PARTITIONING: read_dnn_partitioning,
-        Source.PIPER: read_piper_chain,
-    }
-    return read[source](
-        file, microbatch_size=1 if size is None else size, device_kind=device, contract=contract
-    )
-
-
-def _with_parts(chain: "Chain", text: str) -> "Chain":
-    """The chain with both parts of every backward; says what was assumed."""
-    from stagewright.graphs.documents.units import parse_share
-    from stagewright.graphs.models.splitting import split_backwards
-
-    share = parse_share(text, "--split-backward")
-    try:
-        split, changed = split_backwards(chain, share)
-    except InputError as error:
-        raise InputError(f"--split-backward: {error}") from None
-    if changed:
-        warn(
-            f"{changed} of {len(chain)} layers have only the time of the whole backward: the input "
-            f"gradient is assumed to take {share:g} of it"
-        )
-    return split
-
-
-def _import_jobs(trace: Path, throughputs: Path, output: Path | None, as_json: bool) -> int:
-    from stagewright.graphs.documents.documents import to_json
-    from stagewright.graphs.importers.gavel import read_gavel
-    from stagewright.graphs.workloads.jobs import save_workload
-    from stagewright.service.answers import JobsFileAnswer
-
-    workload = read_gavel(trace, throughputs)
-    if output is None:
-        print(to_json(workload), end="")
-        return 0
-    save_workload(workload, output)
-    if as_json:
-        print_answer(JobsFileAnswer(name=trace.stem, jobs=len(workload.jobs), file=str(output)))
-    else:
-        print_lines(f"{output}: {len(workload.jobs)} jobs of {trace.name}")
-    return 0
 
 
 def model(

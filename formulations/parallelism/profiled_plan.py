@@ -1,0 +1,45 @@
+"""Plans of stages whose replicas are tensor groups on unequal servers."""
+
+from dataclasses import dataclass
+
+from stagewright.graphs.documents.units import require_count
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """``tensor`` devices of server ``server`` of pool ``pool`` (both counted from 0)."""
+
+    pool: int
+    server: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledStage:
+    """The next ``layers`` layers, on as many replicas as there are pipelines."""
+
+    layers: int
+    replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledPlan:
+    """Pipeline j is the j-th replica of every stage and runs ``microbatches[j]`` microbatches."""
+
+    microbatch_size: int
+    stages: tuple[ProfiledStage, ...]
+    microbatches: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_count(self.microbatch_size, "microbatch_size", 1 << 20)
+
+    @property
+    def data(self) -> int:
+        """The number of pipelines."""
+        return len(self.microbatches)
+
+
+def even_microbatches(total: int, pipelines: int) -> tuple[int, ...]:
+    """``total`` microbatches in equal parts; the first pipelines have one more."""
+    least, more = divmod(total, pipelines)
+    return tuple(least + (j < more) for j in range(pipelines))

@@ -1,0 +1,119 @@
+"""Layer profiles of Metis (Um et al., USENIX ATC 2024; code SamsungLabs/Metis).
+
+A folder has a JSON file ``DeviceType.KIND_tpT_bsB.json`` for every kind of device, tensor degree T
+and microbatch of B samples. Of a layer it has the forward and the backward together; the
+optimizer's step is that of the whole model.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import parse_share
+from stagewright.graphs.models.layer_profiles import LayerProfiles, Measured
+
+FORWARD_SHARE = 1 / 3
+"""A backward of matrix products takes twice the forward's time."""
+
+_NAME = re.compile(r"DeviceType\.(?P<kind>.+)_tp(?P<tensor>[1-9]\d{0,5})_bs(?P<size>[1-9]\d{0,5})")
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_MILLISECOND = 1e-3
+
+
+class _Record(BaseModel):
+    """Other fields are for Metis' own cost model and ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Parameters(_Record):
+    parameters_per_layer_bytes: Annotated[list[_Amount], Field(min_length=1)]
+
+
+class _Model(_Record):
+    model_name: str
+    parameters: _Parameters
+
+
+class _Times(_Record):
+    optimizer_time_ms: _Amount
+    layer_compute_total_ms: Annotated[list[_Amount], Field(min_length=1)]
+
+
+class _File(_Record):
+    model: _Model
+    execution_time: _Times
+
+
+def read_metis(
+    folder: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    forward_share: float = FORWARD_SHARE,
+) -> LayerProfiles:
+    """The profiles of a model.
+
+    ``forward_share`` of a layer's time is taken as its forward, which the files do not tell; the
+    optimizer's step is divided among the layers by their parameters. The source states both.
+
+    Raises
+    ------
+    InputError
+        One line with the file and the field.
+    """
+    share = parse_share(forward_share, "forward_share")
+    path = Path(documents.file_name(folder))
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path}: no DeviceType.KIND_tpT_bsB.json in this folder")
+    read = {file: _read(file) for file in files}
+    measured = [_measured(file, found, share) for file, found in read.items()]
+    model = name or read[files[0]].model.model_name
+    source = (
+        f"measured: Metis profiles of {model}; the forward is taken as {share:.3g} of a layer's "
+        "time, the optimizer's step divided by parameters"
+    )
+    try:
+        return LayerProfiles(model, source, tuple(measured))
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from None
+
+
+def _read(file: Path) -> _File:
+    try:
+        found = _File.model_validate_json(documents.read_text(file))
+    except ValidationError as error:
+        raise InputError(f"{file}: {documents.first_problem(error)}") from None
+    layers = len(found.execution_time.layer_compute_total_ms)
+    given = len(found.model.parameters.parameters_per_layer_bytes)
+    if given != layers:
+        raise InputError(
+            f"{file}: parameters_per_layer_bytes has {given} layers, layer_compute_total_ms "
+            f"{layers}"
+        )
+    return found
+
+
+def _measured(file: Path, found: _File, share: float) -> Measured:
+    match = _NAME.fullmatch(file.stem)
+    if match is None:
+        raise InputError(f"{file}: the name must be DeviceType.KIND_tpT_bsB.json")
+    times = [each * _MILLISECOND for each in found.execution_time.layer_compute_total_ms]
+    parameters = found.model.parameters.parameters_per_layer_bytes
+    step = found.execution_time.optimizer_time_ms * _MILLISECOND / (sum(parameters) or 1.0)
+    try:
+        return Measured(
+            match["kind"],
+            int(match["size"]),
+            int(match["tensor"]),
+            tuple(share * each for each in times),
+            tuple((1 - share) * each for each in times),
+            tuple(step * each for each in parameters),
+        )
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None

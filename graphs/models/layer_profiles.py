@@ -1,0 +1,201 @@
+"""Measured times of a model's layers by device kind, microbatch size and tensor degree."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import ConfigDict
+
+from stagewright.graphs.documents import documents
+from stagewright.graphs.documents.arrays import Floats
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.documents.units import MAX_LAYERS, require_amount, require_count
+from stagewright.graphs.models.chain import MAX_LAYER_SECONDS
+from stagewright.graphs.models.layer_sizes import LayerSizes
+
+FORMAT: Literal["stagewright-layer-profiles"] = "stagewright-layer-profiles"
+VERSION: Literal[1] = 1
+MAX_DEGREE = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of every layer for a microbatch on a group of ``tensor`` devices of one kind.
+
+    Exchanges within the group are part of the times. ``update_seconds`` are the optimizer's step
+    on a rank's parameters of the layer.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    device_kind: str
+    microbatch_size: int
+    tensor: int
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    update_seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        require_count(self.microbatch_size, f"{self.place}: microbatch_size", 1 << 20)
+        require_count(self.tensor, f"{self.place}: tensor", MAX_DEGREE)
+        for name in ("forward_seconds", "backward_seconds", "update_seconds"):
+            values = getattr(self, name)
+            if len(values) != len(self.forward_seconds):
+                raise InputError(
+                    f"{self.place}: {name} has {len(values)} layers, forward_seconds "
+                    f"{len(self.forward_seconds)}"
+                )
+            for layer, value in enumerate(values):
+                require_amount(value, f"{self.place}: {name}[{layer}]")
+                if value > MAX_LAYER_SECONDS:
+                    raise InputError(
+                        f"{self.place}: {name}[{layer}] is {value:g} s: times are seconds"
+                    )
+
+    @property
+    def place(self) -> str:
+        """What was measured, for messages."""
+        return (
+            f"{self.device_kind}, microbatches of {self.microbatch_size}, tensor degree "
+            f"{self.tensor}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTimes:
+    """Seconds per layer, shape (L,) each."""
+
+    forward: Floats
+    backward: Floats
+    update: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfiles:
+    """All measurements of one model; ``sizes`` by tensor degree, where they are known."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = documents.STRICT
+
+    name: str
+    source: str
+    measured: tuple[Measured, ...]
+    sizes: tuple[LayerSizes, ...] = ()
+    format: Literal["stagewright-layer-profiles"] = FORMAT
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.measured:
+            raise InputError(f"profiles of {self.name!r} have no measurements")
+        keys = [(one.device_kind, one.microbatch_size, one.tensor) for one in self.measured]
+        if len(set(keys)) < len(keys):
+            twice = next(one for one, key in zip(self.measured, keys, strict=True)
+                         if keys.count(key) > 1)  # fmt: skip
+            raise InputError(f"{twice.place}: measured twice")
+        degrees = [one.tensor for one in self.sizes]
+        if len(set(degrees)) < len(degrees):
+            raise InputError(f"profiles of {self.name!r}: two sizes for one tensor degree")
+        require_count(self.layers, "layers", MAX_LAYERS)
+        for one in self.measured:
+            self._require_layers(len(one.forward_seconds), one.place)
+        for size in self.sizes:
+            self._require_layers(len(size.parameters), f"sizes at tensor degree {size.tensor}")
+
+    def _require_layers(self, count: int, place: str) -> None:
+        if count != self.layers:
+            first = self.measured[0].place
+            raise InputError(f"{place}: {count} layers, but {first}: {self.layers}")
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.measured[0].forward_seconds)
+
+    @property
+    def device_kinds(self) -> tuple[str, ...]:
+        """The kinds of devices, sorted."""
+        return tuple(sorted({one.device_kind for one in self.measured}))
+
+    def microbatch_sizes(self, device_kind: str, tensor: int) -> tuple[int, ...]:
+        """The sizes that were measured on such a group, ascending."""
+        return tuple(
+            sorted(
+                one.microbatch_size
+                for one in self.measured
+                if (one.device_kind, one.tensor) == (device_kind, tensor)
+            )
+        )
+
+    def degrees(self, device_kind: str) -> tuple[int, ...]:
+        """The tensor degrees that were measured on a kind, ascending."""
+        return tuple(sorted({one.tensor for one in self.measured
+                             if one.device_kind == device_kind}))  # fmt: skip
+
+    def times(self, device_kind: str, microbatch_size: int, tensor: int) -> LayerTimes:
+        """The times of a microbatch: the least of those measured for it and for larger ones.
+
+        A smaller microbatch takes no longer than a larger one, which could hold it. Where the
+        profile says otherwise, the launch of kernels was measured, slower in one run than in
+        another.
+
+        Raises
+        ------
+        InputError
+            If that size was not measured on such a group: times are not extrapolated.
+        """
+        found = [
+            one
+            for one in self.measured
+            if (one.device_kind, one.tensor) == (device_kind, tensor)
+            and one.microbatch_size >= microbatch_size
+        ]
+        exact = [one for one in found if one.microbatch_size == microbatch_size]
+        if not exact:
+            raise InputError(self._unmeasured(device_kind, microbatch_size, tensor))
+        return LayerTimes(
+            np.min([one.forward_seconds for one in found], axis=0),
+            np.min([one.backward_seconds for one in found], axis=0),
+            np.array(exact[0].update_seconds),
+        )
+
+    def _unmeasured(self, device_kind: str, microbatch_size: int, tensor: int) -> str:
+        asked = f"profiles of {self.name!r}: microbatches of {microbatch_size} on {tensor} devices"
+        if device_kind not in self.device_kinds:
+            return f"{asked} of kind {device_kind!r}: measured are {_listed(self.device_kinds)}"
+        sizes = self.microbatch_sizes(device_kind, tensor)
+        if not sizes:
+            degrees = _listed(self.degrees(device_kind))
+            return f"{asked} of kind {device_kind!r}: measured are tensor degrees {degrees}"
+        return f"{asked} of kind {device_kind!r} are not measured, only those of {_listed(sizes)}"
+
+    def sizes_at(self, tensor: int) -> LayerSizes:
+        """The sizes of layers at a tensor degree.
+
+        Raises
+        ------
+        InputError
+            If they are not known.
+        """
+        for one in self.sizes:
+            if one.tensor == tensor:
+                return one
+        known = _listed([one.tensor for one in self.sizes]) or "none"
+        raise InputError(
+            f"profiles of {self.name!r}: sizes of layers at tensor degree {tensor} are not known "
+            f"(known: {known})"
+        )
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def load_layer_profiles(path: str | os.PathLike[str]) -> LayerProfiles:
+    """Read a document of layer profiles; raises InputError, with one line, if it is not valid."""
+    return documents.read(LayerProfiles, path, FORMAT, VERSION)
+
+
+def save_layer_profiles(profiles: LayerProfiles, path: str | os.PathLike[str]) -> None:
+    """Write a document of layer profiles atomically."""
+    documents.write(LayerProfiles, profiles, path)
