@@ -1,4 +1,4 @@
-"""Times of collectives among the ranks of a group.
+"""Times of collectives among the ranks of a group; of several groups at once, the slowest's.
 
 With k ranks: an all-reduce of n bytes takes 2 (k - 1) / k * n / B, a reduce-scatter or an
 all-gather half of it, where B is the bandwidth of a ring; each step of a tree costs a latency. An
@@ -6,8 +6,9 @@ all-to-all takes what the level takes over which most is sent. Nothing is sent f
 """
 
 import math
+from collections.abc import Callable
 
-from stagewright.graphs.machines.groups import Links
+from stagewright.graphs.machines.groups import Links, Way
 
 
 def all_reduce_seconds(of: Links, moved: float) -> float:
@@ -17,23 +18,32 @@ def all_reduce_seconds(of: Links, moved: float) -> float:
 
 def gather_seconds(of: Links, moved: float) -> float:
     """Time to all-gather, or to reduce-scatter, ``moved`` bytes (the whole) over a group."""
-    if of.size == 1 or moved == 0:
-        return 0.0
-    bytes_seconds = (of.size - 1) / of.size * moved / of.ring_bytes_per_second
-    return bytes_seconds + math.ceil(math.log2(of.size)) * of.latency_seconds
+    others, steps = (of.size - 1) / of.size * moved, math.ceil(math.log2(of.size))
+    return _slowest(
+        of, moved, lambda way: others / way.ring_bytes_per_second + steps * way.latency_seconds
+    )
 
 
 def all_to_all_seconds(of: Links, moved: float) -> float:
     """Time in which every rank spreads ``moved`` bytes evenly over a group; the slowest level's."""
-    if of.size == 1 or moved == 0:
-        return 0.0
     others = (of.size - 1) / of.size * moved
-    slowest = max(one.share * others / one.level.bytes_per_second for one in of.crossed)
-    return slowest + of.latency_seconds
+
+    def seconds(way: Way) -> float:
+        levels = (one.share * others / one.level.bytes_per_second for one in way.crossed)
+        return max(levels) + way.latency_seconds
+
+    return _slowest(of, moved, seconds)
 
 
 def send_seconds(of: Links, moved: float) -> float:
     """Time to send ``moved`` bytes to the next of a group."""
-    if of.size == 1 or moved == 0:
-        return 0.0
-    return moved / of.pair_bytes_per_second + of.latency_seconds
+    return _slowest(of, moved, lambda way: moved / way.pair_bytes_per_second + way.latency_seconds)
+
+
+def occupied_seconds(of: Links, moved: float) -> float:
+    """Time in which a link to the next of a group is busy with ``moved`` bytes."""
+    return _slowest(of, moved, lambda way: moved / way.pair_bytes_per_second)
+
+
+def _slowest(of: Links, moved: float, seconds: Callable[[Way], float]) -> float:
+    return max(map(seconds, of.ways), default=0.0) if moved else 0.0

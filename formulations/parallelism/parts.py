@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import ConfigDict
 
 from stagewright.formulations.parallelism.cut import Layers, cut
-from stagewright.formulations.parallelism.exchanges import send_seconds
+from stagewright.formulations.parallelism.exchanges import occupied_seconds, send_seconds
 from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.pipeline_time import first_forwards, kept_forwards
@@ -164,7 +164,7 @@ class Parts:
             return 0.0
         # Forward and backward of every chunk; the ends send once less.
         times = 2 * chunks - (pipeline == 2)
-        each = self._sent_bytes / self._pipeline_links.pair_bytes_per_second
+        each = occupied_seconds(self._pipeline_links, self._sent_bytes)
         return self.microbatches * times * each
 
     @cached_property

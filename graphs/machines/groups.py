@@ -6,7 +6,7 @@ apart. The fabric is full of such groups; the slowest of them decides.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, prod
+from math import prod
 
 import numpy as np
 
@@ -30,27 +30,33 @@ class Crossed:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """The levels that a group of ``size`` ranks crosses, the inner ones first."""
+class Way:
+    """The levels that a group crosses, the inner ones first; at least one."""
 
-    size: int
     crossed: tuple[Crossed, ...]
 
     @property
     def latency_seconds(self) -> float:
         """The longest latency of the levels."""
-        return max((one.level.latency_seconds for one in self.crossed), default=0.0)
+        return max(one.level.latency_seconds for one in self.crossed)
 
     @property
     def ring_bytes_per_second(self) -> float:
         """Of rings through the group, per rank: a unit is left by all its members' links."""
-        ways = (one.way_out * one.level.bytes_per_second for one in self.crossed)
-        return min(ways, default=inf)
+        return min(one.way_out * one.level.bytes_per_second for one in self.crossed)
 
     @property
     def pair_bytes_per_second(self) -> float:
         """From one member to the next, over the slowest link between two neighbours."""
-        return min((one.level.bytes_per_second for one in self.crossed), default=inf)
+        return min(one.level.bytes_per_second for one in self.crossed)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The different ways of the groups of ``size`` ranks; none if a group is one rank."""
+
+    size: int
+    ways: tuple[Way, ...]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -68,7 +74,7 @@ def links(fabric: Fabric, group: Group) -> Links:
         if here > lower:
             found.append(Crossed(level, lower, (here - lower) / (size - 1)))
         lower = here
-    return Links(size, tuple(found))
+    return Links(size, (Way(tuple(found)),))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -104,19 +110,30 @@ def _numbers(devices: int, group: Group) -> Ints:
     return first
 
 
-def _counted(fabric: Fabric, numbers: Ints, size: int) -> tuple[Crossed, ...]:
+def _counted(fabric: Fabric, numbers: Ints, size: int) -> tuple[Way, ...]:
     """The same by counting all groups; ``numbers`` are negative for ranks in none."""
     ranks = np.flatnonzero(numbers >= 0)
-    group, found, inner = numbers[ranks], [], 1
+    _, group = np.unique(numbers[ranks], return_inverse=True)
+    columns, inner = [], 1
     for level in fabric.levels:
         members = _sizes(group * fabric.devices + ranks // inner)
-        around = _sizes(group * fabric.devices + ranks // level.devices)
-        if (around > members).any():
-            way_out = int(members[around > members].min())
-            share = float((around - members).max()) / (size - 1)
-            found.append(Crossed(level, way_out, share))
+        far = _sizes(group * fabric.devices + ranks // level.devices) - members
+        # Per group: the fewest members of a unit that is left, and the most that a rank reaches.
+        way_out = np.full(group.max() + 1, fabric.devices)
+        np.minimum.at(way_out, group[far > 0], members[far > 0])
+        most = np.zeros(len(way_out), dtype=np.int64)
+        np.maximum.at(most, group, far)
+        columns += [way_out, most]
         inner = level.devices
-    return tuple(found)
+    return tuple(_way(fabric, row, size) for row in np.unique(np.stack(columns, axis=1), axis=0))
+
+
+def _way(fabric: Fabric, row: Ints, size: int) -> Way:
+    found = []
+    for level, way_out, far in zip(fabric.levels, row[::2], row[1::2], strict=True):
+        if far:
+            found.append(Crossed(level, int(way_out), float(far) / (size - 1)))
+    return Way(tuple(found))
 
 
 def _sizes(keys: Ints) -> Ints:

@@ -16,7 +16,7 @@ from stagewright.formulations.parallelism.parts import shares
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.documents.units import MAX_MICROBATCHES
-from stagewright.graphs.machines.groups import Group, links
+from stagewright.graphs.machines.groups import Group, Links, links
 from stagewright.graphs.models.shards import Recompute, Share, Split
 from stagewright.solvers.parallelism.divisions import Table
 
@@ -267,8 +267,11 @@ class Bounds:
         return columns
 
     def _rate(self, group: Group) -> tuple[float, float]:
-        """Seconds of a gathering at its start, and per byte."""
+        """Seconds of a gathering at its start, and per byte, over one of its ways."""
         of, size = links(self.problem.fabric, group), 1e9
+        if len(of.ways) > 1:
+            slowest = max(of.ways, key=lambda way: gather_seconds(Links(of.size, (way,)), size))
+            of = Links(of.size, (slowest,))
         one, two = gather_seconds(of, size), gather_seconds(of, 2 * size)
         return max(0.0, 2 * one - two), (two - one) / size
 

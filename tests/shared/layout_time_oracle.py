@@ -112,13 +112,13 @@ class Plain:
                     found, inner = max(found, seconds + latency), level.devices
         return found
 
-    def hop_seconds(self, of):
+    def hop_seconds(self, of, latencies=1):
         """A stage's output to the next, on the slowest link of any pair of neighbours."""
         size = self.precision.activation_bytes
         moved = self.layout.microbatch * of.kinds[0].width / self.layout.tensor * size
-        return self.next_seconds("pipeline", moved)
+        return self.next_seconds("pipeline", moved, latencies)
 
-    def next_seconds(self, dimension, moved):
+    def next_seconds(self, dimension, moved, latencies=1):
         """From a rank to the next of its group, and from the last to the first; the slowest."""
         found = 0.0
         for group in self.groups(dimension):
@@ -126,7 +126,7 @@ class Plain:
                 return 0.0
             for a, b in zip(group, [*group[1:], group[0]], strict=True):
                 level = next(x for x in self.fabric.levels if a // x.devices == b // x.devices)
-                found = max(found, moved / level.bytes_per_second + self.path(group)[1])
+                found = max(found, moved / level.bytes_per_second + latencies * self.path(group)[1])
         return found
 
     def sending_seconds(self, of):
@@ -134,11 +134,10 @@ class Plain:
         p, v = self.layout.pipeline, self.layout.chunks
         if p == 1:
             return 0.0
-        latency = max(self.path(group)[1] for group in self.groups("pipeline"))
         sent = [0] * p
         for stage in range(p * v):
             sent[stage % p] += (stage < p * v - 1) + (stage > 0)
-        return self.microbatches * max(sent) * (self.hop - latency)
+        return self.microbatches * max(sent) * self.hop_seconds(of, 0)
 
     # Layers
 
