@@ -129,7 +129,7 @@ def test_memory_by_rank() -> None:
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
         ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
         ({"--per-rack": 8}, "a rack needs both its number of gpus and its bandwidth"),
-        ({"--tensor": "3"}, "no layout of the space obeys the rules"),
+        ({"--tensor": "3"}, "no degrees of the space obey the rules of the model"),
         ({"--device": "v100", "--precision": "fp8"}, "v100 has no fp8 arithmetic"),
     ],
 )
