@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,10 @@ from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
+NOTHING = (
+    "no layout of the space obeys the rules of the model, the batch and the devices; explain one "
+    "to see which rule it breaks"
+)
 LESS_MEMORY = 0.93
 """From one point of the front to the next, the limit on memory shrinks at least by this factor."""
 
@@ -158,7 +162,7 @@ class LayoutAnswer(Answer):
     reason: str | None = None
     examined: int
     wall_seconds: float
-    plan: LayoutPlan | None = CARRIED
+    plan: Annotated[LayoutPlan | None, CARRIED] = None
 
 
 class CheckLayoutAnswer(Answer):
@@ -177,16 +181,18 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         If no layout of the space obeys the rules of the model, the batch and the devices.
     """
     problem = request.problem
-    found = request.search(problem, request.top, stop=stop)
+    try:
+        found = request.search(problem, request.top, stop=stop)
+    except InputError as error:
+        if request.explain is None:
+            raise
+        return _impossible(request, str(error))
     best = found.best[0] if found.best else None
     front: tuple[FrontPoint, ...] = ()
     if request.front or best is None:
         front = tuple(_front(request, stop))
-    if best is None and not front and not is_stopped(stop):
-        raise InputError(
-            "no layout of the space obeys the rules of the model, the batch and the devices; "
-            "explain one to see which rule it breaks"
-        )
+    if best is None and not front and not is_stopped(stop) and request.explain is None:
+        raise InputError(NOTHING)
     speaks_of = plan_class(request)
     bound = LayoutBound(found.bound, PROVED_BY, speaks_of)
     return LayoutAnswer(
@@ -199,11 +205,32 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         explained=None if request.explain is None else explain(problem, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(request, stop)) if request.what_if and best else (),
-        reason=None if best is not None or not front else _too_large(problem, front[-1]),
+        reason=None if best is not None else _reason(problem, front),
         examined=found.examined,
         wall_seconds=found.seconds,
         plan=None if best is None else layout_plan(problem, best, bound),
     )
+
+
+def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
+    """No layout of the space is possible; but the explained one may be."""
+    assert request.explain is not None
+    return LayoutAnswer(
+        status=Status.INFEASIBLE,
+        bound_seconds=inf,
+        gap=None,
+        proved_by=PROVED_BY,
+        plan_class=plan_class(request),
+        rows=(),
+        explained=explain(request.problem, request.explain, None),
+        reason=reason,
+        examined=0,
+        wall_seconds=0.0,
+    )
+
+
+def _reason(problem: TrainingProblem, front: tuple[FrontPoint, ...]) -> str:
+    return _too_large(problem, front[-1]) if front else NOTHING
 
 
 def _status(found: Found, stop: StopToken | None) -> Status:
