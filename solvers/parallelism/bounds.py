@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.formulations.parallelism.exchanges import gather_seconds, send_seconds
+from stagewright.formulations.parallelism.exchanges import gather_seconds
 from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
 from stagewright.formulations.parallelism.layout import Layout, Schedule
 from stagewright.formulations.parallelism.parts import shares
@@ -51,9 +51,15 @@ class Bounds:
     def by_layer(self, quantity: Callable[[Share], float]) -> Floats:
         """(L + 2,) a quantity of every layer."""
         of = self.shares
-        kinds = np.array([quantity(kind) for kind in of.kinds])
-        ends = [quantity(of.embedding)], [quantity(of.head)]
-        return np.concatenate((ends[0], kinds[list(of.blocks)], ends[1]))
+        every = (*of.kinds, of.embedding, of.head)
+        found: Floats = np.array([quantity(one) for one in every])[self._places]
+        return found
+
+    @cached_property
+    def _places(self) -> Ints:
+        """Of every layer, the place of its share among the kinds, the embedding and the head."""
+        kinds = len(self.shares.kinds)
+        return np.array([kinds, *self.shares.blocks, kinds + 1])
 
     def times(
         self, samples: int, recompute: Recompute, schedule: Schedule
@@ -161,15 +167,27 @@ class Bounds:
     def hops(self, samples: int) -> Floats:
         """From stage to stage of every division, for the nearer of the placements."""
         width = self.shares.kinds[0].width / self.split.tensor
-        moved = samples * width * self.problem.precision.activation_bytes
-        near = {
-            pair: min(
-                send_seconds(links(self.problem.fabric, one.pipeline_group), moved)
-                for one in self._placed(*pair)
-            )
-            for pair in self._pairs
-        }
-        return np.array([near[pair] for pair in self._pair_of])
+        start, per_byte = self._hop_rates
+        found: Floats = start + per_byte * (
+            samples * width * self.problem.precision.activation_bytes
+        )
+        return found
+
+    @cached_property
+    def _hop_rates(self) -> Floats:
+        """(2, divisions) seconds of a hop at its start, and per byte, at the least."""
+        found = {}
+        for pair in self._pairs:
+            each = []
+            for one in self._placed(*pair):
+                ways = links(self.problem.fabric, one.pipeline_group).ways
+                # Of several ways the slowest decides: each is a bound, that of least bandwidth too.
+                rates = ((1 / way.pair_bytes_per_second, way.latency_seconds) for way in ways)
+                per_byte, start = max(rates, default=(0.0, 0.0))
+                each.append((start, per_byte))
+            found[pair] = np.min(each, axis=0)
+        columns: Floats = np.array([found[pair] for pair in self._pair_of]).T
+        return columns
 
     @cached_property
     def _pair_of(self) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from stagewright.formulations.parallelism.parts import Parts
 from stagewright.formulations.parallelism.pipeline_time import Walk, walk
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.formulations.plans.tolerance import RELATIVE_TOLERANCE
-from stagewright.graphs.documents.arrays import Bools, Floats
+from stagewright.graphs.documents.arrays import Bools, Floats, Ints
 from stagewright.graphs.models.shards import Recompute, Split
 from stagewright.solvers.parallelism.bounds import Bounds, Keeping, Work
 from stagewright.solvers.parallelism.divisions import Table, divisions
@@ -145,19 +145,34 @@ class Tree:
             else:
                 fits = of.fits(flying, room, choice.recompute)
             bound = choice.least(keeping, again)
-            for i in np.flatnonzero(choice.open & fits & (bound < self.worst)):
-                if zero > min(self.space.zero) and of.alone[i]:
-                    continue  # nothing to divide by: the same as with less of it
-                some = None if fewest is None else (int(fewest[i]), int(table.most_blocks[i]))
-                yield float(bound[i]), self._of_division(choice, int(i), keeping, some)
+            fits &= choice.open & (bound < self.worst)
+            if zero > min(self.space.zero):  # with nothing to divide by it is as with less of it
+                fits &= ~of.alone
+            found = np.flatnonzero(fits)
+            if len(found):
+                order = found[np.argsort(bound[found], kind="stable")]
+                yield (
+                    float(bound[order[0]]),
+                    self._of_divisions(_Divided(choice, keeping, bound, fewest, order)),
+                )
 
-    def _of_division(
-        self, choice: "_Choice", division: int, keeping: Keeping, some: tuple[int, int] | None
-    ) -> Part:
-        """Step 4; ``some`` are the fewest and the most blocks of a stage to recompute."""
+    def _of_divisions(self, divided: "_Divided", at: int = 0) -> Part:
+        """The divisions of step 3 one after the other, by their bounds."""
 
         def parts() -> Iterator[Child]:
-            fitting = self._fitting(choice.layout(division, keeping), some)
+            bound, order = divided.bound, divided.order
+            yield float(bound[order[at]]), self._of_division(divided, int(order[at]))
+            if at + 1 < len(order):
+                yield float(bound[order[at + 1]]), self._of_divisions(divided, at + 1)
+
+        return parts
+
+    def _of_division(self, divided: "_Divided", division: int) -> Part:
+        """Step 4."""
+
+        def parts() -> Iterator[Child]:
+            some = divided.some(division)
+            fitting = self._fitting(divided.choice.layout(division, divided.keeping), some)
             if fitting is None:
                 return
             for placement in self._placements(fitting):
@@ -168,7 +183,10 @@ class Tree:
         return parts
 
     def _fitting(self, layout: Layout, some: tuple[int, int] | None) -> Layout | None:
-        """The layout, if it may fit, with the fewest recomputed blocks with which it does."""
+        """The layout, if it may fit, with the fewest recomputed blocks with which it does.
+
+        ``some`` are the fewest and the most blocks of a stage that may be recomputed.
+        """
         if some is None:
             return layout if self._may_fit(layout) else None
         low, high = some
@@ -278,3 +296,21 @@ def _blocks(layout: Layout, most: int) -> int:
     if layout.recompute == "none":
         return 0
     return most if layout.recompute_blocks is None else layout.recompute_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Divided:
+    """The divisions of a choice in the ``order`` of their bounds."""
+
+    choice: _Choice
+    keeping: Keeping
+    bound: Floats
+    fewest: Ints | None
+    order: Ints
+
+    def some(self, division: int) -> tuple[int, int] | None:
+        """The fewest and the most blocks of a stage to recompute; None if that is not chosen."""
+        if self.fewest is None:
+            return None
+        most = self.choice.bounds.table.most_blocks
+        return int(self.fewest[division]), int(most[division])

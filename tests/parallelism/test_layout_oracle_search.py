@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from layout_oracle import CHUNKS, every_layout, fewest_recomputed, problems
+from layout_oracle import CHUNKS, copies, every_layout, fewest_recomputed, problems
 from profiles import UNSHRUNK, examples
 
 from stagewright.formulations.parallelism.estimate import Estimate
@@ -80,8 +80,10 @@ CHOICES = (
 )
 
 
-def is_chosen(layout: Layout, name: str, values: Set[object]) -> bool:
+def is_chosen(problem: TrainingProblem, layout: Layout, name: str, values: Set[object]) -> bool:
     """Whether a dimension has one of the values, or is one that changes nothing in this layout."""
+    if name == "zero" and copies(problem, layout) == 1:
+        return True
     if name == "schedule" and layout.pipeline == 1:
         return True
     if name == "recompute":
@@ -106,7 +108,7 @@ def test_of_a_part_of_the_space_the_best_are_those_with_its_values(problem, data
     inside = [
         one
         for one in every
-        if all(is_chosen(one.layout, name, values) for name, values in chosen.items())
+        if all(is_chosen(problem, one.layout, name, values) for name, values in chosen.items())
     ]
     names = {"placement": "placements", "schedule": "schedules"}
     space = replace(SPACE, **{names.get(name, name): tuple(each) for name, each in chosen.items()})

@@ -62,6 +62,13 @@ def every_layout(
             continue
 
 
+def copies(problem: TrainingProblem, layout: Layout) -> int:
+    """The most ranks with the same parameters."""
+    shared = layout.context * layout.data
+    has_experts = problem.architecture.experts is not None
+    return max(shared, layout.tensor * shared // layout.expert) if has_experts else shared
+
+
 def random_layouts(problem: TrainingProblem, chance: Random, most: int) -> list[Layout]:
     """Up to ``most`` layouts that ``evaluate`` takes, of all their kinds."""
     every = list(_candidates(problem, (False, True)))
