@@ -84,8 +84,6 @@ def is_chosen(problem: TrainingProblem, layout: Layout, name: str, values: Set[o
     """Whether a dimension has one of the values, or is one that changes nothing in this layout."""
     if name == "zero" and copies(problem, layout) == 1:
         return True
-    if name == "schedule" and layout.pipeline == 1:
-        return True
     if name == "recompute":
         return True  # `require_best` leaves the others out
     if name == "placement" and (layout.pipeline == 1 or layout.data == 1):
