@@ -111,6 +111,8 @@ def require_split(architecture: Architecture, sequence: int, split: Split) -> No
         _require_divides(
             split.tensor, tokens, "tensor degree with sequence parallelism", "tokens of a rank"
         )
+    if architecture.experts is None and split.expert > 1:
+        raise InputError(f"expert degree {split.expert}: the model has no experts; it must be 1")
     experts = 1 if architecture.experts is None else architecture.experts.number
     _require_divides(split.expert, experts, "expert degree", "experts")
     if experts > 1 and split.tensor > 1 and not split.sequence_parallel:

@@ -1,0 +1,128 @@
+"""Which layouts are refused, with the rule and what would work; fabrics of clusters; the front."""
+
+from dataclasses import replace
+
+import pytest
+
+import stagewright
+from stagewright.formulations.parallelism.estimate import evaluate
+from stagewright.formulations.parallelism.layout import Layout, parse_layout
+from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Link, uniform_servers
+from stagewright.graphs.machines.fabric import Fabric, Level, fabric_of
+from stagewright.graphs.machines.networks import fabric_of_kind
+from stagewright.graphs.machines.topology import dgx1, uniform_racks
+from stagewright.graphs.models.architecture import (
+    Architecture,
+    Experts,
+    FeedForward,
+    GroupedAttention,
+)
+from stagewright.solvers.parallelism.search import search
+from stagewright.solvers.parallelism.space import Space
+
+MODEL = Architecture("m", 8, 64, 1000, GroupedAttention(12, 6, 16), FeedForward(96))
+
+
+def problem(devices: int = 16, batch: int = 24, model: Architecture = MODEL) -> TrainingProblem:
+    fabric = fabric_of_kind("a100", devices)
+    return stagewright.training_problem(model, fabric, sequence=96, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("p2 t2 d2 b1", "p x t x c x d = 2 x 2 x 1 x 2 is 8 ranks; there are 16 devices"),
+        ("t8 d2 b1", "tensor degree 8 does not divide 12 heads; the nearest are 6 and 12"),
+        ("t4 d4 b1", "tensor degree 4 and 6 key-value heads: one must divide the other"),
+        ("c16 b1 t1 d1", None),
+        ("p16 b1", "8 blocks cannot be divided evenly over 16 stages (pipeline x chunks); the "
+         "nearest numbers of stages are 8, or give first and last blocks"),
+        ("d16 b1", "a batch of 24 is no multiple of data x microbatch = 16 x 1; the nearest are "
+         "16 or 32"),
+        ("p4 d4 v2 b1", "2 chunks per rank need a multiple of 4 microbatches (the pipeline), there "
+         "are 6"),
+        ("p2 d8 b1 selective", "selective recomputation repeats the attention"),
+        ("p2 t2 d4 e2 b1", "expert degree 2: the model has no experts; it must be 1"),
+        ("p4 d4 b1 first4 last3", "8 blocks cannot be divided over 4 stages with 4 blocks in the "
+         "first and 3 in the last"),
+    ],
+)  # fmt: skip
+def test_rules(layout: str, message: str | None) -> None:
+    if message is None:
+        evaluate(problem(), parse_layout(layout))
+        return
+    with pytest.raises(InputError) as refused:
+        evaluate(problem(), parse_layout(layout))
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("b0", "microbatch must be at least 1, got 0"),
+        ("zero4", "zero must be 0, 1, 2 or 3, got 4"),
+        ("v2", "2 chunks need a pipeline of at least 2 ranks"),
+        ("sp", "sequence parallelism needs a tensor degree of at least 2"),
+        ("e3 d4", "expert degree 3 does not divide the 4 ranks"),
+        ("zero-bubble", "the schedule zero-bubble needs a pipeline of at least 2 ranks"),
+        (
+            "blocks2",
+            "recompute_blocks must be at least 1 and needs recompute full, got 2 with none",
+        ),
+        ("p2 d2 e2 pipeline-inside", "expert degree 2 with the placement pipeline-inside"),
+        ("first1", "first_blocks needs a pipeline"),
+    ],
+)
+def test_layouts_that_contradict_themselves(layout: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        parse_layout(layout)
+
+
+def test_experts_with_tensor_ranks_need_sequence_parallelism() -> None:
+    model = replace(MODEL, experts=Experts(4, 2, 96))
+    with pytest.raises(InputError, match="experts with tensor parallelism need sequence"):
+        evaluate(problem(model=model), Layout(tensor=2, data=8))
+    evaluate(problem(model=model), Layout(tensor=2, data=8, sequence_parallel=True))
+
+
+def test_a_fabric_of_a_cluster() -> None:
+    assert fabric_of(uniform_servers(2, 4, Link(9e9, 1e-6), Link(3e9), kind="a100")) == Fabric(
+        "a100", 16e9, (Level("server", 4, 9e9, 1e-6), Level("rack", 8, 3e9))
+    )
+    racks = fabric_of(uniform_racks(2, 2, 4, (Link(9e9), Link(3e9), Link(1e9))))
+    assert [level.devices for level in racks.levels] == [4, 8, 16]
+    with pytest.raises(InputError, match="matrix of links"):
+        fabric_of(dgx1())
+    mixed = uniform_servers(1, 2, Link(9e9))
+    other = replace(mixed.devices[1], memory_bytes=1e9)
+    with pytest.raises(InputError, match="differs from"):
+        fabric_of(replace(mixed, devices=(mixed.devices[0], other)))
+
+
+def test_the_best_of_one_device() -> None:
+    found = stagewright.train_plan(problem(1, 4), top=2)
+    assert found.plan is not None
+    assert found.plan.layout.ranks == 1
+    assert found.status.value == "optimal"
+
+
+def test_spaces_in_which_nothing_is_possible() -> None:
+    with pytest.raises(InputError, match="no degrees of the space obey the rules"):
+        search(problem(), Space(tensor=(5,)))
+    with pytest.raises(InputError, match="recompute selective alone"):
+        search(problem(), Space(recompute=("selective",)))
+    with pytest.raises(InputError, match="keep must be at least 1"):
+        search(problem(), keep=0)
+    with pytest.raises(InputError, match="zero needs at least one value"):
+        Space(zero=())
+
+
+def test_precisions() -> None:
+    with pytest.raises(InputError, match="optimizer_bytes must be from 0 to 16, got 17"):
+        Precision(optimizer_bytes=17)
+    fabric = fabric_of_kind("a100", 8)
+    with pytest.raises(InputError, match="precision must be fp32, fp16, bf16 or fp8, got 'int8'"):
+        stagewright.training_problem(MODEL, fabric, sequence=8, batch=8, precision="int8")
