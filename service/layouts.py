@@ -226,9 +226,10 @@ def _status(found: Found, stop: StopToken | None) -> Status:
 def plan_class(request: LayoutRequest) -> str:
     """What a bound of the search speaks of, in words."""
     for_whom = "" if request.framework is None else f" that {request.framework} can express"
+    space = request.searched
     return (
-        f"layouts of {request.problem.fabric.devices} devices{for_whom} with {request.searched}; "
-        f"schedules {', '.join(request.searched.schedules)}, plain or interleaved; equal stages but "
+        f"layouts of {request.problem.fabric.devices} devices{for_whom} with {space}; "
+        f"schedules {', '.join(space.schedules)}, plain or interleaved; equal stages but "
         "for the first and last, whole microbatches, the same choices on all ranks"
     )
 
