@@ -66,7 +66,7 @@ def lowered(
 
 
 def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
-    """Raise in one line with the first feature that a pipeline plan has not, and what would do.
+    """Raise in one line with the first feature that a plan or its run has not, and what would do.
 
     Raises
     ------
@@ -80,6 +80,16 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
         (problem.architecture.experts is not None, "experts", "a model without them"),
         (layout.sequence_parallel, "sequence parallelism", "a layout without sp"),
         (layout.zero > 0, f"ZeRO {layout.zero}: every replica keeps its weights whole", "zero0"),
+        (
+            layout.tensor > 1 and layout.schedule == "zero-bubble",
+            "backwards in two parts (zero-bubble) of divided layers",
+            "1f1b or t1",
+        ),
+        (
+            layout.tensor > 1 and layout.pipeline > 1 and problem.architecture.tied,
+            "divided stages that share a tied table",
+            "t1, p1, or a model that is not tied",
+        ),
         (layout.offload_optimizer, "offloaded optimizer", "a layout without offload"),
         (layout.recompute == "selective", "selective recomputation", "none or full"),
         (
@@ -90,7 +100,7 @@ def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
     ]
     for is_there, what, instead in refused:
         if is_there:
-            raise InputError(f"a pipeline plan has no {what}; choose {instead}")
+            raise InputError(f"a pipeline plan that runs has no {what}; choose {instead}")
 
 
 def chain_of(problem: TrainingProblem, layout: Layout, names: Sequence[str] | None = None) -> Chain:

@@ -202,6 +202,7 @@ def model_file() -> str:
 
 
 def test_a_layout_becomes_a_plan() -> None:
+    rewrite(Path("config.json"), tie_word_embeddings=False)
     degrees = ("--pipeline", 2, "--tensor", 2)
     one_server = ("train-plan", "config.json", "--device", "h100", "--gpus", 8, *RUN)
     shown = answered(*one_server, *degrees, "--framework", "plan", "-o", "layout.json")

@@ -1,6 +1,7 @@
 """A layout as a pipeline plan: its times and memory against the layout's estimate, and refusals."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -31,14 +32,14 @@ FREE = 1e19  # bytes per second
 def random_case(seed: int, *, free: bool) -> tuple[TrainingProblem, Layout]:
     """A layout that a plan can express; ``free``: all but tensor exchanges take no time."""
     draw = random.Random(seed)
-    pipeline = draw.choice((1, 2, 4))
+    pipeline, tensor = draw.choice((1, 2, 4)), draw.choice((1, 2, 4))
     layout = Layout(
         pipeline,
-        draw.choice((1, 2, 4)),
+        tensor,
         data=draw.choice((1, 1, 2)),
         microbatch=draw.choice((1, 2)),
         chunks=draw.choice((1, 2)) if pipeline > 1 else 1,
-        schedule=draw.choice(("1f1b", "zero-bubble")) if pipeline > 1 else "1f1b",
+        schedule=draw.choice(("1f1b", "zero-bubble")) if pipeline > 1 == tensor else "1f1b",
         placement=draw.choice(("data-inside", "pipeline-inside")),
     )
     precision = draw.choice((Precision(), Precision(4, 4, 4, 8), Precision(2, 2, 2, 12)))
@@ -171,16 +172,29 @@ def test_a_tied_table_is_in_both_layers() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("p1 t1 c2 d1 b1", "a pipeline plan has no context degree 2; choose c1"),
-        ("p1 t2 d1 b1 sp", "a pipeline plan has no sequence parallelism; choose a layout without"),
-        ("p1 t1 d2 b1 zero1", "a pipeline plan has no ZeRO 1: every replica keeps its weights"),
-        ("p1 t1 d2 b1 offload", "a pipeline plan has no offloaded optimizer; choose a layout"),
-        ("p2 t1 d1 b1 full blocks1", "a pipeline plan has no recomputation of 1 of a stage's 4"),
+        ("p1 t1 c2 d1 b1", "a pipeline plan that runs has no context degree 2; choose c1"),
+        (
+            "p1 t2 d1 b1 sp",
+            "a pipeline plan that runs has no sequence parallelism; choose a layout without",
+        ),
+        (
+            "p1 t1 d2 b1 zero1",
+            "a pipeline plan that runs has no ZeRO 1: every replica keeps its weights",
+        ),
+        ("p2 t2 d1 b1 zero-bubble", "no backwards in two parts (zero-bubble) of divided layers; "),
+        (
+            "p1 t1 d2 b1 offload",
+            "a pipeline plan that runs has no offloaded optimizer; choose a layout",
+        ),
+        (
+            "p2 t1 d1 b1 full blocks1",
+            "a pipeline plan that runs has no recomputation of 1 of a stage's 4",
+        ),
     ],
 )
 def test_what_a_plan_cannot_say_is_refused(words: str, message: str) -> None:
     layout = parse_layout(words)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=re.escape(message)):
         lowered(make_problem(SMALL, layout), layout)
 
 
@@ -188,6 +202,9 @@ def test_refusals_that_depend_on_the_model() -> None:
     layout = parse_layout("p1 t1 d2 b1")
     with pytest.raises(InputError, match="has no experts; choose a model without them"):
         lowered(make_problem(MIXTRAL, layout), layout)
+    divided = parse_layout("p2 t2 d1 b1")
+    with pytest.raises(InputError, match="no divided stages that share a tied table; choose t1"):
+        lowered(make_problem(GPT2, divided), divided)
     selective = parse_layout("p1 t1 d1 b1 selective")
     problem = make_problem(SMALL, selective, attention="materialized")
     with pytest.raises(InputError, match="no selective recomputation; choose none or full"):
