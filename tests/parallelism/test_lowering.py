@@ -99,15 +99,18 @@ def test_computations_end_when_the_estimate_says(seed: int) -> None:
 @examples(200, quick=25, phases=UNSHRUNK)
 @given(seed=st.integers(0, 2**32))
 def test_differences_over_real_links(seed: int) -> None:
-    """Transfers carry t times what the estimate sends, and wait for their channel."""
+    """Transfers carry t times what the estimate sends, and wait for their channel.
+
+    Between d replicas each pair exchanges a d-th, over the slowest of all their links.
+    """
     problem, layout = random_case(seed, free=False)
     found = evaluate(problem, layout)
     asked, plan = lowered(problem, layout)
     seconds = require_lowered(asked, plan)
     ratio = computed(plan) / found.pipeline_seconds
     if layout.data == 1:
-        assert ratio >= 1 - 1e-9
-    assert 0.99 <= ratio <= (1.1 if layout.tensor == 1 else 1.5)
+        assert 1 - 1e-9 <= ratio <= (1.001 if layout.tensor == 1 else 1.3)
+    assert 0.9 <= ratio <= 1.5
     # Nothing of the all-reduces is hidden behind a backward of the same stage.
     reduces = [reduce_seconds(asked, stage) for stage in plan.stages]
     assert seconds <= computed(plan) + sum(reduces) + found.update_seconds * (1 + 1e-9)
@@ -116,7 +119,11 @@ def test_differences_over_real_links(seed: int) -> None:
 @examples(100, quick=20, phases=UNSHRUNK)
 @given(seed=st.integers(0, 2**32))
 def test_memory(seed: int) -> None:
-    """The estimate's, and the buffers at the ends of stages; both count gradients of logits."""
+    """The estimate's, and the buffers at the ends of stages.
+
+    With zero bubbles the gradients of logits wait for the weights' gradients, where the estimate
+    counts one.
+    """
     problem, layout = random_case(seed, free=False)
     found = evaluate(problem, layout)
     _, plan = lowered(problem, layout)
@@ -124,7 +131,8 @@ def test_memory(seed: int) -> None:
     if layout.pipeline == 1:
         assert shares == [pytest.approx(1.0, rel=1e-9)]
     least = 0.9 if layout.chunks > 1 else 1 - 1e-9  # chunks' peaks come at different times
-    assert all(least <= share <= 1.3 for share in shares)
+    most = 1.5 if layout.schedule == "zero-bubble" else 1.2
+    assert all(least <= share <= most for share in shares)
 
 
 def test_devices_are_those_of_the_ranks() -> None:
