@@ -7,12 +7,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from stagewright.executor.export.layouts import LAYOUT_FORMATS, export_layout
+from stagewright.executor.export.layouts import EVERY_FORMAT, PLAN, export_layout
 from stagewright.formulations.forms.answers import Status, StopToken, is_stopped
 from stagewright.formulations.parallelism.document import LayoutBound, LayoutPlan, layout_plan
 from stagewright.formulations.parallelism.estimate import Estimate, evaluate
 from stagewright.formulations.parallelism.layout import Layout
 from stagewright.formulations.parallelism.losses import differences, shortages, why_slower
+from stagewright.formulations.parallelism.lowering import require_expressible
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
 from stagewright.service.answers import CARRIED, Answer, Finite
@@ -38,7 +39,7 @@ class LayoutRequest(Request):
     explain
         A layout to compare with the best.
     framework
-        Only layouts that can be exported to it.
+        Only layouts that can be exported to it; as a plan, some may then not fit in memory.
     front, what_if
         Whether to find the fastest layouts with less memory, and with better machines.
     """
@@ -53,21 +54,31 @@ class LayoutRequest(Request):
 
     @model_validator(mode="after")
     def _require_framework(self) -> Self:
-        if self.framework is not None and self.framework not in LAYOUT_FORMATS:
+        if self.framework is not None and self.framework not in EVERY_FORMAT:
             raise InputError(
-                f"framework {self.framework!r} is not known; there are {', '.join(LAYOUT_FORMATS)}"
+                f"framework {self.framework!r} is not known; there are {', '.join(EVERY_FORMAT)}"
             )
         return self
 
     def search(self, problem: TrainingProblem, keep: int, **options: Any) -> Found:
         """The best layouts of a problem in the request's space."""
-        return search(problem, self.space, keep=keep, accept=self._accepts, **options)
+        return search(problem, self.searched, keep=keep, accept=self._accepts, **options)
+
+    @property
+    def searched(self) -> Space:
+        """The space; of a plan, without what the default prefers and no plan can express."""
+        if self.framework != PLAN:
+            return self.space
+        return replace(self.space, sequence_parallel="never", partial=False)
 
     def _accepts(self, layout: Layout) -> bool:
         if self.framework is None:
             return True
         try:
-            export_layout(self.problem, layout, self.framework)
+            if self.framework == PLAN:  # without its times, which may be millions
+                require_expressible(self.problem, layout)
+            else:
+                export_layout(self.problem, layout, self.framework)
         except InputError:
             return False
         return True
@@ -242,9 +253,10 @@ def _status(found: Found, stop: StopToken | None) -> Status:
 def plan_class(request: LayoutRequest) -> str:
     """What a bound of the search speaks of, in words."""
     for_whom = "" if request.framework is None else f" that {request.framework} can express"
+    space = request.searched
     return (
-        f"layouts of {request.problem.fabric.devices} devices{for_whom} with {request.space}; "
-        f"schedules {', '.join(request.space.schedules)}, plain or interleaved; equal stages but "
+        f"layouts of {request.problem.fabric.devices} devices{for_whom} with {space}; "
+        f"schedules {', '.join(space.schedules)}, plain or interleaved; equal stages but "
         "for the first and last, whole microbatches, the same choices on all ranks"
     )
 

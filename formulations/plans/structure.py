@@ -174,6 +174,32 @@ def misfit(problem: PipelineProblem, structure: Structure, work: Work) -> str | 
     )
 
 
+def ending_starts(work: Work, endings: Endings, starts: Floats) -> tuple[Floats, Floats, float]:
+    """Starts of all-reduces and optimizer steps, and the end of the last action.
+
+    All-reduces start in the order in which their backwards end, optimizer steps in the order of
+    their all-reduces, after all other computations of the device. ``starts`` has the rows of
+    `Work.seconds`.
+    """
+    _, whole, parts, *_ = starts + work.seconds
+    backwards = np.where(work.split[:, None], parts, whole)
+    done = backwards.max(axis=1)
+    reduces, updates = np.full(len(done), np.nan), np.full(len(done), np.nan)
+    free, busy = np.zeros(len(work.room)), np.zeros(len(work.room))
+    for s in np.argsort(done, kind="stable"):
+        group = list(endings.devices[s])
+        busy[group] = np.maximum(busy[group], done[s])
+        if not np.isnan(endings.reduce[s]):
+            reduces[s] = max(float(free[group].max()), done[s])
+            free[group] = done[s] = reduces[s] + endings.reduce[s]
+    for s in np.argsort(done, kind="stable"):
+        if not np.isnan(endings.update[s]):
+            group = list(endings.devices[s])
+            updates[s] = max(float(busy[group].max()), done[s])
+            busy[group] = done[s] = updates[s] + endings.update[s]
+    return reduces, updates, float(done.max())
+
+
 def device_loads(work: Work) -> Floats:
     """Compute seconds of every device in an iteration, shape (V,)."""
     busy = np.zeros(len(work.room))

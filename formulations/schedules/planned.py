@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.formulations.plans.actions import SEND_B, SEND_F, Action
+from stagewright.formulations.plans.actions import REDUCE, SEND_B, SEND_F, UPDATE, Action
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
+from stagewright.formulations.plans.structure import Structure, ending_starts, work_of
 from stagewright.formulations.plans.tensor import stays
 from stagewright.formulations.plans.timing import Blocks, durations, empty_blocks
 from stagewright.formulations.plans.weight_rules import FLUSH, WeightRule
 from stagewright.formulations.schedules.channels import channel_starts
-from stagewright.formulations.schedules.order import F, I, Order, W
+from stagewright.formulations.schedules.order import B, F, I, Order, W
 from stagewright.formulations.schedules.timing import StageTimes
 from stagewright.graphs.documents.errors import InputError
 
@@ -83,6 +84,22 @@ def starts_in_order(
     return starts
 
 
+def starts_to_the_end(
+    problem: PipelineProblem, stages: Sequence[Stage], order: Order, rule: WeightRule = FLUSH
+) -> Blocks:
+    """The starts of `starts_in_order` with those of all-reduces and updates after the backwards.
+
+    Raises
+    ------
+    InputError
+        If the devices deadlock.
+    """
+    starts = starts_in_order(problem, stages, order, rule)
+    if not rule.updates_every_round:
+        starts |= _endings(problem, stages, starts)
+    return starts
+
+
 def stage_times(problem: PipelineProblem, stages: Sequence[Stage]) -> StageTimes:
     """The times of the stages' parts for microbatch 0."""
     split = np.ones((len(stages), problem.microbatches), dtype=bool)
@@ -106,3 +123,14 @@ class _Lasting:
     def of(self, action: Action) -> float:
         """The seconds of a computation or a transfer."""
         return float(self.seconds[action.kind][action.stage, action.microbatch or 0])
+
+
+def _endings(problem: PipelineProblem, stages: Sequence[Stage], starts: Blocks) -> Blocks:
+    """All-reduces and optimizer steps; a whole backward is its two parts in sequence here."""
+    split = tuple(bool(row.any()) for row in ~np.isnan(starts[I]))
+    work, endings, _ = work_of(problem, Structure(tuple(stages), split))
+    rows = np.full_like(work.seconds, np.nan)
+    rows[:2] = starts[F], np.fmin(starts[B], starts[I])
+    rows[2] = np.where(np.isnan(starts[W]), rows[1] + work.seconds[1], starts[W])
+    reduces, updates, _ = ending_starts(work, endings, rows)
+    return {REDUCE: reduces[:, None], UPDATE: updates[:, None]}

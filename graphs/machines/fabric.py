@@ -3,15 +3,20 @@
 Ranks are numbered through the levels: those of a server first, then those of a rack.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import ConfigDict
 
 from stagewright.graphs.documents import documents
 from stagewright.graphs.documents.errors import InputError
-from stagewright.graphs.documents.units import require_amount, require_bandwidth, require_count
-from stagewright.graphs.machines.cluster import Cluster, ServerLinks
+from stagewright.graphs.documents.units import (
+    MAX_DEVICES,
+    require_amount,
+    require_bandwidth,
+    require_count,
+)
+from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks
 
 MAX_GPUS = 1 << 20
 
@@ -106,6 +111,35 @@ def fabric_of(cluster: Cluster) -> Fabric:
         for name, count, link in found
     )
     return Fabric(first.kind, first.memory_bytes, levels, first.host_bytes_per_second)
+
+
+def cluster_of(fabric: Fabric) -> Cluster:
+    """The cluster with a list of the fabric's devices, s0g0, s0g1, ...; inverse of `fabric_of`.
+
+    Raises
+    ------
+    InputError
+        If there are more devices than a cluster can have.
+    """
+    require_count(fabric.devices, "the number of devices", MAX_DEVICES)
+    size = fabric.per_server
+    names = tuple(f"s{i // size}g{i % size}" for i in range(fabric.devices))
+    inside, *between = [
+        Link(level.bytes_per_second, level.latency_seconds) for level in fabric.levels
+    ]
+    links = ServerLinks(_units(names, size), inside)
+    if between:
+        links = replace(links, inter=between[0])
+    if len(between) > 1:
+        racks = _units(names, fabric.levels[1].devices)
+        links = replace(links, racks=racks, inter_rack=between[1])
+    kind, memory, host = fabric.device, fabric.memory_bytes, fabric.host_bytes_per_second
+    devices = tuple(Device(name, kind, memory, host_bytes_per_second=host) for name in names)
+    return Cluster(f"{fabric.devices} {kind}", devices, links)
+
+
+def _units(names: tuple[str, ...], size: int) -> tuple[tuple[str, ...], ...]:
+    return tuple(names[i : i + size] for i in range(0, len(names), size))
 
 
 def _equal(units: tuple[tuple[str, ...], ...], what: str) -> int:

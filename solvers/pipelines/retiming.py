@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stagewright.formulations.plans.structure import Endings, Work
+from stagewright.formulations.plans.structure import Endings, Work, ending_starts
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.structure_run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
-from stagewright.solvers.pipelines.structure_scheduling import blocks_of_starts, ending_starts
+from stagewright.solvers.pipelines.structure_scheduling import blocks_of_starts
 
 Action = tuple[int, int, int]  # kind, stage, microbatch
 

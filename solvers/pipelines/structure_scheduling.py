@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagewright.formulations.plans.actions import ActionKind
-from stagewright.formulations.plans.structure import Endings, Work
+from stagewright.formulations.plans.structure import Endings, Work, ending_starts
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.structure_rules import (
@@ -88,31 +88,6 @@ def best_schedule(
 def _fullest(work: Work, peaks: Sequence[float]) -> float:
     """The largest share of its memory that a device needs."""
     return float(((np.array(peaks) + work.memory - work.room) / work.memory).max())
-
-
-def ending_starts(work: Work, endings: Endings, starts: Floats) -> tuple[Floats, Floats, float]:
-    """Starts of all-reduces and optimizer steps, and the end of the last action.
-
-    All-reduces start in the order in which their backwards end, optimizer steps in the order of
-    their all-reduces, after all other computations of the device.
-    """
-    ends = starts + work.seconds
-    backwards = np.where(work.split[:, None], ends[WEIGHTS], ends[BACKWARD])
-    done = backwards.max(axis=1)
-    reduces, updates = np.full(len(done), np.nan), np.full(len(done), np.nan)
-    free, busy = np.zeros(len(work.room)), np.zeros(len(work.room))
-    for s in np.argsort(done, kind="stable"):
-        group = list(endings.devices[s])
-        busy[group] = np.maximum(busy[group], done[s])
-        if not np.isnan(endings.reduce[s]):
-            reduces[s] = max(float(free[group].max()), done[s])
-            free[group] = done[s] = reduces[s] + endings.reduce[s]
-    for s in np.argsort(done, kind="stable"):
-        if not np.isnan(endings.update[s]):
-            group = list(endings.devices[s])
-            updates[s] = max(float(busy[group].max()), done[s])
-            busy[group] = done[s] = updates[s] + endings.update[s]
-    return reduces, updates, float(done.max())
 
 
 def blocks_of_starts(work: Work, starts: Floats, reduces: Floats, updates: Floats) -> Blocks:

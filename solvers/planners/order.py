@@ -14,12 +14,10 @@ from stagewright.formulations.checking.times import read_times
 from stagewright.formulations.forms.answers import Limits, OnProgress
 from stagewright.formulations.patterns.one_f_one_b import least_period, one_f_one_b_star
 from stagewright.formulations.patterns.pattern_problems import pattern_problem
-from stagewright.formulations.plans.actions import REDUCE, UPDATE, B, F, I, W
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Stage
 from stagewright.formulations.plans.structure import Structure, misfit, work_of
-from stagewright.formulations.plans.timing import Blocks
 from stagewright.formulations.plans.weight_rules import WEIGHT_RULES, Weights
 from stagewright.formulations.schedules.choice import OPTIMAL, ScheduleChoice
 from stagewright.formulations.schedules.kinds import KINDS, Sizes, schedule_of
@@ -30,12 +28,11 @@ from stagewright.formulations.schedules.planned import (
     copies_of,
     stage_times,
     stages_of,
-    starts_in_order,
+    starts_to_the_end,
 )
 from stagewright.graphs.documents.errors import InputError
 from stagewright.graphs.machines.ordering import recursive_device_order
-from stagewright.solvers.pipelines.structure_run import BACKWARD, FORWARD, WEIGHTS
-from stagewright.solvers.pipelines.structure_scheduling import best_schedule, ending_starts
+from stagewright.solvers.pipelines.structure_scheduling import best_schedule
 from stagewright.solvers.planners.planner import ANY_RECOMPUTATION, Options, SearchPlanner
 from stagewright.solvers.planners.proposal import (
     Choices,
@@ -181,10 +178,7 @@ def in_order(
     InputError
         If the devices deadlock.
     """
-    rule = WEIGHT_RULES[weights]
-    starts = starts_in_order(problem, stages, order, rule)
-    if not rule.updates_every_round:
-        starts |= _endings(problem, stages, starts)
+    starts = starts_to_the_end(problem, stages, order, WEIGHT_RULES[weights])
     return Proposal(stages, starts, weights=weights)
 
 
@@ -239,18 +233,6 @@ def _without_flush(
     pattern = one_f_one_b_star(asked, period)
     notes = (layout.note,) if layout.note else ()
     return PeriodicProposal(layout.stages, pattern, period, (), notes)
-
-
-def _endings(problem: PipelineProblem, stages: tuple[Stage, ...], starts: Blocks) -> Blocks:
-    """All-reduces and optimizer steps; a whole backward is its two parts in sequence here."""
-    split = tuple(bool(row.any()) for row in ~np.isnan(starts[I]))
-    work, endings, _ = work_of(problem, Structure(stages, split))
-    rows = np.full_like(work.seconds, np.nan)
-    rows[FORWARD], rows[BACKWARD] = starts[F], np.fmin(starts[B], starts[I])
-    after = rows[BACKWARD] + work.seconds[BACKWARD]
-    rows[WEIGHTS] = np.where(np.isnan(starts[W]), after, starts[W])
-    reduces, updates, _ = ending_starts(work, endings, rows)
-    return {REDUCE: reduces[:, None], UPDATE: updates[:, None]}
 
 
 def _fitting(problem: PipelineProblem, name: str, proposal: Proposal) -> Proposal | NoPlan:

@@ -23,12 +23,13 @@ from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
 from stagewright.formulations.plans.plan import Bound
 from stagewright.formulations.plans.plan_class import SHARED_SPLIT, SHARED_WHOLE
+from stagewright.formulations.plans.structure import ending_starts
 from stagewright.formulations.plans.timing import Blocks
 from stagewright.graphs.documents.arrays import Floats
 from stagewright.solvers.pipelines.row_search import RowSearch, compile_row_kernels
 from stagewright.solvers.pipelines.scheduling import solve_schedule
 from stagewright.solvers.pipelines.structure_run import BACKWARD, FORWARD, SEND_B, SEND_F, WEIGHTS
-from stagewright.solvers.pipelines.structure_scheduling import blocks_of_starts, ending_starts
+from stagewright.solvers.pipelines.structure_scheduling import blocks_of_starts
 from stagewright.solvers.planners.proposal import NoPlan, Proposal, cost_of, structure_of
 
 RULES = 100  # tried for each order of all-reduces

@@ -18,7 +18,7 @@ def export(
             "--to",
             help="torch-csv, torchtitan, nemo, megatron, deepspeed, torchrun, slurm, kubernetes; "
             "of a layout: megatron, megatron-bridge, nemo (2.x), torchtitan, deepspeed, "
-            "accelerate.",
+            "accelerate, plan.",
         ),
     ],
     output: Annotated[
@@ -33,7 +33,10 @@ def export(
     ],
     model: Annotated[
         Path | None,
-        typer.Option(help="Model file: layers' names, samples in a microbatch.", metavar="FILE"),
+        typer.Option(
+            help="Model file: layers' names, samples in a microbatch; of a layout: names.",
+            metavar="FILE",
+        ),
     ] = None,
     partition_only: Annotated[
         bool,
@@ -76,9 +79,11 @@ def export(
         image=image,
     )
     if is_layout(plan):
-        if options != Options():
-            raise InputError(f"{plan} is a layout: of the options only --to and --output apply")
-        return _export_layout(plan, to, output, as_json)
+        if options != Options(model=options.model):
+            raise InputError(
+                f"{plan} is a layout: of the options only --to, --output and --model apply"
+            )
+        return _export_layout(plan, to, output, model, as_json)
     answer = load_plan(plan)
     try:
         files = written(answer, to, options)
@@ -88,18 +93,23 @@ def export(
         else:
             print_lines(f"{plan} cannot run: {error}")
         return 1
-    given = (("PLAN", plan), ("--model", model), ("--cluster", cluster))
-    inputs = [Named(name, path) for name, path in given if path is not None]
+    inputs = _named(("PLAN", plan), ("--model", model), ("--cluster", cluster))
     return _write(files, output, inputs, remarks(answer, to), as_json)
 
 
-def _export_layout(path: Path, to: str, output: Path, as_json: bool) -> int:
+def _named(*given: tuple[str, Path | None]) -> list[Named]:
+    return [Named(name, path) for name, path in given if path is not None]
+
+
+def _export_layout(path: Path, to: str, output: Path, model: Path | None, as_json: bool) -> int:
     from stagewright.executor.export.layouts import export_layout
     from stagewright.formulations.parallelism.document import load_layout
+    from stagewright.graphs.models.chain import load_model
 
     plan = load_layout(path)
-    files = export_layout(plan.problem, plan.layout, to)
-    return _write(files, output, [Named("PLAN", path)], (), as_json)
+    names = None if model is None else [layer.name for layer in load_model(model).layers]
+    files = export_layout(plan.problem, plan.layout, to, names)
+    return _write(files, output, _named(("PLAN", path), ("--model", model)), (), as_json)
 
 
 def _write(

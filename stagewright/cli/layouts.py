@@ -131,7 +131,7 @@ def train_plan(
         str | None,
         typer.Option(
             help="Only layouts that can be exported to it: megatron, megatron-bridge, nemo, "
-            "torchtitan, deepspeed, accelerate."
+            "torchtitan, deepspeed, accelerate; plan: a plan of stages, for `stagewright run`."
         ),
     ] = None,
     schedule: Annotated[

@@ -187,4 +187,46 @@ def test_export_of_a_layout(to: str) -> None:
     message = refused("export", "layout.json", "--to", "torch-csv", "-o", "x.csv")
     assert message.startswith("--to 'torch-csv' is not known; there are megatron, ")
     message = refused("export", "layout.json", "--to", to, "-o", ".", "--partition-only")
-    assert message == "layout.json is a layout: of the options only --to and --output apply"
+    assert (
+        message == "layout.json is a layout: of the options only --to, --output and --model apply"
+    )
+    assert (
+        refused("export", "layout.json", "--to", to, "-o", ".", "--model", model_file())
+        == "--model gives the names of layers, which only --to plan takes"
+    )
+
+
+def model_file() -> str:
+    answered("model", "config.json", "--microbatch-size", 1, "--sequence", 2048, "-o", "model.json")
+    return "model.json"
+
+
+def test_a_layout_becomes_a_plan() -> None:
+    rewrite(Path("config.json"), tie_word_embeddings=False)
+    degrees = ("--pipeline", 2, "--tensor", 2)
+    one_server = ("train-plan", "config.json", "--device", "h100", "--gpus", 8, *RUN)
+    shown = answered(*one_server, *degrees, "--framework", "plan", "-o", "layout.json")
+    assert "that plan can express with" in shown
+    shown = answered("export", "layout.json", "--to", "plan", "-o", "out")
+    assert "out/plan.json is written" in shown
+    documents = ("out/plan.json", "--model", "out/model.json", "--cluster", "out/cluster.json")
+    assert ": valid" in answered("check", *documents)
+    layout = load_layout("layout.json")
+    seconds = answered_json("simulate", *documents)["iteration_seconds"]
+    assert seconds == pytest.approx(layout.iteration_seconds, rel=0.2)
+    assert "tensor" in answered("show", "out/plan.json")
+    answered("export", "out/plan.json", "--to", "torchrun", "--command", "train",
+             "--cluster", "out/cluster.json", "-o", "launch.sh")  # fmt: skip
+
+
+def test_names_of_a_plan_are_those_of_the_model() -> None:
+    answered(*PLAN, "--framework", "plan", "-o", "layout.json")
+    given = ("--to", "plan", "-o", "out", "--model", model_file())
+    answered("export", "layout.json", *given)
+    layers = json.loads(Path("out/plan.json").read_text())["layers"]
+    assert [one["name"] for one in layers][:2] == ["embedding", "block0"]
+    rewrite(Path("config.json"), num_hidden_layers=2)
+    model_file()
+    assert refused("export", "layout.json", *given) == (
+        "the layout's model has 18 layers (embedding, 16 blocks, head), the names are 4"
+    )

@@ -16,7 +16,7 @@ from ranks import Ranks
 
 from stagewright.cli import exporting
 from stagewright.executor.export import FORMATS, export, remarks
-from stagewright.executor.export.layouts import LAYOUT_FORMATS
+from stagewright.executor.export.layouts import EVERY_FORMAT
 from stagewright.executor.export.options import Options
 from stagewright.executor.export.strict_yaml import to_yaml
 from stagewright.formulations.forms.answers import Limits
@@ -873,7 +873,7 @@ def test_help_names_every_format():
     hint = exporting.export.__annotations__["to"].__metadata__[0].help
     plans, layouts = hint.rstrip(".").split("; of a layout: ")
     assert plans.split(", ") == list(FORMATS)
-    assert layouts.replace(" (2.x)", "").split(", ") == list(LAYOUT_FORMATS)
+    assert layouts.replace(" (2.x)", "").split(", ") == list(EVERY_FORMAT)
 
 
 def test_exports_need_no_torch():

@@ -1,9 +1,9 @@
-"""Export parallel layouts of a transformer to the frameworks that train them.
+"""Export parallel layouts of a transformer to the frameworks that train them, or as a plan.
 
-What a framework cannot express is refused by name, never dropped.
+What a format cannot express is refused by name, never dropped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from stagewright.executor.export.layouts import (
     accelerate,
@@ -11,6 +11,7 @@ from stagewright.executor.export.layouts import (
     megatron,
     megatron_bridge,
     nemo,
+    plan,
     torchtitan,
 )
 from stagewright.formulations.parallelism.layout import Layout
@@ -26,23 +27,35 @@ LAYOUT_FORMATS: dict[str, Callable[[TrainingProblem, Layout], dict[str, str]]] =
     "deepspeed": deepspeed.configuration,
     "accelerate": accelerate.configuration,
 }
+"""The frameworks; next to them there is :data:`PLAN`."""
+
+PLAN = "plan"
+EVERY_FORMAT = (*LAYOUT_FORMATS, PLAN)
 
 
-def export_layout(problem: TrainingProblem, layout: Layout, to: str) -> dict[str, str]:
+def export_layout(
+    problem: TrainingProblem, layout: Layout, to: str, names: Sequence[str] | None = None
+) -> dict[str, str]:
     """The texts of the files of ``layout`` in the format ``to``, by file name.
+
+    ``names`` are those of the layers in the module that is run, only for a plan.
 
     Raises
     ------
     InputError
-        If the format is unknown, the layout breaks a rule of the problem, or the format cannot
-        express one of its features.
+        If the format is unknown or takes no names, the layout breaks a rule of the problem, or
+        the format cannot express one of its features.
     """
-    if to not in LAYOUT_FORMATS:
-        raise InputError(f"--to {to!r} is not known; there are {', '.join(LAYOUT_FORMATS)}")
+    if to not in EVERY_FORMAT:
+        raise InputError(f"--to {to!r} is not known; there are {', '.join(EVERY_FORMAT)}")
+    if names is not None and to != PLAN:
+        raise InputError(f"--model gives the names of layers, which only --to {PLAN} takes")
     require_layout(problem, layout)
     positions = problem.architecture.positions
     if positions is not None and problem.sequence > positions:
         raise InputError(
             f"sequence must be at most the {positions} learned positions, got {problem.sequence}"
         )
+    if to == PLAN:
+        return plan.documents(problem, layout, names)
     return LAYOUT_FORMATS[to](problem, layout)

@@ -1,0 +1,23 @@
+"""A layout as the documents of a pipeline plan, which is checked, simulated, drawn and run here."""
+
+from collections.abc import Sequence
+
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.lowering import lowered
+from stagewright.formulations.parallelism.training import TrainingProblem
+from stagewright.graphs.documents.documents import to_json
+
+
+def documents(
+    problem: TrainingProblem, layout: Layout, names: Sequence[str] | None = None
+) -> dict[str, str]:
+    """Model, cluster and plan; see :func:`lowered`.
+
+    Raises
+    ------
+    InputError
+        If a pipeline plan cannot express the layout, or it does not fit as one.
+    """
+    asked, plan = lowered(problem, layout, names)
+    parts = {"model": asked.chain, "cluster": asked.cluster, "plan": plan}
+    return {f"{name}.json": to_json(part) for name, part in parts.items()}

@@ -1,0 +1,221 @@
+"""A layout as a pipeline plan: what was found by an estimate is then checked, simulated and run.
+
+The layers are the embedding, the blocks and the head, with the times that the estimate has for
+them. What a pipeline plan and its run cannot say is refused by name. Where the two models differ,
+and by how much, is in docs/layouts.md, "From a layout to a run".
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from stagewright.formulations.checking.check import require_valid
+from stagewright.formulations.checking.peaks import memory_exceeded
+from stagewright.formulations.checking.times import read_times
+from stagewright.formulations.parallelism.layer_times import LayerTime, share_time
+from stagewright.formulations.parallelism.layout import Layout
+from stagewright.formulations.parallelism.parts import shares
+from stagewright.formulations.parallelism.rules import require_layout
+from stagewright.formulations.parallelism.states import held, update_seconds
+from stagewright.formulations.parallelism.training import Precision, TrainingProblem
+from stagewright.formulations.plans.assembly import assemble
+from stagewright.formulations.plans.pipeline import PipelineProblem
+from stagewright.formulations.plans.plan import PipelinePlan, Stage
+from stagewright.formulations.schedules.interleaved import interleaved
+from stagewright.formulations.schedules.order import Order
+from stagewright.formulations.schedules.planned import starts_to_the_end
+from stagewright.formulations.schedules.zero_bubble import interleaved_zero_bubble
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.cluster import Cluster
+from stagewright.graphs.machines.fabric import cluster_of
+from stagewright.graphs.models.chain import Chain, Layer, LayerCost
+from stagewright.graphs.models.shards import Share, Split
+
+
+def lowered(
+    problem: TrainingProblem, layout: Layout, names: Sequence[str] | None = None
+) -> tuple[PipelineProblem, PipelinePlan]:
+    """The layout as a checked plan, and the problem that the plan answers.
+
+    ``names`` are those of the layers in the module that is run; by default ``embedding``,
+    ``blocks.0`` and so on, and ``head``. The plan has no certificate: the bound of a layout is on
+    the estimate's time, which is another one.
+
+    Raises
+    ------
+    InputError
+        If a rule of the layout does not hold, if a pipeline plan cannot express it, if there are
+        other layers than ``names``, or if it does not fit in memory as a plan.
+    """
+    require_layout(problem, layout)
+    require_expressible(problem, layout)
+    asked = PipelineProblem(
+        chain_of(problem, layout, names),
+        cluster_of(problem.fabric),
+        layout.microbatches(problem.batch),
+        memory_limit_bytes=problem.fabric.memory_bytes - problem.reserve_bytes,
+    )
+    stages = stages_of(problem, layout, asked.cluster)
+    starts = starts_to_the_end(asked, stages, _order(layout, asked.microbatches))
+    plan = assemble(asked, "layout", stages, starts)
+    for short in memory_exceeded(read_times(asked, plan)):
+        raise InputError(
+            f"the layout does not fit as a pipeline plan: {short.place} {short.message}"
+        )
+    require_valid(asked, plan)
+    return asked, plan
+
+
+def require_expressible(problem: TrainingProblem, layout: Layout) -> None:
+    """Raise in one line with the first feature that a plan or its run has not, and what would do.
+
+    Raises
+    ------
+    InputError
+        If there is one, or the blocks cannot be divided over the stages.
+    """
+    of_stages = max(layout.blocks_of_stages(problem.architecture.layers))
+    blocks = layout.recompute_blocks
+    refused = [
+        (layout.context > 1, f"context degree {layout.context}", "c1"),
+        (problem.architecture.experts is not None, "experts", "a model without them"),
+        (layout.sequence_parallel, "sequence parallelism", "a layout without sp"),
+        (layout.zero > 0, f"ZeRO {layout.zero}: every replica keeps its weights whole", "zero0"),
+        (
+            layout.tensor > 1 and layout.schedule == "zero-bubble",
+            "backwards in two parts (zero-bubble) of divided layers",
+            "1f1b or t1",
+        ),
+        (
+            layout.tensor > 1 and layout.pipeline > 1 and problem.architecture.tied,
+            "divided stages that share a tied table",
+            "t1, p1, or a model that is not tied",
+        ),
+        (layout.offload_optimizer, "offloaded optimizer", "a layout without offload"),
+        (layout.recompute == "selective", "selective recomputation", "none or full"),
+        (
+            blocks is not None and blocks < of_stages,
+            f"recomputation of {blocks} of a stage's {of_stages} blocks",
+            "full without blocks",
+        ),
+    ]
+    for is_there, what, instead in refused:
+        if is_there:
+            raise InputError(f"a pipeline plan that runs has no {what}; choose {instead}")
+
+
+def chain_of(problem: TrainingProblem, layout: Layout, names: Sequence[str] | None = None) -> Chain:
+    """The layers with the costs of a microbatch of all replicas, and of each replica's part.
+
+    A layer that uses the embedding's table has a copy of it, as in other models' chains. The
+    bytes of a parameter are those of the weight; what gradients and optimizer take in addition is
+    the optimizer's state.
+
+    Raises
+    ------
+    InputError
+        If ``names`` are not as many as there are layers.
+    """
+    count = problem.architecture.layers
+    own = ["embedding", *(f"blocks.{i}" for i in range(count)), "head"]
+    if names is not None and len(names) != len(own):
+        raise InputError(
+            f"the layout's model has {len(own)} layers (embedding, {count} blocks, head), the "
+            f"names are {len(names)}"
+        )
+    whole, divided = (shares(problem, split).every for split in (Split(), layout.split))
+    layers = [
+        Layer(name, _parameter_bytes(problem, one), tuple(_costs(problem, layout, one, shard)))
+        for name, one, shard in zip(names or own, whole, divided, strict=True)
+    ]
+    return Chain(
+        problem.architecture.name,
+        f"computed for {problem.fabric.device}, sequences of {problem.sequence}, of a layout",
+        layout.data * layout.microbatch,
+        tuple(layers),
+        _state_factor(problem.precision),
+    )
+
+
+def stages_of(problem: TrainingProblem, layout: Layout, cluster: Cluster) -> tuple[Stage, ...]:
+    """Stage s on the devices of pipeline rank s mod p, whose tensor ranks are next to each other.
+
+    What the estimate recomputes are blocks, one at a time, each from its input: ``layer``.
+    """
+    blocks = layout.blocks_of_stages(problem.architecture.layers)
+    cuts = [0, *(1 + done for done in accumulate(blocks))]
+    cuts[-1] += 1
+    return tuple(
+        Stage(
+            (cuts[s], cuts[s + 1]),
+            tuple(cluster.devices[i].name for i in _ranks(layout, s % layout.pipeline)),
+            recompute="layer" if layout.recompute == "full" else "none",
+            tensor=layout.tensor,
+        )
+        for s in range(layout.stages)
+    )
+
+
+def _ranks(layout: Layout, rank: int) -> list[int]:
+    """The ranks of a position in the pipeline, replica by replica."""
+    first = rank * layout.pipeline_stride
+    return [
+        first + replica * layout.data_stride + shard
+        for replica in range(layout.data)
+        for shard in range(layout.tensor)
+    ]
+
+
+def _order(layout: Layout, microbatches: int) -> Order:
+    if layout.schedule == "zero-bubble":
+        return interleaved_zero_bubble(layout.pipeline, layout.chunks, microbatches)
+    return interleaved(layout.pipeline, layout.chunks, microbatches)
+
+
+def _costs(
+    problem: TrainingProblem, layout: Layout, whole: Share, shard: Share
+) -> Iterator[LayerCost]:
+    """On one device and on those of the tensor degree, of one replica's samples and of all."""
+    for samples in sorted({layout.microbatch, layout.data * layout.microbatch}):
+        yield _cost(problem, layout, whole, Split(), samples)
+        if layout.tensor > 1:
+            yield _cost(problem, layout, shard, layout.split, samples)
+
+
+def _cost(
+    problem: TrainingProblem, layout: Layout, share: Share, split: Split, samples: int
+) -> LayerCost:
+    size, split_backward = problem.precision.activation_bytes, layout.schedule == "zero-bubble"
+    time = share_time(problem, share, split, samples, "none", split_backward)
+    is_head = not share.is_block and share.differentiable
+    degree = split.tensor if split.tensor > 1 else None
+    return LayerCost(
+        microbatch_size=samples,
+        forward_seconds=time.forward,
+        # The gradient of the logits is there while the head's backward is.
+        saved_bytes=samples * (share.saved_bytes(size, "none") + share.gradient_bytes),
+        output_bytes=samples * (share.gradient_bytes if is_head else share.width * size),
+        update_seconds=update_seconds(problem, layout, held(((share, False, 1),), tied=True)),
+        device_kind=problem.fabric.device,
+        tensor=degree,
+        shard_parameter_bytes=None if degree is None else _parameter_bytes(problem, share),
+        **_backward(time, split_backward),
+    )
+
+
+def _backward(time: LayerTime, in_parts: bool) -> dict[str, float]:
+    if not in_parts:
+        return {"backward_seconds": time.backward}
+    return {
+        "input_gradient_seconds": time.backward - time.weight,
+        "weight_gradient_seconds": time.weight,
+    }
+
+
+def _parameter_bytes(problem: TrainingProblem, share: Share) -> float:
+    return (share.parameters + share.tied_parameters) * problem.precision.weight_bytes
+
+
+def _state_factor(precision: Precision) -> float:
+    """Bytes next to a weight and a gradient of its size; smaller gradients count as large."""
+    weight, gradient = precision.weight_bytes, max(precision.weight_bytes, precision.gradient_bytes)
+    return (gradient - weight + precision.optimizer_bytes) / weight
