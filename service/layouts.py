@@ -27,6 +27,9 @@ NOTHING = (
     "no layout of the space obeys the rules of the model, the batch and the devices; explain one "
     "to see which rule it breaks"
 )
+WITHOUT_SEQUENCE = (PLAN, "deepspeed", "accelerate")
+"""What cannot express sequence parallelism."""
+
 LESS_MEMORY = 0.93
 """From one point of the front to the next, the limit on memory shrinks at least by this factor."""
 
@@ -66,10 +69,11 @@ class LayoutRequest(Request):
 
     @property
     def searched(self) -> Space:
-        """The space; of a plan, without what the default prefers and no plan can express."""
-        if self.framework != PLAN:
+        """The space, without what the default prefers and the framework cannot express."""
+        if self.framework not in WITHOUT_SEQUENCE:
             return self.space
-        return replace(self.space, sequence_parallel="never", partial=False)
+        partial = self.space.partial and self.framework != PLAN
+        return replace(self.space, sequence_parallel="never", partial=partial)
 
     def _accepts(self, layout: Layout) -> bool:
         if self.framework is None:
