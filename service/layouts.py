@@ -24,7 +24,7 @@ from stagewright.solvers.parallelism.tree import compiled_walk
 
 PROVED_BY = "branch and bound over all layouts of the space"
 NOTHING = (
-    "no layout of the space obeys the rules of the model, the batch and the devices; explain one "
+    "no layout of the space obeys the rules of the model, the batch and the devices{}; explain one "
     "to see which rule it breaks"
 )
 WITHOUT_SEQUENCE = (PLAN, "deepspeed", "accelerate")
@@ -207,7 +207,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
     if request.front or best is None:
         front = tuple(_front(request, stop))
     if best is None and not front and not is_stopped(stop) and request.explain is None:
-        raise InputError(NOTHING)
+        raise InputError(_nothing(request))
     speaks_of = plan_class(request)
     bound = LayoutBound(found.bound, PROVED_BY, speaks_of)
     return LayoutAnswer(
@@ -220,7 +220,7 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         explained=None if request.explain is None else explain(problem, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(request, stop)) if request.what_if and best else (),
-        reason=None if best is not None else _reason(problem, front),
+        reason=None if best is not None else _reason(request, front),
         examined=found.examined,
         wall_seconds=found.seconds,
         plan=None if best is None else layout_plan(problem, best, bound),
@@ -244,8 +244,13 @@ def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
     )
 
 
-def _reason(problem: TrainingProblem, front: tuple[FrontPoint, ...]) -> str:
-    return _too_large(problem, front[-1]) if front else NOTHING
+def _reason(request: LayoutRequest, front: tuple[FrontPoint, ...]) -> str:
+    return _too_large(request.problem, front[-1]) if front else _nothing(request)
+
+
+def _nothing(request: LayoutRequest) -> str:
+    name = request.framework
+    return NOTHING.format("" if name is None else f", and can be expressed by {name}")
 
 
 def _status(found: Found, stop: StopToken | None) -> Status:

@@ -31,6 +31,7 @@ Numbers = Literal["microbatches", "stages", "stage.microbatch"]
 """What the number on a computation is."""
 
 MAX_DEVICE_ROWS = 64  # with more devices rows would be lower than a line of text
+MOST_NAMES = 4  # numbers in the name of a row; more at equal distances are shortened
 
 
 KIND_NAMES = {
@@ -261,13 +262,12 @@ def _device_rows(plan: PipelinePlan, merged: bool) -> dict[str, str]:
             stages[device].append(s)
     if not merged:
         return {
-            device: f"{device} · {stages_name(_with_features(plan, its, device))}"
-            for device, its in stages.items()
+            device: f"{device} · {_row_name(plan, its, device)}" for device, its in stages.items()
         }
     rows = {}
     for device, its in stages.items():
         count = len({name for s in its for name in plan.stages[s].devices})
-        name = stages_name(_with_features(plan, its))
+        name = _row_name(plan, its)
         rows[device] = f"{name} · {count} device{'s' if count > 1 else ''}"
     return rows
 
@@ -278,7 +278,11 @@ def stages_name(stages: Sequence[int | str]) -> str:
 
 
 def _numbers(names: Sequence[int | str]) -> str:
-    """Names in a list, three and more consecutive numbers as a range."""
+    """Names in a list; three and more consecutive numbers are a range, many at a distance too."""
+    numbers = [name for name in names if isinstance(name, int)]
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) == len(names) > MOST_NAMES and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
     runs: list[list[int | str]] = []
     for name in names:
         last = runs[-1][-1] if runs else None
@@ -290,15 +294,17 @@ def _numbers(names: Sequence[int | str]) -> str:
     return ", ".join(texts)
 
 
-def _with_features(
-    plan: PipelinePlan, stages: Sequence[int], device: str | None = None
-) -> list[int | str]:
+def _row_name(plan: PipelinePlan, stages: Sequence[int], device: str | None = None) -> str:
     """The stages' numbers, followed by their special features: ``2 (round-robin, offload)``.
 
     With a ``device``, the other devices of its tensor group are named: ``2 (tensor 2 with g1)``.
+    What several stages all have is said once.
     """
-    features = ((s, stage_features(plan.stages[s], device)) for s in stages)
-    return [f"{s} ({', '.join(its)})" if its else s for s, its in features]
+    features = [", ".join(stage_features(plan.stages[s], device)) for s in stages]
+    if len(stages) > 1 and len(set(features)) == 1 and features[0]:
+        return f"{stages_name(stages)} (all {features[0]})"
+    each = zip(stages, features, strict=True)
+    return stages_name([f"{s} ({its})" if its else s for s, its in each])
 
 
 def stage_features(stage: Stage, device: str | None = None) -> list[str]:
