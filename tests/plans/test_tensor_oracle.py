@@ -43,7 +43,8 @@ def chains(draw: st.DrawFn, layers: int, kinds: list[str]) -> Chain:
     found = []
     for i in range(layers):
         output, step = draw(NUMBERS) * 1e6, draw(st.booleans())
-        shards = {t: draw(NUMBERS) * 1e6 / t for t in (1, 2, 4)}
+        whole = draw(NUMBERS) * 1e6
+        shards = {t: whole / t + draw(NUMBERS) / 9 * whole * (1 - 1 / t) for t in (1, 2, 4)}
         costs = [cost(kind, t, output, shards[t], step) for kind in kinds for t in (1, 2, 4)]
         found.append(Layer(f"l{i}", shards[1], tuple(costs)))
     state = draw(st.sampled_from([0.0, 1.0, 2.0]))
