@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -12,11 +13,20 @@ from profiles import UNSHRUNK, examples
 from tensor_oracle import REDUCE, UPDATE, Links, TensorOracle
 
 from stagewright.executor.simulation.simulate import simulate
+from stagewright.formulations.checking.certificates import gap
 from stagewright.formulations.checking.check import check, require_valid
+from stagewright.formulations.pipelines.every_plan import LOAD, priced_load_bound
 from stagewright.formulations.plans.actions import COMPUTE, Action, parse_action
 from stagewright.formulations.plans.assembly import assemble
 from stagewright.formulations.plans.pipeline import PipelineProblem
-from stagewright.formulations.plans.plan import PipelinePlan, ScheduledAction, Stage
+from stagewright.formulations.plans.plan import (
+    Bound,
+    Certificate,
+    PipelinePlan,
+    ScheduledAction,
+    Stage,
+)
+from stagewright.formulations.plans.plan_class import EVERY_PLAN
 from stagewright.formulations.plans.timing import empty_blocks
 from stagewright.graphs.machines.cluster import Cluster, Device, Link, ServerLinks, from_matrix
 from stagewright.graphs.models.chain import Chain, Layer, LayerCost
@@ -337,3 +347,20 @@ def test_broken_plans_are_rejected(name: str, case: Any, data: Any) -> None:
     assume(broken is not None)
     assert broken is not None
     assert check(problem, broken)
+
+
+@pytest.mark.parametrize("degrees", [(1,), (2,), (1, 2, 4), "any"])
+@examples(40, quick=4, phases=UNSHRUNK)
+@given(cases(sharded=True))
+def test_no_certificate_covers_groups(degrees: Any, case: Any) -> None:
+    """The load at degree 1, claimed for other degrees, with headlines that follow from it."""
+    problem, plan = case[0], case[3]
+    prices = np.ones(len(problem.kinds)) / len(problem.cluster.devices)
+    cost = require_valid(problem, plan)
+    load = min(priced_load_bound(problem, prices), cost)
+    claimed = replace(EVERY_PLAN, tensor=degrees)
+    every = Bound(load, LOAD, "problem", EVERY_PLAN, tuple(prices))
+    bounds = every, replace(every, plans=claimed)
+    headline = (load, gap(cost, load), LOAD)
+    stated = Certificate(cost, *headline, claimed, *headline, *headline, claimed, bounds)
+    assert check(problem, replace(plan, certificate=stated))
