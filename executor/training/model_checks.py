@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 
 import torch
+from torch import Tensor
 
 from stagewright.executor.capture.layers import CapturedLayer, LayeredModel
 from stagewright.executor.capture.shapes import LayerTrace
@@ -220,11 +221,15 @@ def listed_stages(stages: Sequence[int]) -> str:
     return " and ".join(map(str, stages))
 
 
-def require_no_own_clipping(
+def require_joint_steps(
     plan: PipelinePlan, optimizers: Iterable[torch.optim.Optimizer | None]
 ) -> None:
-    """Refuse optimizers that clip by the gradients they see, where those are not all."""
-    if len(plan.stages) == 1 and plan.stages[0].tensor == 1:
+    """Refuse optimizers whose step would be another one if they saw all that it is about.
+
+    They clip by the gradients of one device, or treat a parameter that is divided as a whole.
+    """
+    divided = any(stage.tensor > 1 for stage in plan.stages)
+    if len(plan.stages) == 1 and not divided:
         return
     for one in optimizers:
         name = one and clips_by_itself(one)
@@ -233,6 +238,36 @@ def require_no_own_clipping(
                 f"the optimizer {name} clips by the norm of one device's gradients alone; give "
                 "one that does not, and clip_norm for that of all"
             )
+        if one is not None and divided and _needs_whole_tensors(one):
+            raise InputError(
+                f"the optimizer {type(one).__name__} steps otherwise on a part of a parameter than "
+                "on the whole: give one that treats every number alone, or plan tensor degree 1"
+            )
+
+
+def _needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps on the halves of a matrix differ from those on the matrix.
+
+    False if they cannot be tried: the class makes no optimizer of its defaults.
+    """
+    try:
+        whole, halves = _stepped(optimizer, 1), _stepped(optimizer, 2)
+    except (TypeError, ValueError):
+        return False
+    return not torch.allclose(whole, halves, rtol=1e-9, atol=1e-12)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, parts: int) -> Tensor:
+    """A matrix after two steps of an optimizer of the same class, which has it in ``parts``."""
+    device = next(one.device for group in optimizer.param_groups for one in group["params"])
+    numbers = torch.arange(1.0, 65.0, dtype=torch.float64, device=device).view(8, 8)
+    own = [torch.nn.Parameter(one.clone()) for one in numbers.sin().chunk(parts)]
+    same = type(optimizer)(own, **optimizer.defaults)
+    for factor in (3, 5):
+        for one, gradient in zip(own, (factor * numbers).cos().chunk(parts), strict=True):
+            one.grad = gradient.clone()
+        same.step()
+    return torch.cat([one.detach() for one in own])
 
 
 def clips_by_itself(optimizer: torch.optim.Optimizer) -> str | None:

@@ -71,6 +71,7 @@ class Preparation:
             every = (one.optimizer for one in self.weights.values())
             require_capturable_steps(one for one in every if one is not None)
         self._require_fit(computations)
+        self.model.watch(self.weights)
         boundaries = []
         for s, stage in enumerate(plan.stages[:-1]):
             crossing = {count: trace[stage.layers[1] - 1] for count, trace in traces.items()}

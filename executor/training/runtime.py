@@ -26,8 +26,8 @@ from stagewright.executor.training.losses import Loss, cross_entropy
 from stagewright.executor.training.model_checks import (
     require_capturable,
     require_clip_norm,
+    require_joint_steps,
     require_known_tensor_plan,
-    require_no_own_clipping,
     require_same_model,
     require_sharing,
     require_whole_gradients,
@@ -194,14 +194,14 @@ class Executor:
         given = typed_inputs(inputs, self._parameter_type)
         require_as_many(given, tensors_of_batch("targets", targets))
         interpreter = self._interpreter(given)
-        here = given if 0 in self._stages else ()
         wanted: Batch = ()
         if len(self.plan.stages) - 1 in self._stages:
             wanted = mapped_batch(targets, lambda one: one.to(self._rank.device))
         if is_whole:
             self._recorder.begin(self.steps_done)
-        own = tuple(one.to(self._rank.device) for one in here)
+        own = tuple(one.to(self._rank.device) for one in given if 0 in self._stages)
         losses = self._carried_out(partial(interpreter.run, own, wanted, self.steps_done))
+        self._model.require_same_gradients(self._weights)
         self.steps_done += 1
         if not self.plan.is_periodic:
             self._recorder.end(self.steps_done)
@@ -364,7 +364,7 @@ class Executor:
             )
             for s, layers in self._model.modules.items()
         }
-        require_no_own_clipping(self.plan, (one.optimizer for one in made.values()))
+        require_joint_steps(self.plan, (one.optimizer for one in made.values()))
         return made
 
     def _find_families(self) -> set[frozenset[int]]:

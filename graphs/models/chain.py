@@ -155,6 +155,16 @@ class Layer:
                     f"layer {self.name!r}: shard_parameter_bytes must be the same in all costs of "
                     f"tensor degree {degree}"
                 )
+            self._require_shard(degree, costs[0].shard_parameter_bytes)
+
+    def _require_shard(self, degree: int, shard: float | None) -> None:
+        """Every parameter is whole on each of ``degree`` devices, or divided among them."""
+        least, most = self.parameter_bytes / degree, self.parameter_bytes
+        if shard is not None and not least * (1 - 1e-9) <= shard <= most * (1 + 1e-9):
+            raise InputError(
+                f"layer {self.name!r}: shard_parameter_bytes at tensor degree {degree} must be "
+                f"from {least:g} (all is divided) to {most:g} (nothing is), got {shard:g}"
+            )
 
     @property
     def degrees(self) -> tuple[int, ...]:

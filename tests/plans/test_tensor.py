@@ -305,22 +305,26 @@ def test_the_timeline_names_the_group() -> None:
     ],
 )
 def test_wrong_costs_are_refused(change: dict[str, Any], message: str) -> None:
-    two = layer("a", 20.0, 40.0).costs[1]
+    two = layer("a", 20 * MB, 40.0).costs[1]
     with pytest.raises(InputError, match=message):
         replace(two, **change)
 
 
 def test_wrong_layers_are_refused() -> None:
-    one, two = layer("a", 20.0, 40.0).costs
+    one, two = layer("a", 20 * MB, 40.0).costs
     with pytest.raises(InputError, match="every degree needs the same kinds"):
-        Layer("a", 20.0, (one, replace(two, device_kind="v100")))
+        Layer("a", 20 * MB, (one, replace(two, device_kind="v100")))
     other = replace(two, microbatch_size=8, shard_parameter_bytes=3.0)
     with pytest.raises(InputError, match="'a': shard_parameter_bytes must be the same"):
-        Layer("a", 20.0, (one, two, other))
+        Layer("a", 20 * MB, (one, two, other))
+    for shard in (9.9 * MB, 20.1 * MB):
+        wrong = replace(two, shard_parameter_bytes=shard)
+        with pytest.raises(InputError, match=r"2 must be from 1e\+07 .* to 2e\+07 .*, got"):
+            Layer("a", 20 * MB, (one, wrong))
     with pytest.raises(InputError, match="two costs for one device kind and size"):
-        Layer("a", 20.0, (one, two, two))
-    halved = Layer("a", 20.0, (one, replace(two, output_bytes=20.0)))
+        Layer("a", 20 * MB, (one, two, two))
+    halved = Layer("a", 20 * MB, (one, replace(two, output_bytes=20.0)))
     with pytest.raises(InputError, match="output_bytes at tensor degree 2 must be 40"):
-        Chain("m", "test", 4, (halved, layer("b", 1.0, 1.0)))
+        Chain("m", "test", 4, (halved, layer("b", 2 * MB, 1.0)))
     with pytest.raises(InputError, match="tensor must divide the stage's 3 devices, got 2"):
         Stage((0, 1), names(0, 1, 2), tensor=2)

@@ -120,14 +120,19 @@ class RowLinear(nn.Linear):
 
 
 class RowEmbedding(nn.Embedding):
-    """Some of the rows of a table; what a device does not have is zero in its part of the sum."""
+    """Some of the rows of a table; what another device has is zero in this one's part of the sum.
+
+    Numbers that no device has fail as in any embedding.
+    """
 
     tensor_group: TensorGroup
 
     def forward(self, numbers: Tensor) -> Tensor:
         """Map any shape of numbers of rows to (..., all features)."""
-        own = numbers - self.tensor_group.position * self.weight.size(0)
-        is_here = (own >= 0) & (own < self.weight.size(0))
-        found = F.embedding(own.where(is_here, 0), self.weight)
+        size, group = self.weight.size(0), self.tensor_group
+        own = numbers - group.position * size
+        is_here = (own >= 0) & (own < size)
+        is_there = ~is_here & (numbers >= 0) & (numbers < size * group.degree)
+        found = F.embedding(own.where(~is_there, 0), self.weight)
         total: Tensor = _Summed.apply(found * is_here.unsqueeze(-1), self.tensor_group)  # type: ignore[no-untyped-call]
         return total

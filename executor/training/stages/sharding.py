@@ -12,6 +12,7 @@ a mapping from patterns of its own parts' names to
 All other parameters are whole on every device, which computes with them what the others do.
 """
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,11 @@ from stagewright.executor.training.stages.parallel_layers import (
 from stagewright.graphs.documents.errors import InputError
 
 DIVIDE = "divide"
+COLUMNS = re.compile(r"colwise(?:/([1-9]\d*))?")
+
+# Of gradients that should be equal, by kernels that may add up in another order: a part that is
+# missing changes more. What is small beside all of them may be rounding alone.
+SAME, NOTHING = 1e-2, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +81,12 @@ class Style:
 
 def _styles(text: str) -> Iterator[Style]:
     """The ways that a style of a plan names, by the kinds of modules that they are for."""
-    name, _, parts = text.partition("/")
-    count = int(parts) if parts.isdecimal() else 1
-    columns = {"weight": Cut(0, count), "bias": Cut(0, count)}
-    if name == "colwise":
-        yield Style(ColumnLinear, nn.Linear, columns, ("out_features",))
+    if columns := COLUMNS.fullmatch(text):
+        cut = Cut(0, int(columns[1] or 1))
+        yield Style(ColumnLinear, nn.Linear, {"weight": cut, "bias": cut}, ("out_features",))
     elif text == "colwise_rep":
-        yield Style(JoinedColumnLinear, nn.Linear, columns, ("out_features",))
+        cuts = {"weight": Cut(0), "bias": Cut(0)}
+        yield Style(JoinedColumnLinear, nn.Linear, cuts, ("out_features",))
     elif text == "rowwise":
         yield Style(RowLinear, nn.Linear, {"weight": Cut(1)}, ("in_features",))
         yield Style(RowEmbedding, nn.Embedding, {"weight": Cut(0)}, ("num_embeddings",))
@@ -105,6 +110,30 @@ class Sharding:
         if name not in self.cuts or not whole.dim():
             return whole
         return self.cuts[name].pieces(whole, self.group.degree)[self.group.position]
+
+    def require_same(self, s: int, norms: Mapping[str, Tensor]) -> None:
+        """Refuse parameters of stage ``s`` whose copies get different gradients.
+
+        Every device must compute with a whole parameter what the others do. ``norms`` are those of
+        this device's gradients; all of the group call it.
+
+        Raises
+        ------
+        InputError
+            If those of the other devices differ: the copies would become different parameters.
+        """
+        if not norms:
+            return
+        every = torch.stack(self.group.every(torch.stack(list(norms.values()))))
+        least, most = every.amin(0), every.amax(0)
+        for name, low, high in zip(norms, least.tolist(), most.tolist(), strict=True):
+            if high - low > SAME * high + NOTHING * float(most.max()):
+                raise InputError(
+                    f"parameter {name!r} of stage {s} is whole on each of {self.group.degree} "
+                    f"devices, but its gradients there differ (norms {low:.3g} to {high:.3g}): the "
+                    "layers around it are divided; let their tp_plan divide its module too, or "
+                    "none of them"
+                )
 
 
 def shard_stage(
@@ -166,11 +195,14 @@ class _Division:
         self.group, self.uses, self.names = group, uses, names
         self.cuts: dict[str, Cut] = {}
         self.done: set[int] = set()  # modules, which several layers may have
+        self.numbers: set[tuple[int, str]] = set()  # of modules, by their ids
 
     def divide(self, module: nn.Module, style: Style) -> None:
         """Keep this device's part of ``module``."""
         degree, place = self.group.degree, self.group.position
         for field, cut in style.cuts.items():
+            if field not in module._parameters:
+                raise InputError(f"its {field} is not a parameter, but computed from others")
             one = module._parameters[field]
             if one is None:
                 continue
@@ -199,6 +231,8 @@ def _divide(layer: CapturedLayer, division: _Division) -> bool:
         place = f"tp_plan of {type(module).__name__} {path!r}"
         if not isinstance(plan, Mapping):
             raise InputError(f"{place}: must map names to styles, got a {type(plan).__name__}")
+        if wrong := [one for one in (*plan, *plan.values()) if not isinstance(one, str)]:
+            raise InputError(f"{place}: must map names to styles, got {wrong[0]!r} among them")
         for pattern, style in plan.items():
             act = _divide_numbers if style == DIVIDE else _divide_modules
             act(module, pattern, style, division, place)
@@ -245,6 +279,9 @@ def _divide_numbers(
     if not found:
         raise InputError(f"{place}: {pattern!r} is not a whole number of a module in it")
     for one in found:
+        if (id(one), field) in division.numbers:
+            raise InputError(f"{place}: {pattern!r} names a number that is divided already")
+        division.numbers.add((id(one), field))
         value, degree = getattr(one, field), division.group.degree
         if value % degree:
             raise InputError(

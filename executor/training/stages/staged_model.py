@@ -89,6 +89,16 @@ class StagedModel:
         if groups:
             place(self._model, self._own_layers, rank.device, None)
 
+    def watch(self, weights: Mapping[int, Weights]) -> None:
+        """Let divided stages note the next gradients of what is whole on all devices of a group."""
+        for s, sharding in self.shardings.items():
+            weights[s].watch(set(weights[s].names) - sharding.cuts.keys())
+
+    def require_same_gradients(self, weights: Mapping[int, Weights]) -> None:
+        """Refuse noted gradients that differ on the devices of a group; all of them call it."""
+        for s in sorted(self.shardings):
+            self.shardings[s].require_same(s, weights[s].take_norms())
+
     def tensors(self, s: int, weights: Weights) -> dict[str, Tensor]:
         """Parameters, in their newest version, and buffers of a stage, by their first names."""
         found: dict[str, Tensor] = {}

@@ -71,6 +71,8 @@ class Weights:
         self.newest = versions - 1
         self._stash: int | None = None
         self._reductions: list[dist.Work] = []
+        self._watched: Collection[str] = ()
+        self._norms: dict[str, Tensor] = {}
         self.optimizer = make_optimizer(parameters) if parameters else None
         self._adopt(parameters, self._gradients)
 
@@ -103,6 +105,15 @@ class Weights:
                 for name, gradient in zip(self.names, gradients.views, strict=True)
             ]
         self._adopt(self.held[self.newest], self._gradients)
+
+    def watch(self, names: Collection[str]) -> None:
+        """Keep the norms of the gradients of ``names`` that the next update takes."""
+        self._watched = names
+
+    def take_norms(self) -> dict[str, Tensor]:
+        """The norms that were kept, in 64 bits, by name; empty if none were."""
+        norms, self._norms = self._norms, {}
+        return norms
 
     def use(self, version: int) -> None:
         """Compute on ``version`` from now on."""
@@ -166,6 +177,9 @@ class Weights:
         """
         self.wait()
         self._reductions.clear()
+        if self._watched:
+            self._norms = self._norms_of(self._watched)
+            self._watched = ()
         if isinstance(factor, Tensor) or factor != 1.0:
             self._reduced.scale(factor)
         if self._stash is None:
@@ -181,6 +195,13 @@ class Weights:
         self._reduced.zero()
         self._adopt(parameters, self._gradients)
         self.use(self.newest)
+
+    def _norms_of(self, names: Collection[str]) -> dict[str, Tensor]:
+        return {
+            name: torch.linalg.vector_norm(one, dtype=torch.float64)
+            for name, one in zip(self.names, self._reduced.views, strict=True)
+            if name in names and one is not None
+        }
 
     def _copied(self) -> list[nn.Parameter]:
         """The newest version once more, for the optimizer; microbatches in flight keep the old.

@@ -1,0 +1,224 @@
+"""Groups of devices against a plain torch loop, and what would train another model unseen."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the executor needs torch")
+
+from ranks import Ranks, RanksFailed  # noqa: E402
+from tensor_runs import (  # noqa: E402
+    ENTROPY,
+    SEQUENCE,
+    VOCABULARY,
+    batches,
+    fill_and_drain,
+    gpt,
+    interrupted,
+    llama,
+    refusal,
+    run,
+)
+from torch import nn  # noqa: E402
+
+from examples.models import Transformer  # noqa: E402
+from stagewright.formulations.plans.plan import Stage  # noqa: E402
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3, weight_decay=0.3)
+GROUP = [Stage((0, 4), ("a", "b"), tensor=2)]
+
+
+class Loop:
+    """The unsplit model in float64 with autograd, the optimizer and torch's own clipping."""
+
+    def __init__(self, model: Any, optimizer: Any = ADAMW, clip_norm: float | None = None) -> None:
+        self.model = deepcopy(model).double()
+        self.optimizer = optimizer(self.model.parameters())
+        self.clip_norm = clip_norm
+
+    def step(self, inputs: Any, targets: Any) -> float:
+        self.optimizer.zero_grad()
+        loss = ENTROPY(self.model(inputs), targets)
+        loss.backward()
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def odd() -> Any:
+    """A table and a head of 13 tokens, whole on all devices."""
+    return Transformer(2, 16, 4, SEQUENCE, 13)
+
+
+def tied() -> Any:
+    model = gpt()
+    model.head[1].weight = model.embedding.token.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "stages"),
+    [
+        (gpt, GROUP),
+        (odd, GROUP),
+        (tied, GROUP),
+        (llama, [Stage((0, 4), ("a", "b", "c", "d"), tensor=2)]),
+        (llama, [Stage((0, 4), ("a", "b", "c", "d"), "round-robin", tensor=2)]),
+        (gpt, [Stage((0, 2), ("a", "b"), tensor=2), Stage((2, 4), tuple("bacd"), tensor=2)]),
+    ],
+)
+def test_a_plain_loop_trains_the_same(ranks: Ranks, model: Any, stages: list[Stage]) -> None:
+    torch.manual_seed(0)
+    whole, data = model().double(), batches(8)
+    loop = Loop(whole, clip_norm=0.05)
+    losses = [loop.step(*batch) for batch in data]
+    world = len({name for stage in stages for name in stage.devices})
+    options = {"loss": ENTROPY, "optimizer": ADAMW, "clip_norm": 0.05}
+    found = ranks.run(run, world, fill_and_drain(stages, 2), whole, data, options)
+    same(found[0][0], loop.model.state_dict())
+    assert found[0][1] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(2, 1), (1, 2)])
+def test_a_run_goes_on_at_another_degree(ranks: Ranks, writer: int, reader: int) -> None:
+    """As one loop that was never interrupted."""
+    torch.manual_seed(0)
+    whole, data = llama().double(), batches(8)
+    plans = {t: fill_and_drain([Stage((0, 4), tuple("ab"[:t]), tensor=t)], 2) for t in (1, 2)}
+    adam = partial(torch.optim.Adam, lr=0.01, eps=1e-3)  # of `interrupted`
+    loop = Loop(whole, adam)
+    for batch in data:
+        loop.step(*batch)
+
+    def after(t: int, steps: Any, state: Any) -> dict[str, Any]:
+        shares = ranks.run(interrupted, t, plans[t], whole, steps, state)
+        return {key: one for share in shares for key, one in share.items()}
+
+    found = after(reader, data[1:], after(writer, data[:1], None))
+    same(
+        {key[6:]: one for key, one in found.items() if key.startswith("model.")},
+        loop.model.state_dict(),
+    )
+
+
+# --- What would train another model ---------------------------------------------------------------
+
+
+def planned(**rules: Any) -> Any:
+    """A GPT whose blocks have another ``tp_plan``."""
+    model = gpt()
+    for block in model.blocks:
+        block.tp_plan = {**block.tp_plan, **rules}
+    return model
+
+
+def whole_keys() -> Any:
+    """Every device has all keys and values, but queries of its own."""
+    model = llama()
+    for block in model.blocks:
+        block.tp_plan = {
+            name: style for name, style in block.tp_plan.items() if name not in ("key", "value")
+        }
+    return model
+
+
+def normed_queries() -> Any:
+    """A norm of each head, whole on all devices: each has the gradient of its own heads."""
+    model = llama()
+    for block in model.blocks:
+        parts = nn.Unflatten(-1, (-1, 4)), nn.RMSNorm(4), nn.Flatten(-2)
+        block.query = nn.Sequential(block.query, *parts)
+        block.tp_plan = {**block.tp_plan, "query.0": block.tp_plan["query"]}
+        del block.tp_plan["query"]
+    return model
+
+
+def between() -> Any:
+    """A parameter between the two layers of a divided pair."""
+    model = gpt()
+    for block in model.blocks:
+        block.feed_forward[2] = nn.PReLU()
+    return model
+
+
+class Outer(nn.Module):
+    """Its plan divides what that of its part has divided."""
+
+    tp_plan = {"inner.heads": "divide"}  # noqa: RUF012
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def nested() -> Any:
+    model = gpt()
+    model.blocks = nn.ModuleList(Outer(block) for block in model.blocks)
+    return model
+
+
+def computed_weight() -> Any:
+    model = llama()
+    for block in model.blocks:
+        one = block.gate
+        one.weight_of_it = one.weight
+        del one.weight
+        one.weight = one.weight_of_it.detach()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: planned(attention_in="colwise/three"), "'colwise/three' is not a style"),
+        (lambda: planned(attention_in="colwise/"), "'colwise/' is not a style"),
+        (lambda: planned(attention_in="colwise/0"), "'colwise/0' is not a style"),
+        (lambda: planned(attention_in=None), "must map names to styles, got None among them"),
+        (nested, "names a number that is divided already"),
+        (computed_weight, "'gate': its weight is not a parameter, but computed from others"),
+        (whole_keys, "is whole on each of 2 devices, but its gradients there differ (norms "),
+        (normed_queries, "parameter 'blocks.0.query.2.weight' of stage 0 is whole on each of 2"),
+        (between, "parameter 'blocks.0.feed_forward.2.weight' of stage 0 is whole on each of 2"),
+    ],
+)
+def test_what_would_train_another_model(
+    ranks: Ranks, model: Callable[[], Any], message: str
+) -> None:
+    torch.manual_seed(0)
+    assert message in refusal(ranks, model(), GROUP)
+
+
+def test_an_optimizer_of_whole_tensors_is_refused(ranks: Ranks) -> None:
+    """Adafactor keeps means of rows and columns, which those of a shard are not."""
+    options = {"loss": ENTROPY, "optimizer": partial(torch.optim.Adafactor, lr=0.01)}
+    data = batches(4, 1)
+    for t in (1, 2):
+        plan = fill_and_drain([Stage((0, 4), tuple("ab"[:t]), tensor=t)], 2)
+        if t == 1:
+            ranks.run(run, t, plan, gpt(), data, options)
+            continue
+        message = "InputError: the optimizer Adafactor steps otherwise on a part of a parameter"
+        with pytest.raises(RanksFailed, match=message):
+            ranks.run(run, t, plan, gpt(), data, options)
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, -1])
+def test_a_divided_table_has_no_more_rows_than_a_whole_one(ranks: Ranks, token: int) -> None:
+    ((tokens, targets),) = batches(4, 1)
+    tokens[0, 0] = token
+    options = {"loss": ENTROPY, "optimizer": ADAMW}
+    with pytest.raises(RanksFailed, match="IndexError: index out of range"):
+        ranks.run(run, 2, fill_and_drain(GROUP, 2), llama(), [(tokens, targets)], options)
