@@ -16,6 +16,7 @@ from stagewright.formulations.parallelism.losses import differences, shortages, 
 from stagewright.formulations.parallelism.lowering import require_expressible
 from stagewright.formulations.parallelism.training import TrainingProblem
 from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.groups import links
 from stagewright.service.answers import CARRIED, Answer, Finite
 from stagewright.service.requests import Request
 from stagewright.solvers.parallelism.search import Found, search
@@ -174,6 +175,7 @@ class LayoutAnswer(Answer):
     explained: ExplainAnswer | None = None
     front: tuple[FrontPoint, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
+    remarks: tuple[str, ...] = ()
     reason: str | None = None
     examined: int
     wall_seconds: float
@@ -181,9 +183,13 @@ class LayoutAnswer(Answer):
 
 
 class CheckLayoutAnswer(Answer):
-    """What is wrong with a layout's document; nothing if it is valid."""
+    """What is wrong with a layout's document; nothing if it is valid.
+
+    Its bound is compared with the time, but the search is not run again.
+    """
 
     status: str
+    is_bound_verified: bool = False
     violations: tuple[str, ...]
 
 
@@ -220,7 +226,8 @@ def find_layouts(request: LayoutRequest, stop: StopToken | None = None) -> Layou
         explained=None if request.explain is None else explain(problem, request.explain, best),
         front=front if request.front else (),
         what_if=tuple(_what_if(request, stop)) if request.what_if and best else (),
-        reason=None if best is not None else _reason(request, front),
+        remarks=_remarks(problem, best),
+        reason=None if best is not None else _reason(request, front, stop),
         examined=found.examined,
         wall_seconds=found.seconds,
         plan=None if best is None else layout_plan(problem, best, bound),
@@ -244,7 +251,9 @@ def _impossible(request: LayoutRequest, reason: str) -> LayoutAnswer:
     )
 
 
-def _reason(request: LayoutRequest, front: tuple[FrontPoint, ...]) -> str:
+def _reason(request: LayoutRequest, front: tuple[FrontPoint, ...], stop: StopToken | None) -> str:
+    if is_stopped(stop):
+        return "stopped before a layout was found"
     return _too_large(request.problem, front[-1]) if front else _nothing(request)
 
 
@@ -254,9 +263,26 @@ def _nothing(request: LayoutRequest) -> str:
 
 
 def _status(found: Found, stop: StopToken | None) -> Status:
+    if is_stopped(stop):
+        return Status.INTERRUPTED
     if found.best:
         return Status.OPTIMAL if found.proved else Status.FEASIBLE
-    return Status.INTERRUPTED if is_stopped(stop) else Status.INFEASIBLE
+    return Status.INFEASIBLE
+
+
+def _remarks(problem: TrainingProblem, best: Estimate | None) -> tuple[str, ...]:
+    """What a user should know of the prediction of the best layout."""
+    if best is None or best.layout.zero < 2:
+        return ()
+    ways = links(problem.fabric, best.layout.data_group).ways
+    inside = problem.fabric.levels[0].name
+    if all(one.level.name == inside for way in ways for one in way.crossed):
+        return ()
+    return (
+        f"ZeRO {best.layout.zero} between servers is predicted too fast against what is published "
+        "(1.5 to 4.5 times for ZeRO 3 of 2021): see docs/layouts.md, measure it, or consider "
+        "--zero 0,1",
+    )
 
 
 def plan_class(request: LayoutRequest) -> str:
@@ -329,20 +355,26 @@ def explain(problem: TrainingProblem, layout: Layout, best: Estimate | None) -> 
 
 
 def _front(request: LayoutRequest, stop: StopToken | None) -> Iterator[FrontPoint]:
-    """The fastest layout for less and less memory, from any amount to too little."""
-    limit = inf
+    """The fastest layout for less and less memory, from any amount to too little.
+
+    One limit is what a device has. What is no faster than a later point is left out.
+    """
+    limit, has, last = inf, request.problem.fabric.memory_bytes, None
     while not is_stopped(stop):
         found = request.search(request.problem, 1, memory_bytes=limit, stop=stop)
-        if not found.best:
+        point = _point(limit, found.best[0]) if found.best else None
+        if last is not None and (point is None or point.seconds > last.seconds * (1 + 1e-9)):
+            yield last
+        if point is None:
             return
-        one = found.best[0]
-        yield FrontPoint(
-            limit_bytes=limit,
-            peak_bytes=one.peak_bytes,
-            seconds=one.seconds,
-            layout=str(one.layout),
-        )
-        limit = one.peak_bytes * LESS_MEMORY
+        last, below = point, point.peak_bytes * LESS_MEMORY
+        limit = has if below < has < limit and point.peak_bytes > has else below
+
+
+def _point(limit: float, one: Estimate) -> FrontPoint:
+    return FrontPoint(
+        limit_bytes=limit, peak_bytes=one.peak_bytes, seconds=one.seconds, layout=str(one.layout)
+    )
 
 
 def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
@@ -350,9 +382,8 @@ def _too_large(problem: TrainingProblem, least: FrontPoint) -> str:
 
     missing = least.peak_bytes - problem.fabric.memory_bytes
     return (
-        f"a device has {format_bytes(problem.fabric.memory_bytes)}; of the layouts found, "
-        f"{least.layout} needs least: {format_bytes(least.peak_bytes)}, {format_bytes(missing)} "
-        "more"
+        f"a device has {format_bytes(problem.fabric.memory_bytes)}; {least.layout} would need "
+        f"{format_bytes(least.peak_bytes)}, {format_bytes(missing)} more, and no layout much less"
     )
 
 

@@ -1,6 +1,8 @@
 """Training problems from what users name: a precision, a kind of attention, a device."""
 
 from stagewright.formulations.parallelism.training import TrainingProblem, precision_named
+from stagewright.graphs.documents.errors import InputError
+from stagewright.graphs.machines.devices import accelerator
 from stagewright.graphs.machines.fabric import Fabric
 from stagewright.graphs.machines.rates import reached_on
 from stagewright.graphs.models.architecture import Architecture
@@ -40,6 +42,10 @@ def training_problem(
     InputError
         If a value is out of range, or the device has no such arithmetic.
     """
+    if precision == "bf16" and not accelerator(fabric.device).has_bf16:
+        raise InputError(
+            f"precision {precision}: {fabric.device} has no bf16 arithmetic; it may be fp16"
+        )
     return TrainingProblem(
         architecture=architecture,
         sequence=sequence,

@@ -59,7 +59,13 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
         sizes = [getattr(one, f"{kind}_bytes") / 1e9 for one in ranks]
         axes.bar(places, sizes, bottom=below, color=colour, label=kind, width=0.8)
         below = [low + size for low, size in zip(below, sizes, strict=True)]
-    axes.axhline(limit_bytes / 1e9, color="#b02a30", lw=1.5, ls="--", label="a device has")
+    axes.axhline(
+        limit_bytes / 1e9,
+        color="#b02a30",
+        lw=1.5,
+        ls="--",
+        label=f"a device has {limit_bytes / 1e9:g}",
+    )
     axes.set_xlabel("position in the pipeline")
     axes.set_ylabel("peak memory of a GPU (GB)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -70,7 +76,7 @@ def memory_png(ranks: Sequence[Memory], limit_bytes: float, title: str) -> bytes
     return save(figure)
 
 
-def front_png(points: Sequence[Point], limit_bytes: float) -> bytes:
+def front_png(points: Sequence[Point], limit_bytes: float, title: str) -> bytes:
     """The time of the fastest layout for every amount of memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -93,7 +99,14 @@ def front_png(points: Sequence[Point], limit_bytes: float) -> bytes:
             fontsize=6,
             rotation=35,
         )
-    axes.axvline(limit_bytes / 1e9, color="#b02a30", lw=1.5, ls="--", label="a device has")
+    axes.axvline(
+        limit_bytes / 1e9,
+        color="#b02a30",
+        lw=1.5,
+        ls="--",
+        label=f"a device has {limit_bytes / 1e9:g}",
+    )
+    axes.set_title(title, fontsize=10)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter("{x:g}")

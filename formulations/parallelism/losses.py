@@ -40,11 +40,12 @@ def differences(one: Estimate, other: Estimate) -> tuple[Difference, ...]:
 
 
 def why_slower(one: Estimate, best: Estimate) -> str:
-    """The largest loss of a layout against the best, in words."""
+    """By how much a layout is slower than the best, and its largest loss, in words."""
     first = differences(one, best)[0]
     if one.seconds <= best.seconds * (1 + 1e-9):
         return "as fast"
-    return f"{format_seconds(first.more)} more {first.part}"
+    slower = format_seconds(one.seconds - best.seconds)
+    return f"{slower} slower; {first.part} +{format_seconds(first.more)}"
 
 
 def shortages(found: Estimate) -> tuple[str, ...]:

@@ -67,13 +67,13 @@ def fabric_of_kind(
     require_count(devices, "gpus", MAX_GPUS)
     inside = min(per_server, devices)
     if devices % inside:
-        raise InputError(f"gpus ({devices}) must be a multiple of the {inside} of a server")
+        raise InputError(f"gpus must be a multiple of per_server ({inside}), got {devices}")
     if (per_rack is None) != (rack_bandwidth is None):
-        raise InputError("a rack needs both its number of gpus and its bandwidth")
-    within = _given(server_bandwidth, SERVER_SHARE, _SERVER, card.name, "server bandwidth")
+        raise InputError("per_rack and rack_bandwidth belong together: give both")
+    within = _given(server_bandwidth, SERVER_SHARE, _SERVER, card.name, "server_bandwidth")
     levels = [Level("server", inside, within, SERVER_LATENCY)]
     if devices > inside:
-        between = _given(network_bandwidth, NETWORK_SHARE, _NETWORK, card.name, "network bandwidth")
+        between = _given(network_bandwidth, NETWORK_SHARE, _NETWORK, card.name, "network_bandwidth")
         size = devices if per_rack is None else min(per_rack, devices)
         levels.append(
             Level("rack" if size < devices else "network", size, between, NETWORK_LATENCY)
@@ -90,5 +90,5 @@ def _given(
     if value is not None:
         return value
     if kind not in known:
-        raise InputError(f"the {what} of {kind} is not known: give it, for example 50GB/s")
+        raise InputError(f"{what} of {kind} is not known: give it, for example 50GB/s")
     return share * known[kind]

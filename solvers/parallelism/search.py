@@ -76,10 +76,7 @@ def search(
     heap = [(bound, next(numbers), part) for bound, part in tree.families()]
     heapq.heapify(heap)
     if not heap:
-        raise InputError(
-            "no degrees of the space obey the rules of the model and the devices; explain a layout "
-            "to see which rule it breaks"
-        )
+        raise InputError(f"no degrees of the space are possible: {tree.space.why_none(problem)}")
     while heap and heap[0][0] < tree.worst and not is_stopped(stop):
         _, _, part = heapq.heappop(heap)
         for bound, inner in part():
@@ -87,9 +84,15 @@ def search(
                 heapq.heappush(heap, (bound, next(numbers), inner))
     open_bound = heap[0][0] if heap else math.inf
     return Found(
-        best=tuple(tree.best),
+        best=tuple(sorted(tree.best, key=_simple_first)),
         bound=min(open_bound, tree.best[0].seconds if tree.best else math.inf),
         proved=open_bound >= tree.worst,
         examined=tree.examined,
         seconds=time.perf_counter() - started,
     )
+
+
+def _simple_first(one: Estimate) -> tuple[float, int, int, str]:
+    """By time; of equal ones those with fewer kinds of parallelism."""
+    layout = one.layout
+    return float(f"{one.seconds:.9g}"), layout.context, layout.expert, layout.placement

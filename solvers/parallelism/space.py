@@ -55,9 +55,12 @@ class Space:
             if one.name == "chunks":
                 limited.append(f"at most {value} chunks")
             elif one.name == "partial" and "full" in self.recompute:
-                limited.append(f"recomputation of {'the fewest that fit' if value else 'all'}")
+                said = "the fewest blocks with which a layout fits, or of all"
+                limited.append(f"recomputation of {said if value else 'all blocks'}")
             elif one.name == "sequence_parallel":
-                limited.append(f"{value} sequence parallelism")
+                limited.append(f"{'' if value == 'any' else value + ' '}sequence parallelism")
+            elif one.name == "offload" and value != one.default:
+                limited.append("the optimizer's state on the device or in host memory")
             elif one.name != "partial" and value != one.default:
                 limited.append(f"{one.name.replace('_', ' ')} of {', '.join(map(str, value))}")
         return "; ".join(limited)
@@ -71,6 +74,22 @@ class Space:
                 for expert in chosen(self.expert, experts):
                     if devices % expert == 0:
                         yield from self._splits(problem, Split(tensor, context, expert))
+
+    def why_none(self, problem: TrainingProblem) -> str:
+        """Why there are no families: the first rule that the smallest degrees break."""
+        devices, architecture = problem.fabric.devices, problem.architecture
+        every = (self.tensor, self.context, self.expert)
+        tensor, context, expert = (min(values) if values else 1 for values in every)
+        if devices % (tensor * context):
+            return f"{devices} devices are no multiple of t x c = {tensor} x {context}"
+        split = Split(tensor, context, expert)
+        if architecture.experts is not None and split.tensor > 1:
+            split = replace(split, sequence_parallel=True)
+        try:
+            require_split(architecture, problem.sequence, split)
+        except InputError as error:
+            return str(error)
+        return f"{devices} devices, {architecture.layers} blocks: no pipeline of the space divides"
 
     def _splits(self, problem: TrainingProblem, plain: Split) -> Iterator[Split]:
         """Without and with sequence parallelism."""

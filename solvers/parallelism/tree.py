@@ -176,8 +176,8 @@ class Tree:
             if fitting is None:
                 return
             for placement in self._placements(fitting):
-                placed = replace(fitting, placement=placement)
-                if self.accept(placed):
+                placed = self._accepted(replace(fitting, placement=placement), some)
+                if placed is not None:
                     yield self._parts(placed).least_seconds, self._of_layout(placed, some)
 
         return parts
@@ -200,6 +200,15 @@ class Tree:
             else:
                 low = middle + 1
         return _recomputed(layout, low, most)
+
+    def _accepted(self, layout: Layout, some: tuple[int, int] | None) -> Layout | None:
+        """The layout, or that which recomputes all blocks, if it is accepted."""
+        if self.accept(layout):
+            return layout
+        if some is None:
+            return None
+        most = _recomputed(layout, some[1], some[1])
+        return most if self.accept(most) else None
 
     def _may_fit(self, layout: Layout) -> bool:
         return self._parts(layout).least_bytes <= self.about_memory
@@ -231,8 +240,10 @@ class Tree:
                     several = [*self.best, found]
                     self.best = sorted(several, key=lambda one: one.seconds)[: self.keep]
             elif some is not None and _blocks(layout, some[1]) < some[1]:
-                more = _recomputed(layout, _blocks(layout, some[1]) + 1, some[1])
-                if self.accept(more):
+                more = self._accepted(
+                    _recomputed(layout, _blocks(layout, some[1]) + 1, some[1]), some
+                )
+                if more is not None:
                     yield self._parts(more).least_seconds, self._of_layout(more, some)
 
         return parts

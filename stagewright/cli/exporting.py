@@ -144,7 +144,10 @@ def _paths(output: Path, names: list[str]) -> list[Path]:
     if not output.is_dir():
         if output.exists():
             raise InputError(f"--output {output} is a file; {len(names)} files need a folder")
-        output.mkdir()
+        try:
+            output.mkdir()
+        except OSError as error:
+            raise InputError(f"--output {output}: {error.strerror}") from None
     paths = [output / name for name in names]
     require_folder(*paths)
     return paths

@@ -32,7 +32,7 @@ class Attention(StrEnum):
 def read_fabric(
     device: str | None,
     gpus: int | None,
-    per_server: int,
+    per_server: int | None,
     server_bandwidth: str | None,
     network_bandwidth: str | None,
     per_rack: int | None,
@@ -50,6 +50,7 @@ def read_fabric(
     options = {
         "--device": device,
         "--gpus": gpus,
+        "--per-server": per_server,
         "--server-bandwidth": server_bandwidth,
         "--network-bandwidth": network_bandwidth,
         "--per-rack": per_rack,
@@ -66,17 +67,19 @@ def read_fabric(
         raise InputError("give --device and --gpus, for example h100 and 64, or --cluster FILE")
     rates = [server_bandwidth, network_bandwidth, rack_bandwidth, host_bandwidth]
     within, between, racks, host = [None if one is None else parse_bandwidth(one) for one in rates]
-    return fabric_of_kind(
-        device,
-        gpus,
-        per_server=per_server,
-        server_bandwidth=within,
-        network_bandwidth=between,
-        per_rack=per_rack,
-        rack_bandwidth=racks,
-        memory_bytes=None if memory is None else parse_bytes(memory),
-        host_bytes_per_second=host,
-    )
+    fields: dict[str, Any] = {
+        "per_server": per_server or 8,
+        "server_bandwidth": within,
+        "network_bandwidth": between,
+        "per_rack": per_rack,
+        "rack_bandwidth": racks,
+        "memory_bytes": None if memory is None else parse_bytes(memory),
+        "host_bytes_per_second": host,
+    }
+    try:
+        return fabric_of_kind(device, gpus, **fields)
+    except InputError as error:
+        raise InputError(with_option(str(error), ("gpus", *fields), {})) from None
 
 
 def read_problem(

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.console import percent, print_lines, print_table
 
+ROUNDING_SECONDS = 1e-8
+
 if TYPE_CHECKING:
     from stagewright.formulations.parallelism.training import TrainingProblem
     from stagewright.service.layouts import ExplainAnswer, LayoutAnswer, LayoutRow, MemoryAnswer
@@ -20,11 +22,12 @@ def print_layouts(
         best = answer.rows[0]
         print_lines(
             f"{name} on {problem.fabric.devices} {problem.fabric.device}: "
-            f"{format_seconds(best.seconds)} per iteration ({answer.status}), bound "
+            f"{format_seconds(best.seconds)} per iteration ({answer.status} by the model), bound "
             f"{format_seconds(answer.bound_seconds or 0.0)} by {answer.proved_by}, gap "
             f"{percent(answer.gap)}, {answer.wall_seconds:.2f} s",
             f"of all {answer.plan_class}",
             f"rates: {problem.reached.source}",
+            *answer.remarks,
         )
     else:
         print_lines(f"{name}: {answer.status}", *([answer.reason] if answer.reason else []))
@@ -53,6 +56,11 @@ def print_layouts(
             ],
             "What if",
         )
+
+
+def _rounded(seconds: float) -> float:
+    """Without the rounding of sums."""
+    return 0.0 if abs(seconds) < ROUNDING_SECONDS else seconds
 
 
 def _gain(seconds: float | None, before: float) -> float | None:
@@ -106,7 +114,7 @@ def _print_explained(one: "ExplainAnswer") -> None:
                     if part.best_seconds is None
                     else (
                         format_seconds(part.best_seconds),
-                        format_seconds(part.seconds - part.best_seconds),
+                        format_seconds(_rounded(part.seconds - part.best_seconds)),
                     )
                 ),
             )
@@ -114,6 +122,8 @@ def _print_explained(one: "ExplainAnswer") -> None:
         ],
         one.layout,
     )
+    if one.row is not None:
+        print_lines(f"in all {format_seconds(one.row.seconds)}; {one.row.loses_by or 'the best'}")
     print_shortages(one.shortages)
 
 

@@ -39,7 +39,9 @@ Batch = Annotated[
 ]
 Kind = Annotated[str | None, typer.Option("--device", help="Kind of GPU, for example h100.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Number of GPUs.", metavar="N")]
-PerServer = Annotated[int, typer.Option("--per-server", help="GPUs in a server.", metavar="N")]
+PerServer = Annotated[
+    int | None, typer.Option("--per-server", help="GPUs in a server; default: 8.", metavar="N")
+]
 ServerBandwidth = Annotated[
     str | None,
     typer.Option(
@@ -82,7 +84,9 @@ Reserve = Annotated[
     str, typer.Option(help="Memory of a GPU that is not for the plan.", metavar="SIZE")
 ]
 Picture = Annotated[
-    Path | None, typer.Option("--png", help="Where to draw.", metavar="FILE"), Writes(".png")
+    Path | None,
+    typer.Option("--png", help="Where to draw: the front, or the ranks' memory.", metavar="FILE"),
+    Writes(".png"),
 ]
 
 
@@ -92,7 +96,7 @@ def train_plan(
     global_batch: Batch,
     device: Kind = None,
     gpus: Gpus = None,
-    per_server: PerServer = 8,
+    per_server: PerServer = None,
     server_bandwidth: ServerBandwidth = None,
     network_bandwidth: NetworkBandwidth = None,
     per_rack: PerRack = None,
@@ -192,7 +196,14 @@ def train_plan(
         from stagewright.executor.drawing.memory_bars import front_png
         from stagewright.graphs.documents.documents import write_bytes
 
-        write_bytes(png, front_png(answer.front, problem.fabric.memory_bytes))
+        write_bytes(
+            png,
+            front_png(
+                answer.front,
+                problem.fabric.memory_bytes,
+                f"{config.name} on {fabric.devices} {fabric.device}, batch {global_batch}",
+            ),
+        )
     if output is not None and answer.plan is not None:
         save_layout(answer.plan, output)
     if as_json:
@@ -227,11 +238,20 @@ def memory(
             metavar="N",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Kind of GPU.")] = "h100",
+    device: Annotated[str | None, typer.Option(help="Kind of GPU; default: h100.")] = None,
     memory: Memory = None,
-    precision: PrecisionOption = Arithmetic.BF16,
-    attention: AttentionOption = Attention.FUSED,
-    reserve: Reserve = "2GB",
+    precision: Annotated[
+        Arithmetic | None, typer.Option(help="Type of weights and activations; default: bf16.")
+    ] = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="Whether scores are stored; default: fused.")
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of a GPU that is not for the plan; default: 2GB.", metavar="SIZE"
+        ),
+    ] = None,
     png: Picture = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -245,10 +265,11 @@ def memory(
     from stagewright.service.layout_memory import MemoryRequest, layout_memory
 
     if is_layout(file):
-        if layout is not None or sequence is not None or global_batch is not None:
+        options = (layout, sequence, global_batch, device, memory, precision, attention, reserve)
+        if any(one is not None for one in options):
             raise InputError(
-                f"{file} has its layout, sequence and batch: leave out --layout, --sequence and "
-                "--global-batch"
+                f"{file} has its layout, batch and machines: of the options only --png and --json "
+                "apply"
             )
         plan = load_layout(file)
         request = ask(MemoryRequest, problem=plan.problem, layout=plan.layout)
@@ -257,8 +278,13 @@ def memory(
             raise InputError("a configuration needs --layout and --sequence")
         chosen = parse_layout(layout)
         batch = global_batch or chosen.data * chosen.microbatch * 2 * chosen.pipeline
-        fabric = read_fabric(device, chosen.ranks, 8, None, None, None, None, None, memory, None)
-        problem = read_problem(file, sequence, batch, fabric, precision, attention, False, reserve)
+        fabric = read_fabric(
+            device or "h100", chosen.ranks, None, None, None, None, None, None, memory, None
+        )
+        problem = read_problem(
+            file, sequence, batch, fabric, precision or Arithmetic.BF16,
+            attention or Attention.FUSED, False, reserve or "2GB",
+        )  # fmt: skip
         request = ask(MemoryRequest, problem=problem, layout=chosen)
     answer = layout_memory(request)
     if png is not None:
@@ -295,5 +321,8 @@ def check_layout(path: Path, as_json: bool) -> int:
     elif found:
         print_lines(*(f"{path}: {one}" for one in found))
     else:
-        print_lines(f"{path}: valid, {format_seconds(plan.iteration_seconds)} per iteration")
+        print_lines(
+            f"{path}: valid, {format_seconds(plan.iteration_seconds)} per iteration; the search "
+            "behind its bound is not run again: train-plan does"
+        )
     return 1 if found else 0

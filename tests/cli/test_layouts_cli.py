@@ -35,7 +35,7 @@ PLAN = ("train-plan", "config.json", *MACHINES, *RUN)
 
 def test_table_document_and_check() -> None:
     shown = answered(*PLAN, "-o", "layout.json", "--top", 3)
-    assert "(optimal), bound" in shown
+    assert "(optimal by the model), bound" in shown
     assert "of all layouts of 16 devices with at most 16 chunks" in shown
     plan = load_layout("layout.json")
     assert violations(plan) == ()
@@ -95,7 +95,7 @@ def test_front_and_what_if() -> None:
 def test_no_layout_fits() -> None:
     shown = answered(*PLAN, "--memory", "3GB", "-o", "layout.json", code=1)
     assert "infeasible" in shown
-    assert "needs least" in shown
+    assert "would need" in shown
     assert not Path("layout.json").exists()
 
 
@@ -117,7 +117,7 @@ def test_memory_by_rank() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"--gpus": 12}, "gpus (12) must be a multiple of the 8 of a server"),
+        ({"--gpus": 12}, "--gpus must be a multiple of per_server (8), got 12"),
         ({"--device": "h1000"}, "device 'h1000' is not known; known are"),
         ({"--global-batch": 0}, "--global-batch must be at least 1"),
         ({"--sequence": 0}, "--sequence must be at least 1"),
@@ -128,8 +128,11 @@ def test_memory_by_rank() -> None:
         ({"--schedule": "gpipe"}, "--schedule: 'gpipe' is none of 1f1b, zero-bubble"),
         ({"--explain": "p2 x3"}, "layout word 'x3' is not known; known are pN, tN"),
         ({"--explain": "p2 p3"}, "layout 'p2 p3': pipeline appears twice"),
-        ({"--per-rack": 8}, "a rack needs both its number of gpus and its bandwidth"),
-        ({"--tensor": "3"}, "no degrees of the space obey the rules of the model"),
+        ({"--per-rack": 8}, "--per-rack and rack_bandwidth belong together: give both"),
+        (
+            {"--tensor": "3"},
+            "no degrees of the space are possible: 16 devices are no multiple of t x c = 3 x 1",
+        ),
         ({"--device": "v100", "--precision": "fp8"}, "v100 has no fp8 arithmetic"),
     ],
 )
@@ -153,7 +156,7 @@ def test_what_a_cluster_file_says_is_not_said_again() -> None:
         "-o",
         "c.json",
     )
-    assert "(optimal)" in answered(
+    assert "(optimal by the model)" in answered(
         "train-plan", "config.json", "--cluster", "c.json", *RUN, "--top", 1
     )
     message = refused("train-plan", "config.json", "--cluster", "c.json", "--gpus", 8, *RUN)
@@ -230,3 +233,20 @@ def test_names_of_a_plan_are_those_of_the_model() -> None:
     assert refused("export", "layout.json", *given) == (
         "the layout's model has 18 layers (embedding, 16 blocks, head), the names are 4"
     )
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "accelerate"])
+def test_whole_recomputation_where_a_framework_knows_no_other(to: str) -> None:
+    """The explained layout fits, and is in the space: it cannot be faster than the best."""
+    asked = (*PLAN, "--framework", to, "--memory", "12GB", "--top", 1)
+    found = answered_json(*asked, "--explain", "p1 t1 d16 b1 zero3 full")
+    assert found["explained"]["shortages"] == []
+    assert found["rows"][0]["seconds"] <= found["explained"]["row"]["seconds"] * (1 + 1e-9)
+
+
+def test_a_layout_file_has_its_own_machines() -> None:
+    answered(*PLAN, "-o", "layout.json", "--top", 1)
+    message = refused("memory", "layout.json", "--memory", "40GB")
+    assert message.endswith("of the options only --png and --json apply")
+    message = refused("train-plan", "config.json", "--device", "v100", "--gpus", 8, *RUN)
+    assert message == "--precision bf16: v100 has no bf16 arithmetic; it may be fp16"
