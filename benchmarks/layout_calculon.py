@@ -122,6 +122,10 @@ class Peer:
         possible = [one for one in found if one is not None]
         return min(possible, key=seconds, default=None)
 
+    def fits(self, layout: Layout) -> bool:
+        """Whether a layout fits in memory, which the networks do not matter for."""
+        return self.evaluate(next(executions(layout, self.batch)), "networks") is not None
+
     def layouts(self) -> Iterator[Layout]:
         """The space that both know.
 

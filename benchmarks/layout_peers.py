@@ -12,6 +12,7 @@ overlap with nothing.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from time import perf_counter
 
 from rich.progress import track
@@ -41,8 +42,9 @@ from stagewright.solvers.parallelism.search import Found, search
 from stagewright.solvers.parallelism.space import Space
 from stagewright.solvers.parallelism.tree import compiled_walk
 
-LIMIT, CORES = 45.0, 2  # of Calculon's search
-TOP, MOST = 50, 2000  # layouts of ours that Calculon evaluates, and that its optimum is sought in
+LIMIT, CORES = 20.0, 2  # of Calculon's search
+NO_LIMIT = 1e15  # bytes
+TOP = 50  # layouts of ours that Calculon evaluates
 
 STUDY = BenchSpec(
     "layout_peers",
@@ -117,11 +119,22 @@ def space(of: Peer) -> Space:
     )
 
 
-def ranked(of: Peer, keep: int, *, memory_bytes: float | None = None) -> Found:
-    """Our best layouts of the space."""
-    return search(
-        problem(of), space(of), keep=keep, memory_bytes=memory_bytes, accept=_has_equal_stages
-    )
+def ranked(of: Peer, keep: int) -> Found:
+    """Our best layouts of the space, by our rules of memory."""
+    return search(problem(of), space(of), keep=keep, accept=_has_equal_stages)
+
+
+def ranked_as_fits(of: Peer, keep: int) -> Found:
+    """Our best layouts of the space, of those that fit by Calculon's rules of memory."""
+
+    @cache
+    def fits(layout: Layout) -> bool:
+        return of.fits(layout)
+
+    def accept(layout: Layout) -> bool:
+        return _has_equal_stages(layout) and fits(replace(layout, placement="data-inside"))
+
+    return search(problem(of), space(of), keep=keep, memory_bytes=NO_LIMIT, accept=accept)
 
 
 def _has_equal_stages(layout: Layout) -> bool:
@@ -134,48 +147,58 @@ def distinct(found: Found) -> list[Layout]:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """Our first layouts by Calculon's evaluator: the best, its seconds, and how many fit."""
+
+    layout: Layout
+    iteration_seconds: float
+    fitting: int
+
+
+def scored(of: Peer, layouts: list[Layout]) -> Scored:
+    """The best of them."""
+    found = [(seconds(one), layout) for layout in layouts if (one := of.best(layout)) is not None]
+    least, best = min(found, key=lambda one: one[0])
+    return Scored(best, least, len(found))
+
+
+@dataclass(frozen=True)
 class Compared:
-    """All that a case gives; ``peers`` is ours by Calculon's evaluator."""
+    """All that a case gives.
+
+    ``rank`` is that of Calculon's optimum among our layouts that fit by its rules; ``spent`` is the
+    time to find and evaluate the first ``TOP`` of them.
+    """
 
     of: Peer
     theirs: Searched
-    ours: Found
     optimum: Optimum
-    best_of_ours: Layout
-    best_seconds: float
-    fitting: int
-    evaluating_seconds: float
+    ours: Found
+    kept: Scored
+    kept_as_fits: Scored
     rank: int | None
-    unlimited_rank: int | None
+    spent: float
     whole: Best | None
 
 
 def compared(of: Peer) -> Compared:
     """A case, both ways."""
-    ours = ranked(of, 1)
-    kept = distinct(ranked(of, 2 * TOP))[:TOP]
     started = perf_counter()
-    scored = [(seconds(one), layout) for layout in kept if (one := of.best(layout)) is not None]
+    as_fits = distinct(ranked_as_fits(of, 2 * TOP))[:TOP]
+    kept_as_fits = scored(of, as_fits)
     spent = perf_counter() - started
-    best, layout = min(scored, key=lambda one: one[0])
     optimum, theirs = of.optimum(), searched(of, LIMIT, CORES)
     return Compared(
         of=of,
         theirs=theirs,
-        ours=ours,
         optimum=optimum,
-        best_of_ours=layout,
-        best_seconds=best,
-        fitting=len(scored),
-        evaluating_seconds=spent,
-        rank=_rank(optimum.layout, distinct(ranked(of, MOST))),
-        unlimited_rank=_rank(optimum.layout, distinct(ranked(of, MOST, memory_bytes=1e15))),
+        ours=ranked(of, 1),
+        kept=scored(of, distinct(ranked(of, 2 * TOP))[:TOP]),
+        kept_as_fits=kept_as_fits,
+        rank=as_fits.index(optimum.layout) + 1 if optimum.layout in as_fits else None,
+        spent=spent,
         whole=best_of_all(of) if theirs.executions <= SMALL else None,
     )
-
-
-def _rank(layout: Layout, among: list[Layout]) -> int | None:
-    return among.index(layout) + 1 if layout in among else None
 
 
 def tables(quick: bool) -> Iterator[Table]:
@@ -198,18 +221,16 @@ def _times(found: list[Compared]) -> Table:
     rows = []
     for one in found:
         theirs = one.theirs
-        whole = theirs.seconds * theirs.executions / theirs.done if theirs.done else None
         rows.append(
             (
                 *_case(one),
                 theirs.executions,
                 theirs.done,
-                None if whole is None else f"{whole / 3600:.2g}",
                 one.optimum.layouts,
                 one.optimum.seconds,
                 one.ours.examined,
                 one.ours.seconds,
-                one.evaluating_seconds,
+                one.spent,
             )
         )
     columns = (
@@ -217,13 +238,12 @@ def _times(found: list[Compared]) -> Table:
         "GPUs",
         "batch",
         "executions of its search",
-        f"within {LIMIT:.0f} s",
-        "hours for all at that rate",
+        f"done within {LIMIT:.0f} s",
         "layouts of both",
         "best by its evaluator, s",
         "evaluated by ours",
         "best by ours, proved, s",
-        f"our {TOP} by its evaluator, s",
+        f"our {TOP} in its memory, by its evaluator, s",
     )
     title = f"Seconds of Calculon's search ({CORES} cores) and ours (1 core)"
     return Table("layout_peers_times", title, columns, tuple(rows))
@@ -238,13 +258,10 @@ def _layouts(found: list[Compared]) -> Table:
                 *_case(one)[:2],
                 "nothing that fits" if best is None else f"{best[0]:.4g}: {words(best[1])}",
                 f"{one.of.batch / least:.4g}: {one.optimum.layout}",
-                f"{one.of.batch / one.best_seconds:.4g}: {one.best_of_ours}",
-                f"{one.best_seconds / least - 1:+.2%}",
-                _shown_rank(one.rank),
-                _shown_rank(one.unlimited_rank),
-                f"{one.fitting} of {TOP}",
-                f"{_of_ours(one) / one.ours.best[0].seconds - 1:+.2%}",
-                str(one.ours.best[0].layout),
+                *_beside(one, one.kept_as_fits),
+                one.rank,
+                *_beside(one, one.kept),
+                f"{one.kept.fitting} of {TOP}",
             )
         )
     columns = (
@@ -252,13 +269,12 @@ def _layouts(found: list[Compared]) -> Table:
         "GPUs",
         f"its search within {LIMIT:.0f} s, all options",
         "the best of both's space",
-        f"the best of our {TOP}",
-        "longer than the best",
-        "the best among ours",
-        "without our memory limit",
+        f"the best of our {TOP} in its memory",
+        "longer",
+        "rank of the best in ours",
+        f"the best of our {TOP} in our memory",
+        "longer",
         "fit by it",
-        "the best by our model, longer than ours",
-        "ours",
     )
     title = "Samples/s by Calculon's evaluator of layouts that either chooses"
     return Table("layout_peers", title, columns, tuple(rows))
@@ -281,8 +297,10 @@ def _whole(found: list[Compared]) -> Table:
     return Table("layout_peers_whole", title, columns, tuple(rows))
 
 
-def _shown_rank(rank: int | None) -> str:
-    return f"not in the first {MOST}" if rank is None else f"{rank}."
+def _beside(one: Compared, ours: Scored) -> tuple[str, str]:
+    """Samples/s and the layout, and how much longer it takes than the best."""
+    rate, least = one.of.batch / ours.iteration_seconds, one.optimum.iteration_seconds
+    return f"{rate:.4g}: {ours.layout}", f"{ours.iteration_seconds / least - 1:+.2%}"
 
 
 def _case(of: Compared) -> tuple[object, ...]:
@@ -296,10 +314,6 @@ def _estimate(one: Compared) -> Estimate:
     return min(
         (evaluate(asked, each, compiled_walk()) for each in placed), key=lambda one: one.seconds
     )
-
-
-def _of_ours(one: Compared) -> float:
-    return _estimate(one).seconds
 
 
 def _parts(found: list[Compared]) -> Table:
