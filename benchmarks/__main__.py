@@ -22,6 +22,7 @@ from benchmarks import (
     generators,
     jobshop,
     launching,
+    layout_peers,
     layouts,
     madpipe,
     madpipe_steps,
@@ -86,6 +87,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterable[Table]]] = {
     "launching": launching.tables,
     "backprop_run": backprop_run.tables,
     "layouts": layouts.tables,
+    "layout_peers": layout_peers.tables,
 }
 
 
