@@ -108,12 +108,12 @@ def _print_explained(one: "ExplainAnswer") -> None:
         [
             (
                 part.part,
-                format_seconds(part.seconds),
+                format_seconds(_rounded(part.seconds)),
                 *(
                     ("-", "-")
                     if part.best_seconds is None
                     else (
-                        format_seconds(part.best_seconds),
+                        format_seconds(_rounded(part.best_seconds)),
                         format_seconds(_rounded(part.seconds - part.best_seconds)),
                     )
                 ),
