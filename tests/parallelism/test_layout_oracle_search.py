@@ -39,8 +39,8 @@ def require_best(
     return found
 
 
-@examples(150, phases=UNSHRUNK)
-@given(problems(24, 24), st.integers(1, 12), st.data())
+@examples(60, phases=UNSHRUNK)
+@given(problems(12, 16), st.integers(1, 12), st.data())
 def test_the_best_of_every_memory_are_those_of_all_layouts(problem, keep, data) -> None:
     every = list(every_layout(problem))
     assume(every)
@@ -55,8 +55,8 @@ def test_the_best_of_every_memory_are_those_of_all_layouts(problem, keep, data) 
             before = found.best[0].seconds
 
 
-@examples(60, phases=UNSHRUNK)
-@given(problems(12, 12), st.data())
+@examples(30, phases=UNSHRUNK)
+@given(problems(8, 8), st.data())
 def test_the_optimizer_in_host_memory_is_chosen_where_memory_is_small(problem, data) -> None:
     every = list(every_layout(problem, (False, True)))
     assume(every)
@@ -91,7 +91,7 @@ def is_chosen(problem: TrainingProblem, layout: Layout, name: str, values: Set[o
     return getattr(layout, name) in values
 
 
-@examples(100, phases=UNSHRUNK)
+@examples(50, phases=UNSHRUNK)
 @given(problems(12, 12), st.data())
 def test_of_a_part_of_the_space_the_best_are_those_with_its_values(problem, data) -> None:
     every = list(every_layout(problem))
@@ -124,8 +124,8 @@ class SetAfter:
         return self.looks < 0
 
 
-@examples(60, phases=UNSHRUNK)
-@given(problems(12, 12), st.integers(0, 40))
+@examples(30, phases=UNSHRUNK)
+@given(problems(8, 8), st.integers(0, 40))
 def test_the_bound_of_a_search_that_was_stopped_holds(problem, looks) -> None:
     layouts = list(every_layout(problem))
     assume(layouts)
